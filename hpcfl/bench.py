@@ -1,0 +1,3 @@
+"""Placeholder until measured."""
+from collections.abc import Sequence
+def bench(arguments: Sequence[str]) -> None: ...

@@ -1,0 +1,143 @@
+"""The samples of one rank's clients, as training wants them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.sources import SOURCES, Arrays, Channels
+from hpcfl.errors import UserError
+
+SPLITS = ("train", "val", "test")
+
+
+class Shard:
+    """The normalised samples of a contiguous range of clients, on one device.
+
+    Attributes:
+        clients: the global ids; local client i is clients[i].
+        x: float32 [total, C, H, W], channels last in memory.
+        y: int64 [total].
+        offset, count: for each of `SPLITS` an int64 tensor [local clients] on the CPU: where a client's
+            samples start in x and y, and how many they are.
+    """
+
+    def __init__(
+        self,
+        clients: range,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        offset: Mapping[str, torch.Tensor],
+        count: Mapping[str, torch.Tensor],
+    ) -> None:
+        self.clients = clients
+        self.x = x
+        self.y = y
+        self.offset = offset
+        self.count = count
+
+    @classmethod
+    def build(
+        cls,
+        arrays: Arrays,
+        parts: Sequence[ClientIndices],
+        clients: range,
+        mean: Channels,
+        std: Channels,
+        device: torch.device | str,
+    ) -> Shard:
+        """Copy the samples of `clients` out of the pool; all training parts come first, then val, then test.
+
+        Args:
+            parts: the indices of every client of the run.
+            mean, std: a channel each; x becomes (raw / scale - mean) / std.
+        """
+        pieces = [getattr(parts[client], split) for split in SPLITS for client in clients]
+        sizes = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64)
+        ends = sizes.cumsum(0)
+        shape = (len(SPLITS), len(clients))
+        offset = dict(zip(SPLITS, (ends - sizes).reshape(shape), strict=True))
+        count = dict(zip(SPLITS, sizes.reshape(shape), strict=True))
+        indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
+        # Normalised on the CPU, so that every device trains on the same bits.
+        x = _normalised(arrays.x[indices], arrays.scale, mean, std)
+        y = torch.from_numpy(arrays.y[indices])
+        return cls(clients, x.to(device), y.to(device), offset, count)
+
+    def samples(self, split: str, local_client: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one client's part as views, x [n, C, H, W] and y [n]."""
+        start = int(self.offset[split][local_client])
+        stop = start + int(self.count[split][local_client])
+        return self.x[start:stop], self.y[start:stop]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of x and y in bytes."""
+        return self.x.nbytes + self.y.nbytes
+
+
+def resolve_normalisation(
+    arrays: Arrays, setting: str | Sequence[Sequence[float]]
+) -> tuple[Channels, Channels]:
+    """Return (mean, std), a number a channel, for values divided by `arrays.scale`.
+
+    Args:
+        setting: `auto` (the source's constants), `none` (0 and 1), `half` (0.5 and 0.5), the name of
+            another source, or [[means], [stds]].
+
+    Raises:
+        UserError: unknown setting, another number of channels, or a std that is not positive.
+    """
+    num_channels = arrays.x.shape[1]
+    if isinstance(setting, str):
+        mean, std = _named_normalisation(arrays, setting)
+    else:
+        mean, std = _explicit_normalisation(setting)
+    if len(mean) != num_channels or len(std) != num_channels:
+        raise UserError(
+            f"data.normalise = {setting}: has {len(mean)} means and {len(std)} stds, "
+            f"the images have {num_channels} channels; give one of each a channel"
+        )
+    return mean, std
+
+
+def _named_normalisation(arrays: Arrays, setting: str) -> tuple[Channels, Channels]:
+    num_channels = arrays.x.shape[1]
+    named = {
+        "auto": (arrays.mean, arrays.std),
+        "none": ((0.0,) * num_channels, (1.0,) * num_channels),
+        "half": ((0.5,) * num_channels, (0.5,) * num_channels),
+    }
+    for name, source in SOURCES.items():
+        if source.mean is not None and source.std is not None:
+            named[name] = (source.mean, source.std)
+    if setting not in named:
+        raise UserError(
+            f"data.normalise = {setting}: unknown; allowed: {', '.join(named)}, or [[means], [stds]]"
+        )
+    return named[setting]
+
+
+def _explicit_normalisation(setting: Sequence[Sequence[float]]) -> tuple[Channels, Channels]:
+    try:
+        means, stds = setting
+        mean, std = tuple(map(float, means)), tuple(map(float, stds))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"data.normalise = {setting}: must be [[means], [stds]], a number a channel, "
+            "such as [[0.5,0.5,0.5],[0.25,0.25,0.25]]"
+        ) from error
+    if not all(math.isfinite(value) for value in mean + std) or not all(value > 0 for value in std):
+        raise UserError(f"data.normalise = {setting}: means must be finite, stds finite and positive")
+    return mean, std
+
+
+def _normalised(raw: np.ndarray, scale: float, mean: Channels, std: Channels) -> torch.Tensor:
+    """Return (raw / scale - mean) / std as float32 [n, C, H, W], channels last in memory."""
+    x = torch.from_numpy(raw).to(torch.float32).contiguous(memory_format=torch.channels_last)
+    means, stds = torch.tensor([mean, std], dtype=torch.float32)[:, :, None, None]
+    return x.div_(scale).sub_(means).div_(stds)

@@ -1,0 +1,183 @@
+"""The image sets that torchvision reads and downloads; the only module that imports torchvision.
+
+torchvision is imported on first use, because that costs seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+import shlex
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcfl.errors import UserError
+
+EMNIST_CLASSES = {"mnist": 10, "digits": 10, "letters": 26, "balanced": 47, "bymerge": 47, "byclass": 62}
+
+_EXPECTED_OPERATORS = ("nms", "qnms")
+# A fragment forgets its operators when it is collected, so it lives as long as this module.
+_fragment = torch.library.Library("torchvision", "FRAGMENT")
+
+_FAILURES = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AssertionError,
+    EOFError,
+    HTTPException,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """Where torchvision expects a set below the root."""
+
+    class_name: str
+    folder: str
+    files: tuple[str, ...]
+
+
+def _idx_files(*prefixes: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}-{kind}-ubyte" for prefix in prefixes for kind in ("images-idx3", "labels-idx1"))
+
+
+_ON_DISK = {
+    "mnist": _OnDisk("MNIST", "MNIST/raw", _idx_files("train", "t10k")),
+    "fashionmnist": _OnDisk("FashionMNIST", "FashionMNIST/raw", _idx_files("train", "t10k")),
+    "emnist": _OnDisk("EMNIST", "EMNIST/raw", _idx_files("emnist-{split}-train", "emnist-{split}-test")),
+    "cifar10": _OnDisk(
+        "CIFAR10",
+        "cifar-10-batches-py",
+        (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"),
+    ),
+    "cifar100": _OnDisk("CIFAR100", "cifar-100-python", ("train", "test", "meta")),
+}
+
+
+def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Read the train part followed by the test part; never downloads.
+
+    Args:
+        split: EMNIST's split; other sets ignore it.
+        num_classes: labels are checked to lie in 0..num_classes-1.
+
+    Returns:
+        x uint8 [n, C, H, W] as stored (EMNIST's images are transposed on disk and stay so) and
+        y int64 [n], 0-based.
+
+    Raises:
+        UserError: the files are missing, unreadable or inconsistent.
+    """
+    on_disk = _ON_DISK[name]
+    folder = Path(root).expanduser() / on_disk.folder
+    command = f"hpcfl data fetch {name} --root {shlex.quote(root)}"
+    wanted = [file.format(split=split) for file in on_disk.files]
+    missing = [file for file in wanted if not (folder / file).is_file()]
+    if missing:
+        raise UserError(
+            f"{name} is not in '{root}' (no file {on_disk.folder}/{missing[0]}): "
+            f"fetch it where there is a network with: {command}"
+        )
+    _torchvision_datasets()
+    try:
+        parts = [_read_part(name, root, split, train) for train in (True, False)]
+        x = np.concatenate([images for images, _ in parts])
+        y = np.concatenate([labels for _, labels in parts])
+        _check_labels(parts, num_classes)
+    except _FAILURES as error:
+        raise UserError(
+            f"{name} in '{folder}' is damaged ({_reason(error)}): delete that folder, then fetch it again "
+            f"where there is a network with: {command}"
+        ) from error
+    return x.transpose(0, 3, 1, 2), y
+
+
+def download(name: str, root: str, split: str) -> Path:
+    """Download a set unless it is there, check that it can be read, and return its folder.
+
+    Raises:
+        UserError: with the reason of the failure.
+    """
+    _torchvision_datasets()
+    try:
+        _dataset(name, root, split, train=True, download=True)
+    except _FAILURES as error:
+        raise UserError(
+            f"{name} could not be fetched into '{root}' ({_reason(error)}): check the network and the disk, "
+            f"delete '{Path(root) / _ON_DISK[name].folder}' if it exists, and run the command again"
+        ) from error
+    return Path(root).expanduser() / _ON_DISK[name].folder
+
+
+def _read_part(name: str, root: str, split: str, train: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return images [n, H, W, C] and 0-based labels [n] of one part."""
+    dataset = _dataset(name, root, split, train, download=False)
+    images, labels = np.asarray(dataset.data), np.asarray(dataset.targets, dtype=np.int64)
+    if name == "emnist" and split == "letters":
+        labels = labels - 1
+    return images if images.ndim == 4 else images[..., None], labels
+
+
+def _check_labels(parts: list[tuple[np.ndarray, np.ndarray]], num_classes: int) -> None:
+    for images, labels in parts:
+        if len(images) != len(labels):
+            raise ValueError(f"{len(images)} images but {len(labels)} labels")
+        if labels.min() < 0 or labels.max() >= num_classes:
+            raise ValueError(f"a label outside the {num_classes} classes")
+
+
+def _dataset(name: str, root: str, split: str, train: bool, download: bool) -> Any:
+    options = {"split": split} if name == "emnist" else {}
+    dataset_class = getattr(_torchvision_datasets(), _ON_DISK[name].class_name)
+    return dataset_class(root, train=train, download=download, **options)
+
+
+@functools.cache
+def _torchvision_datasets() -> ModuleType:
+    """Import torchvision.datasets; raise UserError where that is not possible."""
+    try:
+        _define_missing_operators()
+        return importlib.import_module("torchvision.datasets")
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"this data source needs torchvision, which cannot be imported ({_reason(error)}): "
+            f"install the one that matches torch {torch.__version__} with: pip install torchvision"
+        ) from error
+
+
+def _define_missing_operators() -> None:
+    """Declare the operators that torchvision's import expects, where its compiled part does not load.
+
+    A CUDA build of torchvision beside a CPU-only torch cannot load its operators and then fails to
+    import; the data sets do not need them, only their names.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    folders = spec.submodule_search_locations if spec else None
+    compiled = importlib.machinery.PathFinder.find_spec("_C", folders)
+    if compiled is not None and compiled.origin is not None:
+        with contextlib.suppress(ImportError, OSError):
+            torch.ops.load_library(compiled.origin)
+    for operator in _EXPECTED_OPERATORS:
+        if not hasattr(torch.ops.torchvision, operator):
+            _fragment.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")

@@ -1,0 +1,10 @@
+"""The one exception that stands for a user's mistake."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in what the user asked for: printed as one line, no traceback, exit code 2.
+
+    The message names the offending key and value, what is allowed, and what to type next.
+    """

@@ -1,0 +1,100 @@
+"""From a configuration to everything a rank needs: data, model, method, engines and clients."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpcfl.clients import Workplace
+from hpcfl.config import Config
+from hpcfl.data.partitions import ClientIndices, partition
+from hpcfl.data.shard import Shard, resolve_normalisation
+from hpcfl.data.sources import Arrays, load_arrays, subset_per_class
+from hpcfl.methods import METHODS, Context, Method
+from hpcfl.training import BatchedEngine, Engine, LoopEngine
+from hpcfl.world import World
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a run consists of on one rank."""
+
+    config: Config
+    method: Method
+    workplace: Workplace
+    num_train: np.ndarray
+    """Training samples of each client, int64 [N]."""
+    num_evaluated: np.ndarray
+    """Samples of each client in `run.eval_split`, int64 [N]."""
+    engine_name: str
+
+
+def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
+    """Read the source and deal its samples to the clients; the same on every rank. May raise UserError."""
+    data = config.data
+    arrays = load_arrays(
+        data.source, root=data.root, path=data.path, layout=data.layout, split=data.split
+    )
+    labels, chosen = arrays.y, np.arange(len(arrays.y))
+    if data.subset_per_class is not None:
+        chosen = subset_per_class(labels, data.subset_per_class, config.data_seed)
+        labels = labels[chosen]
+    parts = partition(
+        config.partition,
+        labels,
+        arrays.num_classes,
+        num_clients=data.clients,
+        per_client=data.per_client,
+        test_fraction=data.test_fraction,
+        val_fraction=data.val_fraction,
+        seed=config.data_seed,
+        options=config.partition_options.model_dump(),
+    )
+    return arrays, [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
+
+
+def make_method(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> Method:
+    """Build the network's layout and the method. May raise UserError."""
+    _, channels, height, width = arrays.x.shape
+    context = Context(
+        config.model,
+        config.model_options,
+        (channels, height, width),
+        arrays.num_classes,
+        torch.tensor([len(part.train) for part in parts]),
+        config.train,
+        config.run.seed,
+    )
+    return METHODS[config.method](context, config.params)
+
+
+def build(config: Config, world: World) -> Experiment:
+    """Build this rank's part of a run. Collective. May raise UserError on any rank."""
+    torch.set_num_threads(config.run.threads)
+    world.max_elements = config.run.max_elements
+    device = world.device(config.run.device)
+    arrays, parts = load_data(config)
+    method = make_method(config, arrays, parts)
+    mean, std = resolve_normalisation(arrays, config.data.normalise)
+    clients = world.shard(len(parts))
+    shard = Shard.build(arrays, parts, clients, mean, std, device)
+    network = copy.deepcopy(method.context.network).to(device)
+    evaluator = LoopEngine(network, method.layout)
+    batched = config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
+    engine: Engine = evaluator
+    if batched:
+        engine = BatchedEngine(network, method.layout, config.run.clients_at_once)
+    state = method.initial_clients(clients)
+    workplace = Workplace(shard, clients, engine, evaluator, config.train, config.run.seed, device, state)
+    split = config.run.eval_split
+    return Experiment(
+        config,
+        method,
+        workplace,
+        np.array([len(part.train) for part in parts]),
+        np.array([len(getattr(part, split)) for part in parts]),
+        "batched" if batched else "loop",
+    )

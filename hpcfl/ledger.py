@@ -1,0 +1,169 @@
+"""What a run cost and gave: bytes, seconds and accuracy, round by round, in CSV files and checkpoints.
+
+Shapes: N clients, K labels (the layers, and what else is sent).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcfl.checkpoint import Table
+from hpcfl.messages import Cohort, Traffic
+
+METRICS = (
+    "round",
+    "wall_s",
+    "accuracy_mean",
+    "accuracy_std",
+    "accuracy_weighted",
+    "loss_mean",
+    "train_loss_mean",
+    "bytes_down",
+    "bytes_up",
+    "buffer_bytes_down",
+    "buffer_bytes_up",
+    "index_bytes_down",
+    "index_bytes_up",
+    "client_steps_per_s",
+)
+WHOLE_NUMBERS = frozenset({"round"} | {name for name in METRICS if "bytes" in name})
+SECONDS = frozenset({"wall_s", "client_steps_per_s"})
+"""Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
+
+BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
+DIRECTIONS = ("down", "up")
+
+
+class Ledger:
+    """Rows of metrics.csv and bytes.csv so far, and the bytes of each client.
+
+    Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`.
+    """
+
+    def __init__(self, num_clients: int, labels: Sequence[str]) -> None:
+        self._labels = [*labels, BUFFERS_LABEL, INDICES_LABEL]
+        self.metrics: list[list[float]] = []
+        self.accuracy: list[np.ndarray] = []
+        self.loss: list[np.ndarray] = []
+        self._rounds: list[int] = []
+        self._bytes: list[np.ndarray] = []
+        self.client_bytes = np.zeros((num_clients, len(DIRECTIONS)), np.int64)
+        """Bytes of trainable numbers addressed to and sent by each client so far [N, 2]."""
+        self._steps = 0.0
+        self._train_s = 0.0
+        self._train_loss = float("nan")
+        self._written = {"metrics.csv": 0, "bytes.csv": 0}
+
+    def record_round(
+        self, cohort: Cohort, traffic: Sequence[Traffic], steps: float, train_loss: float, train_s: float
+    ) -> None:
+        """Add one round: its traffic down and up, training steps, mean training loss and training seconds."""
+        rows = []
+        for direction, moved in enumerate(traffic):
+            rows.append([*moved.parameters.sum(axis=0), moved.buffers.sum(), moved.indices.sum()])
+            self.client_bytes[list(cohort.clients), direction] += moved.parameters.sum(axis=1)
+        self._rounds.append(cohort.round + 1)
+        self._bytes.append(np.array(rows, np.int64))
+        self._steps += steps
+        self._train_s += train_s
+        self._train_loss = train_loss
+
+    def record_evaluation(
+        self, round: int, wall_s: float, accuracy: np.ndarray, loss: np.ndarray, num_samples: np.ndarray
+    ) -> None:
+        """Add one evaluation after `round` completed rounds: accuracy and loss of each client [N]."""
+        total = np.sum(self._bytes, axis=0) if self._bytes else np.zeros((2, len(self._labels)), np.int64)
+        values = {
+            "round": round,
+            "wall_s": wall_s,
+            "accuracy_mean": accuracy.mean(),
+            "accuracy_std": accuracy.std(),
+            "accuracy_weighted": float(accuracy @ num_samples / num_samples.sum()),
+            "loss_mean": loss.mean(),
+            "train_loss_mean": self._train_loss,
+            "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
+        }
+        for direction, name in enumerate(DIRECTIONS):
+            values[f"bytes_{name}"] = total[direction, :-2].sum()
+            values[f"buffer_bytes_{name}"] = total[direction, -2]
+            values[f"index_bytes_{name}"] = total[direction, -1]
+        self.metrics.append([float(values[name]) for name in METRICS])
+        self.accuracy.append(accuracy)
+        self.loss.append(loss)
+        self._steps = self._train_s = 0.0
+
+    def last(self, name: str) -> float:
+        """Return a column of the newest evaluation."""
+        return self.metrics[-1][METRICS.index(name)]
+
+    def best(self) -> tuple[float, int]:
+        """Return the highest mean accuracy and after which round it was first reached."""
+        means = [row[METRICS.index("accuracy_mean")] for row in self.metrics]
+        best = int(np.argmax(means))
+        return means[best], int(self.metrics[best][0])
+
+    def tables(self) -> dict[str, Table]:
+        """Return everything needed to go on, as tables of a checkpoint."""
+        count = len(self._bytes)
+        flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
+        names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
+        rounds = np.array(self._rounds, np.int64).reshape(count, 1)
+        pending = np.array([[self._steps, self._train_s, self._train_loss]])
+        return {
+            "metrics": Table(np.array(self.metrics, np.float64).reshape(-1, len(METRICS)), METRICS),
+            "bytes": Table(np.concatenate([rounds, flat], axis=1), ["round", *names]),
+            "client_bytes": Table(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
+            "pending": Table(pending, ["steps", "train_s", "train_loss"]),
+        }
+
+    def restore(self, tables: dict[str, Table], accuracy: np.ndarray, loss: np.ndarray) -> None:
+        """Take over the tables of a checkpoint and its history of accuracy and loss [evaluations, N]."""
+        self.metrics = [list(row) for row in tables["metrics"].values]
+        self.accuracy, self.loss = list(accuracy), list(loss)
+        bytes_table = tables["bytes"].values
+        self._rounds = bytes_table[:, 0].tolist()
+        self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
+        self.client_bytes = tables["client_bytes"].values.copy()
+        self._steps, self._train_s, self._train_loss = tables["pending"].values[0].tolist()
+
+    def start_files(self, folder: Path) -> None:
+        """Write the CSV files anew, up to now."""
+        self._written = {"metrics.csv": 0, "bytes.csv": 0}
+        _write(folder / "metrics.csv", "w", [METRICS])
+        _write(folder / "bytes.csv", "w", [("round", "direction", "layer", "bytes")])
+        self.append_files(folder)
+
+    def append_files(self, folder: Path) -> None:
+        """Append what is new to the CSV files."""
+        new = self.metrics[self._written["metrics.csv"] :]
+        _write(folder / "metrics.csv", "a", [[_cell(n, v) for n, v in zip(METRICS, r, strict=True)] for r in new])
+        first = self._written["bytes.csv"]
+        lines = [
+            (self._rounds[number], direction, label, count)
+            for number in range(first, len(self._rounds))
+            for direction, row in zip(DIRECTIONS, self._bytes[number].tolist(), strict=True)
+            for label, count in zip(self._labels, row, strict=True)
+            if count or label not in (BUFFERS_LABEL, INDICES_LABEL)
+        ]
+        _write(folder / "bytes.csv", "a", lines)
+        self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
+
+    def write_clients(self, folder: Path, num_train: np.ndarray, num_test: np.ndarray) -> None:
+        """Write clients.csv: one row a client, from the newest evaluation."""
+        header = ("client", "accuracy", "loss", "train_samples", "test_samples", "bytes_down", "bytes_up")
+        columns = (self.accuracy[-1], self.loss[-1], num_train, num_test, *self.client_bytes.T)
+        rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
+        _write(folder / "clients.csv", "w", [header, *rows])
+
+
+def _cell(name: str, value: float) -> str:
+    return str(int(value)) if name in WHOLE_NUMBERS else repr(float(value))
+
+
+def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
+    with path.open(mode, newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)

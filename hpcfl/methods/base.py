@@ -1,0 +1,218 @@
+"""The hooks a method consists of, and what every method gets for nothing.
+
+Shapes: N clients, S of a cohort, C of a group, P trainable numbers, U running statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import BUFFERS, Cohort, Message, Upload, WeightedMean
+from hpcfl.models import Network, NetworkOptions, build_network
+from hpcfl.parameters import Layer, ParameterLayout
+from hpcfl.training import BufferPolicy, TrainConfig
+
+State = dict[str, Tensor]
+
+
+class Params(BaseModel):
+    """A method's hyper-parameters: the keys under `method.*` beside the name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Context:
+    """What a method may know of the run: sizes, seed, training settings and initial weights."""
+
+    def __init__(
+        self,
+        model: str,
+        model_options: NetworkOptions,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        num_samples: Tensor,
+        train: TrainConfig,
+        seed: int,
+    ) -> None:
+        self.num_samples = num_samples
+        """Training samples of each client, int64 [N]."""
+        self.num_clients = len(num_samples)
+        self.num_classes = num_classes
+        self.train = train
+        self.seed = seed
+        self.model_name = model
+        self._build = lambda client: build_network(
+            model, image_shape, num_classes, model_options, seed, client
+        )
+        self.network: Network = self._build(-1)
+        self.layout = ParameterLayout(self.network)
+        self._theta, self._buffers = self.layout.flatten(self.network)
+
+    def initial_parameters(self, clients: Sequence[int] | None = None, own: bool = False) -> Tensor:
+        """Return the initial weights: [P], or [C, P] for some clients, common to all unless `own`."""
+        if clients is None:
+            return self._theta.clone()
+        if own:
+            rows = [self.layout.flatten(self._build(client))[0] for client in clients]
+            return torch.stack(rows) if rows else self._theta.new_empty(0, self.layout.size)
+        return self._theta.expand(len(clients), -1).clone()
+
+    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
+        """Return the initial running statistics: [U], or [C, U] for some clients."""
+        return self._buffers.clone() if clients is None else self._buffers.expand(len(clients), -1).clone()
+
+
+class Method:
+    """One federated method as hooks around a round; a subclass overrides what it does differently.
+
+    Hooks get explicit state and return messages or tensors; what they keep is in the two state
+    dictionaries, which every checkpoint holds. Running statistics of BatchNorm are looked after here.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    Params: ClassVar[type[Params]] = Params
+    buffer_policies: ClassVar[tuple[BufferPolicy, ...]] = ("average", "local")
+    """What `train.buffers` may be; the first is the default."""
+    train_defaults: ClassVar[dict[str, Any]] = {}
+    """Defaults under `train.*` that differ from everybody's."""
+    shares_one_model: ClassVar[bool] = False
+    """Whether all clients are evaluated on the same trainable numbers."""
+    schedule_uses_rounds: ClassVar[bool] = False
+    """Whether an earlier round would differ if `train.rounds` did, so that a run cannot be prolonged."""
+    extra_labels: ClassVar[tuple[str, ...]] = ()
+    """Names of sent tensors that are not made of the network's layers."""
+
+    def __init__(self, context: Context, params: Any) -> None:
+        self.context = context
+        self.params = params
+        self.layout = context.layout
+        self.layers: tuple[Layer, ...] = context.layout.layers()
+        self.buffers: BufferPolicy = context.train.buffers or self.buffer_policies[0]
+        if self.buffers not in self.buffer_policies:
+            raise UserError(
+                f"train.buffers={self.buffers} does not go with method.name={self.name}; "
+                f"allowed: {', '.join(self.buffer_policies)}"
+            )
+
+    # Hooks of a method
+
+    def server_state(self) -> State:
+        """Return the server's tensors at the start: kept on rank 0, written to every checkpoint."""
+        return {}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        """Return tensors [C, ...] of some clients at the start: kept by their worker, checkpointed."""
+        return {}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        """Return what goes down to the cohort. Must not change the state."""
+        return Message()
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        """Train the clients of a group; return what goes up, rows [C, ...]."""
+        raise NotImplementedError
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        """Update the server's state from the cohort's upload, which can be read once, block by block."""
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        """Return the model of each client that is evaluated: `theta` [C, P] or its parts by name."""
+        raise NotImplementedError
+
+    def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
+        """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
+        return clients.probabilities(model, position, x)
+
+    def finetune(self, clients: Clients, model: State, epochs: int) -> State:
+        """Adapt the evaluated models locally; default: local SGD on `theta`."""
+        return model | {"theta": clients.sgd(model["theta"], epochs=epochs, purpose="finetune").theta}
+
+    def derived(self, server: State) -> State:
+        """Return tensors written to checkpoints for readers only."""
+        return {}
+
+    def history(self, server: State) -> State:
+        """Return what the method is known by, one tensor a name, kept for every evaluation."""
+        return {}
+
+    def memory(self) -> dict[str, int]:
+        """Return the server's bytes by part, for `hpcfl plan`."""
+        return {}
+
+    # What the round loop calls: the hooks, with running statistics carried along
+
+    def initial_server(self) -> State:
+        """Return the whole server state, running statistics included."""
+        statistics = {BUFFERS: self.context.initial_buffers()} if self._averages_buffers else {}
+        return self.server_state() | statistics
+
+    def initial_clients(self, clients: Sequence[int]) -> State:
+        """Return the whole state [C, ...] of some clients, running statistics included."""
+        own = self.buffers == "local" and self.layout.buffer_size
+        statistics = {BUFFERS: self.context.initial_buffers(clients)} if own else {}
+        return self.client_state(clients) | statistics
+
+    def send(self, server: State, cohort: Cohort) -> Message:
+        """Return the download of a cohort."""
+        message = self.download(server, cohort)
+        message.num_clients = len(cohort)
+        if self._averages_buffers:
+            message.shared[BUFFERS] = server[BUFFERS]
+        return message
+
+    def work(self, clients: Clients, down: Message) -> Message:
+        """Train a group and return its upload."""
+        self._take_buffers(clients, down)
+        up = self.train(clients, down)
+        up.num_clients = len(clients)
+        if self.layout.buffer_size:
+            if self.buffers == "local":
+                clients[BUFFERS] = clients.buffers
+            else:
+                up.rows[BUFFERS] = clients.buffers
+        return up
+
+    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
+        """Update the server from a cohort's upload. Collective through the upload."""
+        statistics = WeightedMean(cohort.num_samples)
+        if self._averages_buffers:
+            up.observe(lambda positions, block: statistics.add(positions, block.rows[BUFFERS]))
+        self.aggregate(server, cohort, up)
+        up.drain()
+        if statistics.value is not None:
+            server[BUFFERS] = statistics.value
+
+    def evaluated(self, clients: Clients, down: Message) -> State:
+        """Return the evaluated models of a group, with `buffers` [C, U], fine-tuned if the run says so."""
+        self._take_buffers(clients, down)
+        model = self.personalised(clients, down)
+        if self.context.train.finetune_epochs:
+            model = self.finetune(clients, model, self.context.train.finetune_epochs)
+        return model | {BUFFERS: clients.buffers}
+
+    @property
+    def _averages_buffers(self) -> bool:
+        return self.buffers == "average" and self.layout.buffer_size > 0
+
+    def _take_buffers(self, clients: Clients, down: Message) -> None:
+        if BUFFERS in down:
+            clients.buffers = down[BUFFERS].to(clients.device).clone(memory_format=torch.contiguous_format)
+        elif BUFFERS in clients:
+            clients.buffers = clients[BUFFERS].clone()
+
+
+def weighted_mean(up: Upload, name: str, weights: Tensor) -> Tensor:
+    """Return the mean over a cohort's rows `name` [S, ...] with weights [S], normalised over the cohort."""
+    mean = WeightedMean(weights)
+    for positions, block in up:
+        mean.add(positions, block.rows[name])
+    assert mean.value is not None
+    return mean.value

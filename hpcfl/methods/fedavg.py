@@ -1,0 +1,35 @@
+"""FedAvg. McMahan et al., Communication-efficient learning of deep networks from decentralized data, 2017.
+
+    theta_i <- E epochs of SGD on L_i from w
+    w       <- sum_{i in S} n_i theta_i / sum_{i in S} n_i     (Algorithm 1)
+
+Choices: weights are training-set sizes, normalised over the sampled clients; running statistics are
+averaged like parameters (`train.buffers=local` keeps them with the client); w is evaluated before training.
+"""
+
+from __future__ import annotations
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.base import Method, State, weighted_mean
+
+
+class FedAvg(Method):
+    name = "fedavg"
+    summary = "one global model, the weighted mean of the clients'"
+    shares_one_model = True
+
+    def server_state(self) -> State:
+        return {"theta": self.context.initial_parameters()}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"]})
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": clients.sgd(down["theta"]).theta})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        server["theta"] = weighted_mean(up, "theta", cohort.num_samples)
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": down["theta"]}

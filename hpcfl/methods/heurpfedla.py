@@ -1,0 +1,84 @@
+"""HeurpFedLA. Ma et al., Layer-wised model aggregation for personalized federated learning, CVPR 2022.
+
+    R_i         = the k layers with the largest self-weight alpha_i^{l,i}            (eq. 12)
+    theta_i^l  <- theta_bar_i^l for l not in R_i, the client's own theta_i^l else    (Algorithm 2)
+    then pFedLA's training; Delta_i of all layers goes up
+
+Choices the paper leaves open:
+  ties         go to the lowest layer
+  retained     a retained layer gives no gradient and its head does not move; embedding and trunk still do
+  traffic      only the download shrinks, as the paper's table 3 has it: others need theta_i^l
+  k = 0        is pFedLA to the bit; k = number of layers is Local after the first round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import Cohort, Message
+from hpcfl.methods.base import Context, State
+from hpcfl.methods.pfedla import PFedLA, PFedLAParams
+from hpcfl.parameters import columns
+
+
+class HeurpFedLAParams(PFedLAParams):
+    """Hyper-parameters of HeurpFedLA: those of pFedLA and k."""
+
+    k: int = Field(1, ge=0)
+    """Layers retained by each client (paper: 1 in tables 1 and 2); 0 is pFedLA, all layers is Local."""
+
+
+class HeurpFedLA(PFedLA):
+    name = "heurpfedla"
+    summary = "pFedLA whose clients keep the k layers they weigh highest"
+    Params = HeurpFedLAParams
+    params: HeurpFedLAParams
+
+    def __init__(self, context: Context, params: HeurpFedLAParams) -> None:
+        super().__init__(context, params)
+        if params.k > len(self.layers):
+            names = ", ".join(layer.name for layer in self.layers)
+            raise UserError(
+                f"method.k={params.k} is more than the model's {len(self.layers)} layers ({names}); "
+                f"allowed: 0 to {len(self.layers)}"
+            )
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        own = self.params.initial_models == "own"
+        return {"theta": self.context.initial_parameters(clients, own)} if self.params.k else {}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        message = super().download(server, cohort)
+        if self.params.k:
+            alpha = self.alpha(server, cohort.clients)
+            message.keep = {"theta": ~self.retained(alpha, cohort.clients)}
+        return message
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        theta = clients.sgd(self._merge(clients, down)).theta
+        if self.params.k:
+            clients["theta"] = theta
+        return Message(rows={"theta": theta})
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": self._merge(clients, down)}
+
+    def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
+        """Return the k layers of largest self-weight, bool [S, L] (eq. 12)."""
+        own = torch.tensor(list(clients)).view(-1, 1, 1).expand(-1, alpha.shape[1], 1)
+        self_weight = alpha.gather(2, own).squeeze(2)
+        order = self_weight.sort(dim=1, descending=True, stable=True).indices[:, : self.params.k]
+        return torch.zeros(alpha.shape[:2], dtype=torch.bool).scatter_(1, order, value=True)
+
+    def _merge(self, clients: Clients, down: Message) -> Tensor:
+        """Put the client's own retained layers into the download, [C, P]."""
+        if not self.params.k:
+            return down["theta"]
+        arrived = columns(self.layers, down.keep["theta"])
+        return torch.where(arrived.to(clients.device), down["theta"].to(clients.device), clients["theta"])

@@ -1,0 +1,201 @@
+"""pFedLA. Ma et al., Layer-wised model aggregation for personalized federated learning, CVPR 2022.
+
+    alpha_i      = HN_i(v_i; psi_i),  sum_j alpha_i^{l,j} = 1                       (eq. 3, 4)
+    theta_bar_i^l = sum_j alpha_i^{l,j} theta_j^l                                   (eq. 6)
+    theta_i      <- E epochs of SGD on L_i from theta_bar_i                         (Algorithm 1)
+    Delta_i      = theta_i - theta_bar_i
+    v_i, psi_i  <- ascend along (d theta_bar_i / d v_i, psi_i)^T Delta_i            (eq. 10, 11)
+
+With c_i^{l,j} = <theta_j^l, Delta_i^l> the last line is the gradient of -sum alpha c through the small
+hypernetwork, so the server needs two products a layer and one batched backward pass.
+
+Choices the paper leaves open:
+  sign         Delta points downhill, so the hypernetwork moves along it; a test shows that the loss falls
+               (public code moves the other way)
+  snapshot     all clients of a round see the models of its start; theta_j of unsampled clients stays
+  update       the server keeps the trained theta_i that clients upload, and forms Delta itself
+  layer        weight and bias of a module together, a BatchNorm module by itself; `method.layer`
+  weights      softmax over clients; relu divided by its sum (public code), own model where all are zero
+  step         see `PFedLAParams.optimiser`: the paper names no learning rate for the hypernetworks
+  start        common initial models and heads as in `head_init`
+  evaluated    theta_bar_i of every client, before local training
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.messages import BUFFERS, Cohort, Message, Upload
+from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
+from hpcfl.parameters import Granularity
+
+HYPERNETWORKS = "hypernetworks/"
+OPTIMISER = "optimiser/"
+HISTORY_LIMIT = 100_000
+"""Above this many weights N*L*N, history keeps only the weight that each client gives itself."""
+
+
+class PFedLAParams(Params):
+    """Hyper-parameters of pFedLA."""
+
+    weights: Literal["softmax", "relu"] = "softmax"
+    """How outputs become weights that sum to one: softmax, or relu divided by the sum (public code)."""
+    head_init: HeadInit = "zero"
+    """First weights: exactly 1/N (zero), PyTorch's default, or U(0, 1) with zero bias (public code)."""
+    embedding: int = Field(100, ge=1)
+    """Length of a client's embedding (public code: 100)."""
+    hidden: int = Field(100, ge=1)
+    """Width of the hypernetwork's trunk (public code: 100)."""
+    hidden_layers: int = Field(3, ge=1)
+    """Linear layers with ReLU in the trunk (public code: 3)."""
+    optimiser: Optimiser = "adam"
+    """The hypernetworks' step: Adam, our default, which takes away the scale of the inner products; or the plain
+    step of eq. 10 and 11."""
+    hypernetwork_lr: float = Field(1e-3, ge=0)
+    """Step size of the hypernetworks; 0 keeps the first weights for ever. With optimiser=sgd public code takes 0.005."""
+    layer: Granularity = "module"
+    """What gets a weight of its own: a module, a block (convolution with its BatchNorm), or a tensor."""
+    initial_models: Literal["common", "own"] = "common"
+    """Whether clients start from the same weights or each from its own (public code)."""
+
+
+class PFedLA(Method):
+    name = "pfedla"
+    summary = "a hypernetwork a client weighs all clients' models layer by layer"
+    Params = PFedLAParams
+    buffer_policies = ("local", "mixed", "average")
+    params: PFedLAParams
+
+    def __init__(self, context: Context, params: PFedLAParams) -> None:
+        super().__init__(context, params)
+        self.layers = self.layout.layers(params.layer)
+        self.hypernetworks = Hypernetworks(
+            context.num_clients, len(self.layers), params.embedding, params.hidden, params.hidden_layers
+        )
+
+    def server_state(self) -> State:
+        clients = range(self.context.num_clients)
+        own = self.params.initial_models == "own"
+        hypernetworks = self.hypernetworks.initial(self.context.seed, self.params.head_init)
+        moments = initial_moments(hypernetworks, self.params.optimiser)
+        state = {"theta": self.context.initial_parameters(clients, own)}
+        if self.buffers == "mixed" and self.layout.buffer_size:
+            state[BUFFERS] = self.context.initial_buffers(clients)
+        state |= {HYPERNETWORKS + name: tensor for name, tensor in hypernetworks.items()}
+        return state | {OPTIMISER + name: tensor for name, tensor in moments.items()}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
+        rows = {"theta": self.mix(alpha, server["theta"])}
+        if BUFFERS in server and self.buffers == "mixed":
+            rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
+        return Message(rows=rows)
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": clients.sgd(down["theta"]).theta})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        clients = cohort.clients
+        index = torch.tensor(clients)
+        leaves = {name: t[index].requires_grad_() for name, t in self._part(server, HYPERNETWORKS).items()}
+        alpha = self._normalise(self.hypernetworks.outputs(leaves), clients)
+        sent = self.sent_weights(alpha.detach(), clients)
+        retained = self.retained(alpha.detach(), clients)
+        arrived = {name: [] for name in ("theta", BUFFERS)}
+        for _, block in up:
+            for name, rows in block.rows.items():
+                arrived[name].append(rows)
+        trained = torch.cat(arrived["theta"])
+        delta = trained - self.mix(sent, server["theta"])
+        products = self.products(delta, server["theta"]).masked_fill(retained.unsqueeze(-1), 0.0)
+        gradients = torch.autograd.grad(-(alpha * products).sum(), list(leaves.values()))
+        descend(
+            self._part(server, HYPERNETWORKS),
+            self._part(server, OPTIMISER),
+            dict(zip(leaves, gradients, strict=True)),
+            clients,
+            self.params.optimiser,
+            self.params.hypernetwork_lr,
+            retained,
+        )
+        server["theta"][index] = trained
+        if BUFFERS in server and self.buffers == "mixed":
+            server[BUFFERS][index] = torch.cat(arrived[BUFFERS])
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": down["theta"]}
+
+    def derived(self, server: State) -> State:
+        return {"alpha": self.alpha(server, range(self.context.num_clients))}
+
+    def history(self, server: State) -> State:
+        alpha = self.alpha(server, range(self.context.num_clients))
+        if alpha.numel() > HISTORY_LIMIT:
+            return {"self_weight": alpha.diagonal(dim1=0, dim2=2).T}
+        return {"alpha": alpha}
+
+    def memory(self) -> dict[str, int]:
+        clients, item = self.context.num_clients, 4
+        copies = 3 if self.params.optimiser == "adam" else 1
+        return {
+            "theta": clients * self.layout.size * item,
+            "hypernetworks": clients * self.hypernetworks.size * item,
+            "hypernetworks' optimiser": clients * self.hypernetworks.size * item * (copies - 1),
+        }
+
+    def alpha(self, server: State, clients: Sequence[int]) -> Tensor:
+        """Return the weights of some clients [S, L, N]; each (client, layer) sums to one."""
+        index = torch.tensor(list(clients))
+        rows = {name: tensor[index] for name, tensor in self._part(server, HYPERNETWORKS).items()}
+        return self._normalise(self.hypernetworks.outputs(rows), clients)
+
+    def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
+        """Return which layers clients keep instead of downloading them, bool [S, L]; here none."""
+        return torch.zeros(alpha.shape[:2], dtype=torch.bool)
+
+    def sent_weights(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
+        """Return the weights of the models clients start from [S, L, N]: a retained layer is their own."""
+        own = torch.nn.functional.one_hot(torch.tensor(list(clients)), alpha.shape[-1]).to(alpha.dtype)
+        return torch.where(self.retained(alpha, clients).unsqueeze(-1), own.unsqueeze(1), alpha)
+
+    def mix(self, alpha: Tensor, theta: Tensor) -> Tensor:
+        """Return theta_bar [S, P] from weights [S, L, N] and all models [N, P] (eq. 6)."""
+        mixed = theta.new_empty(len(alpha), self.layout.size)
+        for number, layer in enumerate(self.layers):
+            part = slice(layer.start, layer.stop)
+            torch.mm(alpha[:, number], theta[:, part], out=mixed[:, part])
+        return mixed
+
+    def mix_buffers(self, alpha: Tensor, buffers: Tensor) -> Tensor:
+        """Return running statistics [S, U] mixed with the weights of the layer they belong to."""
+        mixed = buffers.new_empty(len(alpha), self.layout.buffer_size)
+        for number, layer in enumerate(self.layers):
+            part = slice(layer.buffer_start, layer.buffer_stop)
+            mixed[:, part] = alpha[:, number] @ buffers[:, part]
+        return mixed
+
+    def products(self, delta: Tensor, theta: Tensor) -> Tensor:
+        """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha."""
+        parts = [slice(layer.start, layer.stop) for layer in self.layers]
+        return torch.stack([delta[:, part] @ theta[:, part].T for part in parts], dim=1)
+
+    def _normalise(self, outputs: Tensor, clients: Sequence[int]) -> Tensor:
+        if self.params.weights == "softmax":
+            return outputs.softmax(dim=-1)
+        positive = outputs.relu()
+        total = positive.sum(dim=-1, keepdim=True)
+        own = torch.nn.functional.one_hot(torch.tensor(list(clients)), outputs.shape[-1]).to(outputs.dtype)
+        return torch.where(
+            total > 0, positive / total.clamp(min=torch.finfo(total.dtype).tiny), own.unsqueeze(1)
+        )
+
+    @staticmethod
+    def _part(server: State, prefix: str) -> State:
+        return {n.removeprefix(prefix): tensor for n, tensor in server.items() if n.startswith(prefix)}

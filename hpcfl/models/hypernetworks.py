@@ -1,0 +1,132 @@
+"""Hypernetworks that weigh clients layer by layer: one for each client, all stacked as [N, ...] tensors.
+
+A hypernetwork maps an embedding through a trunk of linear layers with ReLU to one linear head a layer, whose
+N outputs weigh the N clients (pFedLA, figure 3). Shapes: N clients, S of a cohort, L layers, E embedding,
+H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hpcfl.randomness import torch_stream
+
+HeadInit = Literal["zero", "default", "uniform"]
+Optimiser = Literal["adam", "sgd"]
+
+ADAM_BETAS = (0.9, 0.999)
+ADAM_EPSILON = 1e-8
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Hypernetworks:
+    """The shape of N hypernetworks; their weights live in a state dictionary of [N, ...] tensors."""
+
+    num_clients: int
+    num_layers: int
+    embedding: int
+    hidden: int
+    hidden_layers: int
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor of one hypernetwork."""
+        shapes: dict[str, tuple[int, ...]] = {"embedding": (self.embedding,)}
+        inputs = self.embedding
+        for number in range(1, self.hidden_layers + 1):
+            shapes[f"trunk{number}.weight"] = (self.hidden, inputs)
+            shapes[f"trunk{number}.bias"] = (self.hidden,)
+            inputs = self.hidden
+        shapes["heads.weight"] = (self.num_layers, self.num_clients, inputs)
+        shapes["heads.bias"] = (self.num_layers, self.num_clients)
+        return shapes
+
+    @property
+    def size(self) -> int:
+        """Numbers in one hypernetwork."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def initial(self, seed: int, head_init: HeadInit) -> State:
+        """Draw all N hypernetworks; client i's depends on (seed, i) alone.
+
+        Embeddings are N(0, 1), linear layers U(-1/sqrt(inputs), 1/sqrt(inputs)) as PyTorch's default. Heads
+        are zero (every weight exactly 1/N at first), drawn like the trunk, or U(0, 1) with zero bias (public code).
+        """
+        state = {name: torch.zeros(self.num_clients, *shape) for name, shape in self.shapes().items()}
+        for client in range(self.num_clients):
+            stream = torch_stream(seed, "hypernetwork", 0, client)
+            inputs = self.embedding
+            for name, tensor in state.items():
+                row = tensor[client]
+                if name == "embedding":
+                    row.normal_(generator=stream)
+                    continue
+                inputs = row.shape[-1] if name.endswith("weight") else inputs
+                if name.startswith("trunk") or head_init == "default":
+                    row.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=stream)
+                elif head_init == "uniform" and name == "heads.weight":
+                    row.uniform_(generator=stream)
+        return state
+
+    def outputs(self, state: State) -> Tensor:
+        """Run the hypernetworks of S clients, tensors [S, ...]: raw outputs [S, L, N]."""
+        hidden = state["embedding"].unsqueeze(-1)
+        for number in range(1, self.hidden_layers + 1):
+            bias = state[f"trunk{number}.bias"].unsqueeze(-1)
+            hidden = torch.baddbmm(bias, state[f"trunk{number}.weight"], hidden).relu()
+        weight = state["heads.weight"].flatten(1, 2)
+        return torch.bmm(weight, hidden).view_as(state["heads.bias"]) + state["heads.bias"]
+
+
+def descend(
+    state: State,
+    moments: State,
+    gradients: State,
+    rows: Sequence[int],
+    optimiser: Optimiser,
+    lr: float,
+    frozen: Tensor,
+) -> None:
+    """Take one step on the hypernetworks of some clients, in place.
+
+    `state` and `moments` hold [N, ...]; `gradients` [S, ...] belong to `rows`. Heads of the layers in
+    `frozen`, bool [S, L], do not move, and neither do their moments.
+    """
+    index = torch.as_tensor(rows)
+    if optimiser == "adam":
+        moments["steps"][index] += 1
+        steps = moments["steps"][index].double()
+    for name, gradient in gradients.items():
+        moves: Tensor = torch.ones(len(index), dtype=torch.bool)
+        if name.startswith("heads."):
+            moves = ~frozen
+        moves = moves.view(*moves.shape, *[1] * (gradient.dim() - moves.dim()))
+        step = gradient
+        if optimiser == "adam":
+            first, second = f"{name}.first", f"{name}.second"
+            mean = torch.lerp(moments[first][index], gradient, 1 - ADAM_BETAS[0])
+            square = torch.lerp(moments[second][index], gradient.square(), 1 - ADAM_BETAS[1])
+            moments[first][index] = torch.where(moves, mean, moments[first][index])
+            moments[second][index] = torch.where(moves, square, moments[second][index])
+            shape = (-1, *[1] * (gradient.dim() - 1))
+            correction1 = (1 - ADAM_BETAS[0] ** steps).float().view(shape)
+            correction2 = (1 - ADAM_BETAS[1] ** steps).float().view(shape)
+            step = (mean / correction1) / ((square / correction2).sqrt() + ADAM_EPSILON)
+        state[name][index] -= torch.where(moves, lr * step, torch.zeros(()))
+
+
+def initial_moments(state: State, optimiser: Optimiser) -> State:
+    """Return the optimiser's state for hypernetworks [N, ...]; empty for plain SGD."""
+    if optimiser == "sgd":
+        return {}
+    moments = {
+        f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in ("first", "second")
+    }
+    return moments | {"steps": torch.zeros(len(state["embedding"]), dtype=torch.int64)}

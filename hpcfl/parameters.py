@@ -1,0 +1,142 @@
+"""One flat vector for a network: where each tensor, layer, body and head lies in it.
+
+Shapes: P trainable numbers, U running statistics of BatchNorm, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Granularity = Literal["module", "block", "tensor"]
+
+_BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor's place in a flat vector."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    module: str
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A contiguous piece of the flat vector that is aggregated, masked and counted as one.
+
+    `buffer_start:buffer_stop` are the running statistics that belong to it (empty without BatchNorm).
+    """
+
+    name: str
+    start: int
+    stop: int
+    buffer_start: int
+    buffer_stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class ParameterLayout:
+    """Names, shapes and offsets of a network's flat parameter vector [P] and statistics vector [U].
+
+    The network must consist of `body` and `head`; running statistics are kept apart from the trainable
+    numbers, and BatchNorm's `num_batches_tracked` is not kept at all.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self.parameters = _slots({name: p.shape for name, p in network.named_parameters()})
+        statistics = {n: b.shape for n, b in network.named_buffers() if not n.endswith("num_batches_tracked")}
+        self.buffers = _slots(statistics)
+        self.size = self.parameters[-1].stop
+        self.buffer_size = self.buffers[-1].stop if self.buffers else 0
+        head_start = next(slot.start for slot in self.parameters if slot.name.startswith("head."))
+        self.body = slice(0, head_start)
+        self.head = slice(head_start, self.size)
+        self.batchnorm_modules = frozenset(
+            _display(name) for name, module in network.named_modules() if isinstance(module, _BATCHNORM)
+        )
+
+    def layers(self, granularity: Granularity = "module") -> tuple[Layer, ...]:
+        """Split [0, P) into layers, in order.
+
+        "module": weight and bias together, a BatchNorm module by itself (methods.md 5.1.6, 5.1.9);
+        "block": a BatchNorm module joins the layer before it; "tensor": every tensor by itself.
+        """
+        keys: list[str] = []
+        for slot in self.parameters:
+            if granularity == "tensor":
+                keys.append(_display(slot.name))
+            elif granularity == "block" and slot.module in self.batchnorm_modules and keys:
+                keys.append(keys[-1])
+            else:
+                keys.append(slot.module)
+        layers: list[Layer] = []
+        buffer_stop = 0
+        for key, members in groupby(zip(keys, self.parameters, strict=True), key=lambda pair: pair[0]):
+            slots = [slot for _, slot in members]
+            # of a BatchNorm module split in two tensors, the weight carries the statistics
+            modules = {slot.module for slot in slots if slot.name.endswith("weight")}
+            buffer_start = buffer_stop
+            buffer_stop += sum(slot.stop - slot.start for slot in self.buffers if slot.module in modules)
+            layers.append(Layer(key, slots[0].start, slots[-1].stop, buffer_start, buffer_stop))
+        return tuple(layers)
+
+    def is_batchnorm(self) -> Tensor:
+        """Return bool [P]: which numbers are BatchNorm's weight or bias, by module type."""
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        for slot in self.parameters:
+            mask[slot.start : slot.stop] = slot.module in self.batchnorm_modules
+        return mask
+
+    def views(self, theta: Tensor) -> dict[str, Tensor]:
+        """Split a flat vector [P] into named tensors that share its memory (and its gradient graph)."""
+        return _views(self.parameters, theta)
+
+    def buffer_views(self, buffers: Tensor) -> dict[str, Tensor]:
+        """Split running statistics [U] into named tensors that share its memory."""
+        return _views(self.buffers, buffers)
+
+    def flatten(self, network: nn.Module) -> tuple[Tensor, Tensor]:
+        """Copy a network's parameters [P] and running statistics [U] out of it."""
+        named = dict(network.named_buffers())
+        theta = torch.cat([p.detach().reshape(-1) for p in network.parameters()])
+        buffers = [named[slot.name].reshape(-1) for slot in self.buffers]
+        return theta, torch.cat(buffers) if buffers else theta.new_empty(0)
+
+
+def columns(layers: tuple[Layer, ...], keep: Tensor) -> Tensor:
+    """Spread a choice of layers, bool [..., L], over the flat vector: bool [..., P]."""
+    sizes = torch.tensor([layer.size for layer in layers])
+    return keep.repeat_interleave(sizes, dim=-1)
+
+
+def _slots(shapes: dict[str, torch.Size]) -> tuple[Slot, ...]:
+    slots, start = [], 0
+    for name, shape in shapes.items():
+        stop = start + shape.numel()
+        slots.append(Slot(name, tuple(shape), start, stop, _display(name.rpartition(".")[0])))
+        start = stop
+    return tuple(slots)
+
+
+def _display(name: str) -> str:
+    """Name a layer as papers do: without the `body.` or `head.` that every network starts with."""
+    return name.removeprefix("body.").removeprefix("head.")
+
+
+def _views(slots: tuple[Slot, ...], flat: Tensor) -> dict[str, Tensor]:
+    if not slots:
+        return {}
+    # split's backward is one concatenation; separate slices would each allocate a gradient of size P
+    parts = flat.split([slot.stop - slot.start for slot in slots])
+    return {slot.name: part.view(slot.shape) for slot, part in zip(slots, parts, strict=True)}

@@ -1,0 +1,92 @@
+"""What the user sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from hpcfl.ledger import Ledger
+
+LINE_EVERY_S = 30.0
+
+
+class Progress:
+    """Progress of one run; a silent one serves `--quiet` and all ranks but the server."""
+
+    def __init__(self, log: Callable[[str], None] | None = None, quiet: bool = False) -> None:
+        self._log = log
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._speaks = log is not None and not quiet
+        self._bar: Bar | None = None
+        self._rounds = self._first = 0
+        self._began_s = self._last_line_s = 0.0
+
+    def start(self, done: int, rounds: int) -> None:
+        """Begin at `done` of `rounds` rounds."""
+        self._rounds, self._first = rounds, done
+        self._began_s = self._last_line_s = time.monotonic()
+        if done:
+            self.say(f"resuming after round {done} of {rounds}")
+        if self._speaks and self._console.is_terminal and done < rounds:
+            self._bar = Bar(
+                TextColumn("round"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TextColumn("accuracy {task.fields[accuracy]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.add_task("rounds", total=rounds, completed=done, accuracy="-")
+            self._bar.start()
+
+    def round_done(self, done: int, ledger: Ledger) -> None:
+        """Show that `done` rounds are complete."""
+        accuracy = f"{ledger.last('accuracy_mean'):.2%}" if ledger.metrics else "-"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done, accuracy=accuracy)
+        now_s = time.monotonic()
+        if now_s - self._last_line_s >= LINE_EVERY_S or done == self._rounds:
+            self._last_line_s = now_s
+            left_s = (now_s - self._began_s) / (done - self._first) * (self._rounds - done)
+            line = f"round {done}/{self._rounds}  accuracy {accuracy}  time left {left_s:.0f} s"
+            if self._bar is None:
+                self.say(line)
+            elif self._log is not None:
+                self._log(line)
+
+    def say(self, text: str) -> None:
+        """Print a line (unless silent) and log it."""
+        if self._log is not None:
+            self._log(text)
+        if self._speaks:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def show(self, table: Table) -> None:
+        """Print a table (unless silent) and log its lines."""
+        if self._speaks:
+            self._console.print(table)
+        if self._log is not None:
+            plain = Console(width=200, color_system=None)
+            with plain.capture() as captured:
+                plain.print(table)
+            for line in captured.get().splitlines():
+                self._log(line.rstrip())
+
+    def warn(self, text: str) -> None:
+        """Print a warning to standard error, also under `--quiet`, and log it."""
+        if self._log is not None:
+            self._log(f"warning: {text}")
+            print(f"hpcfl: warning: {text}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,344 @@
+"""The round loop: sample, send down, train, send up, aggregate, evaluate, checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcfl.checkpoint import (
+    Block,
+    Header,
+    LayoutRecord,
+    Rows,
+    RowShape,
+    Snapshot,
+    TensorRecord,
+)
+from hpcfl.clients import Clients
+from hpcfl.experiment import Experiment
+from hpcfl.ledger import Ledger
+from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Traffic, count_bytes
+from hpcfl.methods.base import State
+from hpcfl.parameters import Slot
+from hpcfl.process import StopFlag
+from hpcfl.progress import Progress
+from hpcfl.randomness import torch_stream
+from hpcfl.runfolder import RunFolder
+from hpcfl.world import World
+
+Outcome = Literal["finished", "stopped", "already finished"]
+
+
+class Simulation:
+    """One run on one rank. All methods are Collective unless they say otherwise.
+
+    `folder` is the server's open run folder and None elsewhere; a `stop` flag raised on any rank ends the
+    run with a checkpoint at the next round boundary.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        world: World,
+        stop: StopFlag,
+        progress: Progress,
+        folder: RunFolder | None,
+    ) -> None:
+        self._experiment, self._world, self._stop, self._progress = experiment, world, stop, progress
+        self._folder = folder
+        self.method = experiment.method
+        self.config = experiment.config
+        self._place = experiment.workplace
+        self._num_clients = len(experiment.num_train)
+        self._channel = Channel(world, self.method.layers, self._num_clients)
+        self._labels = [*(layer.name for layer in self.method.layers), *self.method.extra_labels]
+        self.ledger = Ledger(self._num_clients, self._labels)
+        self._history: dict[str, list[Tensor]] = {}
+        self.server: State = {}
+        self._wall_before_s = 0.0
+        self._started_s = time.monotonic()
+        self._longest_round_s = self._longest_save_s = 0.0
+
+    def run(self) -> Outcome:
+        """Run all rounds that are not done yet."""
+        train, run = self.config.train, self.config.run
+        first = self._start()
+        if first == train.rounds:
+            return "already finished"
+        for number in range(first, train.rounds):
+            began_s = time.monotonic()
+            self._round(self.cohort(number))
+            done = number + 1
+            is_last = done == train.rounds
+            if is_last or done % run.eval_every == 0:
+                self._evaluate(done)
+            self._longest_round_s = max(self._longest_round_s, time.monotonic() - began_s)
+            stops = not is_last and self._must_stop()
+            if is_last or stops or done % run.checkpoint_every == 0:
+                self._save(done)
+            self._progress.round_done(done, self.ledger)
+            if stops:
+                return "stopped"
+        if self._folder is not None:
+            self.ledger.write_clients(
+                self._folder.path, self._experiment.num_train, self._experiment.num_evaluated
+            )
+        return "finished"
+
+    def cohort(self, number: int) -> Cohort:
+        """Sample the clients of round `number`, the same on every rank without a message. Not collective."""
+        size = max(1, math.floor(self.config.train.participation * self._num_clients + 0.5))
+        order = torch.randperm(self._num_clients, generator=torch_stream(self.config.run.seed, "cohort", number))
+        return self._cohort_of(number, sorted(order[:size].tolist()))
+
+    def _round(self, cohort: Cohort) -> None:
+        world, method = self._world, self.method
+        sent = method.send(self.server, cohort) if world.is_server else None
+        down = self._channel.down(sent, cohort)
+        began_s = time.monotonic()
+        up, loss, steps = self._train(cohort, down)
+        train_s = time.monotonic() - began_s
+        upload = self._channel.up(up, cohort)
+        traffic_up: list[Traffic] = []
+        upload.observe(lambda _, block: traffic_up.append(count_bytes(block, method.layers, self._labels)))
+        if world.is_server:
+            method.receive(self.server, cohort, upload)
+        upload.drain()
+        figures = self._collect(cohort, torch.stack([loss, steps, torch.full_like(steps, train_s)], dim=1))
+        if sent is not None and figures is not None:
+            down_bytes = count_bytes(sent, method.layers, self._labels)
+            traffic = (down_bytes, _join(traffic_up, down_bytes))
+            losses, steps_done, seconds = figures.T
+            self.ledger.record_round(
+                cohort, traffic, float(steps_done.sum()), float(losses.mean()), float(seconds.max())
+            )
+
+    def _train(self, cohort: Cohort, down: Message) -> tuple[Message, Tensor, Tensor]:
+        """Train this rank's cohort members; return their upload, mean losses and steps. Not collective."""
+        uploads, losses, steps = [], [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+        for part, clients in self._groups(cohort):
+            uploads.append(self.method.work(clients, down.select(part)))
+            clients.commit()
+            steps.append(clients.steps.double())
+            losses.append(clients.loss_sum / clients.steps.clamp(min=1))
+        return _stack(uploads), torch.cat(losses), torch.cat(steps)
+
+    def _groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
+        """Yield this rank's cohort members, as many at once as the engine takes. Not collective."""
+        own = list(cohort.clients[self._channel.own(cohort)])
+        size = self._place.engine.clients_at_once
+        for start in range(0, len(own), size):
+            yield slice(start, start + size), Clients(self._place, own[start : start + size], cohort.round)
+
+    def _evaluate(self, done: int) -> None:
+        """Score every client on its own samples; changes no state and counts no bytes."""
+        accuracy, loss = np.zeros(self._num_clients), np.zeros(self._num_clients)
+        for cohort in self._everyone(done):
+            rows = [torch.zeros(0, 2, dtype=torch.float64)]
+            for clients, model in self._evaluated_models(cohort):
+                rows += [self._score(clients, model, position) for position in range(len(clients))]
+            figures = self._collect(cohort, torch.cat(rows))
+            if figures is not None:
+                accuracy[list(cohort.clients)], loss[list(cohort.clients)] = figures.T.numpy()
+        if self._folder is not None:
+            wall_s = self._wall_before_s + time.monotonic() - self._started_s
+            self.ledger.record_evaluation(done, wall_s, accuracy, loss, self._experiment.num_evaluated)
+            for name, value in self.method.history(self.server).items():
+                self._history.setdefault(name, []).append(value.clone())
+            self.ledger.append_files(self._folder.path)
+
+    def _evaluated_models(self, cohort: Cohort) -> Iterator[tuple[Clients, State]]:
+        """Yield groups of this rank's clients with the models that are scored and saved."""
+        message = self.method.send(self.server, cohort) if self._world.is_server else None
+        down = self._channel.down(message, cohort)
+        for part, clients in self._groups(cohort):
+            yield clients, self.method.evaluated(clients, down.select(part))
+
+    def _score(self, clients: Clients, model: State, position: int) -> Tensor:
+        """Return (accuracy, mean loss) of one client as float64 [1, 2]. Not collective."""
+        x, y = clients.samples(self.config.run.eval_split, position)
+        probabilities = self.method.predict(clients, model, position, x)
+        accuracy = (probabilities.argmax(dim=1) == y).double().mean()
+        chosen = probabilities.gather(1, y.unsqueeze(1)).clamp(min=torch.finfo(probabilities.dtype).tiny)
+        return torch.stack([accuracy, -chosen.double().log().mean()]).cpu().unsqueeze(0)
+
+    def _everyone(self, round: int) -> Iterator[Cohort]:
+        """Cut all clients in cohorts of bounded size that span all shards alike, for any number of ranks."""
+        parts = max(1, math.ceil(self._num_clients * self.method.layout.size / self._world.max_elements))
+        for part in range(min(parts, self._num_clients)):
+            yield self._cohort_of(round, list(range(part, self._num_clients, parts)))
+
+    def _cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
+        return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
+
+    def _collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
+        """Bring float64 figures [own clients, F] to the server, [S, F]."""
+        width = rows.shape[1]
+        counts = [n * width for n in self._world.owner_counts(cohort.clients, self._num_clients)]
+        gathered = self._world.gather(rows.reshape(-1).contiguous(), counts)
+        return None if gathered is None else gathered.view(-1, width)
+
+    def _must_stop(self) -> bool:
+        """Agree whether to stop here: a signal on any rank, or SLURM's end time close on the server."""
+        needed_s = 1.5 * (self._longest_round_s + self._longest_save_s) + 10
+        wanted = self._stop.requested or (self._world.is_server and self._stop.time_is_short(needed_s))
+        return self._world.maximum(int(wanted)) == 1
+
+    # Start, resume and checkpoints
+
+    def _start(self) -> int:
+        """Take over a checkpoint's state, or the initial one; return the number of completed rounds."""
+        checkpoint = self._folder.checkpoint if self._folder is not None else None
+        done = self._world.maximum(checkpoint.header.round if checkpoint is not None else 0)
+        if checkpoint is not None:
+            self.server = checkpoint.server
+            self.ledger.restore(checkpoint.ledger, checkpoint.history["accuracy"], checkpoint.history["loss"])
+            self._history = {
+                name: [torch.from_numpy(row) for row in rows]
+                for name, rows in checkpoint.history.items()
+                if name not in ("accuracy", "loss")
+            }
+            self._forget_off_schedule(done)
+            self._wall_before_s = self.ledger.last("wall_s") if self.ledger.metrics else 0.0
+        elif self._world.is_server:
+            self.server = self.method.initial_server()
+        if done:
+            for cohort in self._blocks():
+                rows = {}
+                if checkpoint is not None:
+                    rows = checkpoint.client_rows(cohort.clients[0], cohort.clients[-1] + 1)
+                message = Message(rows=rows, num_clients=len(cohort)) if self._world.is_server else None
+                received = self._channel.down(message, cohort)
+                own = [c - self._place.clients.start for c in cohort.clients[self._channel.own(cohort)]]
+                for name, tensor in received.rows.items():
+                    if own:
+                        self._place.state[name][own] = tensor
+        if checkpoint is not None:
+            checkpoint.close()
+        if self._folder is not None:
+            self.ledger.start_files(self._folder.path)
+        self._progress.start(done, self.config.train.rounds)
+        return done
+
+    def _forget_off_schedule(self, done: int) -> None:
+        """Drop the evaluation that a shorter run did at its end and this one would not have done."""
+        if done == self.config.train.rounds or done % self.config.run.eval_every == 0:
+            return
+        if self.ledger.metrics and self.ledger.last("round") == done:
+            for rows in (self.ledger.metrics, self.ledger.accuracy, self.ledger.loss, *self._history.values()):
+                rows.pop()
+
+    def _save(self, done: int) -> None:
+        began_s = time.monotonic()
+        is_last = done == self.config.train.rounds
+        blocks = self._client_blocks()
+        models = self._model_blocks(done) if is_last else iter(())
+        if self._folder is None:
+            for _ in blocks:
+                pass
+            for _ in models:
+                pass
+        else:
+            history = {name: torch.stack(rows).numpy() for name, rows in self._history.items()}
+            shape = (len(self.ledger.accuracy), self._num_clients)
+            history |= {
+                "accuracy": np.array(self.ledger.accuracy).reshape(shape),
+                "loss": np.array(self.ledger.loss).reshape(shape),
+            }
+            self._folder.store.save(
+                Snapshot(
+                    Header(self.config.method, done, self.config.yaml()),
+                    _layout_record(self.method.layout.parameters, self.method.layout.buffers),
+                    self.server,
+                    self.method.derived(self.server),
+                    self._rows(blocks, lambda _: False),
+                    history,
+                    self.ledger.tables(),
+                    self._rows(models, self._is_shared) if is_last else None,
+                )
+            )
+        self._world.barrier()
+        self._longest_save_s = max(self._longest_save_s, time.monotonic() - began_s)
+
+    def _rows(self, blocks: Iterator[Block], shared: Callable[[str], bool]) -> Rows:
+        """Describe rows by their first block; of a tensor that all clients share, one row is kept."""
+        first = next(blocks, (np.empty(0, np.int64), {}))
+        shapes = {
+            name: RowShape(1 if shared(name) else self._num_clients, tuple(rows.shape[1:]), rows.dtype)
+            for name, rows in first[1].items()
+        }
+
+        def split() -> Iterator[Block]:
+            yield np.array([0]), {name: rows[:1] for name, rows in first[1].items() if shared(name)}
+            for ids, block in itertools.chain([first], blocks):
+                yield ids, {name: rows for name, rows in block.items() if not shared(name)}
+
+        return Rows(shapes, split())
+
+    def _blocks(self) -> Iterator[Cohort]:
+        """Cut all clients in consecutive cohorts of bounded size. Not collective."""
+        state = self.method.initial_clients([0])
+        numbers = max(1, sum(rows.numel() for rows in state.values()))
+        step = max(1, self._world.max_elements // numbers)
+        for start in range(0, self._num_clients, step):
+            yield self._cohort_of(0, range(start, min(start + step, self._num_clients)))
+
+    def _client_blocks(self) -> Iterator[Block]:
+        """Bring the state of all clients to the server, block by block."""
+        for cohort in self._blocks():
+            own = [c - self._place.clients.start for c in cohort.clients[self._channel.own(cohort)]]
+            rows = {name: tensor[own] for name, tensor in self._place.state.items()} if own else {}
+            for positions, block in self._channel.up(Message(rows=rows, num_clients=len(own)), cohort):
+                yield np.array(cohort.clients[positions]), block.rows
+
+    def _model_blocks(self, done: int) -> Iterator[Block]:
+        """Bring the evaluated model of all clients to the server, block by block."""
+        for cohort in self._everyone(done):
+            models = [
+                Message(rows={k: v for k, v in model.items() if v.shape[1]}, num_clients=len(clients))
+                for clients, model in self._evaluated_models(cohort)
+            ]
+            for positions, block in self._channel.up(_stack(models), cohort):
+                yield np.array(cohort.clients[positions]), block.rows
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether all clients are evaluated on the same tensor, so that one row says it all."""
+        if self.config.train.finetune_epochs or not self.method.shares_one_model:
+            return False
+        return name != BUFFERS or self.method.buffers == "average"
+
+
+def _stack(messages: Sequence[Message]) -> Message:
+    """Put the messages of several groups together; rows are brought to the CPU."""
+    if not messages:
+        return Message(num_clients=0)
+    first = messages[0]
+    rows = {name: torch.cat([m.rows[name].cpu() for m in messages]) for name in first.rows}
+    keep = {
+        name: mask if mask.dim() == 1 else torch.cat([m.keep[name] for m in messages])
+        for name, mask in first.keep.items()
+    }
+    return Message(rows=rows, keep=keep, num_clients=sum(m.num_clients for m in messages))
+
+
+def _join(parts: Sequence[Traffic], like: Traffic) -> Traffic:
+    """Put the traffic of consecutive blocks of clients together."""
+    if not parts:
+        return Traffic(np.zeros_like(like.parameters), np.zeros_like(like.buffers), np.zeros_like(like.indices))
+    return Traffic(
+        np.concatenate([part.parameters for part in parts]),
+        np.concatenate([part.buffers for part in parts]),
+        np.concatenate([part.indices for part in parts]),
+    )
+
+
+def _layout_record(parameters: Sequence[Slot], buffers: Sequence[Slot]) -> LayoutRecord:
+    record = [tuple(TensorRecord(s.name, s.shape, s.start, s.module) for s in slots) for slots in (parameters, buffers)]
+    return LayoutRecord(*record)

@@ -1,0 +1,630 @@
+"""Checkpoints come back bit for bit, and no damage to a file goes unnoticed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import hpcfl
+from hpcfl.checkpoint import (
+    Block,
+    CheckpointStore,
+    Header,
+    LayoutRecord,
+    LoadedCheckpoint,
+    Rows,
+    RowShape,
+    Snapshot,
+    Table,
+    TensorRecord,
+)
+from hpcfl.errors import UserError
+
+NUM_CLIENTS = 7
+DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64)
+LAYOUT = LayoutRecord(
+    parameters=(
+        TensorRecord("conv1.weight", (2, 1, 3, 3), 0, "conv1"),
+        TensorRecord("conv1.bias", (2,), 18, "conv1"),
+        TensorRecord("größe", (), 20, "scale"),
+        TensorRecord("none.weight", (0, 4), 21, "none"),
+    ),
+    buffers=(),
+)
+LAYOUT_COLUMNS = ("names", "shapes", "offsets", "layers")
+
+
+def numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Return numbers with arbitrary bits: NaNs of all kinds, infinities, denormals."""
+    if dtype == torch.bool:
+        return torch.randint(2, shape).bool()
+    raw = torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    same_kind = first.dtype == second.dtype and first.shape == second.shape
+    return same_kind and first.numpy().tobytes() == second.numpy().tobytes()
+
+
+def blocks_of(rows: dict[str, torch.Tensor], *ids_of_blocks: Iterable[int]) -> Iterator[Block]:
+    for ids in ids_of_blocks:
+        ids_array = np.array(list(ids), dtype=np.int64)
+        yield ids_array, {name: tensor[torch.from_numpy(ids_array)] for name, tensor in rows.items()}
+
+
+def rows_of(tensors: dict[str, torch.Tensor], *ids_of_blocks: Iterable[int]) -> Rows:
+    shapes = {name: RowShape(len(rows), tuple(rows.shape[1:]), rows.dtype) for name, rows in tensors.items()}
+    return Rows(shapes, blocks_of(tensors, *ids_of_blocks))
+
+
+def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
+    """Return a small state whose every number is the round."""
+    clients = {
+        "personal": torch.full((num_rows, 50), float(round_)),
+        "steps": torch.full((num_rows,), round_),
+    }
+    return Snapshot(
+        header=Header("ditto", round_, f"run:\n  seed: {round_}\n"),
+        layout=LAYOUT,
+        server={"theta": torch.full((50,), float(round_))},
+        derived={},
+        clients=rows_of(clients, range(3), range(3, num_rows)),
+        history={"accuracy": np.full((2, num_rows), float(round_))},
+        ledger={"metrics": Table(np.full((1, 2), float(round_)), ("round", "wall_s"))},
+    )
+
+
+def rounds_in(loaded: LoadedCheckpoint) -> set[float]:
+    """Return all the different numbers in a state of `snapshot_of`."""
+    rows = loaded.client_rows(0, NUM_CLIENTS)
+    tensors = [loaded.server["theta"], rows["personal"], rows["steps"]]
+    arrays = [loaded.history["accuracy"], loaded.ledger["metrics"].values]
+    everything = [tensor.flatten().tolist() for tensor in tensors] + [
+        array.ravel().tolist() for array in arrays
+    ]
+    return {loaded.header.round, *(number for part in everything for number in part)}
+
+
+def load(folder: Path, warn: Callable[[str], None] = pytest.fail) -> LoadedCheckpoint:
+    """Load with a fresh store; a warning fails the test unless the test takes it."""
+    loaded = CheckpointStore(folder, warn).load()
+    assert loaded is not None
+    return loaded
+
+
+def round_of(path: Path) -> int:
+    with h5py.File(path, locking=False) as file:
+        return int(file.attrs["round"])
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def sign(path: Path) -> None:
+    """Write the user block as the contract states it."""
+    content = path.read_bytes()[512:]
+    line = f"hpcfl checkpoint sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
+    path.write_bytes(line + bytes(512 - len(line)) + content)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, pytest.fail)
+
+
+@pytest.fixture
+def file_size_limit() -> Iterator[Callable[[int], None]]:
+    """Make writes past some bytes of any file fail, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda limit_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointStore) -> None:
+    torch.manual_seed(0)
+    server = {f"{dtype}".removeprefix("torch."): numbers(dtype, 3, 5) for dtype in DTYPES}
+    server |= {"hypernetworks/embedding": numbers(torch.float32, 7, 4), "empty": torch.zeros(0, 3)}
+    server |= {
+        "hypernetworks/a/b": numbers(torch.float64, 2),
+        "a strided view": torch.arange(12).view(3, 4).T,
+    }
+    clients = {f"state/{dtype}": numbers(dtype, NUM_CLIENTS, 2, 3) for dtype in DTYPES}
+    clients |= {"coefficient": numbers(torch.float32, NUM_CLIENTS), "nothing": torch.zeros(NUM_CLIENTS, 0)}
+    personalised = {"theta": numbers(torch.float32, NUM_CLIENTS, 20)}
+    history: dict[str, np.ndarray] = {"accuracy": numbers(torch.float64, 4, NUM_CLIENTS).numpy()}
+    history |= {"alpha/mean": np.zeros((0, 2, 3), dtype=np.float32)}
+    metrics = Table(np.array([[1.0, np.nan], [2.0, -0.0]]), ("round", "loss_mean"))
+    store.save(
+        Snapshot(
+            header=Header("pfedla", 12, "méthode: pfedla\n" + "x" * 100_000),
+            layout=LAYOUT,
+            server=server,
+            derived={"alpha": torch.ones(7, 2, 7), "hypernetworks/gap": torch.ones(1)},
+            clients=rows_of(clients, range(0, 3), range(3, NUM_CLIENTS)),
+            history=history,
+            ledger={"metrics": metrics, "bytes": Table(np.zeros((0, 1), dtype=np.int64), ("down",))},
+            personalised=rows_of(personalised, range(NUM_CLIENTS)),
+        )
+    )
+
+    loaded = load(tmp_path)
+    assert loaded.path == tmp_path / "checkpoint.h5"
+    assert loaded.header == Header("pfedla", 12, "méthode: pfedla\n" + "x" * 100_000)
+    assert loaded.layout == LAYOUT
+    assert list(loaded.server) == list(server)
+    assert all(same_bits(loaded.server[name], server[name]) for name in server)
+    for start, stop in ((0, NUM_CLIENTS), (2, 5), (3, 3)):
+        rows = loaded.client_rows(start, stop)
+        assert list(rows) == list(clients)
+        assert all(same_bits(rows[name], clients[name][start:stop]) for name in clients)
+    assert list(loaded.history) == list(history)
+    assert loaded.history["accuracy"].tobytes() == history["accuracy"].tobytes()
+    assert loaded.history["alpha/mean"].shape == (0, 2, 3)
+    assert loaded.ledger["metrics"].values.tobytes() == metrics.values.tobytes()
+    assert loaded.ledger["metrics"].columns == ("round", "loss_mean")
+    assert loaded.ledger["bytes"].values.shape == (0, 1)
+    assert loaded.ledger["bytes"].values.dtype == np.int64
+    with pytest.raises(ValueError, match="7 rows"):
+        loaded.client_rows(5, 8)
+    loaded.close()
+
+    with h5py.File(tmp_path / "checkpoint.h5") as file:
+        stored = torch.from_numpy(file["personalised/theta"][()])
+    assert same_bits(stored, personalised["theta"])
+
+
+def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: CheckpointStore) -> None:
+    snapshot = snapshot_of(3)
+    shared = rows_of({"theta": torch.ones(1, 50)}, [0])
+    store.save(replace(snapshot, derived={"alpha": torch.ones(7, 2, 7)}, personalised=shared))
+    with h5py.File(tmp_path / "checkpoint.h5") as file:
+        assert dict(file.attrs) == {
+            "schema": 1,
+            "hpcfl": hpcfl.__version__.encode(),
+            "method": b"ditto",
+            "round": 3,
+            "config": b"run:\n  seed: 3\n",
+            "complete": 1,
+        }
+        names: list[str] = []
+        file.visit(names.append)
+        assert set(names) == {
+            *("layout", "server", "clients", "personalised", "history", "ledger"),
+            *("layout/parameters", "layout/buffers"),
+            *(f"layout/{vector}/{name}" for vector in ("parameters", "buffers") for name in LAYOUT_COLUMNS),
+            *("server/theta", "server/alpha", "clients/personal", "clients/steps", "personalised/theta"),
+            *("history/accuracy", "ledger/metrics"),
+        }
+        assert file["layout/parameters/names"].asstr()[2] == "größe"
+        assert file["layout/parameters/shapes"][:2].tolist() == [[2, 1, 3, 3], [2, -1, -1, -1]]
+        assert file["layout/parameters/offsets"][:2].tolist() == [0, 18]
+        assert file["layout/parameters/layers"].asstr()[1] == "conv1"
+        assert file["server/alpha"].attrs["derived"] == 1
+        assert "derived" not in file["server/theta"].attrs
+        assert file["clients/personal"].chunks == (1, 50)
+        assert file["personalised/theta"].shape == (1, 50)
+        assert file["ledger/metrics"].attrs["columns"].tolist() == [b"round", b"wall_s"]
+        datasets = [file[name] for name in names if isinstance(file[name], h5py.Dataset)]
+        assert all(data.ndim > 0 and data.compression is None for data in datasets)
+        assert all(h5py.check_string_dtype(data.dtype) is None or data.dtype.kind == "S" for data in datasets)
+    assert list(load(tmp_path).server) == ["theta"]
+
+
+def test_the_user_block_holds_the_hash_of_the_rest(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+    written = (tmp_path / "checkpoint.h5").read_bytes()
+    sign(tmp_path / "checkpoint.h5")
+    assert written == (tmp_path / "checkpoint.h5").read_bytes()
+
+
+def test_the_same_state_gives_the_same_file(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+    store.save(snapshot_of(1))
+    assert (tmp_path / "checkpoint.h5").read_bytes() == (tmp_path / "checkpoint.prev.h5").read_bytes()
+
+
+def test_blocks_come_in_any_order_and_bring_any_names(tmp_path: Path, store: CheckpointStore) -> None:
+    tensors = {"x": torch.arange(14.0).view(7, 2), "flag": torch.arange(7) % 2 == 0}
+    rows = rows_of(tensors)
+    blocks = [
+        *blocks_of(tensors, [1, 2, 5], []),
+        *blocks_of({"x": tensors["x"]}, [0, 6], [3, 4]),
+        *blocks_of({"flag": tensors["flag"]}, [0, 3, 4, 6]),
+    ]
+    personalised = {"theta": torch.arange(3.0).view(1, 3), "buffers": torch.arange(21.0).view(7, 3)}
+    shared, own = ({name: personalised[name]} for name in personalised)
+    store.save(
+        replace(
+            snapshot_of(1),
+            clients=replace(rows, blocks=blocks),
+            personalised=replace(
+                rows_of(personalised),
+                blocks=[*blocks_of(own, [4, 5, 6]), *blocks_of(shared, [0]), *blocks_of(own, [0, 1, 2, 3])],
+            ),
+        )
+    )
+    loaded = load(tmp_path).client_rows(0, 7)
+    assert all(same_bits(loaded[name], tensors[name]) for name in tensors)
+    with h5py.File(tmp_path / "checkpoint.h5") as file:
+        assert file["personalised/theta"][()].tolist() == [[0.0, 1.0, 2.0]]
+        assert file["personalised/buffers"][()].tolist() == personalised["buffers"].tolist()
+
+
+def test_a_method_without_client_state_has_its_blocks_used_up(tmp_path: Path, store: CheckpointStore) -> None:
+    blocks = blocks_of({}, range(4), range(4, 7))
+    store.save(replace(snapshot_of(1), clients=Rows({}, blocks)))
+    assert list(blocks) == []
+    assert load(tmp_path).client_rows(0, NUM_CLIENTS) == {}
+
+
+def test_one_block_is_in_memory_at_a_time(store: CheckpointStore) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def blocks() -> Iterator[Block]:
+        for client in range(NUM_CLIENTS):
+            assert all(reference() is None for reference in made)
+            rows = torch.ones(1, 50)
+            made.append(weakref.ref(rows))
+            yield np.array([client]), {"x": rows}
+            del rows
+
+    store.save(
+        replace(snapshot_of(1), clients=Rows({"x": RowShape(NUM_CLIENTS, (50,), torch.float32)}, blocks()))
+    )
+    assert len(made) == NUM_CLIENTS
+
+
+FLOATS = torch.zeros(NUM_CLIENTS, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"server": {"scalar": torch.tensor(1.0)}}, "'scalar'"),
+        ({"history": {"words": np.array(["a"])}}, "'words'"),
+        ({"server": {"/theta": torch.ones(1)}}, "'/theta'"),
+        ({"server": {"a": torch.ones(1)}, "derived": {"a": torch.ones(1)}}, "exists"),
+        ({"ledger": {"metrics": Table(np.zeros((1, 2)), ("round",))}}, "'metrics'"),
+        ({"clients": rows_of({"x": FLOATS}, range(6))}, r"rows \[6\].* of 'x'"),
+        ({"clients": rows_of({"x": FLOATS}, range(7), [2])}, r"\[2\] of 'x' came twice"),
+        ({"clients": rows_of({"x": FLOATS}, [0, 2, 1, 3, 4, 5, 6])}, "increase"),
+        ({"clients": Rows({}, blocks_of({"x": FLOATS}, range(7)))}, "'x' were not announced"),
+        (
+            {"clients": replace(rows_of({"x": FLOATS.double()}), blocks=blocks_of({"x": FLOATS}, [0]))},
+            "float32",
+        ),
+        (
+            {"clients": replace(rows_of({"x": FLOATS}), blocks=blocks_of({"x": FLOATS[:, :1]}, [0]))},
+            r"\(1, 1\)",
+        ),
+        ({"clients": replace(rows_of({"x": FLOATS[:1]}), blocks=blocks_of({"x": FLOATS}, [1]))}, "0 to 0"),
+    ],
+)
+def test_a_wrong_snapshot_is_refused_and_leaves_no_trace(
+    tmp_path: Path, store: CheckpointStore, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        store.save(replace(snapshot_of(1), **changes))  # type: ignore[arg-type]
+    assert names_of(tmp_path) == []
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path, store: CheckpointStore) -> None:
+    (tmp_path / "checkpoint.tmp.h5").write_bytes(b"left by a killed run")
+    assert store.load() is None
+
+
+def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: CheckpointStore) -> None:
+    (tmp_path / "checkpoint.tmp.h5").write_bytes(b"left by a killed run")
+    for round_ in (1, 2, 3):
+        store.save(snapshot_of(round_))
+    assert names_of(tmp_path) == ["checkpoint.h5", "checkpoint.prev.h5"]
+    assert round_of(tmp_path / "checkpoint.h5") == 3
+    assert round_of(tmp_path / "checkpoint.prev.h5") == 2
+    resumed = CheckpointStore(tmp_path, pytest.fail)
+    loaded = resumed.load()
+    assert loaded is not None
+    assert rounds_in(loaded) == {3}
+    resumed.save(snapshot_of(4))
+    assert round_of(tmp_path / "checkpoint.prev.h5") == 3
+    assert rounds_in(loaded) == {3}
+    (tmp_path / "checkpoint.h5").unlink()
+    resumed.save(snapshot_of(5))
+    assert round_of(tmp_path / "checkpoint.prev.h5") == 3
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+    path = tmp_path / "checkpoint.h5"
+    whole = path.read_bytes()
+    chance = random.Random(0)
+    positions = [0, 24, 87, 88, 89, 511, *(chance.randrange(512) for _ in range(10))]
+    positions += [512, len(whole) - 1, *(chance.randrange(512, len(whole)) for _ in range(50))]
+    for position in positions:
+        flipped = bytearray(whole)
+        flipped[position] ^= chance.randrange(1, 256)
+        path.write_bytes(flipped)
+        with pytest.raises(UserError, match="damaged"):
+            store.load()
+    path.write_bytes(whole)
+    assert rounds_in(load(tmp_path)) == {1}
+
+
+def test_every_truncation_and_extension_is_noticed(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+    path = tmp_path / "checkpoint.h5"
+    whole = path.read_bytes()
+    contents = [
+        whole[:length] for length in (0, 1, 100, 511, 512, 513, 2048, len(whole) // 2, len(whole) - 1)
+    ]
+    for content in [*contents, whole + b"\0"]:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="damaged"):
+            store.load()
+
+
+@pytest.mark.parametrize(("harm", "word"), [(damage, "damaged"), (Path.unlink, "missing")])
+def test_the_previous_checkpoint_takes_over_with_a_warning(
+    tmp_path: Path, store: CheckpointStore, harm: Callable[[Path], None], word: str
+) -> None:
+    store.save(snapshot_of(1))
+    store.save(snapshot_of(2))
+    harm(tmp_path / "checkpoint.h5")
+    warnings: list[str] = []
+    resumed = CheckpointStore(tmp_path, warnings.append)
+    loaded = resumed.load()
+    assert loaded is not None
+    assert loaded.path == tmp_path / "checkpoint.prev.h5"
+    assert rounds_in(loaded) == {1}
+    [warning] = warnings
+    assert f"{tmp_path / 'checkpoint.h5'} is {word}" in warning
+    assert f"{tmp_path / 'checkpoint.prev.h5'}, round 1" in warning
+
+    resumed.save(snapshot_of(3))
+    assert round_of(tmp_path / "checkpoint.h5") == 3
+    assert round_of(tmp_path / "checkpoint.prev.h5") == 1
+    assert rounds_in(load(tmp_path)) == {3}
+
+
+def test_a_newest_file_of_unknown_state_never_becomes_the_previous(
+    tmp_path: Path, store: CheckpointStore
+) -> None:
+    store.save(snapshot_of(1))
+    store.save(snapshot_of(2))
+    damage(tmp_path / "checkpoint.h5")
+    CheckpointStore(tmp_path, pytest.fail).save(snapshot_of(3))
+    assert round_of(tmp_path / "checkpoint.h5") == 3
+    assert round_of(tmp_path / "checkpoint.prev.h5") == 1
+
+
+def test_two_damaged_checkpoints_name_the_way_out(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+    store.save(snapshot_of(2))
+    damage(tmp_path / "checkpoint.h5")
+    damage(tmp_path / "checkpoint.prev.h5")
+    with pytest.raises(UserError) as caught:
+        CheckpointStore(tmp_path, pytest.fail).load()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert f"{tmp_path / 'checkpoint.h5'} is damaged" in message
+    assert f"{tmp_path / 'checkpoint.prev.h5'} is damaged" in message
+    assert "--fresh" in message
+
+
+def test_a_checkpoint_without_its_last_mark_is_damaged(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+    with h5py.File(tmp_path / "checkpoint.h5", "r+") as file:
+        del file.attrs["complete"]
+    sign(tmp_path / "checkpoint.h5")
+    with pytest.raises(UserError, match="not written to its end"):
+        store.load()
+
+
+def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+    store.save(snapshot_of(2))
+    with h5py.File(tmp_path / "checkpoint.h5", "r+") as file:
+        file.attrs["schema"] = 7
+    sign(tmp_path / "checkpoint.h5")
+    with pytest.raises(UserError) as caught:
+        store.load()
+    message = str(caught.value)
+    assert f"{tmp_path / 'checkpoint.h5'} has checkpoint schema 7" in message
+    assert "up to 1" in message
+    assert "upgrade hpcfl" in message
+    assert "--fresh" in message
+
+
+def test_a_full_disk_leaves_the_old_checkpoints(
+    tmp_path: Path, store: CheckpointStore, file_size_limit: Callable[[int], None]
+) -> None:
+    store.save(snapshot_of(1))
+    store.save(snapshot_of(2))
+    before = {name: (tmp_path / name).read_bytes() for name in names_of(tmp_path)}
+    full_size = len(before["checkpoint.h5"])
+    for limit_bytes in (0, 100, 512, 600, *range(1024, full_size, full_size // 12), full_size - 1):
+        file_size_limit(limit_bytes)
+        with pytest.raises(OSError, match="too large"):
+            store.save(snapshot_of(3))
+        file_size_limit(full_size)
+        assert {name: (tmp_path / name).read_bytes() for name in names_of(tmp_path)} == before
+    store.save(snapshot_of(3))
+    assert round_of(tmp_path / "checkpoint.prev.h5") == 2
+    assert rounds_in(load(tmp_path)) == {3}
+
+
+def test_a_full_disk_is_noticed_at_the_block_that_meets_it(
+    store: CheckpointStore, file_size_limit: Callable[[int], None]
+) -> None:
+    tensors = {"x": torch.ones(100, 10_000)}
+    blocks = blocks_of(tensors, *([client] for client in range(100)))
+    file_size_limit(1_000_000)
+    with pytest.raises(OSError, match="too large"):
+        store.save(replace(snapshot_of(1), clients=replace(rows_of(tensors), blocks=blocks)))
+    assert len(list(blocks)) > 50
+
+
+def test_a_failing_block_leaves_the_old_checkpoint(tmp_path: Path, store: CheckpointStore) -> None:
+    store.save(snapshot_of(1))
+
+    def blocks() -> Iterator[Block]:
+        yield from blocks_of({"x": FLOATS}, range(3))
+        raise RuntimeError("a worker failed")
+
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        store.save(replace(snapshot_of(2), clients=replace(rows_of({"x": FLOATS}), blocks=blocks())))
+    assert names_of(tmp_path) == ["checkpoint.h5"]
+    assert rounds_in(load(tmp_path)) == {1}
+
+
+@pytest.mark.skipif(
+    any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")),
+    reason="starts processes of its own",
+)
+def test_a_killed_run_or_a_bad_disk_leaves_a_complete_state(tmp_path: Path) -> None:
+    launcher = ("PMI_", "OMPI_", "PMIX_", "MPI_", "SLURM_", "HYDRA")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
+    environment |= {"PYTHONPATH": str(Path(hpcfl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(tmp_path)]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert child.returncode == 0, child.stderr
+    num_steps, num_midst = (int(word) for word in child.stdout.split())
+    assert num_steps >= 6
+    assert num_midst >= 1
+
+
+def killed(work: Callable[[], None], delay_s: float = 0.0, sign_of_life: Path | None = None) -> bool:
+    """Run `work` in a process of its own; return whether a SIGKILL ended it.
+
+    With a file that the work fills as a sign of life, send the signal `delay_s` after that.
+    """
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if sign_of_life is not None:
+        while not sign_of_life.read_text():
+            time.sleep(0.001)
+        time.sleep(delay_s)
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert status in (0, signal.SIGKILL)
+    return status == signal.SIGKILL
+
+
+def save_on_a_bad_disk(folder: Path) -> None:
+    """Change a byte of what was written before it is read back: the checkpoint must not be taken."""
+    store = CheckpointStore(folder, print)
+    store.save(snapshot_of(1))
+    openings = []
+
+    def harm(event: str, details: tuple[object, ...]) -> None:
+        if event == "open" and str(details[0]) == str(folder / "checkpoint.tmp.h5"):
+            openings.append(details)
+            if len(openings) == 2:
+                damage(folder / "checkpoint.tmp.h5")
+
+    sys.addaudithook(harm)
+    with pytest.raises(OSError, match=r"checkpoint\.tmp\.h5 is damaged"):
+        store.save(snapshot_of(2))
+    assert names_of(folder) == ["checkpoint.h5"]
+    assert rounds_in(load(folder)) == {1}
+
+
+def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
+    """Go on for a round; die just before the n-th time that a file is opened, renamed or removed."""
+    store = CheckpointStore(folder, print)
+    loaded = store.load()
+    assert loaded is not None
+    seen = 0
+
+    def die(event: str, _: tuple[object, ...]) -> None:
+        nonlocal seen
+        if event in ("open", "os.rename", "os.remove"):
+            seen += 1
+            if seen == event_to_die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    store.save(snapshot_of(loaded.header.round + 1))
+
+
+def save_on_and_on(folder: Path) -> None:
+    """Save round after round, and note each round that is safe."""
+    store = CheckpointStore(folder, print)
+    loaded = store.load()
+    assert loaded is not None
+    for round_ in range(loaded.header.round + 1, loaded.header.round + 2000):
+        store.save(snapshot_of(round_))
+        (folder / "safe").write_text(str(round_))
+
+
+def kill_at_each_step(folder: Path) -> int:
+    """Kill a saving process at one of its steps after the other; return how many there are."""
+    store = CheckpointStore(folder, lambda _: None)
+    store.save(snapshot_of(1))
+    for step in itertools.count(1):
+        if not killed(functools.partial(save_and_die_at, folder, step)):
+            return step - 1
+        loaded = store.load()
+        assert loaded is not None
+        [round_] = rounds_in(loaded)
+        assert round_ in (2 * step - 1, 2 * step)
+        loaded.close()
+        store.save(snapshot_of(2 * step + 1))
+        assert "checkpoint.tmp.h5" not in names_of(folder)
+        assert rounds_in(load(folder)) == {2 * step + 1}
+    raise AssertionError
+
+
+def kill_while_saving(folder: Path) -> int:
+    """Kill processes that save on and on; return how many were in the midst of writing."""
+    CheckpointStore(folder, print).save(snapshot_of(0))
+    chance = random.Random(0)
+    num_midst = 0
+    for _ in range(10):
+        (folder / "safe").write_text("")
+        killed(functools.partial(save_on_and_on, folder), chance.uniform(0.0, 0.03), folder / "safe")
+        num_midst += (folder / "checkpoint.tmp.h5").exists()
+        loaded = load(folder, lambda _: None)
+        [round_] = rounds_in(loaded)
+        assert round_ >= int((folder / "safe").read_text() or 0)
+        loaded.close()
+    return num_midst
+
+
+if __name__ == "__main__":
+    folders = [Path(sys.argv[1], name) for name in ("bad_disk", "steps", "random")]
+    for own_folder in folders:
+        own_folder.mkdir()
+    assert not killed(functools.partial(save_on_a_bad_disk, folders[0]))
+    print(kill_at_each_step(folders[1]), kill_while_saving(folders[2]))

@@ -1,0 +1,161 @@
+"""The shard: own samples only, where they lie, and normalisation by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.shard import Shard, resolve_normalisation
+from hpcfl.data.sources import Arrays
+from hpcfl.errors import UserError
+
+NUM_SAMPLES = 12
+
+
+def pool(channels: int = 3) -> Arrays:
+    """A pool whose sample i holds i everywhere, plus 100 a channel; its label is i modulo 5."""
+    x = np.zeros((NUM_SAMPLES, channels, 2, 4), np.uint8)
+    x += np.arange(NUM_SAMPLES, dtype=np.uint8)[:, None, None, None]
+    x += 100 * np.arange(channels, dtype=np.uint8)[:, None, None]
+    return Arrays(x, np.arange(NUM_SAMPLES) % 5, 5, 255.0, (0.1,) * channels, (0.2,) * channels)
+
+
+def indices(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int64)
+
+
+PARTS = [
+    ClientIndices(indices(0, 1), indices(), indices(2)),
+    ClientIndices(indices(9, 3, 5), indices(4), indices(6, 7)),
+    ClientIndices(indices(8), indices(10, 11), indices()),
+]
+
+
+def build(clients: range, arrays: Arrays | None = None) -> Shard:
+    return Shard.build(arrays or pool(), PARTS, clients, (0.0,) * 3, (1.0,) * 3, "cpu")
+
+
+@pytest.mark.parametrize("clients", [range(0, 3), range(1, 3), range(2, 3)])
+def test_every_client_has_its_own_samples_in_order(clients: range) -> None:
+    shard = build(clients)
+    for local, client in enumerate(clients):
+        for split in ("train", "val", "test"):
+            x, y = shard.samples(split, local)
+            expected = getattr(PARTS[client], split)
+            assert y.tolist() == (expected % 5).tolist()
+            assert (x[:, 0, 0, 0] * 255).round().int().tolist() == expected.tolist()
+            assert x.shape == (len(expected), 3, 2, 4)
+
+
+def test_offsets_and_counts_are_worked_out() -> None:
+    shard = build(range(1, 3))
+    assert {split: count.tolist() for split, count in shard.count.items()} == {
+        "train": [3, 1],
+        "val": [1, 2],
+        "test": [2, 0],
+    }
+    assert {split: offset.tolist() for split, offset in shard.offset.items()} == {
+        "train": [0, 3],
+        "val": [4, 5],
+        "test": [7, 9],
+    }
+    assert all(tensor.dtype == torch.int64 for tensor in (*shard.count.values(), *shard.offset.values()))
+
+
+def test_only_own_samples_are_kept_and_copied() -> None:
+    arrays = pool()
+    shard = build(range(1, 2), arrays)
+    before = shard.x.clone()
+    arrays.x[:] = 0
+    arrays.y[:] = 0
+    assert torch.equal(shard.x, before)
+    assert shard.y.tolist() == [4, 3, 0, 4, 1, 2]
+    # 6 samples of 3 * 2 * 4 floats of 4 bytes and a label of 8 bytes.
+    assert shard.num_bytes == 6 * 24 * 4 + 6 * 8
+    assert shard.x.untyped_storage().nbytes() == 6 * 24 * 4
+
+
+def test_a_float_pool_is_left_unchanged() -> None:
+    x = np.ones((NUM_SAMPLES, 3, 2, 4), np.float32)
+    arrays = Arrays(x, np.zeros(NUM_SAMPLES, np.int64), 1, 1.0, (0.0,) * 3, (1.0,) * 3)
+    shard = Shard.build(arrays, PARTS, range(3), (0.5,) * 3, (0.5,) * 3, "cpu")
+    assert (x == 1).all()
+    assert (shard.x == 1).all()
+    shard.x.zero_()
+    assert (x == 1).all()
+
+
+def test_storage_is_channels_last_and_samples_are_views() -> None:
+    shard = build(range(0, 3))
+    assert shard.x.is_contiguous(memory_format=torch.channels_last)
+    assert shard.x.stride() == (24, 1, 12, 3)
+    x, y = shard.samples("test", 1)
+    x.fill_(7)
+    y.fill_(3)
+    start = int(shard.offset["test"][1])
+    assert (shard.x[start : start + 2] == 7).all()
+    assert shard.y[start : start + 2].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("clients", [range(0, 0), range(2, 2), range(3, 3)])
+def test_a_rank_without_clients_has_an_empty_shard(clients: range) -> None:
+    shard = build(clients)
+    assert shard.x.shape == (0, 3, 2, 4)
+    assert (shard.x.dtype, shard.y.dtype, shard.y.shape) == (torch.float32, torch.int64, (0,))
+    assert [len(shard.count[split]) for split in ("train", "val", "test")] == [0, 0, 0]
+    assert shard.num_bytes == 0
+
+
+def test_a_sample_has_the_same_bits_in_every_shard() -> None:
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+    together = Shard.build(pool(), PARTS, range(0, 3), mean, std, "cpu")
+    alone = Shard.build(pool(), PARTS, range(1, 2), mean, std, "cpu")
+    assert torch.equal(together.samples("train", 1)[0], alone.samples("train", 0)[0])
+
+
+def test_normalisation_by_hand() -> None:
+    shard = Shard.build(pool(), PARTS, range(0, 1), (0.5, 0.25, 0.0), (0.5, 0.25, 2.0), "cpu")
+    # Sample 1 holds 1, 101 and 201 in its three channels.
+    by_hand = [(1 / 255 - 0.5) / 0.5, (101 / 255 - 0.25) / 0.25, 201 / 255 / 2]
+    x, _ = shard.samples("train", 0)
+    assert x.dtype == torch.float32
+    torch.testing.assert_close(x[1, :, 1, 3], torch.tensor(by_hand))
+
+
+@pytest.mark.parametrize(
+    ("setting", "mean", "std"),
+    [
+        ("auto", (0.1,) * 3, (0.2,) * 3),
+        ("none", (0.0,) * 3, (1.0,) * 3),
+        ("half", (0.5,) * 3, (0.5,) * 3),
+        ("cifar10", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+        ([[1, 2, 3], [4, 5, 6]], (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
+    ],
+)
+def test_normalisation_settings(
+    setting: str | Sequence[Sequence[float]], mean: tuple[float, ...], std: tuple[float, ...]
+) -> None:
+    assert resolve_normalisation(pool(), setting) == (mean, std)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("imagenet", "unknown; allowed: auto, none, half, digits, mnist,"),
+        ("npz", "unknown; allowed: auto"),
+        ("mnist", "has 1 means and 1 stds, the images have 3 channels"),
+        ([[0.5] * 3, [0.5] * 2], "has 3 means and 2 stds"),
+        ([[0.5] * 3], r"must be \[\[means\], \[stds\]\]"),
+        ([0.5, 0.5], r"must be \[\[means\], \[stds\]\]"),
+        ([["a"] * 3, [0.5] * 3], r"must be \[\[means\], \[stds\]\]"),
+        ([[0.5] * 3, [0.5, 0.0, 0.5]], "stds finite and positive"),
+        ([[float("nan")] * 3, [0.5] * 3], "means must be finite"),
+    ],
+)
+def test_unfit_normalisation_is_refused(setting: str | Sequence[Sequence[float]], message: str) -> None:
+    with pytest.raises(UserError, match=rf"^data\.normalise = .*: .*{message}"):
+        resolve_normalisation(pool(), setting)

@@ -1,0 +1,289 @@
+"""Sources: the files torchvision expects, the user's own npz, and what is said when they are unfit."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcfl.data import torchvision_datasets
+from hpcfl.data.sources import SOURCES, fetch, load_arrays, subset_per_class
+from hpcfl.errors import UserError
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    """Encode a uint8 array in the idx format of MNIST."""
+    header = struct.pack(">BBBB", 0, 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_idx_set(folder: Path, train: str, test: str, labels: tuple[list[int], list[int]]) -> np.ndarray:
+    """Write both parts of a set of 28x28 images; return all images, train first."""
+    folder.mkdir(parents=True)
+    images = np.random.default_rng(0).integers(0, 256, (len(labels[0]) + len(labels[1]), 28, 28), np.uint8)
+    pieces = images[: len(labels[0])], images[len(labels[0]) :]
+    for prefix, piece, of_piece in zip((train, test), pieces, labels, strict=True):
+        (folder / f"{prefix}-images-idx3-ubyte").write_bytes(idx_bytes(piece))
+        (folder / f"{prefix}-labels-idx1-ubyte").write_bytes(idx_bytes(np.array(of_piece)))
+    return images
+
+
+def python2_pickle(content: dict[str, Any]) -> bytes:
+    """Pickle as CIFAR's authors did: Python 2's protocol, where a dtype's flags are integers."""
+    return pickle.dumps(content, protocol=2).replace(b"\x89\x88\x87", b"K\x00K\x01\x87")
+
+
+def write_cifar(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, list[int]]:
+    """Write a tiny CIFAR set and its checksums; return its images [n, 3, 32, 32] and labels, train first."""
+    dataset = getattr(torchvision_datasets._torchvision_datasets(), name.upper())
+    label_key = {"cifar10": "labels", "cifar100": "fine_labels"}[name]
+    folder = root / dataset.base_folder
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    all_images, all_labels = [], []
+
+    def write(file: str, content: dict[str, Any]) -> str:
+        data = python2_pickle(content)
+        (folder / file).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    for table in ("train_list", "test_list"):
+        checked = []
+        for file, _ in getattr(dataset, table):
+            images = rng.integers(0, 256, (2, 3 * 32 * 32), np.uint8)
+            labels = rng.integers(0, 10, 2).tolist()
+            checked.append([file, write(file, {"data": images, label_key: labels})])
+            all_images.append(images)
+            all_labels += labels
+        monkeypatch.setattr(dataset, table, checked)
+    meta = dict(dataset.meta)
+    meta["md5"] = write(meta["filename"], {meta["key"]: [str(label) for label in range(10)]})
+    monkeypatch.setattr(dataset, "meta", meta)
+    return np.concatenate(all_images).reshape(-1, 3, 32, 32), all_labels
+
+
+def test_digits_are_the_bundled_1797() -> None:
+    arrays = load_arrays("digits", root="")
+    assert arrays.x.shape == (1797, 1, 8, 8)
+    assert arrays.x.max() == arrays.scale == 16
+    assert arrays.y.dtype == np.int64
+    assert np.bincount(arrays.y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert (arrays.x / 16).mean() == pytest.approx(arrays.mean[0], abs=5e-5)
+    assert (arrays.x / 16).std() == pytest.approx(arrays.std[0], abs=5e-5)
+
+
+def test_operators_are_declared_once_and_then_left_alone() -> None:
+    torchvision_datasets._define_missing_operators()
+    torchvision_datasets._define_missing_operators()
+
+
+@pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
+def test_mnist_and_fashionmnist_are_train_then_test(name: str, folder: str, tmp_path: Path) -> None:
+    images = write_idx_set(tmp_path / folder / "raw", "train", "t10k", ([3, 0, 9], [7, 3]))
+    arrays = load_arrays(name, root=str(tmp_path))
+    np.testing.assert_array_equal(arrays.x, images[:, None])
+    assert arrays.x.dtype == np.uint8
+    assert arrays.y.tolist() == [3, 0, 9, 7, 3]
+    assert (arrays.num_classes, arrays.scale) == (10, 255)
+    assert (arrays.mean, arrays.std) == (SOURCES[name].mean, SOURCES[name].std)
+
+
+@pytest.mark.parametrize(
+    ("split", "stored", "labels", "num_classes"),
+    [
+        ("mnist", ([3, 0], [9]), [3, 0, 9], 10),
+        ("letters", ([1, 26], [2]), [0, 25, 1], 26),
+        ("balanced", ([0, 46], [5]), [0, 46, 5], 47),
+        ("byclass", ([61, 0], [5]), [61, 0, 5], 62),
+    ],
+)
+def test_emnist_splits_have_labels_from_zero(
+    split: str, stored: tuple[list[int], list[int]], labels: list[int], num_classes: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "EMNIST" / "raw"
+    images = write_idx_set(folder, f"emnist-{split}-train", f"emnist-{split}-test", stored)
+    arrays = load_arrays("emnist", root=str(tmp_path), split=split)
+    np.testing.assert_array_equal(arrays.x, images[:, None])
+    assert arrays.y.tolist() == labels
+    assert arrays.num_classes == num_classes
+
+
+@pytest.mark.parametrize(("name", "num_samples"), [("cifar10", 12), ("cifar100", 4)])
+def test_cifar_is_read_from_the_pickles_of_python_2(
+    name: str, num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels = write_cifar(tmp_path, name, monkeypatch)
+    arrays = load_arrays(name, root=str(tmp_path))
+    assert arrays.x.shape == (num_samples, 3, 32, 32)
+    np.testing.assert_array_equal(arrays.x, images)
+    assert arrays.y.tolist() == labels
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashionmnist", "emnist", "cifar10", "cifar100"])
+def test_missing_files_say_how_to_fetch_them(name: str, tmp_path: Path) -> None:
+    root = str(tmp_path / "my data")
+    with pytest.raises(UserError) as caught:
+        load_arrays(name, root=root)
+    assert str(caught.value).startswith(f"{name} is not in '{root}'")
+    assert str(caught.value).endswith(f"hpcfl data fetch {name} --root '{root}'")
+    assert not Path(root).exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("train-images-idx3-ubyte", b""),
+        ("train-images-idx3-ubyte", idx_bytes(np.zeros((3, 28, 28)))[:1000]),
+        ("t10k-images-idx3-ubyte", idx_bytes(np.zeros((3, 28, 28)))[:16]),
+        ("t10k-labels-idx1-ubyte", b"<html>not found</html>"),
+        ("t10k-labels-idx1-ubyte", idx_bytes(np.array([1, 2, 3]))),
+        ("t10k-labels-idx1-ubyte", idx_bytes(np.array([1, 10]))),
+    ],
+)
+def test_damaged_files_say_so(file: str, content: bytes, tmp_path: Path) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    write_idx_set(folder, "train", "t10k", ([3, 0, 9], [7, 3]))
+    (folder / file).write_bytes(content)
+    with pytest.raises(
+        UserError, match=f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
+    ):
+        load_arrays("mnist", root=str(tmp_path))
+
+
+def test_damaged_cifar_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_cifar(tmp_path, "cifar10", monkeypatch)
+    batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
+    batch.write_bytes(batch.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"^cifar10 in .* is damaged \(RuntimeError: .*corrupted"):
+        load_arrays("cifar10", root=str(tmp_path))
+
+
+def test_fetch_unpacks_archives_and_names_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = torchvision_datasets._torchvision_datasets()
+    folder = tmp_path / "FashionMNIST" / "raw"
+    write_idx_set(folder, "train", "t10k", ([3, 0, 9], [7, 3]))
+    resources = []
+    for file in list(folder.iterdir()):
+        archive = gzip.compress(file.read_bytes())
+        (folder / f"{file.name}.gz").write_bytes(archive)
+        resources.append((f"{file.name}.gz", hashlib.md5(archive).hexdigest()))
+        file.unlink()
+    monkeypatch.setattr(datasets.FashionMNIST, "resources", resources)
+    assert fetch("fashionmnist", str(tmp_path)) == folder
+    assert load_arrays("fashionmnist", root=str(tmp_path)).y.tolist() == [3, 0, 9, 7, 3]
+
+
+def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = torchvision_datasets._torchvision_datasets()
+    monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with pytest.raises(UserError, match=r"^mnist could not be fetched into .*refused") as caught:
+        fetch("mnist", str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["digits", "npz"])
+def test_nothing_to_fetch(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^data.source = {name}: .*nothing to fetch"):
+        fetch(name, str(tmp_path))
+
+
+def test_unknown_source_and_split_list_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^data.source = svhn: unknown; allowed: digits, mnist,"):
+        load_arrays("svhn", root=str(tmp_path))
+    with pytest.raises(UserError, match=r"^data.split = all: .* allowed: mnist, digits, letters,"):
+        load_arrays("emnist", root=str(tmp_path), split="all")
+
+
+def write_npz(folder: Path, **arrays: np.ndarray) -> str:
+    path = folder / "mine.npz"
+    np.savez(path, **arrays)  # type: ignore[arg-type]
+    return str(path)
+
+
+def test_npz_of_bytes_in_either_layout(tmp_path: Path) -> None:
+    x = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+    path = write_npz(tmp_path, x=x, y=np.array([0, 1], np.int32))
+    last = load_arrays("npz", root="", path=path, layout="NHWC")
+    assert last.x.shape == (2, 3, 4, 5)
+    assert last.x[1, 2, 3, 4] == x[1, 3, 4, 2]
+    assert (last.num_classes, last.scale, last.mean, last.std) == (2, 255, (0.5,) * 3, (0.5,) * 3)
+    assert last.y.dtype == np.int64
+    first = load_arrays("npz", root="", path=path, layout="NCHW")
+    np.testing.assert_array_equal(first.x, x)
+
+
+def test_npz_of_grey_floats_needs_no_layout(tmp_path: Path) -> None:
+    x = np.linspace(-1, 1, 3 * 4 * 5).reshape(3, 4, 5)
+    arrays = load_arrays("npz", root="", path=write_npz(tmp_path, x=x, y=np.array([2, 0, 1])))
+    assert arrays.x.dtype == np.float32
+    np.testing.assert_allclose(arrays.x[:, 0], x, rtol=1e-7)
+    assert (arrays.num_classes, arrays.scale, arrays.mean, arrays.std) == (3, 1, (0.0,), (1.0,))
+
+
+GOOD_X, GOOD_Y = np.zeros((3, 4, 5), np.uint8), np.array([0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": GOOD_X}, "no array 'y' .it holds x."),
+        ({"images": GOOD_X, "y": GOOD_Y}, "no array 'x' .it holds images, y."),
+        ({"x": np.zeros((3, 4)), "y": GOOD_Y}, "x has 2 dimensions; allowed: 4, or 3"),
+        ({"x": GOOD_X[:0], "y": GOOD_Y[:0]}, r"x is empty, its shape is \(0, 4, 5\)"),
+        ({"x": GOOD_X.astype(np.int64), "y": GOOD_Y}, "x has type int64; allowed: uint8"),
+        ({"x": np.full((3, 4, 5), np.nan), "y": GOOD_Y}, "not finite"),
+        ({"x": np.full((3, 4, 5), 1e300), "y": GOOD_Y}, "not finite in float32"),
+        ({"x": GOOD_X, "y": GOOD_Y[:2]}, r"y has shape \(2,\), x has 3 samples"),
+        ({"x": GOOD_X, "y": GOOD_Y[:, None]}, r"y has shape \(3, 1\)"),
+        ({"x": GOOD_X, "y": GOOD_Y.astype(float)}, "y has type float64; labels must be integers"),
+        ({"x": GOOD_X, "y": GOOD_Y - 1}, "y holds labels -1..1; allowed: 0..K-1"),
+        ({"x": GOOD_X, "y": GOOD_Y * 1000}, "y holds labels 0..2000; allowed: 0..K-1"),
+        ({"x": GOOD_X, "y": np.array([0, 1, None])}, "cannot be read as an npz file"),
+    ],
+)
+def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
+    path = write_npz(tmp_path, **arrays)
+    with pytest.raises(UserError, match=f"^data.path = {path}: .*{message}"):
+        load_arrays("npz", root="", path=path)
+
+
+@pytest.mark.parametrize("layout", [None, "HWC"])
+def test_npz_with_four_dimensions_needs_a_layout(layout: str | None, tmp_path: Path) -> None:
+    path = write_npz(tmp_path, x=np.zeros((3, 4, 5, 1)), y=GOOD_Y)
+    with pytest.raises(UserError, match=f"^data.layout = {layout}: .*NHWC or data.layout=NCHW"):
+        load_arrays("npz", root="", path=path, layout=layout)
+
+
+def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
+    whole = Path(write_npz(tmp_path, x=GOOD_X, y=GOOD_Y)).read_bytes()
+    truncated, text, single = tmp_path / "cut.npz", tmp_path / "text.npz", tmp_path / "single.npy"
+    truncated.write_bytes(whole[:-50])
+    text.write_text("x,y\n")
+    np.save(single, GOOD_X)
+    for file in (truncated, text, single):
+        with pytest.raises(UserError, match=f"^data.path = {file}: cannot be read as an npz file"):
+            load_arrays("npz", root="", path=str(file))
+    with pytest.raises(UserError, match="no such file"):
+        load_arrays("npz", root="", path=str(tmp_path / "absent.npz"))
+    with pytest.raises(UserError, match=r"^data.path is not set: .*data.path=FILE.npz"):
+        load_arrays("npz", root="")
+
+
+def test_subset_takes_equally_many_of_each_class_in_the_order_of_the_pool() -> None:
+    y = np.random.default_rng(0).permutation(np.repeat([0, 1, 2], [5, 9, 7]))
+    chosen = subset_per_class(y, 4, seed=3)
+    assert np.bincount(y[chosen]).tolist() == [4, 4, 4]
+    assert (np.diff(chosen) > 0).all()
+    np.testing.assert_array_equal(chosen, subset_per_class(y, 4, seed=3))
+    assert chosen.tolist() != subset_per_class(y, 4, seed=4).tolist()
+    with pytest.raises(UserError, match=r"^data.subset_per_class = 6: class 0 allows at most 5"):
+        subset_per_class(y, 6, seed=3)
