@@ -47,7 +47,9 @@ def plan(arguments: Sequence[str]) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     console = Console(highlight=False)
-    table = Table("client", *map(str, range(arrays.num_classes)), "train", "val", "test", box=None, pad_edge=False)
+    table = Table(
+        "client", *map(str, range(arrays.num_classes)), "train", "val", "test", box=None, pad_edge=False
+    )
     counts = class_table(arrays.y, parts, arrays.num_classes)
     for client, (row, part) in enumerate(zip(counts, parts, strict=True)):
         cells = [client, *row, len(part.train), len(part.val), len(part.test)]
@@ -63,7 +65,9 @@ def data(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("hpcfl data", description=data.__doc__)
     parser.add_argument("action", choices=["fetch"])
     parser.add_argument("name", help="a source of `hpcfl list`")
-    parser.add_argument("--root", default="data", help="folder to put it in; a run's data.root (default: data)")
+    parser.add_argument(
+        "--root", default="data", help="folder to put it in; a run's data.root (default: data)"
+    )
     parser.add_argument("--split", default="mnist", help="EMNIST's split, to check its name (default: mnist)")
     options = parser.parse_args(arguments)
     print(f"{options.name} is in {fetch(options.name, options.root, options.split)}")
@@ -82,9 +86,10 @@ def _describe(config: Config, method: Method, num_train: Sequence[int]) -> list[
     train = config.train
     cohort = max(1, int(np.floor(train.participation * len(num_train) + 0.5)))
     steps = [max(1, -(-count // train.batch_size)) * train.local_epochs for count in num_train]
+    work = np.mean(steps) * cohort * train.rounds
     lines = [
         f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})",
-        f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, "
-        f"{train.local_epochs} local epochs: about {np.mean(steps) * cohort * train.rounds:,.0f} client steps",
+        f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, {train.local_epochs} local epochs: "
+        f"about {work:,.0f} client steps",
     ]
     return lines + [f"server memory, {part}: {count:,} bytes" for part, count in method.memory().items()]

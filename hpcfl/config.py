@@ -51,7 +51,7 @@ class DataConfig(_Group):
     subset_per_class: int | None = Field(None, ge=1)
     """Use a seeded, class-balanced subset of the source."""
     normalise: str | list[list[float]] = "auto"
-    """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [standard deviations]]."""
+    """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
     seed: int | None = Field(None, ge=0)
     """Seed of subset and partition; default: run.seed."""
 
@@ -140,7 +140,9 @@ def parse(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise UserError(f"{override!r} is neither a configuration file nor key=value, such as train.rounds=50")
+            raise UserError(
+                f"{override!r} is neither a configuration file nor key=value, such as train.rounds=50"
+            )
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -164,7 +166,9 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     source = _one_of("data.source", data.get("source", "digits"), SOURCES)
     names = {
         "method": _one_of("method.name", method.pop("name", DEFAULT_METHOD), METHODS),
-        "data.partition": _one_of("data.partition.name", partition.pop("name", DEFAULT_PARTITION), PARTITIONS),
+        "data.partition": _one_of(
+            "data.partition.name", partition.pop("name", DEFAULT_PARTITION), PARTITIONS
+        ),
         "model": _one_of("model.name", model.pop("name", _default_model(source)), MODELS),
     }
     chosen = METHODS[names["method"]]

@@ -35,9 +35,7 @@ class Experiment:
 def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     """Read the source and deal its samples to the clients; the same on every rank. May raise UserError."""
     data = config.data
-    arrays = load_arrays(
-        data.source, root=data.root, path=data.path, layout=data.layout, split=data.split
-    )
+    arrays = load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
     labels, chosen = arrays.y, np.arange(len(arrays.y))
     if data.subset_per_class is not None:
         chosen = subset_per_class(labels, data.subset_per_class, config.data_seed)

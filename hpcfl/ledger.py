@@ -96,6 +96,11 @@ class Ledger:
         self.loss.append(loss)
         self._steps = self._train_s = 0.0
 
+    def forget_last_evaluation(self) -> None:
+        """Take the newest evaluation back."""
+        for rows in (self.metrics, self.accuracy, self.loss):
+            del rows[-1]
+
     def last(self, name: str) -> float:
         """Return a column of the newest evaluation."""
         return self.metrics[-1][METRICS.index(name)]
@@ -140,7 +145,9 @@ class Ledger:
     def append_files(self, folder: Path) -> None:
         """Append what is new to the CSV files."""
         new = self.metrics[self._written["metrics.csv"] :]
-        _write(folder / "metrics.csv", "a", [[_cell(n, v) for n, v in zip(METRICS, r, strict=True)] for r in new])
+        _write(
+            folder / "metrics.csv", "a", [[_cell(n, v) for n, v in zip(METRICS, r, strict=True)] for r in new]
+        )
         first = self._written["bytes.csv"]
         lines = [
             (self._rounds[number], direction, label, count)

@@ -111,7 +111,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_intermixed_args(list(arguments))
     files = [setting for setting in options.settings if "=" not in setting]
     if len(files) > 1:
-        raise UserError(f"more than one configuration file: {', '.join(files)}; give one, and key=value for the rest")
+        raise UserError(
+            f"more than one configuration file: {', '.join(files)}; give one, and key=value for the rest"
+        )
     options.config = Path(files[0]) if files else None
     options.overrides = [setting for setting in options.settings if "=" in setting]
     return options

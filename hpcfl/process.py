@@ -1,17 +1,126 @@
-"""temporary stand-in while the real one is written"""
+"""What a run shares with its machine: requests to stop, and the lock on its folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
 import signal
+import socket
+import time
 from pathlib import Path
+from types import FrameType, TracebackType
+
+from hpcfl.errors import UserError
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 LOCK_NAME = ".lock"
+_HELD_ERRORS = (errno.EACCES, errno.EAGAIN)
+_UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+# (device, inode) of the lock files this process holds: the kernel would grant it the same lock again.
+_held_files: set[tuple[int, int]] = set()
+
+_logger = logging.getLogger(__name__)
+
+
 class StopFlag:
-    def __init__(self):
-        self.requested=False
-        self._old={s: signal.signal(s, self._set) for s in (signal.SIGTERM,signal.SIGUSR1,signal.SIGUSR2)}
-    def _set(self,*a): self.requested=True
-    def restore(self):
-        for s,h in self._old.items(): signal.signal(s,h)
-    def time_is_short(self, needed_s): return False
+    """A request to stop at the next round boundary: SIGTERM, SIGUSR1, SIGUSR2 or SIGINT, or SLURM's end time.
+
+    The signals only set the flag; a second SIGINT raises KeyboardInterrupt. Each rank has its own flag, so
+    ranks agree before they act on it.
+    """
+
+    def __init__(self) -> None:
+        """Install the handlers; only the main thread may do so."""
+        self._requested = False
+        self._interrupted = False
+        end_time = os.environ.get("SLURM_JOB_END_TIME", "")
+        self._end_time_s = int(end_time) if end_time.isdecimal() else None
+        self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._requested
+
+    def time_is_short(self, needed_s: float) -> bool:
+        """Return whether SLURM ends the job within `needed_s` seconds; False where it gave no end time."""
+        return self._end_time_s is not None and self._end_time_s - time.time() < needed_s
+
+    def restore(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not installed from Python, such as one of an MPI library.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._interrupted:
+            raise KeyboardInterrupt
+        self._interrupted = self._interrupted or number == signal.SIGINT
+        self._requested = True
+
+
 class FolderLock:
-    def __init__(self, folder): pass
-    def __enter__(self): return self
-    def __exit__(self,*a): pass
-    def release(self): pass
+    """The one lock of a run folder, held by rank 0 and gone with its process, even after SIGKILL.
+
+    It is a POSIX record lock on `<folder>/.lock`, which names the owner. Such a lock belongs to the process,
+    not to the file object: it is lost when any part of the process opens and closes that file. It follows
+    the file when the folder is renamed. Where the file system has no locks, a warning is logged instead.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of an existing folder; raise UserError where another run, or this one, holds it."""
+        self._path = folder / LOCK_NAME
+        if self._path.exists() and _identity(self._path.stat()) in _held_files:
+            raise UserError(_in_use(folder, "this process"))
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED_ERRORS:
+                _logger.warning("%s: this file system has no locks, a second run is not refused", folder)
+            else:
+                owner = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip()
+                os.close(self._descriptor)
+                if error.errno in _HELD_ERRORS:
+                    raise UserError(_in_use(folder, owner or "another process")) from None
+                raise
+        _held_files.add(_identity(os.fstat(self._descriptor)))
+        self._write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+
+    def release(self) -> None:
+        """Give the lock up; a second call does nothing."""
+        if self._descriptor < 0:
+            return
+        self._write("")
+        _held_files.discard(_identity(os.fstat(self._descriptor)))
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def _write(self, owner: str) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, owner.encode(), 0)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """Return what tells a file from all others, whatever its path."""
+    return status.st_dev, status.st_ino
+
+
+def _in_use(folder: Path, owner: str) -> str:
+    return (
+        f"{folder} is in use by {owner}; wait for that run, stop it, or choose another folder with --out DIR"
+    )

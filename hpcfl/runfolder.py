@@ -58,8 +58,8 @@ class RunFolder:
             changed = [line for line in changed if not line.startswith("train.rounds:")]
         if changed:
             raise UserError(
-                f"{self.path} holds a run with another configuration ({'; '.join(changed)}); give the same keys "
-                "to resume it, --out DIR for another folder, or --fresh to start over"
+                f"{self.path} holds a run with another configuration ({'; '.join(changed)}); "
+                "give the same keys to resume it, --out DIR for another folder, or --fresh to start over"
             )
 
     def open(self, fresh: bool, ranks: Sequence[str], at_exit: ExitStack) -> None:

@@ -95,7 +95,9 @@ class Simulation:
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message. Not collective."""
         size = max(1, math.floor(self.config.train.participation * self._num_clients + 0.5))
-        order = torch.randperm(self._num_clients, generator=torch_stream(self.config.run.seed, "cohort", number))
+        order = torch.randperm(
+            self._num_clients, generator=torch_stream(self.config.run.seed, "cohort", number)
+        )
         return self._cohort_of(number, sorted(order[:size].tolist()))
 
     def _round(self, cohort: Cohort) -> None:
@@ -122,7 +124,8 @@ class Simulation:
 
     def _train(self, cohort: Cohort, down: Message) -> tuple[Message, Tensor, Tensor]:
         """Train this rank's cohort members; return their upload, mean losses and steps. Not collective."""
-        uploads, losses, steps = [], [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
+        nothing = torch.zeros(0, dtype=torch.float64)
+        uploads, losses, steps = [], [nothing], [nothing]
         for part, clients in self._groups(cohort):
             uploads.append(self.method.work(clients, down.select(part)))
             clients.commit()
@@ -232,7 +235,8 @@ class Simulation:
         if done == self.config.train.rounds or done % self.config.run.eval_every == 0:
             return
         if self.ledger.metrics and self.ledger.last("round") == done:
-            for rows in (self.ledger.metrics, self.ledger.accuracy, self.ledger.loss, *self._history.values()):
+            self.ledger.forget_last_evaluation()
+            for rows in self._history.values():
                 rows.pop()
 
     def _save(self, done: int) -> None:
@@ -269,7 +273,8 @@ class Simulation:
 
     def _rows(self, blocks: Iterator[Block], shared: Callable[[str], bool]) -> Rows:
         """Describe rows by their first block; of a tensor that all clients share, one row is kept."""
-        first = next(blocks, (np.empty(0, np.int64), {}))
+        nothing: Block = (np.empty(0, np.int64), {})
+        first = next(blocks, nothing)
         shapes = {
             name: RowShape(1 if shared(name) else self._num_clients, tuple(rows.shape[1:]), rows.dtype)
             for name, rows in first[1].items()
@@ -331,7 +336,7 @@ def _stack(messages: Sequence[Message]) -> Message:
 def _join(parts: Sequence[Traffic], like: Traffic) -> Traffic:
     """Put the traffic of consecutive blocks of clients together."""
     if not parts:
-        return Traffic(np.zeros_like(like.parameters), np.zeros_like(like.buffers), np.zeros_like(like.indices))
+        return Traffic(*(np.zeros_like(part) for part in (like.parameters, like.buffers, like.indices)))
     return Traffic(
         np.concatenate([part.parameters for part in parts]),
         np.concatenate([part.buffers for part in parts]),
@@ -340,5 +345,7 @@ def _join(parts: Sequence[Traffic], like: Traffic) -> Traffic:
 
 
 def _layout_record(parameters: Sequence[Slot], buffers: Sequence[Slot]) -> LayoutRecord:
-    record = [tuple(TensorRecord(s.name, s.shape, s.start, s.module) for s in slots) for slots in (parameters, buffers)]
-    return LayoutRecord(*record)
+    def records(slots: Sequence[Slot]) -> tuple[TensorRecord, ...]:
+        return tuple(TensorRecord(slot.name, slot.shape, slot.start, slot.module) for slot in slots)
+
+    return LayoutRecord(records(parameters), records(buffers))

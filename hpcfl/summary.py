@@ -19,7 +19,9 @@ def print_summary(outcome: str, ledger: Ledger, config: Config, folder: Path, pr
         progress.say(f"stopped early with a checkpoint in {folder}; run the same command again to continue")
         return
     if outcome == "already finished":
-        progress.say(f"{folder} is finished: train.rounds={config.train.rounds} are done; --fresh starts over")
+        progress.say(
+            f"{folder} is finished: train.rounds={config.train.rounds} are done; --fresh starts over"
+        )
     best, best_round = ledger.best()
     table = Table(show_header=False, box=None, pad_edge=False)
     for name, value in {

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -52,7 +53,8 @@ class TrainConfig(BaseModel):
     the weights of their BatchNorm layer; default: the method's."""
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Batch:
     """One mini-batch of some clients: rows of the group, x [C, B, ...], y [C, B], sample index [C, B].
 
     Inside a loss the client axis is gone: x [B, ...], y [B], index [B].

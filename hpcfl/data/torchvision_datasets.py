@@ -109,7 +109,7 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
 
 
 def download(name: str, root: str, split: str) -> Path:
-    """Download a set unless it is there, check that it can be read, and return its folder.
+    """Download a set unless it is there, and return its folder.
 
     Raises:
         UserError: with the reason of the failure.
@@ -168,8 +168,9 @@ def _define_missing_operators() -> None:
     import; the data sets do not need them, only their names.
     """
     spec = importlib.util.find_spec("torchvision")
-    folders = spec.submodule_search_locations if spec else None
-    compiled = importlib.machinery.PathFinder.find_spec("_C", folders)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError("it is not installed")
+    compiled = importlib.machinery.PathFinder.find_spec("_C", spec.submodule_search_locations)
     if compiled is not None and compiled.origin is not None:
         with contextlib.suppress(ImportError, OSError):
             torch.ops.load_library(compiled.origin)

@@ -78,7 +78,7 @@ class Method:
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    Params: ClassVar[type[Params]] = Params
+    Params: ClassVar[Any] = Params
     buffer_policies: ClassVar[tuple[BufferPolicy, ...]] = ("average", "local")
     """What `train.buffers` may be; the first is the default."""
     train_defaults: ClassVar[dict[str, Any]] = {}

@@ -6,10 +6,12 @@ training data and throws it away afterwards (methods.md 6.3). 0 epochs is FedAvg
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from hpcfl.methods.fedavg import FedAvg
 
 
 class FedAvgFinetuned(FedAvg):
     name = "fedavg_ft"
     summary = "FedAvg, fine-tuned locally before each evaluation"
-    train_defaults = {"finetune_epochs": 1}
+    train_defaults: ClassVar[dict[str, Any]] = {"finetune_epochs": 1}

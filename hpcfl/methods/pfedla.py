@@ -24,7 +24,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -56,10 +56,10 @@ class PFedLAParams(Params):
     hidden_layers: int = Field(3, ge=1)
     """Linear layers with ReLU in the trunk (public code: 3)."""
     optimiser: Optimiser = "adam"
-    """The hypernetworks' step: Adam, our default, which takes away the scale of the inner products; or the plain
-    step of eq. 10 and 11."""
+    """The hypernetworks' step: Adam, our default, which takes away the scale of the inner products, or the
+    plain step of eq. 10 and 11."""
     hypernetwork_lr: float = Field(1e-3, ge=0)
-    """Step size of the hypernetworks; 0 keeps the first weights for ever. With optimiser=sgd public code takes 0.005."""
+    """Step size of the hypernetworks (public code, with sgd: 0.005); 0 keeps the first weights for ever."""
     layer: Granularity = "module"
     """What gets a weight of its own: a module, a block (convolution with its BatchNorm), or a tensor."""
     initial_models: Literal["common", "own"] = "common"
@@ -69,7 +69,7 @@ class PFedLAParams(Params):
 class PFedLA(Method):
     name = "pfedla"
     summary = "a hypernetwork a client weighs all clients' models layer by layer"
-    Params = PFedLAParams
+    Params: ClassVar[Any] = PFedLAParams
     buffer_policies = ("local", "mixed", "average")
     params: PFedLAParams
 
@@ -108,7 +108,7 @@ class PFedLA(Method):
         alpha = self._normalise(self.hypernetworks.outputs(leaves), clients)
         sent = self.sent_weights(alpha.detach(), clients)
         retained = self.retained(alpha.detach(), clients)
-        arrived = {name: [] for name in ("theta", BUFFERS)}
+        arrived: dict[str, list[Tensor]] = {"theta": [], BUFFERS: []}
         for _, block in up:
             for name, rows in block.rows.items():
                 arrived[name].append(rows)

@@ -57,7 +57,8 @@ class Hypernetworks:
         """Draw all N hypernetworks; client i's depends on (seed, i) alone.
 
         Embeddings are N(0, 1), linear layers U(-1/sqrt(inputs), 1/sqrt(inputs)) as PyTorch's default. Heads
-        are zero (every weight exactly 1/N at first), drawn like the trunk, or U(0, 1) with zero bias (public code).
+        are zero (every weight exactly 1/N at first), drawn like the trunk, or U(0, 1) with zero bias (as in
+        public code).
         """
         state = {name: torch.zeros(self.num_clients, *shape) for name, shape in self.shapes().items()}
         for client in range(self.num_clients):

@@ -98,7 +98,7 @@ def build_network(
     seed: int,
     client: int = -1,
 ) -> Network:
-    """Build a network with initial weights that depend on (seed, client) alone; client -1 is the common start."""
+    """Build a network whose weights depend on (seed, client) alone; client -1 is the common start."""
     builder: Callable[..., Network] = MODELS[name].build
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
