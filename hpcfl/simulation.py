@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -36,6 +37,15 @@ from hpcfl.world import World
 Outcome = Literal["finished", "stopped", "already finished"]
 
 
+@dataclass
+class Timing:
+    """Seconds on this rank, one entry a round or checkpoint; `train_s` is the slowest worker's (server only)."""
+
+    round_s: list[float] = field(default_factory=list)
+    train_s: list[float] = field(default_factory=list)
+    save_s: list[float] = field(default_factory=list)
+
+
 class Simulation:
     """One run on one rank. All methods are Collective unless they say otherwise.
 
@@ -64,7 +74,8 @@ class Simulation:
         self.server: State = {}
         self._wall_before_s = 0.0
         self._started_s = time.monotonic()
-        self._longest_round_s = self._longest_save_s = 0.0
+        self.timing = Timing()
+        self._longest_s = 0.0
 
     def run(self) -> Outcome:
         """Run all rounds that are not done yet."""
@@ -75,11 +86,12 @@ class Simulation:
         for number in range(first, train.rounds):
             began_s = time.monotonic()
             self._round(self.cohort(number))
+            self.timing.round_s.append(time.monotonic() - began_s)
             done = number + 1
             is_last = done == train.rounds
             if is_last or done % run.eval_every == 0:
                 self._evaluate(done)
-            self._longest_round_s = max(self._longest_round_s, time.monotonic() - began_s)
+            self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             stops = not is_last and self._must_stop()
             if is_last or stops or done % run.checkpoint_every == 0:
                 self._save(done)
@@ -118,6 +130,7 @@ class Simulation:
             down_bytes = count_bytes(sent, method.layers, self._labels)
             traffic = (down_bytes, _join(traffic_up, down_bytes))
             losses, steps_done, seconds = figures.T
+            self.timing.train_s.append(float(seconds.max()))
             self.ledger.record_round(
                 cohort, traffic, float(steps_done.sum()), float(losses.mean()), float(seconds.max())
             )
@@ -190,7 +203,7 @@ class Simulation:
 
     def _must_stop(self) -> bool:
         """Agree whether to stop here: a signal on any rank, or SLURM's end time close on the server."""
-        needed_s = 1.5 * (self._longest_round_s + self._longest_save_s) + 10
+        needed_s = 1.5 * (self._longest_s + max(self.timing.save_s, default=0.0)) + 10
         wanted = self._stop.requested or (self._world.is_server and self._stop.time_is_short(needed_s))
         return self._world.maximum(int(wanted)) == 1
 
@@ -269,7 +282,7 @@ class Simulation:
                 )
             )
         self._world.barrier()
-        self._longest_save_s = max(self._longest_save_s, time.monotonic() - began_s)
+        self.timing.save_s.append(time.monotonic() - began_s)
 
     def _rows(self, blocks: Iterator[Block], shared: Callable[[str], bool]) -> Rows:
         """Describe rows by their first block; of a tensor that all clients share, one row is kept."""

@@ -23,7 +23,7 @@ Choices the paper leaves open:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -38,6 +38,8 @@ from hpcfl.parameters import Granularity
 
 HYPERNETWORKS = "hypernetworks/"
 OPTIMISER = "optimiser/"
+PIECE = 4096
+"""Columns of all models that a product reads at once."""
 HISTORY_LIMIT = 100_000
 """Above this many weights N*L*N, history keeps only the weight that each client gives itself."""
 
@@ -113,8 +115,8 @@ class PFedLA(Method):
             for name, rows in block.rows.items():
                 arrived[name].append(rows)
         trained = torch.cat(arrived["theta"])
-        delta = trained - self.mix(sent, server["theta"])
-        products = self.products(delta, server["theta"]).masked_fill(retained.unsqueeze(-1), 0.0)
+        products = self.products(sent, trained, server["theta"])
+        products = products.masked_fill(retained.unsqueeze(-1), 0.0)
         gradients = torch.autograd.grad(-(alpha * products).sum(), list(leaves.values()))
         descend(
             self._part(server, HYPERNETWORKS),
@@ -168,9 +170,8 @@ class PFedLA(Method):
     def mix(self, alpha: Tensor, theta: Tensor) -> Tensor:
         """Return theta_bar [S, P] from weights [S, L, N] and all models [N, P] (eq. 6)."""
         mixed = theta.new_empty(len(alpha), self.layout.size)
-        for number, layer in enumerate(self.layers):
-            part = slice(layer.start, layer.stop)
-            torch.mm(alpha[:, number], theta[:, part], out=mixed[:, part])
+        for number, part in self._pieces():
+            mixed[:, part] = alpha[:, number] @ theta[:, part]
         return mixed
 
     def mix_buffers(self, alpha: Tensor, buffers: Tensor) -> Tensor:
@@ -181,10 +182,22 @@ class PFedLA(Method):
             mixed[:, part] = alpha[:, number] @ buffers[:, part]
         return mixed
 
-    def products(self, delta: Tensor, theta: Tensor) -> Tensor:
-        """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha."""
-        parts = [slice(layer.start, layer.stop) for layer in self.layers]
-        return torch.stack([delta[:, part] @ theta[:, part].T for part in parts], dim=1)
+    def products(self, alpha: Tensor, trained: Tensor, theta: Tensor) -> Tensor:
+        """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
+
+        Delta_i = trained_i - theta_bar_i, for models [S, P] trained from the mixture by alpha [S, L, N].
+        """
+        products = torch.zeros_like(alpha)
+        for number, part in self._pieces():
+            delta = trained[:, part] - alpha[:, number] @ theta[:, part]
+            products[:, number] += delta @ theta[:, part].T
+        return products
+
+    def _pieces(self) -> Iterator[tuple[int, slice]]:
+        """Yield (layer number, columns), in pieces that stay in a processor's cache for all N models."""
+        for number, layer in enumerate(self.layers):
+            for start in range(layer.start, layer.stop, PIECE):
+                yield number, slice(start, min(start + PIECE, layer.stop))
 
     def _normalise(self, outputs: Tensor, clients: Sequence[int]) -> Tensor:
         if self.params.weights == "softmax":

@@ -100,27 +100,38 @@ def descend(
     `state` and `moments` hold [N, ...]; `gradients` [S, ...] belong to `rows`. Heads of the layers in
     `frozen`, bool [S, L], do not move, and neither do their moments.
     """
-    index = torch.as_tensor(rows)
+    clients = torch.as_tensor(rows)
+    num_layers = frozen.shape[1]
     if optimiser == "adam":
-        moments["steps"][index] += 1
-        steps = moments["steps"][index].double()
+        moments["steps"][clients] += 1
     for name, gradient in gradients.items():
-        moves: Tensor = torch.ones(len(index), dtype=torch.bool)
+        depth = 1
+        index, owner = clients, clients
         if name.startswith("heads."):
-            moves = ~frozen
-        moves = moves.view(*moves.shape, *[1] * (gradient.dim() - moves.dim()))
+            depth = 2
+            position, layer = (~frozen).nonzero(as_tuple=True)
+            owner = clients[position]
+            index = owner * num_layers + layer
+            if frozen.any():
+                gradient = gradient[~frozen]
+        gradient = gradient.reshape(len(index), -1)
         step = gradient
         if optimiser == "adam":
-            first, second = f"{name}.first", f"{name}.second"
-            mean = torch.lerp(moments[first][index], gradient, 1 - ADAM_BETAS[0])
-            square = torch.lerp(moments[second][index], gradient.square(), 1 - ADAM_BETAS[1])
-            moments[first][index] = torch.where(moves, mean, moments[first][index])
-            moments[second][index] = torch.where(moves, square, moments[second][index])
-            shape = (-1, *[1] * (gradient.dim() - 1))
-            correction1 = (1 - ADAM_BETAS[0] ** steps).float().view(shape)
-            correction2 = (1 - ADAM_BETAS[1] ** steps).float().view(shape)
-            step = (mean / correction1) / ((square / correction2).sqrt() + ADAM_EPSILON)
-        state[name][index] -= torch.where(moves, lr * step, torch.zeros(()))
+            steps = moments["steps"][owner].double().unsqueeze(1)
+            mean = _flat(moments[f"{name}.first"], depth)
+            square = _flat(moments[f"{name}.second"], depth)
+            first = mean[index].lerp_(gradient, 1 - ADAM_BETAS[0])
+            second = square[index].mul_(ADAM_BETAS[1]).addcmul_(gradient, gradient, value=1 - ADAM_BETAS[1])
+            mean[index], square[index] = first, second
+            correction = (1 - ADAM_BETAS[1] ** steps).sqrt()
+            scale = second.sqrt_().div_(correction.float()).add_(ADAM_EPSILON)
+            step = first.div_(scale).div_((1 - ADAM_BETAS[0] ** steps).float())
+        _flat(state[name], depth).index_add_(0, index, step, alpha=-lr)
+
+
+def _flat(tensor: Tensor, depth: int) -> Tensor:
+    """View [N, ...] as [N, rest], or [N, L, ...] as [N L, rest] with depth 2."""
+    return tensor.view(tensor.shape[:depth].numel(), -1)
 
 
 def initial_moments(state: State, optimiser: Optimiser) -> State:

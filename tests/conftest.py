@@ -1,0 +1,130 @@
+"""Fixtures of all tests: launches under mpirun, and the world the tests themselves run in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcfl.world import World, open_world
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
+
+
+def in_mpi_world() -> bool:
+    """Return whether a launcher of several ranks started this process."""
+    return any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"))
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this environment without launcher variables, with one thread a rank and PYTHONPATH set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), kept.get("PYTHONPATH")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@pytest.fixture(scope="session")
+def world() -> World:
+    """Return the world the test session runs in: one rank, or those of the mpirun around pytest."""
+    return open_world()
+
+
+@pytest.fixture(scope="session")
+def mpirun_command() -> list[str]:
+    """Return mpirun with the flags it needs here; skip where there is none, or inside an MPI world."""
+    if in_mpi_world():
+        pytest.skip("an MPI world cannot start another one")
+    beside_python = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside_python) if beside_python.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("there is no mpirun beside python or on PATH")
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" not in version:
+        return [mpirun]
+    return [mpirun, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+
+
+@pytest.fixture
+def mpirun(mpirun_command: list[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Return a function that runs Python under mpirun and returns what it printed."""
+
+    def run(
+        ranks: int,
+        *python_args: str | Path,
+        timeout: float = 120,
+        check: bool = True,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `python python_args` on `ranks` ranks.
+
+        The test fails after `timeout` seconds, and, with `check`, at an exit code other than 0. `env` is
+        added to the clean environment; `cwd` is the repository root by default.
+        """
+        command = [*mpirun_command, "-n", str(ranks), sys.executable, *map(str, python_args)]
+        return run_tree(command, timeout=timeout, check=check, cwd=cwd, env=env)
+
+    return run
+
+
+def run_tree(
+    command: list[str],
+    *,
+    timeout: float = 120,
+    check: bool = True,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a clean environment; end it with all its descendants when its time is up."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd or REPOSITORY,
+        env={**clean_environment(), **(env or {})},
+    )
+    failure = None
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+        if check and process.returncode != 0:
+            failure = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        failure = f"no end after {timeout} s"
+        kill_tree(process.pid)
+        stdout, stderr = process.communicate()
+    finally:
+        if process.returncode is None:
+            kill_tree(process.pid)
+    if failure:
+        pytest.fail(f"{failure}: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that descend from it; launchers put ranks into sessions of their own."""
+    tasks = Path(f"/proc/{pid}/task")
+    children = [int(child) for file in tasks.glob("*/children") for child in file.read_text().split()]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_tree(child)
+
+
+def pytest_exception_interact(node: pytest.Item, report: Any) -> None:
+    """Show a failure on one of several ranks and end them all: the others would wait for this one."""
+    if in_mpi_world() and (world := open_world()).size > 1:
+        reporter = node.config.pluginmanager.getplugin("terminalreporter")
+        reporter.write_line(f"\nrank {world.rank} of {world.size}: {node.nodeid}\n{report.longreprtext}")
+        reporter.flush()
+        world.abort(1)

@@ -1,0 +1,291 @@
+"""Ranks and collectives.
+
+Tests marked mpi run under any number of ranks; the first test launches them on 1, 3 and 5.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from conftest import in_mpi_world, run_tree
+
+from hpcfl.errors import UserError
+from hpcfl.world import World, abort_on_exception, agree, open_world
+
+DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
+Mpirun = Callable[..., CompletedProcess[str]]
+
+
+def numbers(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
+    """Return start, start + 1, ... modulo 251; modulo 2 as booleans."""
+    values = (torch.arange(count) + start) % 251
+    return values % 2 == 1 if dtype == torch.bool else values.to(dtype)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+def test_collectives_under_mpirun(mpirun: Mpirun, ranks: int) -> None:
+    done = mpirun(
+        ranks, "-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", Path(__file__)
+    )
+    assert done.stdout.count(" passed") == ranks
+    assert done.stdout.count("MPI version: ") == ranks
+
+
+@pytest.mark.mpi
+def test_roles(world: World) -> None:
+    assert world.is_server is (world.rank == 0)
+    assert world.is_worker is (world.size == 1 or world.rank > 0)
+    assert world.num_workers == max(1, world.size - 1)
+    expected_index = 0 if world.size == 1 else world.rank - 1
+    assert world.worker_index == expected_index
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("num_items", [0, 1, 2, 10, 23])
+def test_shards_are_contiguous_and_even(world: World, num_items: int) -> None:
+    shards = [world.shard(num_items, worker) for worker in range(world.num_workers)]
+    assert [item for shard in shards for item in shard] == list(range(num_items))
+    sizes = [len(shard) for shard in shards]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    own = shards[world.worker_index] if world.is_worker else range(0)
+    assert world.shard(num_items) == own
+    with pytest.raises(ValueError, match="worker"):
+        world.shard(num_items, world.num_workers)
+
+
+@pytest.mark.mpi
+def test_owner_counts(world: World) -> None:
+    worked_out = {1: [5], 2: [3, 2], 4: [2, 1, 0, 2]}  # shards of 10: 0-9; 0-4, 5-9; 0-2, 3-5, 6-7, 8-9
+    counts = world.owner_counts([0, 2, 4, 8, 9], 10)
+    assert counts == worked_out.get(world.num_workers, counts)
+    assert sum(counts) == 5
+    assert world.owner_counts([], 10) == [0] * world.num_workers
+    assert world.owner_counts(range(10), 10) == [len(world.shard(10, w)) for w in range(world.num_workers)]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("max_elements", [3, 2**27])
+def test_broadcast(dtype: torch.dtype, max_elements: int) -> None:
+    world = open_world(max_elements)
+    expected = numbers(10, dtype).reshape(2, 5)
+    tensor = expected.clone() if world.is_server else torch.zeros(2, 5, dtype=dtype)
+    world.broadcast(tensor)
+    assert torch.equal(tensor, expected)
+    world.broadcast(torch.empty(0, dtype=dtype))
+
+
+@pytest.mark.mpi
+def test_a_large_broadcast_changes_only_the_slice_it_is_given(world: World) -> None:
+    whole = torch.full((3, 1_000_000), -1.0)
+    if world.is_server:
+        whole[1] = numbers(1_000_000, torch.float32)
+    world.broadcast(whole[1])
+    assert torch.equal(whole[1], numbers(1_000_000, torch.float32))
+    assert (whole[[0, 2]] == -1).all()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 3])
+def test_scatter_and_gather_unequal_parts(world: World, dtype: torch.dtype, offset: int) -> None:
+    # Worker w gets 7 w + offset elements: without an offset the first one gets nothing.
+    counts = [7 * worker + offset for worker in range(world.num_workers)]
+    everything = numbers(sum(counts), dtype)
+    part = world.scatter(everything if world.is_server else None, counts, dtype)
+    own = slice(0, 0)
+    if world.is_worker:
+        own = slice(sum(counts[: world.worker_index]), sum(counts[: world.worker_index + 1]))
+    assert torch.equal(part, everything[own])
+    part = ~part if dtype == torch.bool else part + 1
+    result = world.gather(part, counts)
+    if world.is_server:
+        assert result is not None
+        assert result.dtype == dtype
+        assert torch.equal(result, ~everything if dtype == torch.bool else everything + 1)
+    else:
+        assert result is None
+
+
+@pytest.mark.mpi
+def test_parts_are_copies(world: World) -> None:
+    counts = [2] * world.num_workers
+    sent = torch.zeros(2 * world.num_workers)
+    part = world.scatter(sent if world.is_server else None, counts, torch.float32)
+    part += 1
+    assert not sent.any()
+    result = world.gather(part, counts)
+    part += 1
+    if result is not None:
+        assert (result == 1).all()
+
+
+@pytest.mark.mpi
+def test_blocks_above_max_elements_are_refused_on_all_ranks() -> None:
+    world = open_world(max_elements=8)
+    fits, too_many = [0] * (world.num_workers - 1) + [8], [0] * (world.num_workers - 1) + [9]
+    sent = numbers(9, torch.float32)
+    part = world.scatter(sent[:8] if world.is_server else None, fits, torch.float32)
+    world.gather(part, fits)
+    with pytest.raises(ValueError, match="max_elements is 8"):
+        world.scatter(sent if world.is_server else None, too_many, torch.float32)
+    with pytest.raises(ValueError, match="max_elements is 8"):
+        world.gather(part, too_many)
+    with pytest.raises(ValueError, match="counts for"):
+        world.gather(part, [*fits, 0])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("bad", [0, 2**28])
+def test_max_elements_keeps_bytes_in_32_bits(bad: int) -> None:
+    open_world(2**28 - 1)
+    with pytest.raises(ValueError, match="max_elements"):
+        open_world(bad)
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 3).T, torch.zeros(3, dtype=torch.float16)])
+def test_tensors_mpi_cannot_send_are_refused(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"torch\.float"):
+        World().broadcast(tensor)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("max_elements", [1, 4, 2**27])
+def test_bytes(max_elements: int) -> None:
+    world = open_world(max_elements)
+    assert world.broadcast_bytes(b"hello world" if world.is_server else None) == b"hello world"
+    assert world.broadcast_bytes(b"" if world.is_server else None) == b""
+    entries = world.gather_bytes(bytes([world.rank]) * 5 * world.rank)
+    expected = [bytes([rank]) * 5 * rank for rank in range(world.size)]
+    assert entries == (expected if world.is_server else None)
+
+
+@pytest.mark.mpi
+def test_maximum(world: World) -> None:
+    assert world.maximum(-5 - world.rank) == -5
+    assert world.maximum(2**40 + world.rank) == 2**40 + world.size - 1
+
+
+@pytest.mark.mpi
+def test_agree_on_the_lowest_rank_with_an_error(world: World) -> None:
+    assert agree(world, None) is None
+    assert agree(world, f"rank {world.rank} has a pröblem") == "rank 0 has a pröblem"
+    last = world.size - 1
+    assert agree(world, "the last one" if world.rank == last else None) == "the last one"
+
+
+@pytest.mark.mpi
+def test_devices(world: World) -> None:
+    assert world.device("cpu") == torch.device("cpu")
+    if not torch.cuda.is_available():
+        assert world.device("auto") == torch.device("cpu")
+        with pytest.raises(UserError, match=r"run\.device=cuda: rank .* sees no GPU"):
+            world.device("cuda")
+    elif world.is_worker:
+        assert world.device("cuda") == torch.device("cuda", world.worker_index % torch.cuda.device_count())
+    else:
+        assert world.device("cuda") == torch.device("cpu")
+    with pytest.raises(ValueError, match="auto, cpu, cuda"):
+        world.device("gpu")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_waiting_leaves_the_cores_to_others(world: World) -> None:
+    world.barrier()
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    if world.rank == world.size - 1:
+        while time.perf_counter() - wall_s < 1:
+            pass
+    world.barrier()
+    wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    assert wall_s > 0.9
+    if world.rank < world.size - 1:
+        assert cpu_s < 0.2 * wall_s
+
+
+def run_child(code: str, **environment: str) -> CompletedProcess[str]:
+    return run_tree([sys.executable, "-c", code], env=environment, check=False)
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="launches processes")
+def test_a_serial_world_never_imports_mpi() -> None:
+    code = """
+import os, sys
+import torch
+from hpcfl.world import open_world
+for variables in ({}, {"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_NTASKS": "9"}):
+    os.environ.update(variables)
+    world = open_world()
+    assert (world.rank, world.size, world.is_server, world.is_worker) == (0, 1, True, True)
+    [os.environ.pop(name) for name in variables]
+world.barrier()
+tensor = torch.ones(3)
+world.broadcast(tensor)
+assert world.gather(world.scatter(tensor, [3], tensor.dtype), [3]).tolist() == [1, 1, 1]
+assert world.gather_bytes(world.broadcast_bytes(b"ab")) == [b"ab"]
+assert world.maximum(3) == 3
+world.device("auto")
+assert not [name for name in sys.modules if name.startswith("mpi4py")]
+world.abort(7)
+"""
+    done = run_child(code)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="launches processes")
+def test_one_rank_under_a_launcher_of_several_is_refused() -> None:
+    code = """
+import os
+from hpcfl.errors import UserError
+from hpcfl.world import open_world
+for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
+    os.environ[name] = "3"
+    try:
+        open_world()
+    except UserError as error:
+        print(name, error)
+    del os.environ[name]
+"""
+    pytest.importorskip("mpi4py")
+    done = run_child(code, OMPI_COMM_WORLD_SIZE="3")
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"]
+    assert all("3 ranks" in line and "srun --mpi=pmix" in line for line in lines)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("failing", ["1", "01"])
+def test_an_exception_aborts_all_ranks(mpirun: Mpirun, failing: str) -> None:
+    code = f"""
+from hpcfl.world import abort_on_exception, open_world
+world = open_world()
+world.barrier()
+with abort_on_exception(world):
+    if str(world.rank) in "{failing}":
+        raise RuntimeError(f"no client on rank {{world.rank}}")
+    world.barrier()
+"""
+    done = mpirun(2, "-c", code, timeout=60, check=False)
+    assert done.returncode != 0
+    headed = re.findall(
+        r"^rank (\d) of 2 on .* failed, so all ranks stop\nTraceback", done.stderr, re.MULTILINE
+    )
+    messages = re.findall(r"^RuntimeError: no client on rank (\d)$", done.stderr, re.MULTILINE)
+    assert headed == messages
+    assert done.stderr.count("Traceback") == len(set(headed)) >= 1
+    assert set(headed) <= set(failing)
+
+
+@pytest.mark.parametrize("error", [UserError("no such file"), SystemExit(75), RuntimeError("serial")])
+def test_what_passes_through_in_a_serial_world(error: BaseException) -> None:
+    with pytest.raises(type(error)) as passed, abort_on_exception(World()):
+        raise error
+    assert passed.value is error
