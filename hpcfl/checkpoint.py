@@ -93,8 +93,8 @@ class Snapshot:
     """Everything that a checkpoint holds. Names with '/' become HDF5 groups.
 
     `derived` is written beside the server's state for readers of the file and is not loaded again.
-    `personalised` is None in all checkpoints but the last. The blocks of `clients` are used up before those
-    of `personalised` are begun.
+    `personalised` is None in all checkpoints but the last, and is called when the blocks of `clients` are
+    used up.
     """
 
     header: Header
@@ -104,7 +104,7 @@ class Snapshot:
     clients: Rows
     history: Mapping[str, np.ndarray]
     ledger: Mapping[str, Table]
-    personalised: Rows | None = None
+    personalised: Callable[[], Rows] | None = None
 
 
 class LoadedCheckpoint:
@@ -270,7 +270,7 @@ def _write_content(file: h5py.File, snapshot: Snapshot, raise_failure: Callable[
     raise_failure()
     _write_rows(file.create_group("clients"), snapshot.clients, raise_failure)
     if snapshot.personalised is not None:
-        _write_rows(file.create_group("personalised"), snapshot.personalised, raise_failure)
+        _write_rows(file.create_group("personalised"), snapshot.personalised(), raise_failure)
     _write_arrays(file.create_group("history"), snapshot.history)
     _write_arrays(
         file.create_group("ledger"), {name: table.values for name, table in snapshot.ledger.items()}

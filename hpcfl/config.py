@@ -8,10 +8,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
@@ -20,11 +22,16 @@ from hpcfl.methods import METHODS, Params
 from hpcfl.models import MODELS, NetworkOptions
 from hpcfl.training import TrainConfig
 
-DEFAULT_METHOD, DEFAULT_PARTITION = "pfedla", "classes"
+DEFAULT_METHOD, DEFAULT_PARTITION, DEFAULT_SOURCE = "pfedla", "classes", "digits"
+
+ENVIRONMENT = "environment"
+"""The part of a run folder's config.yaml that says where and how; ignored where it is read."""
+
+GROUPS = ("method", "data", "model", "train", "run")
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class DataConfig(_Group):
@@ -135,35 +142,38 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 
 
 def parse(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the nested keys of a YAML file with `key.sub=value` overrides put in."""
+    """Return the nested keys of a YAML file with `key.sub=value` overrides put in.
+
+    Where an override names another method or partition than the file, options of the file's that the new one
+    does not know are dropped: naming it is enough.
+    """
     tree = {} if path is None else _read_yaml(path)
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise UserError(
-                f"{override!r} is neither a configuration file nor key=value, such as train.rounds=50"
-            )
-        try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError:
-            value = text
+    tree.pop(ENVIRONMENT, None)
+    pairs = [_split(override) for override in overrides]
+    for key, value in pairs:
+        _drop_foreign_options(tree, key, value)
+    for key, value in pairs:
         node = tree
         *groups, last = key.split(".")
         for group in groups:
-            node = node.setdefault(group, {})
+            if node.get(group) is None:
+                node[group] = {}
+            node = node[group]
             if not isinstance(node, dict):
-                raise UserError(f"{key}: {group} is a value, not a group of keys")
+                raise UserError(f"{key}={value}: {group} is set to {node!r} and cannot hold keys")
         node[last] = value
     return tree
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
     """Validate nested keys and fill in defaults; raises UserError (see `load_config`)."""
-    tree = {name: dict(_mapping(name, group)) for name, group in tree.items()}
-    data = tree.get("data", {})
-    partition = dict(_mapping("data.partition", data.pop("partition", {})))
-    model, method, train = tree.get("model", {}), tree.get("method", {}), tree.get("train", {})
-    source = _one_of("data.source", data.get("source", "digits"), SOURCES)
+    unknown = [
+        key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
+    ]
+    groups = {name: _mapping(name, tree.get(name)) for name in GROUPS}
+    method, data, model = groups["method"], groups["data"], groups["model"]
+    partition = _mapping("data.partition", data.pop("partition", None))
+    source = _one_of("data.source", data.get("source", DEFAULT_SOURCE), SOURCES)
     names = {
         "method": _one_of("method.name", method.pop("name", DEFAULT_METHOD), METHODS),
         "data.partition": _one_of(
@@ -180,19 +190,12 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         "train": TrainConfig,
         "run": RunConfig,
     }
-    given = {
-        "method": method,
-        "data": data,
-        "data.partition": partition,
-        "model": model,
-        "train": chosen.train_defaults | train,
-        "run": tree.get("run", {}),
-    }
+    given = groups | {"data.partition": partition, "train": chosen.train_defaults | groups["train"]}
     known = [f"{group}.name" for group in names]
     known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
-    _refuse_unknown([group for group in tree if group not in kinds], known)
-    for group, values in given.items():
-        _refuse_unknown([f"{group}.{k}" for k in values if k not in kinds[group].model_fields], known)
+    unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
+    if unknown:
+        raise UserError(_unknown_key(unknown[0], known))
     made: dict[str, Any] = {group: _validate(group, kind, given[group]) for group, kind in kinds.items()}
     config = Config(
         names["method"],
@@ -207,18 +210,29 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     )
     if config.run.eval_split == "val" and not config.data.val_fraction:
         raise UserError("run.eval_split=val needs validation samples: set data.val_fraction, such as 0.2")
+    if config.data.path is not None and source != "npz":
+        raise UserError(
+            f"data.path={config.data.path} is only for data.source=npz, not {source}; set or drop both"
+        )
     return config
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Name the keys that change results and differ between two configuration trees, with both values."""
+    """Name the keys that change results and differ between two configuration trees, with both values.
+
+    Keys that only one of them has come with another `name`, and are told only where nothing else differs.
+    """
     before, after = flatten(old), flatten(new)
-    keys = [key for key in {**before, **after} if key not in RESULT_NEUTRAL]
     missing = "(not set)"
+    changed = [
+        key
+        for key in {**before, **after}
+        if key not in RESULT_NEUTRAL and before.get(key, missing) != after.get(key, missing)
+    ]
+    common = [key for key in changed if key in before and key in after]
     return [
-        f"{key}: {before.get(key, missing)} there, {after.get(key, missing)} here"
-        for key in keys
-        if before.get(key, missing) != after.get(key, missing)
+        f"{key}: {_shown(before.get(key, missing))} there, {_shown(after.get(key, missing))} here"
+        for key in common or changed
     ]
 
 
@@ -235,20 +249,55 @@ def _default_model(source: str) -> str:
     return "digits_cnn" if source == "digits" else "lenet"
 
 
+def _split(override: str) -> tuple[str, Any]:
+    key, _, text = override.partition("=")
+    if not key:
+        raise UserError(f"{override!r} names no key; settings are key=value, such as train.rounds=50")
+    try:
+        return key, yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):
+        return key, text
+
+
+def _drop_foreign_options(tree: dict[str, Any], key: str, name: Any) -> None:
+    """Forget options that stand in a file for another method or partition than `key=name` asks for."""
+    options: dict[str, type[BaseModel]] = {}
+    holder, group = tree, key.removesuffix(".name")
+    if key == "method.name":
+        options = {name: method.Params for name, method in METHODS.items()}
+    elif key == "data.partition.name" and isinstance(tree.get("data"), dict):
+        options = {name: kind.options for name, kind in PARTITIONS.items()}
+        holder, group = tree["data"], "partition"
+    there = holder.get(group)
+    if isinstance(there, dict) and isinstance(name, str) and name in options:
+        default = DEFAULT_METHOD if group == "method" else DEFAULT_PARTITION
+        if there.get("name", default) != name:
+            holder[group] = {k: v for k, v in there.items() if k in options[name].model_fields}
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text()) or {}
+        tree = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise UserError(f"cannot read configuration file {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
-    return dict(_mapping(str(path), tree))
+        raise UserError(
+            f"cannot read configuration file {path}: {error.strerror}; "
+            "give a YAML file, key=value such as train.rounds=50, or a command of --help"
+        ) from error
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
+        raise UserError(f"{path} is not YAML: {reason}") from error
+    if tree is not None and not isinstance(tree, dict):
+        raise UserError(f"{path} holds no groups of keys, such as train: {{rounds: 50}}")
+    return tree or {}
 
 
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise UserError(f"{name}={value!r} must be a group of keys, such as {name}.name=...")
-    return value
+def _mapping(group: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a group of keys; one that is left empty in YAML has none."""
+    if value is not None and not isinstance(value, Mapping):
+        example = {"method": "name", "model": "name", "data": "source", "train": "rounds", "run": "seed"}
+        key = f"{group}.{example.get(group, 'name')}"
+        raise UserError(f"{group}={value!r} must be a group of keys, such as {key}=...")
+    return {str(key): entry for key, entry in (value or {}).items()}
 
 
 def _one_of(key: str, value: Any, allowed: Iterable[str]) -> str:
@@ -260,19 +309,57 @@ def _one_of(key: str, value: Any, allowed: Iterable[str]) -> str:
     return str(value)
 
 
-def _refuse_unknown(keys: Sequence[str], known: Sequence[str]) -> None:
-    if not keys:
-        return
-    near = difflib.get_close_matches(keys[0], known, n=1, cutoff=0.0)[0]
-    raise UserError(f"{keys[0]} is an unknown key; the nearest known one is {near}")
+def _unknown_key(key: str, known: Sequence[str]) -> str:
+    group, _, option = key.rpartition(".")
+    owners = []
+    if group == "method":
+        owners = [name for name, method in METHODS.items() if option in method.Params.model_fields]
+    elif group == "data.partition":
+        owners = [name for name, kind in PARTITIONS.items() if option in kind.options.model_fields]
+    if owners:
+        return f"{key} is an unknown key here; it belongs to {group}.name={' or '.join(owners)}"
+    near = difflib.get_close_matches(key, [*known, *GROUPS], n=1, cutoff=0.0)[0]
+    return f"{key} is an unknown key; the nearest known one is {near}"
 
 
 def _validate(group: str, kind: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:
+    for key, value in values.items():
+        # pydantic would take true for 1
+        if isinstance(value, bool) and kind.model_fields[key].annotation is not bool:
+            raise UserError(
+                f"{group}.{key}={_shown(value)} is not possible; {_allowed(kind.model_fields[key])}"
+            )
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = f"{group}.{first['loc'][0]}" if first["loc"] else group
-        value = values.get(str(first["loc"][0])) if first["loc"] else values
-        reason = first["msg"][0].lower() + first["msg"][1:]
-        raise UserError(f"{key}={value} is not possible: {reason}") from error
+        key = str(error.errors()[0]["loc"][0])
+        raise UserError(
+            f"{group}.{key}={_shown(values[key])} is not possible; {_allowed(kind.model_fields[key])}"
+        ) from error
+
+
+def _allowed(field: FieldInfo) -> str:
+    """Say what a key may be: its type, bounds and default."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    bounds = [
+        f"{sign} {getattr(limit, name)}"
+        for limit in field.metadata
+        for name, sign in signs.items()
+        if hasattr(limit, name)
+    ]
+    kind = " ".join([_in_words(field.annotation), " and ".join(bounds)]).strip()
+    return f"allowed: {kind} (default: {_shown(field.default)})"
+
+
+def _shown(value: Any) -> str:
+    """Write a value as a user types it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _in_words(annotation: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(map(_in_words, get_args(annotation)))
+    return words.get(annotation, "a list" if get_origin(annotation) is list else str(annotation))

@@ -13,6 +13,7 @@ from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_per_class
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.training import BatchedEngine, Engine, LoopEngine
 from hpcfl.world import World
@@ -76,6 +77,7 @@ def build(config: Config, world: World) -> Experiment:
     device = world.device(config.run.device)
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
+    _refuse_small_blocks(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
     clients = world.shard(len(parts))
     shard = Shard.build(arrays, parts, clients, mean, std, device)
@@ -96,3 +98,14 @@ def build(config: Config, world: World) -> Experiment:
         np.array([len(getattr(part, split)) for part in parts]),
         "batched" if batched else "loop",
     )
+
+
+def _refuse_small_blocks(config: Config, method: Method) -> None:
+    """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
+    most_figures = max(3, len(method.layers)) * method.context.num_clients
+    smallest = max(method.layout.size, method.layout.buffer_size, most_figures)
+    if config.run.max_elements < smallest:
+        raise UserError(
+            f"run.max_elements={config.run.max_elements} is too small for this model and these clients; "
+            f"allowed: {smallest} or more"
+        )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.table import Table
 
 from hpcfl.ledger import Ledger
 
@@ -21,7 +21,7 @@ class Progress:
 
     def __init__(self, log: Callable[[str], None] | None = None, quiet: bool = False) -> None:
         self._log = log
-        self._console = Console(file=sys.stdout, highlight=False)
+        self._console = Console(file=sys.stdout, highlight=False, emoji=False)
         self._speaks = log is not None and not quiet
         self._bar: Bar | None = None
         self._rounds = self._first = 0
@@ -31,7 +31,7 @@ class Progress:
         """Begin at `done` of `rounds` rounds."""
         self._rounds, self._first = rounds, done
         self._began_s = self._last_line_s = time.monotonic()
-        if done:
+        if 0 < done < rounds:
             self.say(f"resuming after round {done} of {rounds}")
         if self._speaks and self._console.is_terminal and done < rounds:
             self._bar = Bar(
@@ -52,10 +52,13 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done, accuracy=accuracy)
         now_s = time.monotonic()
-        if now_s - self._last_line_s >= LINE_EVERY_S or done == self._rounds:
+        is_last = done == self._rounds
+        if is_last or now_s - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now_s
-            left_s = (now_s - self._began_s) / (done - self._first) * (self._rounds - done)
-            line = f"round {done}/{self._rounds}  accuracy {accuracy}  time left {left_s:.0f} s"
+            passed_s = now_s - self._began_s
+            left_s = passed_s / (done - self._first) * (self._rounds - done)
+            time_said = f"took {_clock(passed_s)}" if is_last else f"time left {_clock(left_s)}"
+            line = f"round {done}/{self._rounds}  accuracy {accuracy}  {time_said}"
             if self._bar is None:
                 self.say(line)
             elif self._log is not None:
@@ -68,25 +71,23 @@ class Progress:
         if self._speaks:
             self._console.print(text, markup=False, soft_wrap=True)
 
-    def show(self, table: Table) -> None:
-        """Print a table (unless silent) and log its lines."""
-        if self._speaks:
-            self._console.print(table)
-        if self._log is not None:
-            plain = Console(width=200, color_system=None)
-            with plain.capture() as captured:
-                plain.print(table)
-            for line in captured.get().splitlines():
-                self._log(line.rstrip())
-
     def warn(self, text: str) -> None:
         """Print a warning to standard error, also under `--quiet`, and log it."""
         if self._log is not None:
             self._log(f"warning: {text}")
-            print(f"hpcfl: warning: {text}", file=sys.stderr)
+            print_warning(text)
 
     def close(self) -> None:
         """Take the bar off the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def print_warning(text: str) -> None:
+    """Print a warning to standard error."""
+    print(f"hpcfl: warning: {text}", file=sys.stderr, flush=True)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

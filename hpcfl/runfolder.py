@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -17,13 +15,10 @@ import yaml
 
 from hpcfl import __version__
 from hpcfl.checkpoint import CheckpointStore, LoadedCheckpoint
-from hpcfl.config import Config, differences
+from hpcfl.config import ENVIRONMENT, Config, differences
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.process import LOCK_NAME, FolderLock
-
-ENVIRONMENT = "environment"
-"""The part of config.yaml that says where and how, beside the configuration itself."""
 
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
 
@@ -36,8 +31,11 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
+        clients = f"{config.data.clients} clients"
+        self.notes = [f"{config.method} on {config.data.source}, {clients}, in {path}"]
+        """What the user is told at the start."""
         self.warnings: list[str] = []
-        """What the user should know about this folder."""
+        """What the user should worry about."""
         self.store = CheckpointStore(path, self.warnings.append)
         self.checkpoint: LoadedCheckpoint | None = None
         """Where the run goes on; None at round 0."""
@@ -45,12 +43,12 @@ class RunFolder:
 
     def check(self, fresh: bool) -> None:
         """Refuse a folder of something else, or of another configuration, with a UserError."""
-        if fresh or not self.path.exists():
+        if not self.path.exists():
             return
-        recorded = self._recorded()
+        if not self._is_ours():
+            raise UserError(f"{self.path} is there and is no run folder; name another with --out DIR")
+        recorded = None if fresh else self._recorded()
         if recorded is None:
-            if not self.path.is_dir() or any(entry.name != LOCK_NAME for entry in self.path.iterdir()):
-                raise UserError(f"{self.path} is there and is no run folder; name another with --out DIR")
             return
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         changed = differences(there, self._config.tree())
@@ -62,27 +60,32 @@ class RunFolder:
                 "give the same keys to resume it, --out DIR for another folder, or --fresh to start over"
             )
 
-    def open(self, fresh: bool, ranks: Sequence[str], at_exit: ExitStack) -> None:
+    def open(self, fresh: bool, places: Sequence[str], at_exit: ExitStack, command: str = "") -> None:
         """Lock the folder until `at_exit` closes, load its newest checkpoint, and write config.yaml.
 
-        Raises UserError if another run holds the folder, or if its checkpoints cannot be used.
+        Args:
+            fresh: move what is there aside first.
+            places: host, device and engine of each rank.
+            command: what was typed to start the run.
+
+        Raises:
+            UserError: another run holds the folder, it cannot be written, or its checkpoints cannot be used.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = at_exit.enter_context(FolderLock(self.path))
-        if fresh and any(entry.name != LOCK_NAME for entry in self.path.iterdir()):
-            self.path.rename(_free_name(self.path))
-            lock.release()
-            self.path.mkdir()
-            at_exit.enter_context(FolderLock(self.path))
+        try:
+            self._take(fresh, at_exit)
+        except OSError as error:
+            raise UserError(
+                f"cannot make the run folder {self.path}: {error.strerror}; name another with --out DIR"
+            ) from error
         self.checkpoint = self.store.load()
-        environment = _environment(ranks)
-        before = (self._recorded() or {}).get(ENVIRONMENT, {})
-        for key in ("torch", "processor"):
-            if before and before.get(key) != environment[key]:
-                self.warnings.append(
-                    f"this run began with {key} {before.get(key)} and goes on with {environment[key]}: "
-                    "the last bits may differ"
-                )
+        record = self._recorded()
+        is_finished = (
+            self.checkpoint is not None and self.checkpoint.header.round == self._config.train.rounds
+        )
+        if is_finished and record is not None:
+            return
+        environment = _environment(places, command)
+        self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         text = self._config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}, sort_keys=False)
         temporary = self.path / "config.yaml.tmp"
         temporary.write_text(text)
@@ -93,22 +96,50 @@ class RunFolder:
         with (self.path / "log.txt").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
+    def _take(self, fresh: bool, at_exit: ExitStack) -> None:
+        """Make the folder if need be, and lock it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = at_exit.enter_context(FolderLock(self.path))
+        if fresh and not self._is_empty():
+            aside = _free_name(self.path)
+            self.path.rename(aside)
+            lock.release()
+            self.path.mkdir()
+            at_exit.enter_context(FolderLock(self.path))
+            self.notes.append(f"the run that was there is now in {aside}")
+
+    def _is_empty(self) -> bool:
+        return self.path.is_dir() and all(entry.name == LOCK_NAME for entry in self.path.iterdir())
+
+    def _is_ours(self) -> bool:
+        return self._is_empty() or (self.path / "config.yaml").is_file()
+
     def _recorded(self) -> dict[str, Any] | None:
+        """Return what config.yaml says, None where there is none; UserError where it is damaged."""
         record = self.path / "config.yaml"
         if not record.is_file():
             return None
         try:
             tree = yaml.safe_load(record.read_text())
-        except (yaml.YAMLError, UnicodeDecodeError):
+        except (yaml.YAMLError, ValueError):
             tree = None
-        if not isinstance(tree, dict):
+        if not isinstance(tree, dict) or not all(isinstance(group, dict) for group in tree.values()):
             raise UserError(f"{record} is damaged; --fresh moves the folder aside and starts over")
         return tree
 
     def _grows(self, there: Mapping[str, Any]) -> bool:
         """Whether the run is asked for more rounds than before, and its method allows that."""
-        rounds = self._config.train.rounds
-        return not METHODS[self._config.method].schedule_uses_rounds and there["train"]["rounds"] < rounds
+        before, rounds = there.get("train", {}).get("rounds"), self._config.train.rounds
+        can_grow = not METHODS[self._config.method].schedule_uses_rounds
+        return can_grow and isinstance(before, int) and before < rounds
+
+    def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        for key in ("torch", "processor"):
+            if before and before.get(key) != now[key]:
+                self.warnings.append(
+                    f"this run began with {key} {before.get(key)} and goes on with {now[key]}: "
+                    "the last bits may differ"
+                )
 
 
 def _free_name(path: Path) -> Path:
@@ -118,14 +149,14 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-def _environment(ranks: Sequence[str]) -> dict[str, Any]:
+def _environment(places: Sequence[str], command: str) -> dict[str, Any]:
     return {
         "hpcfl": __version__,
         **{package: _version(package) for package in _PACKAGES},
         "python": platform.python_version(),
         "processor": _processor(),
-        "command": shlex.join(sys.argv),
-        "ranks": list(ranks),
+        "command": command,
+        "ranks": list(places),
     }
 
 

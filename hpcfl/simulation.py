@@ -39,7 +39,7 @@ Outcome = Literal["finished", "stopped", "already finished"]
 
 @dataclass
 class Timing:
-    """Seconds on this rank, one entry a round or checkpoint; `train_s` is the slowest worker's (server only)."""
+    """Seconds on the server, one entry a round or checkpoint; `train_s` is the slowest worker's."""
 
     round_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)
@@ -81,8 +81,6 @@ class Simulation:
         """Run all rounds that are not done yet."""
         train, run = self.config.train, self.config.run
         first = self._start()
-        if first == train.rounds:
-            return "already finished"
         for number in range(first, train.rounds):
             began_s = time.monotonic()
             self._round(self.cohort(number))
@@ -102,7 +100,7 @@ class Simulation:
             self.ledger.write_clients(
                 self._folder.path, self._experiment.num_train, self._experiment.num_evaluated
             )
-        return "finished"
+        return "already finished" if first == train.rounds else "finished"
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message. Not collective."""
@@ -278,7 +276,7 @@ class Simulation:
                     self._rows(blocks, lambda _: False),
                     history,
                     self.ledger.tables(),
-                    self._rows(models, self._is_shared) if is_last else None,
+                    (lambda: self._rows(models, self._is_shared)) if is_last else None,
                 )
             )
         self._world.barrier()

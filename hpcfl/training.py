@@ -28,7 +28,7 @@ Tensors = dict[str, Tensor]
 class TrainConfig(BaseModel):
     """The keys under `train.*`: how long and how clients train."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     rounds: int = Field(30, ge=1)
     """Communication rounds."""
@@ -88,12 +88,16 @@ class Forward:
         return self._call("head", theta, features, None)
 
     def _call(self, part: str, theta: Tensor, x: Tensor, buffers: Tensor | None) -> Tensor:
-        statistics = self._layout.buffer_views(self._buffers if buffers is None else buffers)
+        kept = self._layout.buffer_views(self._buffers if buffers is None else buffers)
+        # under vmap, BatchNorm updates a view into a longer row only in a copy of its own
+        statistics = {k: v.clone(memory_format=torch.contiguous_format) for k, v in kept.items()}
         named = self._layout.views(theta) | statistics
         module = self._network.get_submodule(part)
         if part:
             named = {k.removeprefix(f"{part}."): v for k, v in named.items() if k.startswith(f"{part}.")}
         output: Tensor = functional_call(module, named, (x,))
+        for name, tensor in kept.items():
+            tensor.copy_(statistics[name])
         return output
 
 

@@ -12,10 +12,10 @@ import time
 import traceback
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from hpcfl.errors import UserError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+T = TypeVar("T")
 
 MAX_ELEMENTS = 2**27
 _MAX_COUNT = 2**31 - 1
@@ -319,6 +321,19 @@ def agree(world: World, error: str | None) -> str | None:
         return None
     errors = world.gather_bytes((error or "").encode())
     return world.broadcast_bytes(next(filter(None, errors), b"") if errors is not None else None).decode()
+
+
+def agreed(world: World, step: Callable[[], T]) -> T:
+    """Take a step on every rank; a UserError on any of them is raised on all. Collective."""
+    mistake = None
+    try:
+        result = step()
+    except UserError as error:
+        mistake = str(error)
+    common = agree(world, mistake)
+    if common is not None:
+        raise UserError(common)
+    return result
 
 
 def _wait(request: MPI.Request) -> None:

@@ -1,15 +1,22 @@
-"""All methods by name; a method's file is called as the method."""
+"""All methods by name. A method is a file of this folder, called as the method."""
+
+import importlib
+import pkgutil
 
 from hpcfl.methods.base import Context, Method, Params
-from hpcfl.methods.fedavg import FedAvg
-from hpcfl.methods.fedavg_ft import FedAvgFinetuned
-from hpcfl.methods.fedbn import FedBN
-from hpcfl.methods.heurpfedla import HeurpFedLA
-from hpcfl.methods.local import Local
-from hpcfl.methods.pfedla import PFedLA
 
-_ALL: tuple[type[Method], ...] = (PFedLA, HeurpFedLA, Local, FedAvg, FedAvgFinetuned, FedBN)
 
-METHODS: dict[str, type[Method]] = {method.name: method for method in _ALL}
+def _find(name: str) -> type[Method]:
+    """Return the method of that name from the module of that name."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    for member in vars(module).values():
+        if isinstance(member, type) and issubclass(member, Method) and getattr(member, "name", None) == name:
+            return member
+    raise ImportError(f"{module.__file__} has no Method with name = {name!r}")
+
+
+METHODS: dict[str, type[Method]] = {
+    module.name: _find(module.name) for module in pkgutil.iter_modules(__path__) if module.name != "base"
+}
 
 __all__ = ["METHODS", "Context", "Method", "Params"]

@@ -25,7 +25,7 @@ State = dict[str, Tensor]
 class Params(BaseModel):
     """A method's hyper-parameters: the keys under `method.*` beside the name."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class Context:

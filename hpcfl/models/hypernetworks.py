@@ -114,7 +114,8 @@ def descend(
             index = owner * num_layers + layer
             if frozen.any():
                 gradient = gradient[~frozen]
-        gradient = gradient.reshape(len(index), -1)
+        weights = _flat(state[name], depth)
+        gradient = gradient.reshape(len(index), weights.shape[1])
         step = gradient
         if optimiser == "adam":
             steps = moments["steps"][owner].double().unsqueeze(1)
@@ -124,9 +125,9 @@ def descend(
             second = square[index].mul_(ADAM_BETAS[1]).addcmul_(gradient, gradient, value=1 - ADAM_BETAS[1])
             mean[index], square[index] = first, second
             correction = (1 - ADAM_BETAS[1] ** steps).sqrt()
-            scale = second.sqrt_().div_(correction.float()).add_(ADAM_EPSILON)
-            step = first.div_(scale).div_((1 - ADAM_BETAS[0] ** steps).float())
-        _flat(state[name], depth).index_add_(0, index, step, alpha=-lr)
+            scale = second.sqrt_().div_(correction.to(gradient.dtype)).add_(ADAM_EPSILON)
+            step = first.div_(scale).div_((1 - ADAM_BETAS[0] ** steps).to(gradient.dtype))
+        weights.index_add_(0, index, step, alpha=-lr)
 
 
 def _flat(tensor: Tensor, depth: int) -> Tensor:

@@ -1,0 +1,69 @@
+"""Words of the command line: what they mean, and how to write them down again."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hpcfl.errors import UserError
+
+SETTINGS_HELP = "CONFIG.yaml | key.sub=value"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are UserErrors, with the description as it is written."""
+
+    def __init__(self, program: str, description: str | None) -> None:
+        super().__init__(
+            program,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a run was asked for."""
+
+    config: Path | None
+    overrides: tuple[str, ...]
+    out: Path | None
+    fresh: bool
+    quiet: bool
+
+
+def parse_run(arguments: Sequence[str], description: str | None) -> RunOptions:
+    """Read the words behind `python -m hpcfl.main`. Raises UserError; SystemExit after `--help`."""
+    parser = Parser("python -m hpcfl.main", description)
+    parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<name>)")
+    parser.add_argument("--fresh", action="store_true", help="move the old run folder aside and start over")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
+    options = parser.parse_intermixed_args(list(arguments))
+    config, overrides = split_settings(options.settings)
+    return RunOptions(config, overrides, options.out, options.fresh, options.quiet)
+
+
+def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
+    """Tell the configuration file from the `key=value` words; UserError for a second file."""
+    files = [setting for setting in settings if "=" not in setting]
+    if len(files) > 1:
+        raise UserError(
+            f"more than one configuration file: {', '.join(files)}; give one, and key=value for the rest"
+        )
+    overrides = tuple(setting for setting in settings if "=" in setting)
+    return Path(files[0]) if files else None, overrides
+
+
+def command_line(words: Sequence[str], num_ranks: int) -> str:
+    """Return what to type to run the product with these words on so many ranks."""
+    launcher = ["mpirun", "-n", str(num_ranks)] if num_ranks > 1 else []
+    return shlex.join([*launcher, "python", "-m", "hpcfl.main", *words])
