@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, program: str, description: str | None) -> None:
         super().__init__(
             program,
-            description=description,
+            description=inspect.cleandoc(description or ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -5,7 +5,6 @@ Seconds depend on the machine and its other users; ratios taken turn by turn har
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 import tempfile
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpcfl.arguments import Parser
 from hpcfl.clients import Clients, Workplace
 from hpcfl.config import Config, resolve
 from hpcfl.data.partitions import ClientIndices
@@ -48,7 +48,7 @@ def bench(arguments: Sequence[str]) -> None:
 
     The last two use the ranks there are: mpirun -n 3 python -m hpcfl.main bench.
     """
-    parser = argparse.ArgumentParser("hpcfl bench", description=bench.__doc__)
+    parser = Parser("hpcfl bench", bench.__doc__)
     parser.add_argument("--repeats", type=int, default=15, help="turns of each comparison (default: 15)")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of the run (default: 4)")
     options = parser.parse_args(arguments)

@@ -120,9 +120,7 @@ class LoadedCheckpoint:
         self.layout = LayoutRecord(
             _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
         )
-        self.server = {
-            name: torch.from_numpy(data[()]) for name, data in _datasets(self._file["server"]).items()
-        }
+        self.server = {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
         self.history = {name: data[()] for name, data in _datasets(self._file["history"]).items()}
         self.ledger = {
             name: Table(data[()], _decode(data.attrs["columns"]))
@@ -389,6 +387,14 @@ def _check_name(name: str) -> None:
 def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
     """Return the datasets of a group that are loaded again, in the order in which they were saved."""
     return {name: group[name] for name in _decode(group.attrs["names"])}
+
+
+def _read_tensor(data: h5py.Dataset) -> torch.Tensor:
+    """Read a dataset into memory from torch: NumPy's is aligned less, and a product's last bits may tell."""
+    tensor = torch.empty(data.shape, dtype=torch.from_numpy(np.empty(0, data.dtype)).dtype)
+    if tensor.numel():
+        data.read_direct(tensor.numpy())
+    return tensor
 
 
 def _encode(texts: Sequence[str]) -> np.ndarray:

@@ -19,8 +19,10 @@ from hpcfl.training import minibatches
 
 
 def list_everything(arguments: Sequence[str]) -> None:
-    """Print what there is: one line each, kind, name and description."""
-    Parser("hpcfl list", list_everything.__doc__).parse_args(arguments)
+    """Print what there is, one line each: its kind and its name."""
+    parser = Parser("hpcfl list", list_everything.__doc__)
+    parser.add_argument("--describe", action="store_true", help="say what each is")
+    describes = parser.parse_args(arguments).describe
     kinds = {
         "method": {name: method.summary for name, method in METHODS.items()},
         "source": {name: source.description for name, source in SOURCES.items()},
@@ -29,7 +31,7 @@ def list_everything(arguments: Sequence[str]) -> None:
     }
     for kind, entries in kinds.items():
         for name, description in entries.items():
-            print(f"{kind} {name}: {description}")
+            print(f"{kind} {name}: {description}" if describes else f"{kind} {name}")
 
 
 def plan(arguments: Sequence[str]) -> None:

@@ -151,7 +151,7 @@ def parse(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     tree.pop(ENVIRONMENT, None)
     pairs = [_split(override) for override in overrides]
     for key, value in pairs:
-        _drop_foreign_options(tree, key, value)
+        _drop_foreign_options(tree, key, str(value))
     for key, value in pairs:
         node = tree
         *groups, last = key.split(".")
@@ -259,20 +259,21 @@ def _split(override: str) -> tuple[str, Any]:
         return key, text
 
 
-def _drop_foreign_options(tree: dict[str, Any], key: str, name: Any) -> None:
-    """Forget options that stand in a file for another method or partition than `key=name` asks for."""
-    options: dict[str, type[BaseModel]] = {}
-    holder, group = tree, key.removesuffix(".name")
+def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
+    """Forget options that a file sets for another method or partition than `key=value` asks for."""
+    holder: Any
+    options: dict[str, type[BaseModel]]
     if key == "method.name":
+        holder, group, default = tree, "method", DEFAULT_METHOD
         options = {name: method.Params for name, method in METHODS.items()}
-    elif key == "data.partition.name" and isinstance(tree.get("data"), dict):
+    elif key == "data.partition.name":
+        holder, group, default = tree.get("data"), "partition", DEFAULT_PARTITION
         options = {name: kind.options for name, kind in PARTITIONS.items()}
-        holder, group = tree["data"], "partition"
-    there = holder.get(group)
-    if isinstance(there, dict) and isinstance(name, str) and name in options:
-        default = DEFAULT_METHOD if group == "method" else DEFAULT_PARTITION
-        if there.get("name", default) != name:
-            holder[group] = {k: v for k, v in there.items() if k in options[name].model_fields}
+    else:
+        return
+    there = holder.get(group) if isinstance(holder, dict) else None
+    if isinstance(there, dict) and value in options and there.get("name", default) != value:
+        holder[group] = {name: v for name, v in there.items() if name in options[value].model_fields}
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

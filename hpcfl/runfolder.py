@@ -20,6 +20,9 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.process import LOCK_NAME, FolderLock
 
+UNFINISHED_NAME = "config.yaml.tmp"
+"""What config.yaml is called until it is whole; a killed run may leave it."""
+
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
 
 
@@ -87,7 +90,7 @@ class RunFolder:
         environment = _environment(places, command)
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         text = self._config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}, sort_keys=False)
-        temporary = self.path / "config.yaml.tmp"
+        temporary = self.path / UNFINISHED_NAME
         temporary.write_text(text)
         os.replace(temporary, self.path / "config.yaml")
 
@@ -109,7 +112,8 @@ class RunFolder:
             self.notes.append(f"the run that was there is now in {aside}")
 
     def _is_empty(self) -> bool:
-        return self.path.is_dir() and all(entry.name == LOCK_NAME for entry in self.path.iterdir())
+        passing = (LOCK_NAME, UNFINISHED_NAME)
+        return self.path.is_dir() and all(entry.name in passing for entry in self.path.iterdir())
 
     def _is_ours(self) -> bool:
         return self._is_empty() or (self.path / "config.yaml").is_file()

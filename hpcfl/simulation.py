@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,10 @@ from hpcfl.progress import Progress
 from hpcfl.randomness import torch_stream
 from hpcfl.runfolder import RunFolder
 from hpcfl.world import World
+
+EVALUATED_ELEMENTS = 2**27
+"""Numbers in the models that are evaluated at once. How clients are cut may change a product's last bits, so
+this is no setting, as `run.max_elements` is."""
 
 Outcome = Literal["finished", "stopped", "already finished"]
 
@@ -185,7 +188,7 @@ class Simulation:
 
     def _everyone(self, round: int) -> Iterator[Cohort]:
         """Cut all clients in cohorts of bounded size that span all shards alike, for any number of ranks."""
-        parts = max(1, math.ceil(self._num_clients * self.method.layout.size / self._world.max_elements))
+        parts = max(1, math.ceil(self._num_clients * self.method.layout.size / EVALUATED_ELEMENTS))
         for part in range(min(parts, self._num_clients)):
             yield self._cohort_of(round, list(range(part, self._num_clients, parts)))
 
@@ -253,13 +256,10 @@ class Simulation:
     def _save(self, done: int) -> None:
         began_s = time.monotonic()
         is_last = done == self.config.train.rounds
-        blocks = self._client_blocks()
-        models = self._model_blocks(done) if is_last else iter(())
         if self._folder is None:
-            for _ in blocks:
-                pass
-            for _ in models:
-                pass
+            self._send_rows(self._client_rows())
+            if is_last:
+                self._send_rows(self._model_rows(done))
         else:
             history = {name: torch.stack(rows).numpy() for name, rows in self._history.items()}
             shape = (len(self.ledger.accuracy), self._num_clients)
@@ -273,30 +273,45 @@ class Simulation:
                     _layout_record(self.method.layout.parameters, self.method.layout.buffers),
                     self.server,
                     self.method.derived(self.server),
-                    self._rows(blocks, lambda _: False),
+                    self._client_rows(),
                     history,
                     self.ledger.tables(),
-                    (lambda: self._rows(models, self._is_shared)) if is_last else None,
+                    (lambda: self._model_rows(done)) if is_last else None,
                 )
             )
         self._world.barrier()
         self.timing.save_s.append(time.monotonic() - began_s)
 
-    def _rows(self, blocks: Iterator[Block], shared: Callable[[str], bool]) -> Rows:
-        """Describe rows by their first block; of a tensor that all clients share, one row is kept."""
-        nothing: Block = (np.empty(0, np.int64), {})
-        first = next(blocks, nothing)
+    @staticmethod
+    def _send_rows(rows: Rows) -> None:
+        """Take a worker's part in what the server writes."""
+        for _ in rows.blocks:
+            pass
+
+    def _client_rows(self) -> Rows:
+        """Describe the state of all clients; its blocks are collective."""
+        one = self.method.initial_clients([0])
         shapes = {
-            name: RowShape(1 if shared(name) else self._num_clients, tuple(rows.shape[1:]), rows.dtype)
-            for name, rows in first[1].items()
+            name: RowShape(self._num_clients, tuple(tensor.shape[1:]), tensor.dtype)
+            for name, tensor in one.items()
+        }
+        return Rows(shapes, self._client_blocks())
+
+    def _model_rows(self, done: int) -> Rows:
+        """Describe the evaluated models by client 0's, whose row stands for all in a shared tensor."""
+        of_client_0 = list(self._model_blocks(self._cohort_of(done, [0]), lambda _: True))
+        first = of_client_0[0][1] if of_client_0 else {}
+        shapes = {
+            name: RowShape(1 if self._is_shared(name) else self._num_clients, tuple(row.shape[1:]), row.dtype)
+            for name, row in first.items()
         }
 
-        def split() -> Iterator[Block]:
-            yield np.array([0]), {name: rows[:1] for name, rows in first[1].items() if shared(name)}
-            for ids, block in itertools.chain([first], blocks):
-                yield ids, {name: rows for name, rows in block.items() if not shared(name)}
+        def blocks() -> Iterator[Block]:
+            yield np.array([0]), {name: row for name, row in first.items() if self._is_shared(name)}
+            for cohort in self._everyone(done):
+                yield from self._model_blocks(cohort, lambda name: not self._is_shared(name))
 
-        return Rows(shapes, split())
+        return Rows(shapes, blocks())
 
     def _blocks(self) -> Iterator[Cohort]:
         """Cut all clients in consecutive cohorts of bounded size. Not collective."""
@@ -314,15 +329,17 @@ class Simulation:
             for positions, block in self._channel.up(Message(rows=rows, num_clients=len(own)), cohort):
                 yield np.array(cohort.clients[positions]), block.rows
 
-    def _model_blocks(self, done: int) -> Iterator[Block]:
-        """Bring the evaluated model of all clients to the server, block by block."""
-        for cohort in self._everyone(done):
-            models = [
-                Message(rows={k: v for k, v in model.items() if v.shape[1]}, num_clients=len(clients))
-                for clients, model in self._evaluated_models(cohort)
-            ]
-            for positions, block in self._channel.up(_stack(models), cohort):
-                yield np.array(cohort.clients[positions]), block.rows
+    def _model_blocks(self, cohort: Cohort, is_wanted: Callable[[str], bool]) -> Iterator[Block]:
+        """Bring some tensors of the cohort's evaluated models to the server, block by block."""
+        models = [
+            Message(
+                rows={name: rows for name, rows in model.items() if rows.shape[1] and is_wanted(name)},
+                num_clients=len(clients),
+            )
+            for clients, model in self._evaluated_models(cohort)
+        ]
+        for positions, block in self._channel.up(_stack(models), cohort):
+            yield np.array(cohort.clients[positions]), block.rows
 
     def _is_shared(self, name: str) -> bool:
         """Whether all clients are evaluated on the same tensor, so that one row says it all."""

@@ -157,5 +157,5 @@ def test_normalisation_settings(
     ],
 )
 def test_unfit_normalisation_is_refused(setting: str | Sequence[Sequence[float]], message: str) -> None:
-    with pytest.raises(UserError, match=rf"^data\.normalise = .*: .*{message}"):
+    with pytest.raises(UserError, match=rf"^data\.normalise=.*: .*{message}"):
         resolve_normalisation(pool(), setting)

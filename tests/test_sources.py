@@ -192,14 +192,14 @@ def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("name", ["digits", "npz"])
 def test_nothing_to_fetch(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"^data.source = {name}: .*nothing to fetch"):
+    with pytest.raises(UserError, match=f"^data.source={name}: .*nothing to fetch"):
         fetch(name, str(tmp_path))
 
 
 def test_unknown_source_and_split_list_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^data.source = svhn: unknown; allowed: digits, mnist,"):
+    with pytest.raises(UserError, match=r"^data.source=svhn: unknown; allowed: digits, mnist,"):
         load_arrays("svhn", root=str(tmp_path))
-    with pytest.raises(UserError, match=r"^data.split = all: .* allowed: mnist, digits, letters,"):
+    with pytest.raises(UserError, match=r"^data.split=all: .* allowed: mnist, digits, letters,"):
         load_arrays("emnist", root=str(tmp_path), split="all")
 
 
@@ -252,14 +252,14 @@ GOOD_X, GOOD_Y = np.zeros((3, 4, 5), np.uint8), np.array([0, 1, 2])
 )
 def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
     path = write_npz(tmp_path, **arrays)
-    with pytest.raises(UserError, match=f"^data.path = {path}: .*{message}"):
+    with pytest.raises(UserError, match=f"^data.path={path}: .*{message}"):
         load_arrays("npz", root="", path=path)
 
 
 @pytest.mark.parametrize("layout", [None, "HWC"])
 def test_npz_with_four_dimensions_needs_a_layout(layout: str | None, tmp_path: Path) -> None:
     path = write_npz(tmp_path, x=np.zeros((3, 4, 5, 1)), y=GOOD_Y)
-    with pytest.raises(UserError, match=f"^data.layout = {layout}: .*NHWC or data.layout=NCHW"):
+    with pytest.raises(UserError, match=f"^data.layout={layout}: .*NHWC or data.layout=NCHW"):
         load_arrays("npz", root="", path=path, layout=layout)
 
 
@@ -270,7 +270,7 @@ def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
     text.write_text("x,y\n")
     np.save(single, GOOD_X)
     for file in (truncated, text, single):
-        with pytest.raises(UserError, match=f"^data.path = {file}: cannot be read as an npz file"):
+        with pytest.raises(UserError, match=f"^data.path={file}: cannot be read as an npz file"):
             load_arrays("npz", root="", path=str(file))
     with pytest.raises(UserError, match="no such file"):
         load_arrays("npz", root="", path=str(tmp_path / "absent.npz"))
@@ -285,5 +285,5 @@ def test_subset_takes_equally_many_of_each_class_in_the_order_of_the_pool() -> N
     assert (np.diff(chosen) > 0).all()
     np.testing.assert_array_equal(chosen, subset_per_class(y, 4, seed=3))
     assert chosen.tolist() != subset_per_class(y, 4, seed=4).tolist()
-    with pytest.raises(UserError, match=r"^data.subset_per_class = 6: class 0 allows at most 5"):
+    with pytest.raises(UserError, match=r"^data.subset_per_class=6: class 0 allows at most 5"):
         subset_per_class(y, 6, seed=3)

@@ -117,7 +117,7 @@ def partition(
             test samples, or without validation samples where val_fraction > 0.
     """
     if name not in PARTITIONS:
-        raise UserError(f"data.partition.name = {name}: unknown; allowed: {', '.join(PARTITIONS)}")
+        raise UserError(f"data.partition.name={name}: unknown; allowed: {', '.join(PARTITIONS)}")
     kind = PARTITIONS[name]
     sizes = np.bincount(y, minlength=num_classes).astype(np.int64)
     counts = kind.counts(sizes, num_clients, per_client, _validated(kind, options), seed)
@@ -163,7 +163,7 @@ def _classes_counts(
     num_owned = options.classes_per_client
     if num_owned > len(sizes):
         raise UserError(
-            f"data.partition.classes_per_client = {num_owned}: the data has {len(sizes)} classes; "
+            f"data.partition.classes_per_client={num_owned}: the data has {len(sizes)} classes; "
             f"allowed: 1..{len(sizes)}"
         )
     owned = balanced_deal(num_clients, len(sizes), num_owned, seed)
@@ -177,8 +177,8 @@ def _classes_counts(
         amount, rest = divmod(per_client, num_owned)
         if rest:
             raise UserError(
-                f"data.per_client = {per_client}: must be a multiple of "
-                f"data.partition.classes_per_client = {num_owned}, at most {largest * num_owned}"
+                f"data.per_client={per_client}: must be a multiple of "
+                f"data.partition.classes_per_client={num_owned}, at most {largest * num_owned}"
             )
     return owned * np.int64(amount)
 
@@ -189,7 +189,7 @@ def _dominant_counts(
     num_classes, num_dominant = len(sizes), options.dominant_classes
     if num_dominant >= num_classes:
         raise UserError(
-            f"data.partition.dominant_classes = {num_dominant}: the data has {num_classes} classes; "
+            f"data.partition.dominant_classes={num_dominant}: the data has {num_classes} classes; "
             f"allowed: 1..{num_classes - 1}"
         )
     dominant = balanced_deal(num_clients, num_classes, num_dominant, seed)
@@ -217,7 +217,7 @@ def _dominant_counts(
         below = [client_size(amount) for amount in nearby if client_size(amount) < per_client][-1:]
         above = [client_size(amount) for amount in nearby if client_size(amount) > per_client][:1]
         raise UserError(
-            f"data.per_client = {per_client}: {num_dominant} dominant and {num_classes - num_dominant} other "
+            f"data.per_client={per_client}: {num_dominant} dominant and {num_classes - num_dominant} other "
             f"classes in the ratio {options.ratio:g} do not add up to it; nearest: "
             f"{' and '.join(map(str, below + above))}"
         )
@@ -229,14 +229,14 @@ def _dirichlet_counts(
 ) -> IntArray:
     if per_client is not None:
         raise UserError(
-            f"data.per_client = {per_client}: the dirichlet partition draws the sizes itself; "
+            f"data.per_client={per_client}: the dirichlet partition draws the sizes itself; "
             "set data.per_client=null"
         )
     largest = int(sizes.sum()) // num_clients
     if options.min_samples > largest:
         raise UserError(
-            f"data.partition.min_samples = {options.min_samples}: {sizes.sum()} samples for "
-            f"data.clients = {num_clients} allow at most {largest}"
+            f"data.partition.min_samples={options.min_samples}: {sizes.sum()} samples for "
+            f"data.clients={num_clients} allow at most {largest}"
         )
     rng = numpy_stream(seed, "partition/dirichlet")
     for _ in range(DIRICHLET_ATTEMPTS):
@@ -244,8 +244,8 @@ def _dirichlet_counts(
         if counts is not None and counts.sum(axis=1).min() >= options.min_samples:
             return counts
     raise UserError(
-        f"data.partition.beta = {options.beta:g}: none of {DIRICHLET_ATTEMPTS} draws gave each of "
-        f"{num_clients} clients data.partition.min_samples = {options.min_samples} samples; raise "
+        f"data.partition.beta={options.beta:g}: none of {DIRICHLET_ATTEMPTS} draws gave each of "
+        f"{num_clients} clients data.partition.min_samples={options.min_samples} samples; raise "
         "data.partition.beta, or lower data.partition.min_samples or data.clients"
     )
 
@@ -276,9 +276,7 @@ def _iid_counts(
     num_classes = len(sizes)
     largest = int(sizes.sum()) // num_clients
     if largest == 0:
-        raise UserError(
-            f"data.clients = {num_clients}: the data has {sizes.sum()} samples; use fewer clients"
-        )
+        raise UserError(f"data.clients={num_clients}: the data has {sizes.sum()} samples; use fewer clients")
     size = largest if per_client is None else per_client
     _refuse_too_large(size, largest)
     labels = np.repeat(np.arange(num_classes), sizes)
@@ -325,9 +323,7 @@ def _validated(kind: Partition, options: Mapping[str, Any]) -> BaseModel:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         known = ", ".join(kind.options.model_fields) or "none"
-        raise UserError(
-            f"data.partition.{key} = {first['input']}: {first['msg']}; options: {known}"
-        ) from error
+        raise UserError(f"data.partition.{key}={first['input']}: {first['msg']}; options: {known}") from error
 
 
 def _deal_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntArray]]:
@@ -363,7 +359,7 @@ def _refuse_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
     if len(short):
         label = short[0]
         raise UserError(
-            f"data.clients = {num_clients}: class {label} has {sizes[label]} samples and its clients need "
+            f"data.clients={num_clients}: class {label} has {sizes[label]} samples and its clients need "
             f"at least {need[label]}; use fewer clients or more data"
         )
 
@@ -371,7 +367,7 @@ def _refuse_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
 def _refuse_too_large(per_client: int, largest: int) -> None:
     if per_client > largest:
         raise UserError(
-            f"data.per_client = {per_client}: the data allows at most {largest} for disjoint clients"
+            f"data.per_client={per_client}: the data allows at most {largest} for disjoint clients"
         )
 
 
@@ -386,6 +382,6 @@ def _refuse_empty(
     ):
         if needed and len(samples) == 0:
             raise UserError(
-                f"client {client} would have no {name} samples of its {total} with data.test_fraction = "
-                f"{test_fraction:g} and data.val_fraction = {val_fraction:g}: {remedy}"
+                f"client {client} would have no {name} samples of its {total} with data.test_fraction="
+                f"{test_fraction:g} and data.val_fraction={val_fraction:g}: {remedy}"
             )

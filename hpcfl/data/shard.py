@@ -99,7 +99,7 @@ def resolve_normalisation(
         mean, std = _explicit_normalisation(setting)
     if len(mean) != num_channels or len(std) != num_channels:
         raise UserError(
-            f"data.normalise = {setting}: has {len(mean)} means and {len(std)} stds, "
+            f"data.normalise={setting}: has {len(mean)} means and {len(std)} stds, "
             f"the images have {num_channels} channels; give one of each a channel"
         )
     return mean, std
@@ -117,7 +117,7 @@ def _named_normalisation(arrays: Arrays, setting: str) -> tuple[Channels, Channe
             named[name] = (source.mean, source.std)
     if setting not in named:
         raise UserError(
-            f"data.normalise = {setting}: unknown; allowed: {', '.join(named)}, or [[means], [stds]]"
+            f"data.normalise={setting}: unknown; allowed: {', '.join(named)}, or [[means], [stds]]"
         )
     return named[setting]
 
@@ -128,11 +128,11 @@ def _explicit_normalisation(setting: Sequence[Sequence[float]]) -> tuple[Channel
         mean, std = tuple(map(float, means)), tuple(map(float, stds))
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"data.normalise = {setting}: must be [[means], [stds]], a number a channel, "
+            f"data.normalise={setting}: must be [[means], [stds]], a number a channel, "
             "such as [[0.5,0.5,0.5],[0.25,0.25,0.25]]"
         ) from error
     if not all(math.isfinite(value) for value in mean + std) or not all(value > 0 for value in std):
-        raise UserError(f"data.normalise = {setting}: means must be finite, stds finite and positive")
+        raise UserError(f"data.normalise={setting}: means must be finite, stds finite and positive")
     return mean, std
 
 

@@ -113,10 +113,10 @@ def fetch(source: str, root: str, split: str = "mnist") -> Path:
     """
     _known(source)
     if source == "digits":
-        raise UserError("data.source = digits: bundled with scikit-learn, there is nothing to fetch")
+        raise UserError("data.source=digits: bundled with scikit-learn, there is nothing to fetch")
     if source == "npz":
         raise UserError(
-            "data.source = npz: your own file, there is nothing to fetch; name it with data.path=FILE"
+            "data.source=npz: your own file, there is nothing to fetch; name it with data.path=FILE"
         )
     if source == "emnist":
         _emnist_classes(split)
@@ -132,7 +132,7 @@ def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:
     classes, sizes = np.unique(y, return_counts=True)
     if count > sizes.min():
         scarce = classes[sizes.argmin()]
-        raise UserError(f"data.subset_per_class = {count}: class {scarce} allows at most {sizes.min()}")
+        raise UserError(f"data.subset_per_class={count}: class {scarce} allows at most {sizes.min()}")
     drawn = [
         numpy_stream(seed, f"subset/class{label}").permutation(np.flatnonzero(y == label))[:count]
         for label in classes
@@ -142,14 +142,14 @@ def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:
 
 def _known(source: str) -> Source:
     if source not in SOURCES:
-        raise UserError(f"data.source = {source}: unknown; allowed: {', '.join(SOURCES)}")
+        raise UserError(f"data.source={source}: unknown; allowed: {', '.join(SOURCES)}")
     return SOURCES[source]
 
 
 def _emnist_classes(split: str) -> int:
     classes = torchvision_datasets.EMNIST_CLASSES
     if split not in classes:
-        raise UserError(f"data.split = {split}: EMNIST has no such split; allowed: {', '.join(classes)}")
+        raise UserError(f"data.split={split}: EMNIST has no such split; allowed: {', '.join(classes)}")
     return classes[split]
 
 
@@ -182,8 +182,8 @@ def _load_npz(path: str | None, layout: str | None) -> Arrays:
 def _read_npz(path: str) -> tuple[np.ndarray, np.ndarray]:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"data.path = {path}: no such file")
-    not_npz = f"data.path = {path}: cannot be read as an npz file; write it with numpy.savez(FILE, x=x, y=y)"
+        raise UserError(f"data.path={path}: no such file")
+    not_npz = f"data.path={path}: cannot be read as an npz file; write it with numpy.savez(FILE, x=x, y=y)"
     try:
         with file.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
@@ -192,7 +192,7 @@ def _read_npz(path: str) -> tuple[np.ndarray, np.ndarray]:
             absent = [key for key in ("x", "y") if key not in archive]
             if absent:
                 raise UserError(
-                    f"data.path = {path}: has no array '{absent[0]}' (it holds {', '.join(archive.files)}); "
+                    f"data.path={path}: has no array '{absent[0]}' (it holds {', '.join(archive.files)}); "
                     "x and y are needed"
                 )
             return archive["x"], archive["y"]
@@ -204,15 +204,15 @@ def _as_channels_first(x: np.ndarray, path: str, layout: str | None) -> np.ndarr
     """Return x as a view [n, C, H, W]."""
     if x.ndim not in (3, 4):
         raise UserError(
-            f"data.path = {path}: x has {x.ndim} dimensions; allowed: 4, or 3 for grey images [n, H, W]"
+            f"data.path={path}: x has {x.ndim} dimensions; allowed: 4, or 3 for grey images [n, H, W]"
         )
     if x.size == 0:
-        raise UserError(f"data.path = {path}: x is empty, its shape is {x.shape}")
+        raise UserError(f"data.path={path}: x is empty, its shape is {x.shape}")
     if x.ndim == 3:
         return x[:, None]
     if layout not in ("NHWC", "NCHW"):
         raise UserError(
-            f"data.layout = {layout}: x has shape {x.shape}; set data.layout=NHWC or data.layout=NCHW"
+            f"data.layout={layout}: x has shape {x.shape}; set data.layout=NHWC or data.layout=NCHW"
         )
     return x.transpose(0, 3, 1, 2) if layout == "NHWC" else x
 
@@ -222,12 +222,12 @@ def _as_pixels(x: np.ndarray, path: str) -> np.ndarray:
     if x.dtype == np.uint8:
         return x
     if x.dtype.kind != "f":
-        raise UserError(f"data.path = {path}: x has type {x.dtype}; allowed: uint8 (0..255) or float")
+        raise UserError(f"data.path={path}: x has type {x.dtype}; allowed: uint8 (0..255) or float")
     with np.errstate(over="ignore"):
         pixels = x.astype(np.float32)
     if not np.isfinite(pixels).all():
         raise UserError(
-            f"data.path = {path}: x holds values that are not finite in float32; clean or rescale them"
+            f"data.path={path}: x holds values that are not finite in float32; clean or rescale them"
         )
     return pixels
 
@@ -236,13 +236,13 @@ def _as_labels(y: np.ndarray, path: str, num_samples: int) -> np.ndarray:
     """Return y as int64 [n]."""
     if y.ndim != 1 or len(y) != num_samples:
         raise UserError(
-            f"data.path = {path}: y has shape {y.shape}, x has {num_samples} samples; y must be [n]"
+            f"data.path={path}: y has shape {y.shape}, x has {num_samples} samples; y must be [n]"
         )
     if y.dtype.kind not in "iu":
-        raise UserError(f"data.path = {path}: y has type {y.dtype}; labels must be integers 0, 1, ...")
+        raise UserError(f"data.path={path}: y has type {y.dtype}; labels must be integers 0, 1, ...")
     if y.min() < 0 or y.max() >= num_samples:
         raise UserError(
-            f"data.path = {path}: y holds labels {y.min()}..{y.max()}; allowed: 0..K-1 with at most "
+            f"data.path={path}: y holds labels {y.min()}..{y.max()}; allowed: 0..K-1 with at most "
             f"as many classes as samples ({num_samples})"
         )
     return y.astype(np.int64)

@@ -18,6 +18,8 @@ Choices the paper leaves open:
   weights      softmax over clients; relu divided by its sum (public code), own model where all are zero
   step         see `PFedLAParams.optimiser`: the paper names no learning rate for the hypernetworks
   start        common initial models and heads as in `head_init`
+  buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
+               weights of their layer, which is better in the first rounds and worse once weights differ
   evaluated    theta_bar_i of every client, before local training
 """
 
@@ -183,14 +185,16 @@ class PFedLA(Method):
         return mixed
 
     def products(self, alpha: Tensor, trained: Tensor, theta: Tensor) -> Tensor:
-        """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
+        """Return c_i^{l,j} = <theta_j^l - theta_0^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
 
         Delta_i = trained_i - theta_bar_i, for models [S, P] trained from the mixture by alpha [S, L, N].
+        Models count from client 0's: weights that sum to one cannot tell, and equal models (the first
+        round) give exactly zero instead of rounding errors that Adam would blow up.
         """
         products = torch.zeros_like(alpha)
         for number, part in self._pieces():
             delta = trained[:, part] - alpha[:, number] @ theta[:, part]
-            products[:, number] += delta @ theta[:, part].T
+            products[:, number] += delta @ (theta[:, part] - theta[:1, part]).T
         return products
 
     def _pieces(self) -> Iterator[tuple[int, slice]]:

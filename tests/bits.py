@@ -1,0 +1,91 @@
+"""What two runs must have in common to the bit, and the tiny runs that tests compare."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcfl.ledger import SECONDS
+from hpcfl.main import main
+
+CLOCK_COLUMNS = SECONDS | {"train_s"}
+
+
+def write_digits(path: Path) -> None:
+    """Write the bundled digits as an npz file: reading it spares every rank the import of scikit-learn.
+
+    Without their last row and column, images start at addresses that no processor likes, and that depend on
+    the clients before them in the shard.
+    """
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    np.savez(path, x=digits.images[:, :7, :7, None].astype(np.float32) / 16, y=digits.target)
+
+
+def tiny_settings(digits: Path) -> list[str]:
+    """Return settings for seven clients of unequal size, with BatchNorm and odd last mini-batches."""
+    return [
+        "data.source=npz",
+        f"data.path={digits}",
+        "data.layout=NHWC",
+        "data.clients=7",
+        "data.subset_per_class=28",
+        "data.partition.name=dirichlet",
+        "model.name=digits_cnn",
+        "model.batchnorm=true",
+        "train.rounds=3",
+        "train.local_epochs=1",
+        "train.batch_size=12",
+        "train.lr_decay=0.9",
+        "train.momentum=0.5",
+        "run.device=cpu",
+    ]
+
+
+def run_here(folder: Path, settings: Sequence[str]) -> int:
+    """Run in this process, under mpirun together with the other ranks, and return the exit code."""
+    return main(["--quiet", "--out", str(folder), *settings])
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Return by name all that a run leaves behind, except for what hangs on the clock or the way there.
+
+    These are the datasets of checkpoint.h5 as (dtype, shape, bytes), its attributes without the
+    configuration, and the rows of the CSV files, all without columns of seconds.
+    """
+    found: dict[str, Any] = {}
+
+    def add(name: str, item: h5py.Group | h5py.Dataset) -> None:
+        for key, value in item.attrs.items():
+            if (name, key) != ("/", "config"):
+                found[f"{name}@{key}"] = np.asarray(value).tobytes()
+        if isinstance(item, h5py.Dataset):
+            values = item[()]
+            if "columns" in item.attrs:
+                columns = [column.decode() for column in item.attrs["columns"]]
+                values = values[:, [column not in CLOCK_COLUMNS for column in columns]]
+            found[name] = (values.dtype.str, values.shape, values.tobytes())
+
+    with h5py.File(folder / "checkpoint.h5", "r", locking=False) as file:
+        add("/", file)
+        file.visititems(lambda name, item: add(f"/{name}", item))
+    for path in sorted(folder.glob("*.csv")):
+        with path.open(newline="") as lines:
+            header, *rows = csv.reader(lines)
+        found[path.name] = [[c for n, c in zip(header, row, strict=True) if n not in SECONDS] for row in rows]
+    return found
+
+
+def differing(one: Path, other: Path, *groups: str) -> list[str]:
+    """Name what differs between two run folders; with `groups`, only what is in these HDF5 groups."""
+    first, second = contents(one), contents(other)
+    names = sorted({*first, *second})
+    if groups:
+        names = [name for name in names if name.startswith(tuple(f"/{group}/" for group in groups))]
+    return [name for name in names if first.get(name) != second.get(name)]

@@ -1,0 +1,179 @@
+"""Runs in this process with all their state in reach, and groups of clients made for a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcfl.clients import Clients, Workplace
+from hpcfl.config import load_config
+from hpcfl.data.shard import Shard
+from hpcfl.experiment import build
+from hpcfl.messages import Channel
+from hpcfl.methods import Method
+from hpcfl.methods.base import State
+from hpcfl.models import NetworkOptions, build_network
+from hpcfl.models.hypernetworks import Hypernetworks
+from hpcfl.parameters import ParameterLayout
+from hpcfl.process import StopFlag
+from hpcfl.progress import Progress
+from hpcfl.simulation import Simulation
+from hpcfl.training import BatchedEngine, LoopEngine, TrainConfig
+from hpcfl.world import World
+
+SMALL = (
+    "data.clients=4",
+    "data.per_client=40",
+    "train.rounds=3",
+    "train.local_epochs=1",
+    "train.batch_size=8",
+    "run.eval_every=1000",
+    "run.checkpoint_every=1000",
+    "run.device=cpu",
+)
+"""Four clients with 28 training digits each, three rounds."""
+
+
+class Run:
+    """A finished serial run of `SMALL` with some keys changed; `kind` stands in for the method's class.
+
+    With torch's default type at float64 the whole run is in float64.
+    """
+
+    def __init__(self, *overrides: str, kind: type[Method] | None = None) -> None:
+        world = World()
+        experiment = build(load_config(None, [*SMALL, *overrides]), world)
+        if kind is not None:
+            method = kind(experiment.method.context, experiment.config.params)
+            experiment = replace(experiment, method=method)
+        self.place = experiment.workplace
+        self.place.shard.x = self.place.shard.x.to(torch.get_default_dtype())
+        self.method: Any = experiment.method
+        self.config = experiment.config
+        self.num_clients = len(experiment.num_train)
+        stop = StopFlag()
+        try:
+            self.simulation = Simulation(experiment, world, stop, Progress(), None)
+            assert self.simulation.run() == "finished"
+        finally:
+            stop.restore()
+        self.server: State = self.simulation.server
+        self.clients: State = self.place.state
+
+    @property
+    def bytes_by_client(self) -> Tensor:
+        """Bytes of trainable numbers down and up, int64 [N, 2]."""
+        return torch.from_numpy(self.simulation.ledger.client_bytes)
+
+    def evaluated(self) -> State:
+        """Return the models that would be scored now, [N, ...]."""
+        rounds = self.config.train.rounds
+        cohort = replace(
+            self.simulation.cohort(0),
+            round=rounds,
+            clients=tuple(range(self.num_clients)),
+            num_samples=self.method.context.num_samples,
+        )
+        channel = Channel(World(), self.method.layers, self.num_clients)
+        down = channel.down(self.method.send(self.server, cohort), cohort)
+        models = []
+        for client in range(self.num_clients):
+            clients = Clients(self.place, [client], rounds)
+            models.append(self.method.evaluated(clients, down.select(slice(client, client + 1))))
+        return {name: torch.cat([model[name] for model in models]) for name in models[0]}
+
+
+def make_network(
+    name: str = "digits_cnn", *, batchnorm: bool = False, seed: int = 0, side: int = 8
+) -> nn.Module:
+    """Build a network for grey images of `side` pixels, in torch's default type."""
+    return build_network(name, (1, side, side), 10, NetworkOptions(batchnorm=batchnorm), seed)
+
+
+def make_place(
+    network: nn.Module,
+    sizes: Sequence[int],
+    train: TrainConfig,
+    *,
+    clients_at_once: int | None = None,
+    state: State | None = None,
+) -> Workplace:
+    """Build a rank with clients of the given sizes and random 8x8 images in the network's type.
+
+    `clients_at_once` chooses the batched engine.
+    """
+    layout = ParameterLayout(network)
+    dtype = next(network.parameters()).dtype
+    stream = torch.Generator().manual_seed(7)
+    x = torch.randn(sum(sizes), 1, 8, 8, generator=stream, dtype=torch.float64).to(dtype)
+    y = torch.randint(10, (sum(sizes),), generator=stream)
+    counts = torch.tensor(sizes)
+    none = torch.zeros_like(counts)
+    offset = {"train": counts.cumsum(0) - counts, "val": none, "test": none}
+    shard = Shard(range(len(sizes)), x, y, offset, {"train": counts, "val": none, "test": none})
+    loop = LoopEngine(network, layout)
+    engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once)
+    return Workplace(shard, range(len(sizes)), engine, loop, train, 0, torch.device("cpu"), state or {})
+
+
+def spread(network: nn.Module, num_clients: int) -> tuple[Tensor, Tensor]:
+    """Return a different model for each client, theta [C, P] and running statistics [C, U]."""
+    theta, buffers = ParameterLayout(network).flatten(network)
+    stream = torch.Generator().manual_seed(8)
+    noise = torch.randn(num_clients, len(theta), generator=stream, dtype=torch.float64).to(theta.dtype)
+    return theta + 0.01 * noise, buffers.expand(num_clients, -1).clone()
+
+
+class OneClient(nn.Module):
+    """The hypernetwork of one client as plain torch modules, with the weights of one row of a state."""
+
+    def __init__(self, shape: Hypernetworks, state: State, client: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(state["embedding"][client].clone())
+        trunk: list[nn.Module] = []
+        inputs = shape.embedding
+        for number in range(1, shape.hidden_layers + 1):
+            trunk += [
+                _linear(state[f"trunk{number}.weight"][client], state[f"trunk{number}.bias"][client]),
+                nn.ReLU(),
+            ]
+            inputs = shape.hidden
+        self.trunk = nn.Sequential(*trunk)
+        weights, biases = state["heads.weight"][client], state["heads.bias"][client]
+        assert weights.shape == (shape.num_layers, shape.num_clients, inputs)
+        self.heads = nn.ModuleList(
+            _linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)
+        )
+
+    def forward(self) -> Tensor:
+        hidden = self.trunk(self.embedding)
+        return torch.stack([head(hidden) for head in self.heads])
+
+    def tensors(self, shape: Hypernetworks, *, gradients: bool = False) -> State:
+        """Return the weights (or their gradients) under the names of the stacked state."""
+
+        def value(parameter: Tensor) -> Tensor:
+            found = parameter.grad if gradients else parameter.detach()
+            assert found is not None
+            return found
+
+        state = {"embedding": value(self.embedding)}
+        for number in range(shape.hidden_layers):
+            linear = self.trunk[2 * number]
+            state[f"trunk{number + 1}.weight"] = value(linear.weight)
+            state[f"trunk{number + 1}.bias"] = value(linear.bias)
+        state["heads.weight"] = torch.stack([value(head.weight) for head in self.heads])
+        state["heads.bias"] = torch.stack([value(head.bias) for head in self.heads])
+        return state
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        linear.bias.copy_(bias)
+    return linear

@@ -1,0 +1,53 @@
+"""Measure one run's memory: started by tests, under mpirun. Collective.
+
+Arguments: the run folder and its settings. Rank 0 prints a JSON object: by how many bytes its resident memory
+rose from the end of the set-up to its highest, and the bytes of the samples that each rank holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from hpcfl.config import load_config
+from hpcfl.experiment import build
+from hpcfl.process import StopFlag
+from hpcfl.progress import Progress
+from hpcfl.runfolder import RunFolder
+from hpcfl.simulation import Simulation
+from hpcfl.world import abort_on_exception, open_world
+
+
+def resident_bytes(name: str) -> int:
+    """Return VmRSS (now) or VmHWM (highest since `forget_highest`) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def forget_highest() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure(folder_path: Path, settings: list[str]) -> None:
+    world = open_world()
+    with abort_on_exception(world), ExitStack() as at_exit:
+        config = load_config(None, settings)
+        experiment = build(config, world)
+        folder = RunFolder(folder_path, config) if world.is_server else None
+        if folder is not None:
+            folder.open(False, [], at_exit)
+        simulation = Simulation(experiment, world, StopFlag(), Progress(), folder)
+        sample_bytes = world.gather_bytes(str(experiment.workplace.shard.num_bytes).encode())
+        world.barrier()
+        forget_highest()
+        before = resident_bytes("VmRSS")
+        assert simulation.run() == "finished"
+        rise = resident_bytes("VmHWM") - before
+        if sample_bytes is not None:
+            print(json.dumps({"rise": rise, "samples": [int(count) for count in sample_bytes]}))
+
+
+if __name__ == "__main__":
+    measure(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,417 @@
+"""What the command line answers: exit codes, one line for each mistake, and the screen a user sees."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pty
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterable
+from fcntl import ioctl
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import h5py
+import pytest
+from conftest import REPOSITORY, clean_environment, in_mpi_world, run_tree
+
+from hpcfl.arguments import RunOptions, command_line, parse_run
+from hpcfl.config import load_config
+from hpcfl.data.partitions import PARTITIONS
+from hpcfl.data.sources import SOURCES
+from hpcfl.errors import UserError
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.methods import METHODS
+from hpcfl.models import MODELS
+from hpcfl.process import FolderLock
+from hpcfl.summary import next_command
+
+TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
+Mpirun = Callable[..., CompletedProcess[str]]
+Contents = dict[str, tuple[bytes, int]]
+
+launches_processes = pytest.mark.skipif(in_mpi_world(), reason="launches processes")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a finished run of TINY."""
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert main([*TINY, "--quiet", "--out", str(folder)]) == FINISHED
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def contents(folder: Path) -> Contents:
+    """Return the bytes and the time of change of every file of a folder."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Return the one line with which a command is refused."""
+    capsys.readouterr()
+    assert main([*map(str, words)]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hpcfl: error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err.strip()
+
+
+MISTAKES = [
+    (["train.round=3"], "nearest known one is train.rounds"),
+    (["train.rounds=many"], "train.rounds=many is not possible; allowed: a whole number >= 1"),
+    (["method.name=fedavgg"], "allowed: " + ", ".join(METHODS)),
+    (["data.source=imagenet"], "allowed: " + ", ".join(SOURCES)),
+    (["data.partition.name=sorted"], "allowed: " + ", ".join(PARTITIONS)),
+    (["model.name=vgg"], "allowed: " + ", ".join(MODELS)),
+    (["optimiser.lr=1"], "optimiser.lr is an unknown key"),
+    (["data.partition.classes_per_client=11"], "the data has 10 classes; allowed: 1..10"),
+    (["data.per_client=1000"], "the data allows at most 172"),
+    (["train.participation=0"], "train.participation=0 is not possible; allowed: a number > 0 and <= 1"),
+    (["train.participation=1.5"], "train.participation=1.5 is not possible"),
+    (["method.name=heurpfedla", "method.k=5"], "method.k=5 is more than the model's 4 layers"),
+    (["run.max_elements=100"], "run.max_elements=100 is too small"),
+    (["no_such_file.yaml"], "cannot read configuration file no_such_file.yaml"),
+    (["data.source=cifar10"], "hpcfl data fetch cifar10 --root data"),
+    (["data.source=mnist", "data.root=my sets"], "hpcfl data fetch mnist --root 'my sets'"),
+    (["damaged.yaml"], "damaged.yaml is not YAML"),
+    (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
+    (["--colour"], "unrecognized arguments: --colour; see python -m hpcfl.main --help"),
+    (["--qui"], "unrecognized arguments: --qui"),
+    (["plan", "train.round=3"], "nearest known one is train.rounds"),
+    (["plan", "one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
+    (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
+    (["list", "methods"], "unrecognized arguments: methods; see hpcfl list --help"),
+    (["data", "fetch", "imagenet"], "allowed: " + ", ".join(SOURCES)),
+    (["bench", "--colour"], "unrecognized arguments: --colour; see hpcfl bench --help"),
+    (["data"], "the following arguments are required: action, name; see hpcfl data --help"),
+]
+IS_COMMAND = ("plan", "list", "data", "bench")
+
+
+@pytest.mark.parametrize(("words", "said"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_one_line_and_touches_nothing(
+    words: list[str], said: str, finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "damaged.yaml").write_text("train: {rounds: 3\n")
+    before = contents(tmp_path)
+    assert said in refused(capsys, *words)
+    assert contents(tmp_path) == before
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
+    if words[0] in IS_COMMAND:
+        return
+    before = contents(finished)
+    refused(capsys, *words, "--out", finished)
+    assert said in refused(capsys, *words, "--out", finished, "--fresh")
+    assert contents(finished) == before
+    assert [path.name for path in finished.parent.iterdir()] == ["run"]
+
+
+def test_an_option_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "argument --out: expected one argument" in refused(capsys, "--out")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["method.name=fedavg"], "(method.name: pfedla there, fedavg here)"),
+        (["train.lr=0.5", "run.seed=3"], "(train.lr: 0.05 there, 0.5 here; run.seed: 0 there, 3 here)"),
+        (["train.rounds=1"], "(train.rounds: 2 there, 1 here)"),
+    ],
+)
+def test_another_configuration_than_the_folders_is_refused(
+    words: list[str], said: str, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(finished)
+    message = refused(capsys, *TINY, *words, "--out", finished)
+    assert said in message
+    assert "--out DIR for another folder, or --fresh" in message
+    assert contents(finished) == before
+
+
+def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "letters"
+    folder.mkdir()
+    (folder / "draft.txt").write_text("Dear")
+    before = contents(tmp_path)
+    for out in (folder, folder / "draft.txt"):
+        for fresh in ([], ["--fresh"]):
+            message = refused(capsys, *TINY, *fresh, "--out", out)
+            assert f"{out} is there and is no run folder; name another with --out DIR" in message
+    message = refused(capsys, *TINY, "--out", folder / "draft.txt" / "run")
+    assert "cannot make the run folder" in message
+    assert contents(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["letters"]
+
+
+def test_a_damaged_record_is_refused_until_it_is_moved_aside(
+    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    for text in ("train: {rounds: 3\n", "- 1\n", "train: 3\n"):
+        (folder / "config.yaml").write_text(text)
+        assert "config.yaml is damaged; --fresh moves the folder aside" in refused(
+            capsys, *TINY, "--out", folder
+        )
+    assert main([*TINY, "--quiet", "--fresh", "--out", str(folder)]) == FINISHED
+    assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"
+
+
+def test_a_checkpoint_of_a_newer_hpcfl_is_refused(
+    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder)
+    path = folder / "checkpoint.h5"
+    with h5py.File(path, "r+") as file:
+        file.attrs["schema"] = 99
+    content = path.read_bytes()
+    digest = hashlib.sha256(content[512:]).hexdigest()
+    path.write_bytes(f"hpcfl checkpoint sha256 {digest}\n".encode().ljust(512, b"\0") + content[512:])
+    before = {name: what for name, what in contents(folder).items() if not name.endswith(".lock")}
+    message = refused(capsys, *TINY, "train.rounds=3", "--out", folder)
+    assert "checkpoint schema 99" in message
+    assert "upgrade hpcfl, or add --fresh" in message
+    assert {name: what for name, what in contents(folder).items() if not name.endswith(".lock")} == before
+
+
+def test_a_folder_in_use_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FolderLock(finished):
+        before = contents(finished)
+        for fresh in ([], ["--fresh"]):
+            message = refused(capsys, *TINY, *fresh, "--out", finished)
+            assert f"{finished} is in use by" in message
+            assert "--out DIR" in message
+        assert contents(finished) == before
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from hpcfl.process import FolderLock
+with FolderLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@launches_processes
+def test_a_folder_in_use_by_another_process_is_refused(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(finished)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=clean_environment(),
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        before = contents(finished)
+        assert f"in use by pid {holder.pid} on " in refused(capsys, *TINY, "--out", finished)
+        assert contents(finished) == before
+        holder.communicate()
+
+
+@launches_processes
+@pytest.mark.parametrize("launcher", [{"SLURM_STEP_NUM_TASKS": "4"}, {"PMI_SIZE": "4"}])
+def test_one_of_several_single_worlds_is_refused(launcher: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    command = [sys.executable, "-m", "hpcfl.main", *TINY, "--out", str(tmp_path / "run")]
+    done = run_tree(command, env=launcher, check=False, timeout=60)
+    assert done.returncode == BAD_INPUT
+    assert done.stderr.startswith("hpcfl: error: the launcher started 4 ranks")
+    assert "srun --mpi=pmix" in done.stderr
+    assert (done.stdout, done.stderr.count("\n")) == ("", 1)
+    assert not (tmp_path / "run").exists()
+
+
+RANKS_PROGRAM = """
+import json, sys
+from pathlib import Path
+from hpcfl.main import main
+from hpcfl.world import open_world
+codes = []
+for words in json.loads(sys.argv[1]):
+    try:
+        codes.append(main(words))
+    except SystemExit as leaving:
+        codes.append(leaving.code)
+Path(f"codes{open_world().rank}.json").write_text(json.dumps(codes))
+"""
+
+
+def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
+    mpirun: Mpirun, finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "damaged.yaml").write_text("train: {rounds: 3\n")
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "draft.txt").write_text("Dear")
+    mistakes = [
+        ["train.round=3"],
+        ["method.name=heurpfedla", "method.k=5"],
+        ["data.per_client=1000"],
+        ["data.source=cifar10"],
+        ["damaged.yaml"],
+        ["--colour"],
+        ["--out", "letters"],
+        ["--out", "letters/draft.txt/run"],
+        [*TINY, "train.lr=1", "--out", str(finished)],
+        [*TINY, "train.rounds=1", "--out", str(finished)],
+    ]
+    good = [["--help"], ["list"], ["plan", *TINY], [*TINY, "--quiet", "--out", "run"]]
+    before = contents(finished)
+    done = mpirun(3, "-c", RANKS_PROGRAM, json.dumps([*mistakes, *good]), cwd=tmp_path, timeout=60)
+    expected = [BAD_INPUT] * len(mistakes) + [FINISHED] * len(good)
+    for rank in range(3):
+        assert json.loads((tmp_path / f"codes{rank}.json").read_text()) == expected
+    assert done.stderr.count("hpcfl: error: ") == len(done.stderr.splitlines()) == len(mistakes)
+    assert done.stdout.count("usage: ") == 1
+    assert done.stdout.splitlines().count("method pfedla") == 1
+    assert done.stdout.count("classes partition of digits") == 1
+    assert contents(finished) == before
+    folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert folders == ["letters", "run"]
+    ranks = (tmp_path / "run" / "config.yaml").read_text().partition("  ranks:\n")[2].splitlines()
+    assert [line.split()[2:] for line in ranks] == [["cpu", "loop"]] * 3
+
+
+def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ([], ["list"], ["plan"], ["data"], ["bench"]):
+        with pytest.raises(SystemExit) as leaving:
+            main([*command, "--help"])
+        assert leaving.value.code == FINISHED
+        lines = capsys.readouterr().out.splitlines()
+        assert 3 < len(lines) < 40
+        assert max(map(len, lines)) <= 100
+        assert len({line for line in lines if line}) == len([line for line in lines if line])
+
+
+def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == FINISHED
+    names_only = capsys.readouterr().out.splitlines()
+    assert main(["list", "--describe"]) == FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    kinds: dict[str, Iterable[str]] = {
+        "method": METHODS,
+        "source": SOURCES,
+        "partition": PARTITIONS,
+        "model": MODELS,
+    }
+    expected = [f"{kind} {name}" for kind, names in kinds.items() for name in names]
+    assert names_only == expected
+    assert [line.partition(":")[0] for line in lines] == expected
+    assert all(line.partition(": ")[2].strip() for line in lines)
+
+
+def test_options_may_stand_anywhere() -> None:
+    options = parse_run(["--out", "a", "b.yaml", "--quiet", "train.lr=1", "--fresh", "run.seed=2"], "help")
+    assert options == RunOptions(Path("b.yaml"), ("train.lr=1", "run.seed=2"), Path("a"), True, True)
+    assert parse_run([], "help") == RunOptions(None, (), None, False, False)
+    with pytest.raises(UserError, match=r"more than one configuration file: a\.yaml, b\.yaml"):
+        parse_run(["a.yaml", "x=1", "b.yaml"], "help")
+
+
+def test_commands_are_written_as_typed() -> None:
+    assert command_line(["a.yaml", "data.normalise=[[0.5], [1]]"], 1) == (
+        "python -m hpcfl.main a.yaml 'data.normalise=[[0.5], [1]]'"
+    )
+    assert command_line(["list"], 9) == "mpirun -n 9 python -m hpcfl.main list"
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "suggested"),
+    [
+        ([], 1, "python -m hpcfl.main method.name=fedavg"),
+        (["--out", "a", "train.lr=1"], 9, "mpirun -n 9 python -m hpcfl.main train.lr=1 method.name=fedavg"),
+        (
+            ["method.name=heurpfedla", "method.k=2", "run.seed=3", "--fresh", "--quiet"],
+            1,
+            "python -m hpcfl.main run.seed=3 method.name=fedavg",
+        ),
+        (["method.name=fedavg"], 1, "python -m hpcfl.main method.name=local"),
+        (
+            ["train.buffers=mixed"],
+            1,
+            "python -m hpcfl.main train.buffers=mixed method.name=fedavg train.buffers=null",
+        ),
+    ],
+)
+def test_the_suggested_command_keeps_the_setting_and_drops_the_folder(
+    words: list[str], ranks: int, suggested: str
+) -> None:
+    options = parse_run(words, None)
+    config = load_config(options.config, options.overrides)
+    assert next_command(options, config, ranks) == suggested
+    again = parse_run(shlex.split(suggested.partition("hpcfl.main ")[2]), None)
+    assert load_config(again.config, again.overrides).method != config.method
+
+
+@launches_processes
+def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
+    out = tmp_path / ("a_long_name" * 8)
+    words = [*TINY, "--out", str(out)]
+    leader, follower = pty.openpty()
+    ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {**clean_environment(), "TERM": "xterm", "PYTHONPATH": str(REPOSITORY)}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    with subprocess.Popen(
+        [sys.executable, "-m", "hpcfl.main", *words], stdout=follower, stderr=follower, env=environment
+    ) as child:
+        os.close(follower)
+        seen = read_all(leader)
+    assert child.returncode == FINISHED
+    assert "\x1b[?25l" in seen
+    assert "\x1b[?25h" in seen
+    drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text) for text in re.split(r"[\r\n]+", seen)]
+    bars = [text for text in drawn if text.startswith("round ")]
+    assert bars[-1].startswith("round 2/2 ")
+    assert "accuracy " in bars[-1]
+    assert max(map(len, bars)) <= 80
+    lines = [text.rstrip() for text in drawn if text.strip() and text not in bars]
+    suggested = command_line([*TINY, "method.name=fedavg"], 1)
+    wide = [line for line in lines if len(line) > 80]
+    assert wide == [f"pfedla on digits, 4 clients, in {out}", f"  in {out}", f"  {suggested}"]
+    figures = [line for line in lines if re.search(r"^[a-z].*\S {2,}\S", line)]
+    assert [re.split(" {2,}", line)[0] for line in figures] == [
+        "mean accuracy, round 2",
+        "spread over clients",
+        "weighted by samples",
+        "best round",
+        "bytes down, up",
+        "speed",
+        "results",
+    ]
+    assert lines[-2:] == ["compare with", f"  {suggested}"]
+    assert main([*shlex.split(lines[-1])[3:], "--quiet"]) == FINISHED
+    assert [path.name.startswith("fedavg-digits-s0-") for path in (tmp_path / "runs").iterdir()] == [True]
+
+
+def read_all(leader: int) -> str:
+    """Read a terminal until its program has left."""
+    parts: list[bytes] = []
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:
+            part = b""
+        if not part:
+            os.close(leader)
+            return b"".join(parts).decode()
+        parts.append(part)

@@ -1,0 +1,278 @@
+"""Keys and values: where they come from, what they default to, and what is refused how."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from hpcfl.config import (
+    RESULT_NEUTRAL,
+    Config,
+    DataConfig,
+    RunConfig,
+    differences,
+    flatten,
+    load_config,
+    resolve,
+)
+from hpcfl.data.partitions import PARTITIONS
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.models import NetworkOptions
+from hpcfl.training import TrainConfig
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def refusal(path: Path | None = None, *overrides: str) -> str:
+    """Return the message with which a configuration is refused."""
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_nothing_given_is_pfedla_on_digits() -> None:
+    config = load_config(None, [])
+    assert (config.method, config.data.source, config.partition, config.model) == (
+        "pfedla",
+        "digits",
+        "classes",
+        "digits_cnn",
+    )
+    assert load_config(None, ["data.source=mnist"]).model == "lenet"
+
+
+def test_values_have_the_types_of_their_keys() -> None:
+    config = load_config(
+        None,
+        [
+            "train.lr=1e-3",
+            "train.rounds=7",
+            "model.batchnorm=true",
+            "data.per_client=null",
+            "data.seed=",
+            "data.normalise=[[0.5], [0.25]]",
+            "data.root=~/sets",
+            "method.hypernetwork_lr=1",
+        ],
+    )
+    assert config.train.lr == 0.001
+    assert config.train.rounds == 7
+    assert config.model_options.batchnorm is True
+    assert config.data.per_client is None
+    assert config.data.seed is None
+    assert config.data.normalise == [[0.5], [0.25]]
+    assert config.data.root == "~/sets"
+    assert config.params.model_dump()["hypernetwork_lr"] == 1.0
+
+
+def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "a.yaml", "train: {rounds: 5, lr: 1e-2}\ndata:\n  partition: {classes_per_client: 2}\n"
+    )
+    config = load_config(file, ["train.rounds=6", "train.rounds=7"])
+    assert (config.train.rounds, config.train.lr) == (7, 0.01)
+    assert config.partition_options.model_dump() == {"classes_per_client": 2}
+
+
+def test_a_group_left_empty_in_yaml_has_its_defaults(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "train:\nmethod:\ndata:\n  partition:\n")
+    assert load_config(file, ["train.rounds=3"]).train == TrainConfig(rounds=3)
+    assert load_config(write(tmp_path / "empty.yaml", ""), []) == load_config(None, [])
+
+
+def test_naming_another_method_or_partition_is_enough(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "a.yaml",
+        "method: {name: heurpfedla, k: 2, embedding: 7}\n"
+        "data: {partition: {name: dirichlet, beta: 0.1}}\ntrain: {rounds: 3}\n",
+    )
+    fedavg = load_config(file, ["method.name=fedavg", "data.partition.name=iid"])
+    assert (fedavg.method, fedavg.partition, fedavg.train.rounds) == ("fedavg", "iid", 3)
+    pfedla = load_config(file, ["method.name=pfedla", "method.hidden=9"]).params.model_dump()
+    assert (pfedla["embedding"], pfedla["hidden"], "k" in pfedla) == (7, 9, False)
+    assert load_config(file, ["method.name=heurpfedla"]).params.model_dump()["k"] == 2
+    assert "method.k" in refusal(None, "method.name=fedavg", "method.k=2")
+
+
+@pytest.mark.parametrize(("method", "epochs"), [("fedavg_ft", 1), ("fedavg", 0), ("pfedla", 0)])
+def test_defaults_may_depend_on_the_method(method: str, epochs: int) -> None:
+    assert load_config(None, [f"method.name={method}"]).train.finetune_epochs == epochs
+    explicit = load_config(None, [f"method.name={method}", "train.finetune_epochs=4"])
+    assert explicit.train.finetune_epochs == 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_yaml_says_it_all(tmp_path: Path, method: str) -> None:
+    config = load_config(None, [f"method.name={method}", "train.lr=1e-5", "data.partition.name=dominant"])
+    file = write(tmp_path / "config.yaml", config.yaml() + "environment: {torch: 2, ranks: [a cpu loop]}\n")
+    again = load_config(file, [])
+    assert again == config
+    assert again.run_name() == config.run_name()
+    assert differences(yaml.safe_load(config.yaml()), again.tree()) == []
+
+
+def altered(config: Config, key: str) -> Config:
+    """Return a configuration whose tree differs in one key."""
+    tree = config.tree()
+    *groups, last = key.split(".")
+    node: dict[str, Any] = tree
+    for group in groups:
+        node = node[group]
+    node[last] = "altered"
+
+    class Altered(Config):
+        def tree(self) -> dict[str, Any]:
+            return tree
+
+    return Altered(*(getattr(config, field.name) for field in dataclasses.fields(config)))
+
+
+def test_the_run_name_tells_configurations_apart() -> None:
+    config = load_config(None, ["method.name=fedavg", "run.seed=3"])
+    assert config.run_name() == f"fedavg-digits-s3-{config.short_hash()}"
+    assert len(config.short_hash()) == 8
+    assert int(config.short_hash(), 16) >= 0
+    keys = set(flatten(config.tree()))
+    same = {key for key in keys if altered(config, key).short_hash() == config.short_hash()}
+    assert same == {"train.rounds", *RESULT_NEUTRAL} == {"train.rounds", "data.root", "run.checkpoint_every"}
+
+
+def test_the_name_of_a_configuration_stays_what_it_was() -> None:
+    twice = [load_config(None, ["train.lr=0.1"]).run_name() for _ in range(2)]
+    assert twice[0] == twice[1] != load_config(None, []).run_name()
+
+
+GROUPS: list[type[BaseModel]] = [DataConfig, RunConfig, TrainConfig, NetworkOptions]
+GROUPS += [method.Params for method in METHODS.values()] + [kind.options for kind in PARTITIONS.values()]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_key_is_documented(group: type[BaseModel]) -> None:
+    undocumented = [name for name, field in group.model_fields.items() if not field.description]
+    assert undocumented == []
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.round=3", "train.round is an unknown key; the nearest known one is train.rounds"),
+        ("trian.rounds=3", "trian.rounds is an unknown key; the nearest known one is train.rounds"),
+        ("rounds=3", "rounds is an unknown key; the nearest known one is train.rounds"),
+        ("trian=3", "trian is an unknown key; the nearest known one is train"),
+        ("run.treads=1", "run.treads is an unknown key; the nearest known one is run.threads"),
+        ("method.k=1", "method.k is an unknown key here; it belongs to method.name=heurpfedla"),
+        (
+            "data.partition.beta=1",
+            "data.partition.beta is an unknown key here; it belongs to data.partition.name=dirichlet",
+        ),
+        ("train.rounds=abc", "train.rounds=abc is not possible; allowed: a whole number >= 1 (default: 30)"),
+        ("train.rounds=1.5", "train.rounds=1.5 is not possible; allowed: a whole number >= 1 (default: 30)"),
+        (
+            "train.rounds=true",
+            "train.rounds=true is not possible; allowed: a whole number >= 1 (default: 30)",
+        ),
+        ("train.rounds=[3]", "train.rounds=[3] is not possible"),
+        ("train.rounds.x=3", "train.rounds={'x': 3} is not possible"),
+        ("model.batchnorm=3", "model.batchnorm=3 is not possible; allowed: true or false (default: false)"),
+        (
+            "train.participation=0",
+            "train.participation=0 is not possible; allowed: a number > 0 and <= 1 (default: 1.0)",
+        ),
+        ("train.participation=1.01", "allowed: a number > 0 and <= 1"),
+        ("train.lr=.inf", "train.lr=inf is not possible; allowed: a number > 0 (default: 0.05)"),
+        ("train.lr=.nan", "train.lr=nan is not possible"),
+        ("data.clients=null", "data.clients=null is not possible; allowed: a whole number >= 1"),
+        ("data.layout=HWC", "data.layout=HWC is not possible; allowed: NHWC, NCHW or null (default: null)"),
+        ("method.weights=max", "method.weights=max is not possible; allowed: softmax, relu"),
+        ("method.name=pfedl", f"method.name=pfedl is unknown; allowed: {', '.join(METHODS)}"),
+        ("method.name=pfedl", "did you mean pfedla?"),
+        (
+            "data.source=mnits",
+            "allowed: digits, mnist, fashionmnist, emnist, cifar10, cifar100, npz; did you",
+        ),
+        ("data.partition.name=x", "data.partition.name=x is unknown; allowed: classes, dominant, dirichlet,"),
+        ("model.name=x", "model.name=x is unknown; allowed: digits_cnn, lenet, lenet_small, fedavgcnn"),
+        ("method=fedavg", "method='fedavg' must be a group of keys, such as method.name=..."),
+        ("data=mnist", "data='mnist' must be a group of keys, such as data.source=..."),
+        ("data.partition=iid", "data.partition='iid' must be a group of keys, such as data.partition.name="),
+        ("=3", "'=3' names no key; settings are key=value, such as train.rounds=50"),
+        ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
+        ("data.path=a.npz", "data.path=a.npz is only for data.source=npz, not digits"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> None:
+    message = refusal(None, override)
+    assert said in message
+    assert "\n" not in message
+
+
+def test_a_value_cannot_hold_keys() -> None:
+    assert "train is set to 3 and cannot hold keys" in refusal(None, "train=3", "train.rounds=3")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train: {rounds: 3\n", "is not YAML: while parsing a flow mapping"),
+        ("x: 2024-13-45\n", "is not YAML: month must be in 1..12"),
+        ("- train\n", "holds no groups of keys, such as train: {rounds: 50}"),
+        ("train: 5\n", "train=5 must be a group of keys, such as train.rounds=..."),
+        ("1: 2\n", "1 is an unknown key"),
+        ("train: {1: 2}\n", "train.1 is an unknown key"),
+        ("optimiser: {}\n", "optimiser is an unknown key"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+    file = write(tmp_path / "bad.yaml", text)
+    message = refusal(file)
+    assert said in message
+    assert "\n" not in message
+    assert str(file) in message or "key" in message
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_bytes(b"\xff\xfe\x00")
+    assert f"{tmp_path / 'bad.yaml'} is not YAML" in refusal(tmp_path / "bad.yaml")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "no.yaml")
+    assert f"cannot read configuration file {tmp_path / 'no.yaml'}: No such file" in message
+    assert "key=value such as train.rounds=50" in message
+    assert "Is a directory" in refusal(tmp_path)
+
+
+def test_differences_name_the_keys_with_both_values() -> None:
+    old = load_config(None, ["train.lr=0.1", "data.root=a", "run.checkpoint_every=3"]).tree()
+    new = load_config(None, ["data.root=b", "train.buffers=local"]).tree()
+    assert differences(old, new) == [
+        "train.lr: 0.1 there, 0.05 here",
+        "train.buffers: null there, local here",
+    ]
+    assert differences(old, old) == []
+
+
+def test_another_method_is_one_difference() -> None:
+    old, new = (load_config(None, [f"method.name={name}"]).tree() for name in ("pfedla", "fedavg"))
+    assert differences(old, new) == ["method.name: pfedla there, fedavg here"]
+
+
+def test_a_key_that_only_one_side_has_is_a_difference() -> None:
+    new = load_config(None, []).tree()
+    old = new | {"run": {key: value for key, value in new["run"].items() if key != "threads"}}
+    assert differences(old, new) == ["run.threads: (not set) there, 1 here"]
+
+
+def test_resolve_leaves_its_argument_alone() -> None:
+    tree = {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
+    resolve(tree)
+    assert tree == {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}

@@ -1,0 +1,215 @@
+"""FedAvg, FedAvg with fine-tuning, local training and FedBN."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from harness import Run
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import Cohort, Message, Upload, count_bytes
+
+UNEQUAL = (
+    "data.partition.name=dirichlet",
+    "data.per_client=null",
+    "data.subset_per_class=15",
+    "data.partition.min_samples=5",
+)
+BATCHNORM = 32 + 64
+STATISTICS = 32 + 64
+WITH_BATCHNORM = 13_802
+
+
+def everyone(run: Run) -> Cohort:
+    return Cohort(0, tuple(range(run.num_clients)), run.method.context.num_samples)
+
+
+def trained_from(run: Run, theta: Tensor, buffers: Tensor, round: int = 0) -> tuple[Tensor, Tensor]:
+    """Train every client by itself from theta [N, P]; return models and running statistics."""
+    ends = []
+    for client in range(run.num_clients):
+        alone = Clients(run.place, [client], round)
+        alone.buffers = buffers[client : client + 1].clone()
+        ends.append((alone.sgd(theta[client : client + 1]).theta, alone.buffers))
+    models, statistics = zip(*ends, strict=True)
+    return torch.cat(models), torch.cat(statistics)
+
+
+def test_fedavg_takes_the_mean_weighted_by_samples() -> None:
+    run = Run("method.name=fedavg", "train.rounds=1")
+    layout = run.method.layout
+    rows = torch.tensor([[1.0], [2.0], [8.0]]).expand(3, layout.size)
+    blocks = [
+        (slice(0, 2), Message(rows={"theta": rows[:2]}, num_clients=2)),
+        (slice(2, 3), Message(rows={"theta": rows[2:]}, num_clients=1)),
+    ]
+    cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
+    run.method.aggregate(run.server, cohort, Upload(iter(blocks)))
+    # (10 * 1 + 20 * 2 + 10 * 8) / 40
+    assert torch.equal(run.server["theta"], torch.full((layout.size,), 3.25))
+
+
+@pytest.mark.parametrize("batchnorm", ["false", "true"])
+def test_a_round_of_fedavg_is_the_mean_of_what_clients_trained(batchnorm: str) -> None:
+    run = Run("method.name=fedavg", "train.rounds=1", *UNEQUAL, f"model.batchnorm={batchnorm}")
+    samples = run.method.context.num_samples
+    assert len(set(samples.tolist())) > 1
+    clients = range(4)
+    start, statistics = (
+        run.method.context.initial_parameters(clients),
+        run.method.context.initial_buffers(clients),
+    )
+    models, statistics = trained_from(run, start, statistics)
+    weights = (samples / samples.sum()).unsqueeze(1)
+    torch.testing.assert_close(run.server["theta"], (weights * models).sum(dim=0), rtol=1e-5, atol=1e-6)
+    if batchnorm == "true":
+        expected = (weights * statistics).sum(dim=0)
+        torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+def test_fedavg_normalises_over_the_sampled_clients_only() -> None:
+    run = Run("method.name=fedavg", "train.rounds=1", "train.participation=0.5")
+    clients = list(run.simulation.cohort(0).clients)
+    assert len(clients) == 2
+    models, _ = trained_from(run, run.method.context.initial_parameters(range(4)), torch.empty(4, 0))
+    torch.testing.assert_close(run.server["theta"], models[clients].mean(dim=0), rtol=1e-5, atol=1e-6)
+    counted = run.bytes_by_client
+    assert counted[clients].tolist() == [[4 * 13_706] * 2] * 2
+    assert counted.sum() == 4 * 4 * 13_706
+
+
+def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
+    averaged = Run("method.name=fedavg", "model.batchnorm=true")
+    assert averaged.server["buffers"].shape == (STATISTICS,)
+    assert averaged.clients == {}
+    local = Run("method.name=fedavg", "model.batchnorm=true", "train.buffers=local")
+    assert "buffers" not in local.server
+    assert len({tuple(row.tolist()) for row in local.clients["buffers"]}) == 4
+    assert torch.equal(local.evaluated()["buffers"], local.clients["buffers"])
+    # training normalises by the batch, so where statistics are kept changes no weight
+    assert torch.equal(local.server["theta"], averaged.server["theta"])
+    with pytest.raises(
+        UserError, match=r"train\.buffers=mixed does not go with method\.name=fedavg; allowed"
+    ):
+        Run("method.name=fedavg", "train.buffers=mixed")
+
+
+@pytest.mark.parametrize("batchnorm", ["false", "true"])
+def test_fedavg_ft_trains_as_fedavg_and_evaluates_a_tuned_copy(batchnorm: str) -> None:
+    keys = ("train.rounds=2", "run.eval_every=1", f"model.batchnorm={batchnorm}")
+    fedavg = Run("method.name=fedavg", *keys)
+    ours = Run("method.name=fedavg_ft", *keys)
+    assert ours.config.train.finetune_epochs == 1
+    assert set(ours.server) == set(fedavg.server)
+    assert all(torch.equal(ours.server[name], tensor) for name, tensor in fedavg.server.items())
+    assert ours.clients == fedavg.clients == {}
+    tuned, again = ours.evaluated(), ours.evaluated()
+    assert (tuned["theta"] - ours.server["theta"]).abs().amax(dim=1).min() > 1e-3
+    assert all(torch.equal(tuned[name], again[name]) for name in tuned)
+    assert torch.equal(ours.server["theta"], fedavg.server["theta"])
+    for client in range(4):
+        alone = Clients(ours.place, [client], 2)
+        if batchnorm == "true":
+            alone.buffers = ours.server["buffers"].unsqueeze(0).clone()
+        by_hand = alone.sgd(ours.server["theta"].unsqueeze(0), epochs=1, purpose="finetune").theta
+        assert torch.equal(tuned["theta"][client], by_hand[0])
+        if batchnorm == "true":
+            assert torch.equal(tuned["buffers"][client], alone.buffers[0])
+
+
+def test_fedavg_ft_without_epochs_evaluates_the_global_model() -> None:
+    run = Run("method.name=fedavg_ft", "train.finetune_epochs=0", "train.rounds=1")
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_local_clients_train_alone_when_sampled_and_send_nothing(participation: float) -> None:
+    run = Run("method.name=local", "model.batchnorm=true", f"train.participation={participation}")
+    clients = range(4)
+    theta, buffers = (
+        run.method.context.initial_parameters(clients),
+        run.method.context.initial_buffers(clients),
+    )
+    for number in range(3):
+        sampled = list(run.simulation.cohort(number).clients)
+        models, statistics = trained_from(run, theta, buffers, number)
+        theta[sampled], buffers[sampled] = models[sampled], statistics[sampled]
+    assert torch.equal(run.clients["theta"], theta)
+    assert torch.equal(run.clients["buffers"], buffers)
+    assert run.server == {}
+    assert run.bytes_by_client.sum() == 0
+    evaluated = run.evaluated()
+    assert torch.equal(evaluated["theta"], theta)
+    assert torch.equal(evaluated["buffers"], buffers)
+
+
+def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so() -> None:
+    with pytest.warns(UserWarning, match=re.escape("so fedbn is fedavg here; model.batchnorm=true adds it")):
+        ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
+    fedavg = Run(*UNEQUAL, "method.name=fedavg", "train.participation=0.75")
+    assert set(ours.server) == set(fedavg.server)
+    assert torch.equal(ours.server["theta"], fedavg.server["theta"])
+    assert torch.equal(ours.evaluated()["theta"], fedavg.evaluated()["theta"])
+    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
+
+
+def test_fedbn_keeps_batchnorm_with_the_client_and_sends_the_rest() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = Run("method.name=fedbn", "model.batchnorm=true", "train.participation=0.5")
+    mask = run.method.layout.is_batchnorm()
+    assert mask.sum() == BATCHNORM
+    rounds = torch.zeros(4, dtype=torch.int64)
+    for number in range(3):
+        rounds[list(run.simulation.cohort(number).clients)] += 1
+    moved = 4 * (WITH_BATCHNORM - BATCHNORM)
+    assert torch.equal(run.bytes_by_client, moved * rounds.unsqueeze(1).expand(-1, 2))
+    counted = count_bytes(
+        run.method.send(run.server, everyone(run)),
+        run.method.layers,
+        [layer.name for layer in run.method.layers],
+    )
+    assert dict(
+        zip([layer.name for layer in run.method.layers], counted.parameters[0].tolist(), strict=True)
+    ) == {
+        "conv1": 4 * 160,
+        "bn1": 0,
+        "conv2": 4 * 4640,
+        "bn2": 0,
+        "fc1": 4 * 8256,
+        "fc2": 4 * 650,
+    }
+    assert counted.buffers.tolist() == counted.indices.tolist() == [0] * 4
+    initial = run.method.context.initial_parameters()
+    for client in range(4):
+        assert torch.equal(run.clients["batchnorm"][client], initial[mask]) == (rounds[client] == 0)
+    assert torch.equal(run.server["theta"][mask], initial[mask])
+    evaluated = run.evaluated()
+    assert torch.equal(evaluated["theta"][:, mask], run.clients["batchnorm"])
+    assert torch.equal(evaluated["theta"][:, ~mask], run.server["theta"][~mask].expand(4, -1))
+    assert torch.equal(evaluated["buffers"], run.clients["buffers"])
+
+
+def test_two_rounds_of_fedbn_by_hand() -> None:
+    run = Run("method.name=fedbn", "model.batchnorm=true", "train.rounds=2", *UNEQUAL)
+    clients, mask = range(4), run.method.layout.is_batchnorm()
+    samples = run.method.context.num_samples
+    weights = (samples / samples.sum()).unsqueeze(1)
+    theta, buffers = (
+        run.method.context.initial_parameters(clients),
+        run.method.context.initial_buffers(clients),
+    )
+    for number in range(2):
+        theta, buffers = trained_from(run, theta, buffers, number)
+        own = theta[:, mask]
+        theta = (weights * theta).sum(dim=0).expand(4, -1).clone()
+        theta[:, mask] = own
+    evaluated = run.evaluated()
+    torch.testing.assert_close(evaluated["theta"], theta, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(evaluated["buffers"], buffers, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,185 @@
+"""Stacked hypernetworks against one torch module a client, and their step against torch's optimisers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import OneClient
+from torch import Tensor
+
+from hpcfl.models.hypernetworks import Hypernetworks, State, descend, initial_moments
+
+SMALL = Hypernetworks(num_clients=4, num_layers=3, embedding=6, hidden=5, hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("clients", "layers", "size"), [(10, 6, 36_460), (100, 6, 91_000), (10, 5, 35_450), (100, 5, 80_900)]
+)
+def test_floats_a_client(clients: int, layers: int, size: int) -> None:
+    shape = Hypernetworks(clients, layers, embedding=100, hidden=100, hidden_layers=3)
+    assert shape.size == size
+    state = shape.initial(0, "zero")
+    assert sum(tensor[0].numel() for tensor in state.values()) == size
+    assert all(len(tensor) == clients for tensor in state.values())
+
+
+@pytest.mark.parametrize("clients", [3, 7, 10])
+def test_zero_heads_weigh_all_clients_exactly_alike(clients: int) -> None:
+    shape = Hypernetworks(clients, 5, embedding=100, hidden=100, hidden_layers=3)
+    outputs = shape.outputs(shape.initial(0, "zero"))
+    assert outputs.shape == (clients, 5, clients)
+    assert torch.equal(outputs.softmax(dim=-1), torch.full((clients, 5, clients), 1 / clients))
+
+
+def test_public_codes_heads_give_positive_nearly_equal_outputs() -> None:
+    shape = Hypernetworks(10, 5, embedding=100, hidden=100, hidden_layers=3)
+    state = shape.initial(0, "uniform")
+    assert state["heads.bias"].count_nonzero() == 0
+    assert 0 <= state["heads.weight"].min() < 0.001
+    assert 0.999 < state["heads.weight"].max() <= 1
+    outputs = shape.outputs(state)
+    weights = outputs / outputs.sum(dim=-1, keepdim=True)
+    assert outputs.min() > 0
+    assert (weights - 0.1).abs().max() < 0.05
+
+
+def test_initial_weights_have_pytorchs_bounds_and_embeddings_unit_variance() -> None:
+    shape = Hypernetworks(20, 3, embedding=400, hidden=25, hidden_layers=2)
+    state = shape.initial(3, "default")
+    bounds = {"trunk1": 1 / 20, "trunk2": 1 / 5, "heads": 1 / 5}
+    for name, tensor in state.items():
+        if name == "embedding":
+            assert abs(float(tensor.std()) - 1) < 0.05
+            assert abs(float(tensor.mean())) < 0.05
+        else:
+            bound = bounds[name.split(".")[0]]
+            assert 0.95 * bound < tensor.abs().max() <= bound
+            assert tensor.min() < -0.9 * bound
+
+
+def test_a_clients_hypernetwork_depends_on_seed_and_client_alone() -> None:
+    state = SMALL.initial(3, "default")
+    more = Hypernetworks(9, 3, 6, 5, 2).initial(3, "default")
+    assert torch.equal(state["trunk2.weight"], more["trunk2.weight"][:4])
+    assert not torch.equal(state["embedding"][0], state["embedding"][1])
+    assert not torch.equal(state["embedding"], SMALL.initial(4, "default")["embedding"])
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2], [1, 3]])
+def test_outputs_are_those_of_one_module_a_client(rows: list[int]) -> None:
+    state = SMALL.initial(0, "default")
+    outputs = SMALL.outputs({name: tensor[rows] for name, tensor in state.items()})
+    expected = torch.stack([OneClient(SMALL, state, client)() for client in rows])
+    torch.testing.assert_close(outputs, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_gradient_equals_finite_differences() -> None:
+    state = {name: tensor.double() for name, tensor in SMALL.initial(1, "default").items()}
+    products = torch.randn(4, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def objective(tensors: State) -> Tensor:
+        return -(SMALL.outputs(tensors).softmax(dim=-1) * products).sum()
+
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
+    gradients = torch.autograd.grad(objective(leaves), list(leaves.values()))
+    step = 1e-6
+    for name, gradient in zip(leaves, gradients, strict=True):
+        assert gradient.abs().max() > 1e-4
+        for number in range(0, gradient.numel(), 7):
+            above, below = copy.deepcopy(state), copy.deepcopy(state)
+            above[name].view(-1)[number] += step
+            below[name].view(-1)[number] -= step
+            slope = (objective(above) - objective(below)) / (2 * step)
+            assert abs(slope - gradient.reshape(-1)[number]) < 1e-8, (name, number)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_steps_equal_torchs_optimiser_client_by_client_also_where_rounds_are_skipped(optimiser: str) -> None:
+    state = {name: tensor.double() for name, tensor in SMALL.initial(2, "default").items()}
+    modules = [OneClient(SMALL, state, client) for client in range(4)]
+    kind = torch.optim.Adam if optimiser == "adam" else torch.optim.SGD
+    optimisers = [kind(module.parameters(), lr=0.01) for module in modules]
+    moments = initial_moments(state, optimiser)
+    stream = torch.Generator().manual_seed(1)
+    cohorts = [[0, 1, 2, 3], [1, 2], [0, 2, 3], [2], [0, 1, 2]]
+    for rows in cohorts:
+        products = torch.randn(len(rows), 3, 4, dtype=torch.float64, generator=stream)
+        gathered: dict[str, list[Tensor]] = {name: [] for name in state}
+        for client, product in zip(rows, products, strict=True):
+            optimisers[client].zero_grad()
+            (modules[client]().softmax(dim=-1) * product).sum().backward()
+            for name, gradient in modules[client].tensors(SMALL, gradients=True).items():
+                gathered[name].append(gradient.clone())
+            optimisers[client].step()
+        gradients = {name: torch.stack(parts) for name, parts in gathered.items()}
+        frozen = torch.zeros(len(rows), 3, dtype=torch.bool)
+        descend(state, moments, gradients, rows, optimiser, 0.01, frozen)
+    for client, module in enumerate(modules):
+        for name, expected in module.tensors(SMALL).items():
+            torch.testing.assert_close(state[name][client], expected, rtol=1e-9, atol=1e-11)
+    if optimiser == "adam":
+        assert moments["steps"].tolist() == [3, 3, 5, 2]
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_frozen_heads_and_other_clients_do_not_move_nor_do_their_moments(optimiser: str) -> None:
+    state = SMALL.initial(0, "default")
+    moments = initial_moments(state, optimiser)
+    for name, tensor in moments.items():
+        tensor += 1 if name == "steps" else 0.5
+    before, moments_before = copy.deepcopy(state), copy.deepcopy(moments)
+    stream = torch.Generator().manual_seed(0)
+    gradients = {
+        name: 1 + torch.rand(2, *tensor.shape[1:], generator=stream) for name, tensor in state.items()
+    }
+    frozen = torch.tensor([[True, False, False], [False, False, True]])
+    free, free_moments = copy.deepcopy(state), copy.deepcopy(moments)
+    descend(free, free_moments, gradients, [1, 3], optimiser, 0.1, torch.zeros_like(frozen))
+    descend(state, moments, gradients, [1, 3], optimiser, 0.1, frozen)
+
+    def moved(name: str, old: State, new: State) -> list[object]:
+        difference = old[name] != new[name]
+        # heads: by client and layer; everything else: by client
+        keep = 2 if name.startswith("heads.") else 1
+        flat = difference.flatten(keep) if difference.dim() > keep else difference.unsqueeze(-1)
+        assert torch.equal(flat.any(-1), flat.all(-1))
+        return flat.any(-1).tolist()
+
+    heads = [[False] * 3, [False, True, True], [False] * 3, [True, True, False]]
+    for name in state:
+        expected = heads if name.startswith("heads.") else [False, True, False, True]
+        assert moved(name, before, state) == expected, name
+        assert torch.equal(state[name], torch.where(state[name] == before[name], before[name], free[name]))
+        if optimiser == "adam":
+            assert moved(f"{name}.first", moments_before, moments) == expected
+            assert moved(f"{name}.second", moments_before, moments) == expected
+    if optimiser == "adam":
+        assert moments["steps"].tolist() == [1, 2, 1, 2]
+    else:
+        assert moments == {}
+        torch.testing.assert_close(
+            state["embedding"][1], before["embedding"][1] - 0.1 * gradients["embedding"][0]
+        )
+
+
+def test_step_size_zero_moves_nothing() -> None:
+    state = SMALL.initial(0, "default")
+    before = copy.deepcopy(state)
+    gradients = {name: torch.ones_like(tensor) for name, tensor in state.items()}
+    frozen = torch.zeros(4, 3, dtype=torch.bool)
+    descend(state, initial_moments(state, "adam"), gradients, range(4), "adam", 0.0, frozen)
+    assert all(torch.equal(state[name], before[name]) for name in state)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_all_heads_can_be_frozen(optimiser: str) -> None:
+    state = SMALL.initial(0, "default")
+    before = copy.deepcopy(state)
+    gradients = {name: torch.ones_like(tensor[[2]]) for name, tensor in state.items()}
+    frozen = torch.ones(1, 3, dtype=torch.bool)
+    descend(state, initial_moments(state, optimiser), gradients, [2], optimiser, 0.1, frozen)
+    assert torch.equal(state["heads.weight"], before["heads.weight"])
+    assert torch.equal(state["heads.bias"], before["heads.bias"])
+    assert not torch.equal(state["embedding"][2], before["embedding"][2])

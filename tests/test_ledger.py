@@ -1,0 +1,179 @@
+"""What a run cost and gave, worked out by hand for three clients and two layers."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcfl.ledger import METRICS, Ledger
+from hpcfl.messages import Cohort, Traffic
+
+LABELS = ["conv", "fc"]
+NUM_SAMPLES = np.array([10, 10, 20])
+
+
+def traffic(parameters: list[list[int]], buffers: int = 0, indices: int = 0) -> Traffic:
+    clients = len(parameters)
+    return Traffic(np.array(parameters), np.full(clients, buffers), np.full(clients, indices))
+
+
+def play(ledger: Ledger, folder: Path | None = None) -> None:
+    """Record two rounds, an evaluation after the second, and one more round."""
+    first, second = Cohort(0, (0, 2), torch.tensor([7, 9])), Cohort(1, (1,), torch.tensor([8]))
+    ledger.record_round(first, (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]])), 6, 0.75, 2.0)
+    ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), 4, 0.5, 3.0)
+    accuracy, loss = np.array([0.5, 1.0, 0.75]), np.array([1.0, 2.0, 6.0])
+    ledger.record_evaluation(2, 12.5, accuracy, loss, NUM_SAMPLES)
+    if folder is not None:
+        ledger.append_files(folder)
+    ledger.record_round(
+        Cohort(2, (0,), torch.tensor([7])), (traffic([[4, 8]]), traffic([[4, 8]])), 2, 0.25, 1
+    )
+    if folder is not None:
+        ledger.append_files(folder)
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    ledger = Ledger(3, LABELS)
+    play(ledger)
+    return ledger
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_metrics_are_cumulative(ledger: Ledger) -> None:
+    expected = {
+        "round": 2,
+        "wall_s": 12.5,
+        "accuracy_mean": 0.75,
+        "accuracy_std": np.std([0.5, 1.0, 0.75]),
+        "accuracy_weighted": 0.75,
+        "loss_mean": 3.0,
+        "train_loss_mean": 0.5,
+        "bytes_down": 16 + 12,
+        "bytes_up": 24 + 12,
+        "buffer_bytes_down": 4,
+        "buffer_bytes_up": 3,
+        "index_bytes_down": 16,
+        "index_bytes_up": 0,
+        "client_steps_per_s": 2.0,
+    }
+    assert {name: ledger.last(name) for name in METRICS} == pytest.approx(expected)
+
+
+def test_weights_are_numbers_of_samples() -> None:
+    ledger = Ledger(3, LABELS)
+    ledger.record_evaluation(1, 1.0, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]))
+    assert ledger.last("accuracy_weighted") == pytest.approx((2 + 2.5) / 8)
+    assert ledger.last("accuracy_mean") == 0.5
+
+
+def test_bytes_of_clients_add_up_over_rounds(ledger: Ledger) -> None:
+    assert ledger.client_bytes.tolist() == [[24, 24], [12, 12], [4, 12]]
+
+
+def test_files(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.start_files(tmp_path)
+    ledger.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
+    assert read(tmp_path / "bytes.csv") == [
+        ["round", "direction", "layer", "bytes"],
+        ["1", "down", "conv", "8"],
+        ["1", "down", "fc", "8"],
+        ["1", "down", "(running statistics)", "4"],
+        ["1", "down", "(indices)", "16"],
+        ["1", "up", "conv", "8"],
+        ["1", "up", "fc", "16"],
+        ["2", "down", "conv", "4"],
+        ["2", "down", "fc", "8"],
+        ["2", "up", "conv", "4"],
+        ["2", "up", "fc", "8"],
+        ["2", "up", "(running statistics)", "3"],
+        ["3", "down", "conv", "4"],
+        ["3", "down", "fc", "8"],
+        ["3", "up", "conv", "4"],
+        ["3", "up", "fc", "8"],
+    ]
+    header, row = read(tmp_path / "metrics.csv")
+    assert header == list(METRICS)
+    assert row[0] == "2"
+    assert [float(cell) for cell in row] == ledger.metrics[0]
+    assert read(tmp_path / "clients.csv") == [
+        ["client", "accuracy", "loss", "train_samples", "test_samples", "bytes_down", "bytes_up"],
+        ["0", "0.5", "1.0", "7", "10", "24", "24"],
+        ["1", "1.0", "2.0", "8", "10", "12", "12"],
+        ["2", "0.75", "6.0", "9", "20", "4", "12"],
+    ]
+
+
+def test_appending_and_rewriting_give_the_same_files(tmp_path: Path) -> None:
+    appended, rewritten = tmp_path / "appended", tmp_path / "rewritten"
+    for folder in (appended, rewritten):
+        folder.mkdir()
+    ledger = Ledger(3, LABELS)
+    ledger.start_files(appended)
+    play(ledger, appended)
+    ledger.start_files(rewritten)
+    for name in ("metrics.csv", "bytes.csv"):
+        assert (appended / name).read_bytes() == (rewritten / name).read_bytes()
+        assert len(read(appended / name)) > 1
+
+
+def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tmp_path: Path) -> None:
+    restored = Ledger(3, LABELS)
+    restored.restore(ledger.tables(), np.array(ledger.accuracy), np.array(ledger.loss))
+    for name, table in ledger.tables().items():
+        assert np.array_equal(restored.tables()[name].values, table.values)
+        assert list(restored.tables()[name].columns) == list(table.columns)
+    assert restored.best() == ledger.best()
+    for number, one in enumerate((ledger, restored)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        one.start_files(folder)
+        play(one, folder)
+        one.write_clients(folder, np.array([7, 8, 9]), NUM_SAMPLES)
+    for name in ("metrics.csv", "bytes.csv", "clients.csv"):
+        assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
+    assert restored.client_bytes.tolist() == [[48, 48], [24, 24], [8, 24]]
+
+
+def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger) -> None:
+    restored = Ledger(3, LABELS)
+    restored.restore(ledger.tables(), np.array(ledger.accuracy), np.array(ledger.loss))
+    before = ledger.client_bytes.copy()
+    play(restored)
+    assert np.array_equal(ledger.client_bytes, before)
+
+
+def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
+    empty, restored = Ledger(3, LABELS), Ledger(3, LABELS)
+    restored.restore(empty.tables(), np.zeros((0, 3)), np.zeros((0, 3)))
+    restored.start_files(tmp_path)
+    assert (tmp_path / "metrics.csv").read_text() == ",".join(METRICS) + "\n"
+    assert (tmp_path / "bytes.csv").read_text() == "round,direction,layer,bytes\n"
+
+
+def test_best_is_the_first_of_the_highest() -> None:
+    ledger = Ledger(2, LABELS)
+    for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
+        ledger.record_evaluation(2 * round, 0.0, np.array(accuracy), np.zeros(2), np.ones(2))
+    assert ledger.best() == (0.625, 4)
+    assert ledger.last("accuracy_mean") == 0.5
+
+
+def test_the_last_evaluation_can_be_forgotten(ledger: Ledger) -> None:
+    before = [row.copy() for row in ledger.metrics]
+    ledger.record_evaluation(3, 20.0, np.ones(3), np.zeros(3), NUM_SAMPLES)
+    assert ledger.best() == (1.0, 3)
+    ledger.forget_last_evaluation()
+    assert ledger.metrics == before
+    assert ledger.best() == (0.75, 2)
+    assert len(ledger.accuracy) == len(ledger.loss) == 1
+    assert len(ledger.tables()["bytes"].values) == 3

@@ -1,0 +1,56 @@
+"""What a large federation needs of memory: the server a few cohorts of models, a worker its own samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+from conftest import REPOSITORY
+
+from hpcfl.config import load_config
+from hpcfl.experiment import build
+from hpcfl.world import World
+
+NUM_CLIENTS = 1000
+COHORT = 100
+PARAMETERS = 121_278
+"""Trainable numbers of LeNet-16/32 with BatchNorm on 3x32x32 images and ten classes."""
+IMAGES_PER_CLIENT = 4
+
+
+def test_fedavg_with_1000_clients(mpirun: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    count = NUM_CLIENTS * IMAGES_PER_CLIENT
+    x = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", x=x, y=np.arange(count) % 10)
+    settings = [
+        "method.name=fedavg",
+        "data.source=npz",
+        f"data.path={tmp_path / 'images.npz'}",
+        "data.layout=NHWC",
+        f"data.clients={NUM_CLIENTS}",
+        "data.partition.classes_per_client=1",
+        "model.name=lenet",
+        "model.batchnorm=true",
+        "train.rounds=2",
+        f"train.participation={COHORT / NUM_CLIENTS}",
+        "train.local_epochs=1",
+        "run.eval_every=2",
+        "run.device=cpu",
+    ]
+    serial = build(load_config(None, settings), World())
+    assert serial.method.layout.size == PARAMETERS
+    script = REPOSITORY / "tests" / "memory_run.py"
+    measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300).stdout)
+
+    state_bytes = 4 * (PARAMETERS + serial.method.layout.buffer_size)
+    cohort_bytes = 4 * COHORT * PARAMETERS
+    assert measured["rise"] < 1.2 * state_bytes + 3 * cohort_bytes
+
+    image_bytes = 3 * 32 * 32 * 4 + 8
+    assert serial.workplace.shard.num_bytes == count * image_bytes
+    half = count // 2 * image_bytes
+    assert measured["samples"] == [0, half, half]

@@ -1,0 +1,334 @@
+"""Messages come back as they were sent, for any number of ranks and any size of blocks.
+
+Shapes: N = 5 clients, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import numpy as np
+import pytest
+import torch
+from conftest import in_mpi_world
+from torch import Tensor
+
+from hpcfl.messages import (
+    BUFFERS,
+    Channel,
+    Cohort,
+    Message,
+    Traffic,
+    Upload,
+    WeightedMean,
+    count_bytes,
+)
+from hpcfl.parameters import Layer
+from hpcfl.world import World
+
+LAYERS = (Layer("a", 0, 3, 0, 0), Layer("b", 3, 5, 0, 2), Layer("c", 5, 9, 2, 2))
+SIZES = torch.tensor([3, 2, 4])
+N, P, L = 5, 9, 3
+COHORTS = [(0, 1, 2, 3, 4), (1, 4), (2,)]
+LARGEST_ROW = 2 * P
+Mpirun = Callable[..., CompletedProcess[str]]
+
+
+class CountingWorld(World):
+    """A world that counts the numbers it is given to move, by type."""
+
+    def __init__(self, max_elements: int) -> None:
+        comm = None
+        if in_mpi_world():
+            from mpi4py import MPI
+
+            comm = MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() > 1 else None
+        super().__init__(comm, max_elements)
+        self.moved: Counter[str] = Counter()
+        self.largest = 0
+
+    def _count(self, kind: str, counts: Sequence[int], dtype: torch.dtype) -> None:
+        self.moved[f"{kind} {str(dtype).removeprefix('torch.')}"] += sum(counts)
+        self.largest = max(self.largest, sum(counts))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self._count("broadcast", [tensor.numel()], tensor.dtype)
+        super().broadcast(tensor)
+
+    def scatter(self, send: Tensor | None, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._count("scatter", counts, dtype)
+        return super().scatter(send, counts, dtype)
+
+    def gather(self, send: Tensor, counts: Sequence[int]) -> Tensor | None:
+        self._count("gather", counts, send.dtype)
+        return super().gather(send, counts)
+
+
+def cohort_of(clients: tuple[int, ...]) -> Cohort:
+    return Cohort(3, clients, torch.tensor([10 * client + 1 for client in clients]))
+
+
+def rows(cohort: Cohort, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return rows [S, *shape] that tell client and place: 1000 * client + 1, 2, 3, ..."""
+    numbers = torch.arange(1, 1 + int(np.prod(shape))).view(shape)
+    return torch.stack([1000 * client + numbers for client in cohort.clients]).to(dtype)
+
+
+def chosen(cohort: Cohort) -> Tensor:
+    """Return which layers of each client travel [S, L]: client i without layer i modulo 4."""
+    return torch.tensor([[layer != client % 4 for layer in range(L)] for client in cohort.clients])
+
+
+def masked(tensor: Tensor, keep: Tensor) -> Tensor:
+    """Set layers that did not travel to zero: tensor [S, ..., P], keep [L] or [S, L]."""
+    columns = keep.repeat_interleave(SIZES, dim=-1)
+    while 1 < columns.dim() < tensor.dim():
+        columns = columns.unsqueeze(1)
+    return torch.where(columns, tensor, torch.zeros((), dtype=tensor.dtype))
+
+
+def full_message(cohort: Cohort) -> Message:
+    """Return a message with a tensor of every kind."""
+    return Message(
+        shared={
+            "plain": torch.arange(P, dtype=torch.float32),
+            "part": torch.arange(P, dtype=torch.float32) + 1,
+            "ids": torch.tensor([2**40, -3]),
+            "double": torch.tensor([[0.1], [1e300]], dtype=torch.float64),
+        },
+        rows={
+            "theta": rows(cohort, P),
+            "some": rows(cohort, P),
+            "branches": rows(cohort, 2, P),
+            "decisions": rows(cohort, 3, dtype=torch.int64),
+            "precise": rows(cohort, 2, dtype=torch.float64) + 0.1,
+            "figure": rows(cohort),
+        },
+        keep={
+            "part": torch.tensor([True, False, True]),
+            "some": chosen(cohort),
+            "branches": torch.tensor([False, True, True]),
+        },
+        num_clients=len(cohort),
+    )
+
+
+def own_part(cohort: Cohort, world: World) -> slice:
+    """Return the positions of this rank's clients, counted one by one."""
+    shard = world.shard(N)
+    own = [position for position, client in enumerate(cohort.clients) if client in shard]
+    return slice(own[0], own[-1] + 1) if own else slice(0, 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_under_mpirun(mpirun: Mpirun, ranks: int) -> None:
+    done = mpirun(
+        ranks, "-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", Path(__file__)
+    )
+    assert done.stdout.count(" passed") == ranks
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clients", COHORTS)
+@pytest.mark.parametrize("max_elements", [LARGEST_ROW, 40, 2**20])
+def test_down_brings_each_rank_the_rows_of_its_clients(clients: tuple[int, ...], max_elements: int) -> None:
+    world, cohort = CountingWorld(max_elements), cohort_of(clients)
+    sent = full_message(cohort)
+    channel = Channel(world, LAYERS, N)
+    own = own_part(cohort, world)
+    received = channel.down(full_message(cohort) if world.is_server else None, cohort)
+    assert received.num_clients == own.stop - own.start
+    assert channel.own(cohort) == own or received.num_clients == 0
+    assert list(received.shared) == list(sent.shared)
+    assert list(received.rows) == list(sent.rows)
+    expected_shared = sent.shared | {"part": masked(sent.shared["part"], sent.keep["part"])}
+    for name, tensor in expected_shared.items():
+        assert received.shared[name].dtype == tensor.dtype
+        assert torch.equal(received.shared[name], tensor)
+        assert received[name].shape == (received.num_clients, *tensor.shape)
+    for name, tensor in sent.rows.items():
+        whole = masked(tensor, sent.keep[name]) if name in sent.keep else tensor
+        assert received.rows[name].dtype == tensor.dtype
+        assert torch.equal(received.rows[name], whole[own])
+    assert {name: keep.tolist() for name, keep in received.keep.items()} == {
+        "part": [True, False, True],
+        "some": sent.keep["some"][own].tolist(),
+        "branches": [False, True, True],
+    }
+    assert world.largest <= max_elements
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clients", COHORTS)
+@pytest.mark.parametrize("max_elements", [LARGEST_ROW, 40, 2**20])
+def test_up_brings_the_server_all_rows_in_client_order(clients: tuple[int, ...], max_elements: int) -> None:
+    world, cohort = CountingWorld(max_elements), cohort_of(clients)
+    whole = full_message(cohort)
+    whole.shared, whole.keep = {}, {name: whole.keep[name] for name in ("some", "branches")}
+    own = own_part(cohort, world)
+    mine = whole.select(own) if own.stop > own.start else Message(num_clients=0)
+    blocks = list(Channel(world, LAYERS, N).up(mine, cohort))
+    assert world.largest <= max_elements
+    if not world.is_server:
+        assert blocks == []
+        return
+    positions = [position for part, _ in blocks for position in range(len(cohort))[part]]
+    assert positions == list(range(len(cohort)))
+    numbers_a_client = sum(tensor[0].numel() for tensor in whole.rows.values())
+    most = max(1, max_elements // numbers_a_client)
+    assert all(block.num_clients == part.stop - part.start <= most for part, block in blocks)
+    for name, tensor in whole.rows.items():
+        arrived = torch.cat([block.rows[name] for _, block in blocks])
+        assert arrived.dtype == tensor.dtype
+        assert torch.equal(arrived, masked(tensor, whole.keep[name]) if name in whole.keep else tensor)
+    assert torch.equal(torch.cat([block.keep["some"] for _, block in blocks]), whole.keep["some"])
+    assert all(block.keep["branches"].tolist() == [False, True, True] for _, block in blocks)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clients", COHORTS)
+def test_only_kept_layers_travel(clients: tuple[int, ...]) -> None:
+    world, cohort = CountingWorld(2**20), cohort_of(clients)
+    keep = {"some": chosen(cohort), "body": torch.tensor([True, True, False])}
+    whole = Message({}, {"some": rows(cohort, P), "body": rows(cohort, 2, P)}, keep, len(cohort))
+    kept = int((keep["some"] * SIZES).sum()) + len(cohort) * 2 * 5
+    channel = Channel(world, LAYERS, N)
+    channel.down(whole if world.is_server else None, cohort)
+    assert world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.rows.values())
+    assert world.moved["broadcast float32"] == 0
+    own = own_part(cohort, world)
+    channel.up(whole.select(own) if own.stop > own.start else Message(num_clients=0), cohort).drain()
+    # the pure server states the type of its empty part, so every rank counts alike
+    assert world.moved["gather float32"] == kept
+    shared = Message({"part": torch.arange(P).float()}, {}, {"part": torch.tensor([True, False, True])})
+    shared.num_clients = len(cohort)
+    channel.down(shared if world.is_server else None, cohort)
+    assert world.moved["broadcast float32"] == 3 + 4
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("clients", COHORTS)
+def test_empty_messages(clients: tuple[int, ...]) -> None:
+    world, cohort = CountingWorld(2**20), cohort_of(clients)
+    channel = Channel(world, LAYERS, N)
+    own = own_part(cohort, world)
+    received = channel.down(Message(num_clients=len(cohort)) if world.is_server else None, cohort)
+    assert (received.shared, received.rows, received.num_clients) == ({}, {}, own.stop - own.start)
+    blocks = list(channel.up(Message(num_clients=own.stop - own.start), cohort))
+    if world.is_server:
+        assert sum(block.num_clients for _, block in blocks) == len(cohort)
+        assert all(block.rows == {} for _, block in blocks)
+    assert world.moved.total() == 0
+
+
+@pytest.mark.mpi
+def test_a_serial_world_gets_copies() -> None:
+    world, cohort = CountingWorld(2**20), cohort_of(COHORTS[0])
+    sent = full_message(cohort)
+    received = Channel(world, LAYERS, N).down(sent if world.is_server else None, cohort)
+    for tensor in (*received.shared.values(), *received.rows.values()):
+        tensor.fill_(0)
+    expected = full_message(cohort)
+    assert all(torch.equal(tensor, expected.shared[name]) for name, tensor in sent.shared.items())
+    assert all(torch.equal(tensor, expected.rows[name]) for name, tensor in sent.rows.items())
+
+
+@pytest.mark.mpi
+def test_an_upload_read_halfway_can_be_drained() -> None:
+    world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
+    own = own_part(cohort, world)
+    mine = Message(rows={"theta": rows(cohort, P)}, num_clients=N).select(own)
+    channel = Channel(world, LAYERS, N)
+    upload = channel.up(mine if mine.num_clients else Message(num_clients=0), cohort)
+    seen: list[int] = []
+    upload.observe(lambda positions, _: seen.append(positions.start))
+    if world.is_server:
+        assert next(iter(upload))[0] == slice(0, 1)
+    upload.drain()
+    assert seen == (list(range(N)) if world.is_server else [])
+    upload.drain()
+    assert world.maximum(world.rank) == world.size - 1
+
+
+def blocks_of(tensor: Tensor, *cuts: int) -> Iterator[tuple[slice, Message]]:
+    for start, stop in zip((0, *cuts), (*cuts, len(tensor)), strict=True):
+        yield slice(start, stop), Message(rows={"theta": tensor[start:stop]}, num_clients=stop - start)
+
+
+def test_collect_puts_the_blocks_together() -> None:
+    tensor = torch.arange(12).view(6, 2)
+    assert torch.equal(Upload(blocks_of(tensor, 1, 4)).collect("theta"), tensor)
+
+
+def test_a_weighted_mean_worked_out() -> None:
+    mean = WeightedMean(torch.tensor([1, 3, 4]))
+    mean.add(slice(0, 2), torch.tensor([[8.0, 0.0], [0.0, 16.0]]))
+    mean.add(slice(2, 3), torch.tensor([[4.0, -2.0]]))
+    assert mean.value is not None
+    assert mean.value.tolist() == [3.0, 5.0]
+
+
+def test_a_weighted_mean_does_not_depend_on_the_cuts() -> None:
+    stream = torch.Generator().manual_seed(0)
+    tensor = torch.randn(7, 1001, generator=stream)
+    weights = torch.tensor([3, 1, 4, 1, 5, 9, 2])
+    means = []
+    for cuts in ((), (1,), (3, 5), (1, 2, 3, 4, 5, 6)):
+        mean = WeightedMean(weights)
+        for positions, block in blocks_of(tensor, *cuts):
+            mean.add(positions, block.rows["theta"])
+        assert mean.value is not None
+        means.append(mean.value)
+    assert all(torch.equal(value, means[0]) for value in means)
+    exact = (weights.double() @ tensor.double() / 25).float()
+    torch.testing.assert_close(means[0], exact, rtol=1e-6, atol=1e-6)
+
+
+def counted(message: Message) -> Traffic:
+    return count_bytes(message, LAYERS, ["a", "b", "c", "mix"])
+
+
+def test_bytes_of_a_shared_tensor_count_for_every_client() -> None:
+    traffic = counted(Message(shared={"theta": torch.zeros(P)}, num_clients=3))
+    assert traffic.parameters.tolist() == [[12, 8, 16, 0]] * 3
+    assert traffic.buffers.tolist() == traffic.indices.tolist() == [0, 0, 0]
+
+
+def test_bytes_of_layers_left_out_are_not_counted() -> None:
+    keep = torch.tensor([[True, False, True], [False, False, True]])
+    message = Message(rows={"theta": torch.zeros(2, 2, P)}, keep={"theta": keep}, num_clients=2)
+    traffic = counted(message)
+    assert traffic.parameters.tolist() == [[24, 0, 32, 0], [0, 0, 32, 0]]
+    assert traffic.indices.tolist() == [8, 16]
+    message.keep = {"theta": torch.tensor([False, True, True])}
+    traffic = counted(message)
+    assert traffic.parameters.tolist() == [[0, 16, 32, 0]] * 2
+    assert traffic.indices.tolist() == [0, 0]
+
+
+def test_statistics_whole_numbers_and_other_tensors_have_columns_of_their_own() -> None:
+    message = Message(
+        shared={"routes": torch.zeros(3, dtype=torch.int64)},
+        rows={BUFFERS: torch.zeros(2, 6), "mix": torch.zeros(2, 5, dtype=torch.float64)},
+        num_clients=2,
+    )
+    traffic = counted(message)
+    assert traffic.buffers.tolist() == [24, 24]
+    assert traffic.indices.tolist() == [24, 24]
+    assert traffic.parameters.tolist() == [[0, 0, 0, 40]] * 2
+
+
+def test_select_keeps_what_belongs_to_some_clients() -> None:
+    cohort = cohort_of(COHORTS[0])
+    message = full_message(cohort)
+    part = message.select(slice(1, 3))
+    assert part.num_clients == 2
+    assert torch.equal(part["theta"], message["theta"][1:3])
+    assert torch.equal(part["plain"], torch.arange(P).float().expand(2, P))
+    assert torch.equal(part.keep["some"], message.keep["some"][1:3])
+    assert torch.equal(part.keep["branches"], message.keep["branches"])
+    assert "theta" in part
+    assert "nothing" not in part

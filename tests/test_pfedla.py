@@ -1,0 +1,643 @@
+"""pFedLA and HeurpFedLA: invariants of methods.md section 8, and a slow twin of Algorithm 1."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import OneClient, Run
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import Cohort, Message, Traffic, Upload, count_bytes
+from hpcfl.methods import Method
+from hpcfl.methods.base import State
+from hpcfl.methods.heurpfedla import HeurpFedLA
+from hpcfl.methods.pfedla import PFedLA
+from hpcfl.randomness import torch_stream
+from hpcfl.training import Batch, cross_entropy_loss, minibatches
+
+HEADS_BIAS = "hypernetworks/heads.bias"
+UNEQUAL = (
+    "data.partition.name=dirichlet",
+    "data.per_client=null",
+    "data.subset_per_class=15",
+    "data.partition.min_samples=5",
+    "data.partition.beta=2.0",
+)
+DIVERSE = ("method.initial_models=own", "method.head_init=default", "method.hypernetwork_lr=0.01")
+"""From the first round on, models and weights differ."""
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def upload(theta: Tensor) -> Upload:
+    return Upload(iter([(slice(0, len(theta)), Message(rows={"theta": theta}, num_clients=len(theta)))]))
+
+
+def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:
+    return Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
+
+
+def traffic(run: Run, clients: Sequence[int]) -> Traffic:
+    """Count what the server would send now."""
+    message = run.method.send(run.server, cohort_of(run.method, clients))
+    return count_bytes(message, run.method.layers, [layer.name for layer in run.method.layers])
+
+
+def loss_and_gradient(run: Run, client: int, theta: Tensor) -> tuple[float, Tensor]:
+    """Return a client's loss over its training split as one batch, and the gradient [P]."""
+    x, y = run.place.shard.samples("train", client)
+    batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
+    gradients, loss = run.place.engine.gradient(
+        cross_entropy_loss, {"theta": theta.unsqueeze(0)}, torch.empty(1, 0), batch
+    )
+    return float(loss), gradients["theta"][0].clone()
+
+
+# Weights that make pFedLA another method
+
+
+class SampleWeights(PFedLA):
+    """alpha_i^{l,j} = n_j / n for all i and l, for ever (with hypernetwork_lr=0)."""
+
+    def server_state(self) -> State:
+        state = super().server_state()
+        state[HEADS_BIAS][:] = (self.context.num_samples / self.context.num_samples.sum()).log()
+        return state
+
+
+class OwnModelOnly(PFedLA):
+    """alpha_i^{l,j} = 1 for j = i, else exactly 0, for ever (with hypernetwork_lr=0)."""
+
+    def server_state(self) -> State:
+        state = super().server_state()
+        state[HEADS_BIAS][:] = 1000 * torch.eye(self.context.num_clients).unsqueeze(1)
+        return state
+
+
+def test_weights_by_samples_are_fedavg() -> None:
+    fedavg = Run(*UNEQUAL, "method.name=fedavg")
+    ours = Run(*UNEQUAL, "method.hypernetwork_lr=0", kind=SampleWeights)
+    assert len(set(ours.method.context.num_samples.tolist())) > 1
+    expected = fedavg.server["theta"].expand(4, -1)
+    torch.testing.assert_close(ours.evaluated()["theta"], expected, rtol=0, atol=2e-6)
+    assert (expected[0] - ours.method.context.initial_parameters()).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+@pytest.mark.parametrize("batchnorm", ["true", "false"])
+def test_one_hot_weights_are_local_training_to_the_bit(participation: float, batchnorm: str) -> None:
+    keys = (f"train.participation={participation}", f"model.batchnorm={batchnorm}")
+    local = Run(*keys, "method.name=local")
+    ours = Run(*keys, "method.hypernetwork_lr=0", kind=OwnModelOnly)
+    assert torch.equal(ours.server["theta"], local.clients["theta"])
+    theirs = local.evaluated()
+    for name, value in ours.evaluated().items():
+        assert torch.equal(value, theirs[name])
+    assert not torch.equal(local.clients["theta"][0], local.clients["theta"][1])
+
+
+# Weights
+
+
+@pytest.mark.parametrize("weights", ["softmax", "relu"])
+@pytest.mark.parametrize("head_init", ["zero", "default", "uniform"])
+def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: str, head_init: str) -> None:
+    run = Run(f"method.weights={weights}", f"method.head_init={head_init}", "method.hypernetwork_lr=0.02")
+    alpha = run.method.alpha(run.server, range(4))
+    assert alpha.shape == (4, 4, 4)
+    assert alpha.min() >= 0
+    torch.testing.assert_close(alpha.sum(dim=-1), torch.ones(4, 4), rtol=0, atol=1e-6)
+    assert torch.equal(run.method.alpha(run.server, [2, 3]), alpha[2:])
+    assert torch.equal(run.method.derived(run.server)["alpha"], alpha)
+
+
+def test_first_weights_are_uniform_and_common_models_give_them_no_gradient() -> None:
+    one = Run("train.rounds=1", "method.optimiser=sgd", "method.hypernetwork_lr=10")
+    uniform = torch.full((4, 4, 4), 0.25)
+    assert torch.equal(one.method.alpha(one.method.initial_server(), range(4)), uniform)
+    torch.testing.assert_close(one.method.alpha(one.server, range(4)), uniform, rtol=0, atol=1e-6)
+    two = Run("train.rounds=2", "method.optimiser=sgd", "method.hypernetwork_lr=10")
+    assert (two.method.alpha(two.server, range(4)) - 0.25).abs().max() > 1e-3
+
+
+def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_finite() -> None:
+    run = Run("method.weights=relu", "method.head_init=zero")
+    own = torch.eye(4).unsqueeze(1).expand(4, 4, 4)
+    assert torch.equal(run.method.alpha(run.server, range(4)), own)
+    assert all(tensor.isfinite().all() for tensor in run.server.values())
+    assert torch.equal(run.server["theta"], Run("method.name=local").clients["theta"])
+    # one layer of one client negative throughout, the rest alive
+    run = Run("method.weights=relu", "method.head_init=uniform", "method.initial_models=own")
+    run.server["hypernetworks/heads.bias"][1, 2] = -1e6
+    alpha = run.method.alpha(run.server, range(4))
+    assert alpha[1, 2].tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert (alpha[1, [0, 1, 3]] > 0.1).all()
+    run.method.aggregate(run.server, cohort_of(run.method, range(4)), upload(run.server["theta"] + 0.1))
+    assert all(tensor.isfinite().all() for tensor in run.server.values())
+
+
+# The hypernetworks' step
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("weights", "head_init"),
+    [
+        ("softmax", "zero"),
+        ("softmax", "default"),
+        ("softmax", "uniform"),
+        ("relu", "default"),
+        ("relu", "uniform"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_a_small_step_lowers_the_loss_of_the_mixed_model(
+    optimiser: str, weights: str, head_init: str
+) -> None:
+    run = Run(
+        "method.initial_models=own",
+        f"method.optimiser={optimiser}",
+        f"method.weights={weights}",
+        f"method.head_init={head_init}",
+        f"method.hypernetwork_lr={0.01 if optimiser == 'sgd' else 1e-4}",
+    )
+    method, models = run.method, run.server["theta"].clone()
+    server = method.initial_server() | {"theta": models.clone()}
+    mixed = method.mix(method.alpha(server, range(4)), models)
+    before = [loss_and_gradient(run, client, mixed[client]) for client in range(4)]
+    trained = mixed - 0.1 * torch.stack([gradient for _, gradient in before])
+    method.aggregate(server, cohort_of(method, range(4)), upload(trained))
+    moved = method.mix(method.alpha(server, range(4)), models)
+    after = [loss_and_gradient(run, client, moved[client])[0] for client in range(4)]
+    assert all(new < old for new, (old, _) in zip(after, before, strict=True)), (before, after)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optimiser: str) -> None:
+    run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
+    server = run.method.initial_server()
+    before = run.method.alpha(server, [0])
+    run.method.aggregate(server, cohort_of(run.method, [0]), upload(server["theta"][1:2].clone()))
+    after = run.method.alpha(server, [0])
+    assert (after[0, :, 1] > before[0, :, 1]).all()
+    assert (after[0, :, [0, 2, 3]] < before[0, :, [0, 2, 3]]).all()
+
+
+@pytest.mark.parametrize("weights", ["softmax", "relu"])
+@pytest.mark.parametrize("layer", ["module", "tensor"])
+@pytest.mark.usefixtures("double")
+def test_closed_form_is_the_gradient_through_the_stacked_models(weights: str, layer: str) -> None:
+    run = Run(
+        *DIVERSE,
+        "train.rounds=1",
+        "model.batchnorm=true",
+        f"method.weights={weights}",
+        f"method.layer={layer}",
+        "method.head_init=uniform",
+        "method.optimiser=sgd",
+        "method.hypernetwork_lr=1",
+    )
+    method, server = run.method, run.server
+    stream = torch.Generator().manual_seed(0)
+    trained = server["theta"][[0, 2]] + 0.1 * torch.randn(2, method.layout.size, generator=stream)
+    models, before = server["theta"].clone(), {name: tensor.clone() for name, tensor in server.items()}
+    for row, client in enumerate((0, 2)):
+        twin = OneClient(method.hypernetworks, hypernetworks(before), client)
+        alpha = normalised(twin(), weights)
+        mixed = torch.cat(
+            [
+                (alpha[number].unsqueeze(1) * models[:, part.start : part.stop]).sum(dim=0)
+                for number, part in enumerate(method.layers)
+            ]
+        )
+        mixed.backward(mixed.detach() - trained[row])
+        expected = twin.tensors(method.hypernetworks, gradients=True)
+        if row == 0:
+            method.aggregate(server, cohort_of(method, [0, 2]), upload(trained))
+        for name, gradient in expected.items():
+            moved = before[f"hypernetworks/{name}"][client] - server[f"hypernetworks/{name}"][client]
+            torch.testing.assert_close(
+                moved, gradient, rtol=1e-9, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            assert gradient.abs().max() > 1e-6
+    assert torch.equal(server["theta"][[0, 2]], trained)
+
+
+@pytest.mark.usefixtures("double")
+def test_gradient_of_softmax_outputs_is_alpha_times_centred_products() -> None:
+    run = Run(*DIVERSE, "train.rounds=1", "method.optimiser=sgd", "method.hypernetwork_lr=1")
+    method, server = run.method, run.server
+    alpha, models = method.alpha(server, range(4)), server["theta"].clone()
+    trained = models.roll(1, dims=0)
+    products = torch.zeros(4, 4, 4)
+    for client in range(4):
+        for number, layer in enumerate(method.layers):
+            part = slice(layer.start, layer.stop)
+            delta = trained[client, part] - alpha[client, number] @ models[:, part]
+            products[client, number] = torch.stack([model[part] @ delta for model in models])
+    ascent = alpha * (products - (alpha * products).sum(dim=-1, keepdim=True))
+    before = server[HEADS_BIAS].clone()
+    method.aggregate(server, cohort_of(method, range(4)), upload(trained))
+    torch.testing.assert_close(server[HEADS_BIAS] - before, ascent, rtol=1e-9, atol=1e-10)
+
+
+# Algorithm 1, one client at a time
+
+
+def hypernetworks(server: State) -> State:
+    prefix = "hypernetworks/"
+    return {name.removeprefix(prefix): t for name, t in server.items() if name.startswith(prefix)}
+
+
+def normalised(outputs: Tensor, weights: str) -> Tensor:
+    if weights == "softmax":
+        return outputs.exp() / outputs.exp().sum(dim=-1, keepdim=True)
+    return outputs.relu() / outputs.relu().sum(dim=-1, keepdim=True)
+
+
+class SlowTwin:
+    """pFedLA with a torch module a client and autograd through the mixed models; running statistics local."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.params, self.train = run, run.config.params, run.config.train
+        start = run.method.initial_server()
+        self.networks = [copy.deepcopy(run.method.context.network).train() for _ in range(run.num_clients)]
+        for network, theta in zip(self.networks, start["theta"], strict=True):
+            torch.nn.utils.vector_to_parameters(theta.clone(), network.parameters())
+        shape = run.method.hypernetworks
+        self.hypernetworks = [OneClient(shape, hypernetworks(start), c) for c in range(run.num_clients)]
+        kind = torch.optim.Adam if self.params.optimiser == "adam" else torch.optim.SGD
+        self.optimisers = [kind(h.parameters(), lr=self.params.hypernetwork_lr) for h in self.hypernetworks]
+
+    def models(self) -> list[dict[str, Tensor]]:
+        return [{n: p.detach().clone() for n, p in network.named_parameters()} for network in self.networks]
+
+    def mixture(self, client: int, models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        alpha = normalised(self.hypernetworks[client](), self.params.weights)
+        modules = list(dict.fromkeys(name.rpartition(".")[0] for name in models[0]))
+        mixed = {}
+        for name in models[0]:
+            layer = modules.index(name.rpartition(".")[0])
+            mixed[name] = sum(
+                (alpha[layer, j] * model[name] for j, model in enumerate(models)), torch.tensor(0.0)
+            )
+        return mixed
+
+    def train_client(self, client: int, round: int) -> None:
+        network = self.networks[client]
+        x, y = self.run.place.shard.samples("train", client)
+        optimiser = torch.optim.SGD(network.parameters(), lr=self.train.lr)
+        stream = torch_stream(self.run.config.run.seed, "batches", round, client)
+        for _ in range(self.train.local_epochs):
+            order = torch.randperm(len(y), generator=stream)
+            for start, stop in minibatches(len(y), self.train.batch_size):
+                optimiser.zero_grad()
+                cross_entropy(network(x[order[start:stop]]), y[order[start:stop]]).backward()
+                optimiser.step()
+
+    def round(self, number: int) -> None:
+        models = self.models()
+        for client in self.run.simulation.cohort(number).clients:
+            mixed = self.mixture(client, models)
+            parameters = dict(self.networks[client].named_parameters())
+            for name, value in mixed.items():
+                parameters[name].data.copy_(value.detach())
+            self.train_client(client, number)
+            weights = list(self.hypernetworks[client].parameters())
+            old_minus_new = [mixed[name].detach() - parameters[name].detach() for name in mixed]
+            gradients = torch.autograd.grad(list(mixed.values()), weights, grad_outputs=old_minus_new)
+            for weight, gradient in zip(weights, gradients, strict=True):
+                weight.grad = gradient
+            self.optimisers[client].step()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("method.optimiser=sgd", "method.hypernetwork_lr=10", *UNEQUAL),
+        ("method.optimiser=adam", "train.participation=0.5", "train.rounds=5"),
+        ("method.weights=relu", "method.head_init=uniform", "model.batchnorm=true"),
+        ("method.head_init=zero", "method.initial_models=common", "train.local_epochs=2"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_equal_a_slow_twin_with_one_module_a_client(keys: tuple[str, ...]) -> None:
+    run = Run(*DIVERSE, *keys)
+    twin = SlowTwin(run)
+    for number in range(run.config.train.rounds):
+        twin.round(number)
+
+    def flat(model: dict[str, Tensor]) -> Tensor:
+        return torch.cat([tensor.detach().flatten() for tensor in model.values()])
+
+    models = twin.models()
+    expected = torch.stack([flat(model) for model in models])
+    torch.testing.assert_close(run.server["theta"], expected, rtol=0, atol=1e-9)
+    for name, tensor in hypernetworks(run.server).items():
+        rows = [h.tensors(run.method.hypernetworks)[name] for h in twin.hypernetworks]
+        torch.testing.assert_close(tensor, torch.stack(rows), rtol=0, atol=1e-9)
+    mixed = torch.stack([flat(twin.mixture(client, models)) for client in range(run.num_clients)])
+    evaluated = run.evaluated()
+    torch.testing.assert_close(evaluated["theta"], mixed, rtol=0, atol=1e-9)
+    if "model.batchnorm=true" in keys:
+        statistics = torch.stack([run.method.layout.flatten(network)[1] for network in twin.networks])
+        torch.testing.assert_close(evaluated["buffers"], statistics, rtol=0, atol=1e-9)
+    start = run.method.initial_server()
+    assert (hypernetworks(run.server)["heads.bias"] - hypernetworks(start)["heads.bias"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_unsampled_clients_keep_all_their_state_but_take_part_in_every_sum(optimiser: str) -> None:
+    run = Run(*DIVERSE, "train.rounds=1", "train.participation=0.5", f"method.optimiser={optimiser}")
+    start = run.method.initial_server()
+    sampled = list(run.simulation.cohort(0).clients)
+    rest = sorted(set(range(4)) - set(sampled))
+    assert len(sampled) == 2
+    for name, tensor in run.server.items():
+        assert torch.equal(tensor[rest], start[name][rest]), name
+        moved = (tensor != start[name]).view(4, -1).any(dim=1)
+        assert moved[sampled].all(), name
+    cohort = cohort_of(run.method, sampled)
+    sent = run.method.download(run.server, cohort).rows["theta"].clone()
+    alpha = run.method.alpha(run.server, sampled)
+    run.server["theta"][rest[0]] += 1
+    change = run.method.download(run.server, cohort).rows["theta"] - sent
+    for number, layer in enumerate(run.method.layers):
+        weight = alpha[:, number, rest[0]].unsqueeze(1)
+        torch.testing.assert_close(
+            change[:, layer.start : layer.stop],
+            weight.expand(-1, layer.size),
+            rtol=0,
+            atol=1e-6,
+        )
+
+
+# Layers and running statistics
+
+
+@pytest.mark.parametrize(("layer", "num_layers"), [("module", 6), ("block", 4), ("tensor", 12)])
+def test_each_layer_of_the_chosen_granularity_has_weights_of_its_own(layer: str, num_layers: int) -> None:
+    run = Run(
+        *DIVERSE, "train.rounds=1", "model.batchnorm=true", f"method.layer={layer}", "train.buffers=mixed"
+    )
+    alpha = run.method.alpha(run.server, range(4))
+    assert alpha.shape == (4, num_layers, 4)
+    sent = run.method.send(run.server, cohort_of(run.method, range(4)))
+    mixed, statistics = sent["theta"], sent["buffers"]
+    names = [part.name for part in run.method.layers]
+    number_of = {
+        "module": {"conv1": 0, "bn1": 1, "conv2": 2, "bn2": 3, "fc1": 4, "fc2": 5},
+        "block": {"conv1": 0, "bn1": 0, "conv2": 1, "bn2": 1, "fc1": 2, "fc2": 3},
+    }
+    for slot in [*run.method.layout.parameters, *run.method.layout.buffers]:
+        is_statistic = "running" in slot.name
+        if layer == "tensor":
+            number = names.index(f"{slot.module}.weight" if is_statistic else slot.name.split(".", 1)[1])
+        else:
+            number = number_of[layer][slot.module]
+        rows, source = (statistics, run.server["buffers"]) if is_statistic else (mixed, run.server["theta"])
+        part = slice(slot.start, slot.stop)
+        torch.testing.assert_close(rows[:, part], alpha[:, number] @ source[:, part], rtol=1e-5, atol=1e-6)
+
+
+def test_local_statistics_never_leave_the_client() -> None:
+    run = Run(*DIVERSE, "model.batchnorm=true")
+    assert run.method.buffers == "local"
+    assert "buffers" not in run.server
+    sent = run.method.send(run.server, cohort_of(run.method, range(4)))
+    assert set(sent.rows) == {"theta"}
+    assert sent.shared == {}
+    assert (run.clients["buffers"] != run.method.context.initial_buffers()).any(dim=1).all()
+    assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
+
+
+def test_mixed_statistics_are_kept_by_the_server_and_carry_the_weights_of_their_layer() -> None:
+    run = Run(*DIVERSE, "model.batchnorm=true", "train.buffers=mixed", "train.participation=0.5")
+    assert "buffers" not in run.clients
+    seen = {client for number in range(3) for client in run.simulation.cohort(number).clients}
+    initial = run.method.context.initial_buffers()
+    for client, row in enumerate(run.server["buffers"]):
+        assert torch.equal(row, initial) != (client in seen)
+    alpha = run.method.alpha(run.server, range(4))
+    bn1, bn2 = alpha[:, 1], alpha[:, 3]
+    expected = torch.cat([bn1 @ run.server["buffers"][:, :32], bn2 @ run.server["buffers"][:, 32:]], dim=1)
+    torch.testing.assert_close(run.evaluated()["buffers"], expected)
+    counted = traffic(run, range(4))
+    assert counted.buffers.tolist() == [4 * 96] * 4
+    assert counted.parameters.sum(axis=1).tolist() == [4 * 13_802] * 4
+
+
+def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:
+    run = Run(*DIVERSE, *UNEQUAL, "train.rounds=1", "model.batchnorm=true", "train.buffers=average")
+    method, samples = run.method, run.method.context.num_samples
+    sent = method.send(method.initial_server(), cohort_of(method, range(4)))
+    trained = []
+    for client in range(4):
+        alone = Clients(run.place, [client], 0)
+        trained.append(method.work(alone, sent.select(slice(client, client + 1))).rows["buffers"][0])
+    expected = (torch.stack(trained) * samples.unsqueeze(1)).sum(dim=0) / samples.sum()
+    torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(run.evaluated()["buffers"], run.server["buffers"].expand(4, -1))
+
+
+# HeurpFedLA
+
+
+class Retains(HeurpFedLA):
+    """Retain layers by name instead of by weight, as table 3 of the paper does."""
+
+    kept: tuple[str, ...] = ()
+
+    def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
+        return torch.tensor([layer.name in self.kept for layer in self.layers]).expand(len(alpha), -1)
+
+
+def retaining(*names: str) -> type[HeurpFedLA]:
+    return type("RetainsSome", (Retains,), {"kept": names})
+
+
+@pytest.mark.parametrize("buffers", ["local", "mixed"])
+def test_k_zero_is_pfedla_to_the_bit(buffers: str) -> None:
+    keys = (*DIVERSE, "model.batchnorm=true", f"train.buffers={buffers}", "train.participation=0.75")
+    pfedla = Run(*keys)
+    ours = Run(*keys, "method.name=heurpfedla", "method.k=0")
+    assert set(ours.server) == set(pfedla.server)
+    assert all(torch.equal(ours.server[name], tensor) for name, tensor in pfedla.server.items())
+    assert set(ours.clients) == set(pfedla.clients)
+    assert all(torch.equal(ours.clients[name], tensor) for name, tensor in pfedla.clients.items())
+    assert torch.equal(ours.bytes_by_client, pfedla.bytes_by_client)
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_k_all_layers_is_local_training_to_the_bit_and_downloads_nothing(participation: float) -> None:
+    keys = ("model.batchnorm=true", f"train.participation={participation}")
+    local = Run(*keys, "method.name=local")
+    ours = Run(*keys, "method.name=heurpfedla", "method.k=6", "method.hypernetwork_lr=0.1")
+    assert torch.equal(ours.server["theta"], local.clients["theta"])
+    assert torch.equal(ours.clients["theta"], local.clients["theta"])
+    theirs = local.evaluated()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.evaluated().items())
+    assert ours.bytes_by_client[:, 0].tolist() == [0] * 4
+    assert ours.bytes_by_client[:, 1].sum() == 3 * round(4 * participation) * 4 * 13_802
+
+
+def test_more_layers_than_there_are_cannot_be_retained() -> None:
+    with pytest.raises(UserError, match=r"method\.k=5 is more than the model's 4 layers .*allowed: 0 to 4"):
+        Run("method.name=heurpfedla", "method.k=5")
+
+
+def test_the_layers_of_largest_self_weight_are_retained_and_ties_go_to_the_lowest() -> None:
+    run = Run("method.name=heurpfedla", "method.k=2", "train.rounds=1")
+    alpha = torch.zeros(2, 4, 4)
+    alpha[0, :, 3] = torch.tensor([0.2, 0.5, 0.5, 0.1])
+    alpha[1, :, 1] = torch.tensor([0.3, 0.1, 0.2, 0.4])
+    # other clients' weights do not count
+    alpha[0, 3, 0] = 0.9
+    chosen = run.method.retained(alpha, [3, 1])
+    assert chosen.tolist() == [[False, True, True, False], [True, False, False, True]]
+    uniform = run.method.retained(torch.full((1, 4, 4), 0.25), [2])
+    assert uniform.tolist() == [[True, True, False, False]]
+
+
+def test_bytes_down_and_retained_bytes_are_pfedlas_and_bytes_up_are_equal() -> None:
+    keys = (*DIVERSE, "train.rounds=1")
+    pfedla = Run(*keys)
+    ours = Run(*keys, "method.name=heurpfedla", "method.k=2")
+    chosen = ours.method.retained(ours.method.alpha(ours.method.initial_server(), range(4)), range(4))
+    assert len({tuple(row) for row in chosen.tolist()}) > 1
+    sizes = torch.tensor([layer.size for layer in ours.method.layers])
+    assert torch.equal(
+        ours.bytes_by_client[:, 0] + 4 * (chosen * sizes).sum(dim=1), pfedla.bytes_by_client[:, 0]
+    )
+    assert torch.equal(ours.bytes_by_client[:, 1], pfedla.bytes_by_client[:, 1])
+    assert pfedla.bytes_by_client.tolist() == [[4 * 13_706, 4 * 13_706]] * 4
+    assert traffic(ours, range(4)).indices.tolist() == [8 * 2] * 4
+    assert traffic(pfedla, range(4)).indices.tolist() == [0] * 4
+
+
+def test_heads_of_retained_layers_do_not_move() -> None:
+    run = Run(*DIVERSE, "train.rounds=1", "method.name=heurpfedla", "method.k=2")
+    start = run.method.initial_server()
+    chosen = run.method.retained(run.method.alpha(start, range(4)), range(4))
+    for name in ("heads.weight", "heads.bias"):
+        for tensor, moment in (("hypernetworks/", ""), ("optimiser/", ".first"), ("optimiser/", ".second")):
+            key = f"{tensor}{name}{moment}"
+            moved = (run.server[key] != start[key]).flatten(2).any(dim=-1)
+            assert torch.equal(moved, ~chosen), key
+    for name in ("embedding", "trunk1.weight", "trunk3.bias"):
+        key = f"hypernetworks/{name}"
+        assert (run.server[key] != start[key]).flatten(1).any(dim=1).all()
+
+
+@pytest.mark.usefixtures("double")
+def test_a_retained_layer_gives_embedding_and_trunk_no_gradient() -> None:
+    step = ("method.optimiser=sgd", "method.hypernetwork_lr=1", "method.head_init=uniform")
+    run = Run(
+        *DIVERSE, *step, "train.rounds=1", "method.name=heurpfedla", "method.k=1", kind=retaining("fc1")
+    )
+    method, server = run.method, run.server
+    models, before = server["theta"].clone(), {name: tensor.clone() for name, tensor in server.items()}
+    trained = models[1:2] + 0.1
+    twin = OneClient(method.hypernetworks, hypernetworks(before), 1)
+    alpha = normalised(twin(), "softmax")
+    objective = torch.tensor(0.0)
+    for number, layer in enumerate(method.layers):
+        if layer.name != "fc1":
+            part = slice(layer.start, layer.stop)
+            mixed = alpha[number] @ models[:, part]
+            objective = objective + 0.5 * (mixed - trained[0, part]).square().sum()
+    objective.backward()
+    method.aggregate(server, cohort_of(method, [1]), upload(trained))
+    for name, gradient in twin.tensors(method.hypernetworks, gradients=True).items():
+        if not name.startswith("heads."):
+            moved = before[f"hypernetworks/{name}"][1] - server[f"hypernetworks/{name}"][1]
+            torch.testing.assert_close(moved, gradient, rtol=1e-9, atol=1e-10)
+            assert gradient.abs().max() > 1e-6
+
+
+def test_retained_layers_are_the_clients_own_and_the_others_are_mixed() -> None:
+    run = Run(*DIVERSE, "method.name=heurpfedla", "method.k=1", kind=retaining("fc1"))
+    assert torch.equal(run.server["theta"], run.clients["theta"])
+    alpha = run.method.alpha(run.server, range(4))
+    evaluated = run.evaluated()["theta"]
+    for number, layer in enumerate(run.method.layers):
+        part = slice(layer.start, layer.stop)
+        mixed = alpha[:, number] @ run.server["theta"][:, part]
+        if layer.name == "fc1":
+            assert torch.equal(evaluated[:, part], run.clients["theta"][:, part])
+            assert (evaluated[:, part] - mixed).abs().max() > 0.01
+        else:
+            torch.testing.assert_close(evaluated[:, part], mixed, rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_trains_from_its_own_retained_layers_not_from_what_arrives() -> None:
+    keys = ("train.rounds=2", "train.lr=1e-12", "method.initial_models=own", "method.head_init=default")
+    run = Run(*keys, "method.name=heurpfedla", "method.k=1", kind=retaining("conv2"))
+    own = run.method.context.initial_parameters(range(4), own=True)
+    part = slice(160, 160 + 4640)
+    torch.testing.assert_close(run.clients["theta"][:, part], own[:, part], rtol=0, atol=1e-7)
+    assert (run.clients["theta"][:, part.stop :] - own[:, part.stop :]).abs().mean() > 0.01
+
+
+# Table 3 of the paper
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write ten classes of random images, 60 of each kind, in the sizes of EMNIST and CIFAR."""
+    folder = tmp_path_factory.mktemp("images")
+    numbers = np.random.Generator(np.random.PCG64(0))
+    paths = {}
+    for name, shape in (("emnist", (28, 28, 1)), ("cifar", (32, 32, 3))):
+        paths[name] = folder / f"{name}.npz"
+        np.savez(paths[name], x=numbers.integers(0, 256, (60, *shape), np.uint8), y=np.arange(60) % 10)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("data", "kept", "bytes_down", "cost_mib"),
+    [
+        ("emnist", (), 343_288, 491.077),
+        ("emnist", ("fc3",), 339_888, 488.646),
+        ("emnist", ("fc3", "fc1"), 93_648, 312.521),
+        ("cifar", (), 485_112, 693.958),
+        ("cifar", ("fc1",), 100_632, 418.957),
+        ("cifar", ("fc1", "conv2"), 49_304, 382.244),
+        ("cifar", ("fc1", "conv2", "fc3"), 45_904, 379.812),
+    ],
+)
+def test_table_3(
+    images: dict[str, Path], data: str, kept: tuple[str, ...], bytes_down: int, cost_mib: float
+) -> None:
+    """Cost of 10 clients over 75 rounds, which is 3000 bytes a number (methods.md 5.1.9)."""
+    run = Run(
+        "data.source=npz",
+        f"data.path={images[data]}",
+        "data.layout=NHWC",
+        "data.clients=10",
+        "data.per_client=6",
+        "data.partition.classes_per_client=1",
+        "data.normalise=half",
+        "model.name=lenet",
+        f"model.batchnorm={str(data == 'cifar').lower()}",
+        "train.rounds=1",
+        "method.name=heurpfedla",
+        f"method.k={len(kept)}",
+        kind=retaining(*kept),
+    )
+    whole = {"emnist": 343_288, "cifar": 485_112}[data]
+    assert run.bytes_by_client.tolist() == [[bytes_down, whole]] * 10
+    assert float(run.bytes_by_client.sum()) * 75 / 2**20 == pytest.approx(cost_mib, abs=5e-4)

@@ -1,0 +1,116 @@
+"""What `hpcfl plan` says before a run: clients by classes, the network, work, and the server's memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hpcfl.config import load_config
+from hpcfl.main import FINISHED, main
+from hpcfl.methods import METHODS, Context
+from hpcfl.models import NetworkOptions
+from hpcfl.training import TrainConfig
+
+DIGITS_CNN = 160 + 4640 + 8256 + 650
+"""Trainable numbers of digits_cnn: conv1, conv2, fc1, fc2."""
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main(["plan", *words]) == FINISHED
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out.splitlines()
+
+
+def numbers(line: str) -> list[int]:
+    """Return the cells of a line of the table; a dot is 0."""
+    return [0 if cell == "." else int(cell) for cell in line.split()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("words", "per_client", "classes"),
+    [
+        (["data.per_client=40"], 40, {4}),
+        (["data.clients=7", "data.per_client=40", "data.partition.classes_per_client=2"], 40, {2}),
+        (["data.partition.name=dominant"], None, {10}),
+        (["data.partition.name=iid", "data.per_client=100", "data.val_fraction=0.2"], 100, {8, 9, 10}),
+    ],
+)
+def test_the_table_of_clients_adds_up(
+    words: list[str], per_client: int | None, classes: set[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = planned(capsys, *words)
+    config = load_config(None, words)
+    assert lines[0] == f"{config.partition} partition of digits: samples of each class"
+    assert lines[1].split() == ["client", *map(str, range(10)), "train", "val", "test"]
+    rows = np.array([numbers(line) for line in lines[2 : 2 + config.data.clients]])
+    assert [line.split()[0] for line in lines[2 : 2 + config.data.clients]] == [
+        str(client) for client in range(config.data.clients)
+    ]
+    by_class, splits = rows[:, :10], rows[:, 10:]
+    assert np.array_equal(by_class.sum(axis=1), splits.sum(axis=1))
+    assert {int(owned) for owned in (by_class > 0).sum(axis=1)} <= classes
+    if per_client is not None:
+        assert set(by_class.sum(axis=1)) == {per_client}
+    assert (splits[:, 1] > 0).all() == (config.data.val_fraction > 0)
+    total = lines[2 + config.data.clients]
+    assert total.split()[0] == "all"
+    assert numbers(total) == rows.sum(axis=0).tolist()
+    assert len({len(line) for line in lines[1 : 3 + config.data.clients]}) == 1
+    assert len(lines[1]) <= 80
+
+
+def test_network_and_work(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(
+        capsys,
+        "method.name=fedavg",
+        "data.per_client=40",
+        "data.clients=5",
+        "train.participation=0.5",
+        "train.rounds=10",
+        "train.local_epochs=3",
+        "train.batch_size=9",
+    )
+    # 28 training samples are batches of 9, 9 and 10: a last one of one sample joins the one before it
+    assert lines[-2:] == [
+        "model digits_cnn: 13,706 trainable numbers (conv1 160, conv2 4,640, fc1 8,256, fc2 650)",
+        "10 rounds of 3 of 5 clients, 3 local epochs: about 270 client steps",
+    ]
+
+
+def hypernetwork_numbers(clients: int, layers: int) -> int:
+    """Return the numbers of one hypernetwork at the defaults: embedding, trunk of three, heads."""
+    return 100 + 3 * (100 * 100 + 100) + layers * clients * (100 + 1)
+
+
+def test_the_memory_of_pfedla_by_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = planned(capsys, "method.name=pfedla", "data.per_client=40")
+    hypernetworks = 4 * 10 * hypernetwork_numbers(10, 4)
+    assert f"server memory, theta: {4 * 10 * DIGITS_CNN:,} bytes" in lines
+    assert f"server memory, hypernetworks: {hypernetworks:,} bytes" in lines
+    assert f"server memory, hypernetworks' optimiser: {2 * hypernetworks:,} bytes" in lines
+
+
+def test_the_memory_that_is_planned_is_the_memory_that_is_held() -> None:
+    context = Context(
+        "digits_cnn", NetworkOptions(), (1, 8, 8), 10, torch.full((6,), 20), TrainConfig(), seed=0
+    )
+    for method_name in ("pfedla", "heurpfedla"):
+        method = METHODS[method_name](context, METHODS[method_name].Params())
+        held = dict.fromkeys(method.memory(), 0)
+        for name, tensor in method.initial_server().items():
+            kind = {"hypernetworks": "hypernetworks", "optimiser": "hypernetworks' optimiser"}
+            held[kind.get(name.partition("/")[0], name)] += tensor.nbytes
+        held["hypernetworks' optimiser"] -= 8 * 6  # the counts of steps
+        assert held == method.memory()
+
+
+def test_with_a_thousand_clients_the_hypernetworks_outweigh_the_models() -> None:
+    context = Context(
+        "digits_cnn", NetworkOptions(), (1, 8, 8), 10, torch.full((1000,), 20), TrainConfig(), seed=0
+    )
+    memory = METHODS["pfedla"](context, METHODS["pfedla"].Params()).memory()
+    assert memory["theta"] == 4 * 1000 * DIGITS_CNN
+    assert memory["hypernetworks"] == 4 * 1000 * hypernetwork_numbers(1000, 4)
+    assert memory["hypernetworks"] > 30 * memory["theta"]

@@ -1,0 +1,81 @@
+"""The README's promises: its commands run, its example of a new method works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcfl.main import main
+from hpcfl.methods import METHODS
+from conftest import REPOSITORY, in_mpi_world, run_tree
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """Return the README's code blocks of a language; "" are those without."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in fences if name == language]
+
+
+@pytest.fixture
+def example_name(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Add the README's example to the methods, as its file in the folder would."""
+    code = next(text for text in blocks("python") if "class FedProx(" in text)
+    module = types.ModuleType("readme_example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, "README.md", "exec"), vars(module))
+    method = module.FedProx
+    monkeypatch.setitem(METHODS, method.name, method)
+    return str(method.name)
+
+
+def theta_of(folder: Path) -> bytes:
+    import h5py
+
+    with h5py.File(folder / "checkpoint.h5", "r", locking=False) as file:
+        return bytes(file["server/theta"][:].tobytes())
+
+
+def run(folder: Path, *overrides: str) -> bytes:
+    settings = ["data.per_client=40", "data.clients=4", "train.rounds=2", "train.local_epochs=2", *overrides]
+    assert main([*settings, "--out", str(folder), "--quiet"]) == 0
+    return theta_of(folder)
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="runs serially")
+def test_the_example_of_a_new_method_runs_and_without_its_pull_is_fedavg(
+    tmp_path: Path, example_name: str
+) -> None:
+    fedavg = run(tmp_path / "fedavg", "method.name=fedavg")
+    without = run(tmp_path / "without", f"method.name={example_name}", "method.mu=0")
+    pulled = run(tmp_path / "pulled", f"method.name={example_name}", "method.mu=1")
+    assert without == fedavg
+    assert pulled != fedavg
+
+
+def test_every_command_of_the_tour_runs(
+    tmp_path: Path, mpirun: Callable[..., object], mpirun_command: list[str]
+) -> None:
+    tour = next(text for text in blocks("") if text.startswith("source .venv"))
+    commands = [shlex.split(line, comments=True) for line in tour.splitlines()[1:]]
+    assert len(commands) >= 5
+    for words in commands:
+        if words[:1] == ["mpirun"]:
+            command = [*mpirun_command, *words[1:3], sys.executable, *words[4:]]
+        elif words[:1] == ["hpcfl"]:
+            command = [sys.executable, "-m", "hpcfl.main", *words[1:]]
+        else:
+            command = [sys.executable, *words[1:]]
+        run_tree(command, cwd=tmp_path)
+
+
+def test_the_readme_names_files_that_exist() -> None:
+    for path in re.findall(r"(?:jobs|configs|hpcfl)/[\w./-]+\.(?:sh|sbatch|yaml|py)", README):
+        assert (REPOSITORY / path).exists(), path

@@ -1,0 +1,320 @@
+"""What a run leaves behind: its files, their bytes and columns, and what running it again does."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from hpcfl import __version__
+from hpcfl.config import load_config, resolve
+from hpcfl.ledger import METRICS, SECONDS
+from hpcfl.main import FINISHED, main
+
+N, ROUNDS = 4, 3
+TINY = [f"data.clients={N}", "data.per_client=20", "train.local_epochs=1", f"train.rounds={ROUNDS}"]
+LAYERS = {"conv1": 160, "conv2": 4640, "fc1": 8256, "fc2": 650}
+P = sum(LAYERS.values())
+FILES = {"config.yaml", "metrics.csv", "clients.csv", "bytes.csv", "checkpoint.h5", "log.txt", ".lock"}
+
+Rows = list[dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that runs TINY with other settings and returns the folder; each is run once."""
+    folders: dict[tuple[str, ...], Path] = {}
+
+    def run_once(*words: str) -> Path:
+        if words not in folders:
+            folder = tmp_path_factory.mktemp("runs") / "run"
+            assert main([*TINY, *words, "--quiet", "--out", str(folder)]) == FINISHED
+            folders[words] = folder
+        return folders[words]
+
+    return run_once
+
+
+def table(folder: Path, name: str) -> Rows:
+    with (folder / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def column(rows: Rows, name: str) -> list[float]:
+    return [float(row[name]) for row in rows]
+
+
+def moved(folder: Path, direction: str, layer: str, round: int | None = None) -> int:
+    """Add up the bytes of a layer, over all rounds or in one."""
+    return sum(
+        int(row["bytes"])
+        for row in table(folder, "bytes.csv")
+        if (row["direction"], row["layer"]) == (direction, layer) and round in (None, int(row["round"]))
+    )
+
+
+def untimed(folder: Path) -> dict[str, Rows]:
+    """Return the CSV files without the columns of seconds."""
+    return {
+        name: [{k: v for k, v in row.items() if k not in SECONDS} for row in table(folder, name)]
+        for name in ("metrics.csv", "clients.csv", "bytes.csv")
+    }
+
+
+def results(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files but the log."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "log.txt"}
+
+
+def test_files_and_columns(run: Callable[..., Path]) -> None:
+    folder = run()
+    assert {path.name for path in folder.iterdir()} == FILES
+    metrics, clients, moved_bytes = (
+        table(folder, name) for name in ("metrics.csv", "clients.csv", "bytes.csv")
+    )
+    assert tuple(metrics[0]) == METRICS
+    assert METRICS[:4] == ("round", "wall_s", "accuracy_mean", "accuracy_std")
+    assert {"accuracy_weighted", "loss_mean", "bytes_down", "bytes_up", "client_steps_per_s"} < set(METRICS)
+    assert column(metrics, "round") == [1, 2, 3]
+    assert sorted(column(metrics, "wall_s")) == column(metrics, "wall_s")
+    for name in ("accuracy_mean", "accuracy_std", "accuracy_weighted"):
+        assert all(0 <= value <= 1 for value in column(metrics, name))
+    assert column(clients, "client") == list(range(N))
+    accuracy, test_samples = np.array(column(clients, "accuracy")), np.array(column(clients, "test_samples"))
+    assert float(metrics[-1]["accuracy_mean"]) == accuracy.mean()
+    assert float(metrics[-1]["accuracy_std"]) == accuracy.std()
+    assert float(metrics[-1]["loss_mean"]) == np.mean(column(clients, "loss"))
+    assert np.allclose(accuracy * test_samples, np.round(accuracy * test_samples))
+    assert set(np.array(column(clients, "train_samples")) + test_samples) == {20}
+    assert list(moved_bytes[0]) == ["round", "direction", "layer", "bytes"]
+    assert {row["layer"] for row in moved_bytes} == set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("method.name=fedavg", "train.participation=0.5"),
+        ("method.name=local",),
+        ("method.name=fedbn", "model.batchnorm=true"),
+        ("method.name=heurpfedla", "train.participation=0.7"),
+        ("method.name=fedavg", "run.eval_every=2", "model.batchnorm=true"),
+    ],
+    ids=" ".join,
+)
+def test_bytes_agree_in_all_files(words: tuple[str, ...], run: Callable[..., Path]) -> None:
+    folder = run(*words)
+    layers = {row["layer"] for row in table(folder, "bytes.csv")} - {"(running statistics)", "(indices)"}
+    for row in table(folder, "metrics.csv"):
+        rounds = range(1, int(row["round"]) + 1)
+        for direction in ("down", "up"):
+            by_layer = sum(moved(folder, direction, layer, r) for layer in layers for r in rounds)
+            buffers = sum(moved(folder, direction, "(running statistics)", r) for r in rounds)
+            indices = sum(moved(folder, direction, "(indices)", r) for r in rounds)
+            assert int(row[f"bytes_{direction}"]) == by_layer
+            assert int(row[f"buffer_bytes_{direction}"]) == buffers
+            assert int(row[f"index_bytes_{direction}"]) == indices
+    last = table(folder, "metrics.csv")[-1]
+    for direction in ("down", "up"):
+        of_clients = column(table(folder, "clients.csv"), f"bytes_{direction}")
+        assert sum(of_clients) == int(last[f"bytes_{direction}"])
+
+
+@pytest.mark.parametrize(("participation", "cohort"), [(1.0, 4), (0.5, 2), (0.1, 1)])
+def test_fedavg_moves_its_model_once_a_sampled_client_and_direction(
+    participation: float, cohort: int, run: Callable[..., Path]
+) -> None:
+    folder = run("method.name=fedavg", f"train.participation={participation}")
+    for direction in ("down", "up"):
+        for round in range(1, ROUNDS + 1):
+            sent = {layer: moved(folder, direction, layer, round) for layer in LAYERS}
+            assert sent == {layer: 4 * size * cohort for layer, size in LAYERS.items()}
+        of_clients = column(table(folder, "clients.csv"), f"bytes_{direction}")
+        assert all(count % (4 * P) == 0 for count in of_clients)
+        assert sum(of_clients) == 4 * P * cohort * ROUNDS
+    last = table(folder, "metrics.csv")[-1]
+    others = [
+        last[f"{kind}_bytes_{direction}"] for kind in ("buffer", "index") for direction in ("down", "up")
+    ]
+    assert others == ["0"] * 4
+
+
+def test_local_moves_nothing(run: Callable[..., Path]) -> None:
+    last = table(run("method.name=local"), "metrics.csv")[-1]
+    assert {last[name] for name in METRICS if "bytes" in name} == {"0"}
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_heurpfedla_downloads_what_pfedla_does_but_the_retained_layers(
+    k: int, run: Callable[..., Path]
+) -> None:
+    pfedla, heurpfedla = run(), run("method.name=heurpfedla", f"method.k={k}")
+    for round in range(1, ROUNDS + 1):
+        retained = 0
+        for layer, size in LAYERS.items():
+            down = moved(heurpfedla, "down", layer, round)
+            missing, rest = divmod(moved(pfedla, "down", layer, round) - down, 4 * size)
+            assert rest == 0
+            assert 0 <= missing <= N
+            retained += missing
+            assert moved(heurpfedla, "up", layer, round) == moved(pfedla, "up", layer, round) == 4 * size * N
+        assert retained == k * N
+        assert moved(heurpfedla, "down", "(indices)", round) == 8 * retained
+    assert moved(heurpfedla, "down", next(iter(LAYERS)), 1) == 0
+    assert table(heurpfedla, "metrics.csv")[-1]["index_bytes_down"] == str(8 * k * N * ROUNDS)
+    assert table(heurpfedla, "metrics.csv")[-1]["index_bytes_up"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("words", "down", "up"),
+    [
+        (["method.name=fedavg"], 1, 1),
+        (["method.name=fedavg", "train.buffers=local"], 0, 0),
+        (["method.name=fedbn"], 0, 0),
+        (["method.name=pfedla", "train.buffers=local"], 0, 0),
+        (["method.name=pfedla", "train.buffers=mixed"], 1, 1),
+        (["method.name=local"], 0, 0),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_running_statistics_are_counted_apart(
+    words: list[str], down: int, up: int, run: Callable[..., Path]
+) -> None:
+    folder = run(*words, "model.batchnorm=true")
+    num_statistics = 2 * (16 + 32)
+    last = table(folder, "metrics.csv")[-1]
+    assert int(last["buffer_bytes_down"]) == down * 4 * num_statistics * N * ROUNDS
+    assert int(last["buffer_bytes_up"]) == up * 4 * num_statistics * N * ROUNDS
+    travels = {"method.name=fedbn": P, "method.name=local": 0}.get(words[0], P + num_statistics)
+    assert int(last["bytes_down"]) == int(last["bytes_up"]) == 4 * travels * N * ROUNDS
+
+
+def test_evaluations_follow_the_schedule_and_end_with_the_run(run: Callable[..., Path]) -> None:
+    folder = run("method.name=fedavg", "run.eval_every=2", "model.batchnorm=true")
+    assert column(table(folder, "metrics.csv"), "round") == [2, 3]
+
+
+def test_the_record_describes_the_run_and_can_be_run(
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("method.name=heurpfedla", "method.k=3")
+    folder = run(*words)
+    record = yaml.safe_load((folder / "config.yaml").read_text())
+    environment = record.pop("environment")
+    assert resolve(record) == load_config(None, [*TINY, *words])
+    assert environment["hpcfl"] == __version__
+    assert environment["torch"] == torch.__version__
+    assert environment["command"] == " ".join(
+        ["python -m hpcfl.main", *TINY, *words, "--quiet --out", str(folder)]
+    )
+    assert [place.split()[1:] for place in environment["ranks"]] == [["cpu", "loop"]]
+    assert environment["processor"]
+    again = tmp_path / "again"
+    assert main([str(folder / "config.yaml"), "--quiet", "--out", str(again)]) == FINISHED
+    assert untimed(again) == untimed(folder)
+    assert main([str(folder / "config.yaml"), "--out", str(folder)]) == FINISHED
+    assert "this run is finished, all 3 rounds are done" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_so_and_stays_as_it_is(
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run()
+    before = results(folder)
+    neutral = ["data.root=elsewhere", "run.checkpoint_every=1"]
+    assert main([*TINY, *neutral, "--out", str(folder)]) == FINISHED
+    out, err = capsys.readouterr()
+    assert "this run is finished, all 3 rounds are done; --fresh starts over" in out
+    assert "resuming" not in out
+    assert f"mean accuracy, round {ROUNDS}" in out
+    assert f"  in {folder}" in out
+    assert err == ""
+    assert results(folder) == before
+
+
+def test_a_lost_table_of_a_finished_run_comes_back(tmp_path: Path) -> None:
+    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
+    assert main(words) == FINISHED
+    before = results(tmp_path / "run")
+    for name in ("metrics.csv", "clients.csv", "bytes.csv"):
+        (tmp_path / "run" / name).unlink()
+    assert main(words) == FINISHED
+    assert results(tmp_path / "run") == before
+
+
+def test_rounds_may_grow(
+    run: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [*TINY, "--out", str(tmp_path / "run")]
+    assert main([*words, "train.rounds=1"]) == FINISHED
+    assert main(words) == FINISHED
+    assert f"resuming after round 1 of {ROUNDS}" in capsys.readouterr().out
+    assert untimed(tmp_path / "run") == untimed(run())
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["train"]["rounds"] == ROUNDS
+
+
+def test_fresh_moves_the_old_folder_aside(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*TINY, "train.rounds=1", "--out", str(tmp_path / "run")]
+    assert main([*words, "--fresh"]) == FINISHED
+    before = results(tmp_path / "run")
+    for number in (1, 2):
+        capsys.readouterr()
+        assert main([*words, "--fresh", "run.seed=5"]) == FINISHED
+        assert f"the run that was there is now in {tmp_path / 'run'}.old{number}" in capsys.readouterr().out
+    assert results(tmp_path / "run.old1") == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old1", "run.old2"]
+    record = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert record["run"]["seed"] == 5
+
+
+def test_the_default_folder_is_named_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*TINY, "train.rounds=1", "--quiet"]) == FINISHED
+    name = load_config(None, TINY).run_name()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")] == [f"runs/{name}"]
+    assert set(results(tmp_path / "runs" / name)) | {"log.txt"} == FILES
+
+
+def test_quiet_prints_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        assert main([*TINY, "train.rounds=1", "--quiet", "--out", str(tmp_path / "run")]) == FINISHED
+        assert capsys.readouterr() == ("", "")
+    assert "mean accuracy, round 1" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_warnings_are_told_once_also_under_quiet(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*TINY, "train.rounds=1", "method.name=fedbn", "--quiet", "--out", str(tmp_path / "run")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(words) == FINISHED
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hpcfl: warning: model.name=digits_cnn has no BatchNorm")
+    assert err.count("\n") == 1
+    assert "warning: model.name=digits_cnn" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_another_torch_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
+    assert main([*words, "train.rounds=1"]) == FINISHED
+    record = tmp_path / "run" / "config.yaml"
+    record.write_text(record.read_text().replace(f"torch: {torch.__version__}", "torch: 1.0"))
+    assert main(words) == FINISHED
+    told = f"hpcfl: warning: this run began with torch 1.0 and goes on with {torch.__version__}"
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_a_folder_without_a_checkpoint_starts_at_round_0(tmp_path: Path) -> None:
+    words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
+    assert main(words) == FINISHED
+    before = untimed(tmp_path / "run")
+    (tmp_path / "run" / "checkpoint.h5").unlink()
+    (tmp_path / "run" / "metrics.csv").write_text("rubbish")
+    assert main(words) == FINISHED
+    assert untimed(tmp_path / "run") == before

@@ -1,0 +1,418 @@
+"""Local training: both engines against each other and a bare torch loop; the clients' state."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from harness import make_network, make_place, spread
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hpcfl.clients import Clients, Workplace
+from hpcfl.parameters import ParameterLayout
+from hpcfl.randomness import torch_stream
+from hpcfl.training import (
+    Batch,
+    BatchedEngine,
+    Forward,
+    LoopEngine,
+    Tensors,
+    TrainConfig,
+    cross_entropy_loss,
+    minibatches,
+    same_size_groups,
+)
+
+# mini-batches of 4: 13 ends with five (a last one of one joins), 11 with three, 8 with four, 3 and 2 are one
+SIZES = (13, 11, 8, 3, 2)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def settings(**keys: float) -> TrainConfig:
+    return TrainConfig.model_validate({"batch_size": 4, "local_epochs": 3, "lr": 0.1} | keys)
+
+
+def general_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+    """Use features, the head, sample indices and a second tensor; every part has a gradient."""
+    features = forward.features(tensors["theta"], batch.x)
+    logits = forward.head(tensors["theta"], features)
+    weights = 1 + 0.1 * batch.index
+    fit = (cross_entropy(logits, batch.y, reduction="none") * weights).mean()
+    return fit + tensors["scale"] * features.square().mean() + (tensors["scale"] - 2).square()
+
+
+def everyone(place: Workplace, round: int = 0, buffers: Tensor | None = None) -> Clients:
+    clients = Clients(place, list(place.clients), round)
+    if buffers is not None:
+        clients.buffers = buffers.clone()
+    return clients
+
+
+def one_by_one(
+    place: Workplace, theta: Tensor, buffers: Tensor, **keys: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Train each client by itself; return theta, running statistics and steps of all."""
+    ends = []
+    for client in place.clients:
+        alone = Clients(place, [client], 0)
+        alone.buffers = buffers[client : client + 1].clone()
+        trained = alone.sgd(theta[client : client + 1], **keys)  # type: ignore[arg-type]
+        ends.append((trained.theta, alone.buffers, trained.steps))
+    return tuple(torch.cat(parts) for parts in zip(*ends, strict=True))  # type: ignore[return-value]
+
+
+# Mini-batches
+
+
+def test_an_epoch_is_cut_in_order_and_a_last_sample_alone_joins_the_batch_before() -> None:
+    assert minibatches(10, 4) == [(0, 4), (4, 8), (8, 10)]
+    assert minibatches(8, 4) == [(0, 4), (4, 8)]
+    assert minibatches(9, 4) == [(0, 4), (4, 9)]
+    assert minibatches(5, 4) == [(0, 5)]
+    assert minibatches(3, 4) == [(0, 3)]
+    assert minibatches(1, 4) == [(0, 1)]
+
+
+def test_clients_whose_batch_has_the_same_size_are_grouped_largest_first() -> None:
+    assert list(same_size_groups([4, 2, 0, 4, 1])) == [(4, [0, 3]), (2, [1]), (1, [4])]
+    assert list(same_size_groups([0, 0])) == []
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool) -> None:
+    place = make_place(make_network(), SIZES, settings(), clients_at_once=5 if batched else None)
+    seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
+    for batch in Clients(place, range(5), round=2).batches("batches", epochs=2):
+        rows = range(5) if isinstance(batch.rows, slice) else batch.rows.tolist()
+        for position, client in enumerate(rows):
+            x, y = place.shard.samples("train", client)
+            assert torch.equal(batch.x[position], x[batch.index[position]])
+            assert torch.equal(batch.y[position], y[batch.index[position]])
+            seen[client].append(batch.index[position])
+    assert [[len(index) for index in seen[client]] for client in place.clients] == [
+        [4, 4, 5] * 2,
+        [4, 4, 3] * 2,
+        [4, 4] * 2,
+        [3] * 2,
+        [2] * 2,
+    ]
+    for client, size in enumerate(SIZES):
+        stream = torch_stream(place.seed, "batches", 2, client)
+        epochs = [torch.randperm(size, generator=stream) for _ in range(2)]
+        assert torch.equal(torch.cat(seen[client]), torch.cat(epochs))
+
+
+def test_a_clients_order_depends_on_round_and_purpose_but_not_on_its_group() -> None:
+    place = make_place(make_network(), SIZES, settings())
+
+    def order(ids: list[int], round: int, purpose: str) -> Tensor:
+        clients = Clients(place, ids, round)
+        found = []
+        for batch in clients.batches(purpose, epochs=1):
+            rows = list(range(len(ids))) if isinstance(batch.rows, slice) else batch.rows.tolist()
+            if ids.index(0) in rows:
+                found.append(batch.index[rows.index(ids.index(0))])
+        return torch.cat(found)
+
+    alone = order([0], 0, "batches")
+    assert torch.equal(order([0, 1, 2, 3, 4], 0, "batches"), alone)
+    assert not torch.equal(order([0], 1, "batches"), alone)
+    assert not torch.equal(order([0], 0, "finetune"), alone)
+
+
+# The engines agree
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, momentum: float) -> None:
+    network = make_network(batchnorm=batchnorm).double()
+    train = settings(momentum=momentum, weight_decay=0.01)
+    theta, buffers = spread(network, 5)
+    loop = one_by_one(make_place(network, SIZES, train), theta, buffers)
+    together = everyone(make_place(network, SIZES, train, clients_at_once=5), buffers=buffers)
+    batched = together.sgd(theta)
+    torch.testing.assert_close(batched.theta, loop[0], rtol=0, atol=1e-9)
+    torch.testing.assert_close(together.buffers, loop[1], rtol=0, atol=1e-9)
+    assert (batched.theta - theta).abs().amax(dim=1).min() > 0.01
+    if batchnorm:
+        assert (together.buffers - buffers).abs().amax(dim=1).min() > 0.01
+    assert batched.steps.tolist() == loop[2].tolist() == [9, 9, 6, 3, 3]
+
+
+def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None:
+    network = make_network(batchnorm=True).double()
+    start, buffers = spread(network, 5)
+
+    def train(place: Workplace, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        clients = Clients(place, ids, 0)
+        clients.buffers = buffers[ids].clone()
+        tensors = {"theta": start[ids].clone(), "scale": torch.linspace(0.5, 1.5, 5).double()[ids]}
+        for batch in clients.batches(epochs=2):
+            chosen = {name: tensor[batch.rows] for name, tensor in tensors.items()}
+            gradients, _ = clients.gradient(general_loss, chosen, batch)
+            for name, gradient in gradients.items():
+                tensors[name][batch.rows] -= 0.1 * gradient
+        return tensors["theta"], tensors["scale"], clients.buffers
+
+    loop = make_place(network, SIZES, settings())
+    alone = [train(loop, [client]) for client in loop.clients]
+    together = train(make_place(network, SIZES, settings(), clients_at_once=5), [0, 1, 2, 3, 4])
+    for name, ours, parts in zip(
+        ("theta", "scale", "buffers"), together, zip(*alone, strict=True), strict=True
+    ):
+        torch.testing.assert_close(
+            ours, torch.cat(parts), rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert (together[1] - torch.linspace(0.5, 1.5, 5)).abs().min() > 0.1
+
+
+@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_engines_agree_in_float32_on_one_gradient(general: bool, batchnorm: bool) -> None:
+    network = make_network(batchnorm=batchnorm)
+    layout = ParameterLayout(network)
+    theta, buffers = spread(network, 3)
+    x, y = torch.randn(3, 6, 1, 8, 8), torch.randint(10, (3, 6))
+    index = torch.arange(6).expand(3, 6)
+    tensors = {"theta": theta} | ({"scale": torch.tensor([0.5, 1.0, 1.5])} if general else {})
+    loss = general_loss if general else cross_entropy_loss
+    statistics = buffers.clone()
+    batched, losses = BatchedEngine(network, layout, 3).gradient(
+        loss, tensors, statistics, Batch(slice(None), x, y, index)
+    )
+    loop = LoopEngine(network, layout)
+    for client in range(3):
+        one = slice(client, client + 1)
+        own = buffers[one].clone()
+        gradients, value = loop.gradient(
+            loss,
+            {name: t[one] for name, t in tensors.items()},
+            own,
+            Batch(slice(None), x[one], y[one], index[one]),
+        )
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(batched[name][one], gradient, rtol=0, atol=1e-5)
+        torch.testing.assert_close(losses[one], value, rtol=0, atol=1e-5)
+        torch.testing.assert_close(statistics[one], own, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) -> None:
+    network = make_network()
+    place = make_place(network, [4], settings(), clients_at_once=1 if batched else None)
+    clients = everyone(place, buffers=torch.empty(1, 0))
+    batch = next(clients.batches())
+    theta, _ = spread(network, 1)
+
+    def loss(forward: Forward, tensors: Tensors, one: Batch) -> Tensor:
+        return cross_entropy_loss(forward, tensors, one)
+
+    gradients, _ = clients.gradient(loss, {"theta": theta, "unused": torch.ones(1, 3)}, batch)
+    assert gradients["unused"].tolist() == [[0.0, 0.0, 0.0]]
+    assert gradients["theta"].count_nonzero() > 1000
+
+
+# The loop engine is a bare torch loop
+
+
+@pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_loop_engine_is_a_module_trained_by_torchs_sgd(
+    momentum: float, weight_decay: float, batchnorm: bool
+) -> None:
+    network = make_network(batchnorm=batchnorm)
+    train = settings(momentum=momentum, weight_decay=weight_decay)
+    place = make_place(network, SIZES, train)
+    layout = ParameterLayout(network)
+    theta, buffers = layout.flatten(network)
+    trained, statistics, steps = one_by_one(place, theta.expand(5, -1), buffers.expand(5, -1))
+    for client, size in enumerate(SIZES):
+        twin = copy.deepcopy(network)
+        assert isinstance(twin, nn.Module)
+        twin.train()
+        optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=momentum, weight_decay=weight_decay)
+        x, y = place.shard.samples("train", client)
+        stream = torch_stream(place.seed, "batches", 0, client)
+        taken = 0
+        for _ in range(3):
+            order = torch.randperm(size, generator=stream)
+            for start, stop in minibatches(size, 4):
+                optimiser.zero_grad()
+                cross_entropy(twin(x[order[start:stop]]), y[order[start:stop]]).backward()
+                optimiser.step()
+                taken += 1
+        expected, expected_statistics = layout.flatten(twin)
+        torch.testing.assert_close(trained[client], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(statistics[client], expected_statistics, rtol=1e-5, atol=1e-6)
+        assert steps[client] == taken
+
+
+def test_general_and_aliased_path_of_the_loop_engine_give_the_same_gradient() -> None:
+    network = make_network(batchnorm=True)
+    engine = LoopEngine(network, ParameterLayout(network))
+    theta, buffers = spread(network, 1)
+    batch = Batch(
+        slice(None), torch.randn(1, 6, 1, 8, 8), torch.randint(10, (1, 6)), torch.arange(6).view(1, 6)
+    )
+
+    def same_loss(forward: Forward, tensors: Tensors, one: Batch) -> Tensor:
+        return cross_entropy_loss(forward, tensors, one)
+
+    fast_statistics, general_statistics = buffers.clone(), buffers.clone()
+    fast, value = engine.gradient(cross_entropy_loss, {"theta": theta}, fast_statistics, batch)
+    kept = fast["theta"].clone()
+    general, other = engine.gradient(same_loss, {"theta": theta}, general_statistics, batch)
+    torch.testing.assert_close(general["theta"], kept, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(other, value)
+    torch.testing.assert_close(general_statistics, fast_statistics)
+    assert not torch.equal(fast_statistics, buffers)
+
+
+def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
+    network = make_network(batchnorm=True)
+    layout = ParameterLayout(network)
+    engine = LoopEngine(network, layout)
+    theta, _ = spread(network, 1)
+    buffers = torch.rand(1, layout.buffer_size) + 0.5
+    twin = copy.deepcopy(network).eval()
+    with torch.no_grad():
+        for name, view in (layout.views(theta[0]) | layout.buffer_views(buffers[0])).items():
+            twin.get_parameter(name).copy_(view) if "running" not in name else twin.get_buffer(name).copy_(
+                view
+            )
+        x = torch.randn(1100, 1, 8, 8)
+        expected = twin(x).softmax(dim=1)
+    kept = buffers.clone()
+    torch.testing.assert_close(engine.probabilities(theta[0], buffers[0], x), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(buffers, kept)
+    # training mode is back
+    batch = Batch(
+        slice(None), x[:6].unsqueeze(0), torch.zeros(1, 6, dtype=torch.int64), torch.arange(6).view(1, 6)
+    )
+    engine.gradient(cross_entropy_loss, {"theta": theta}, buffers, batch)
+    assert not torch.equal(buffers, kept)
+
+
+# Options of clients.sgd
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("part", ["body", "head"])
+def test_a_trained_slice_freezes_the_rest(batched: bool, part: str) -> None:
+    network = make_network(batchnorm=True)
+    layout = ParameterLayout(network)
+    place = make_place(network, [8], settings(momentum=0.9), clients_at_once=1 if batched else None)
+    theta, buffers = spread(network, 1)
+    chosen = getattr(layout, part)
+    trained = everyone(place, buffers=buffers).sgd(theta, trained=chosen).theta
+    moved = (trained != theta)[0]
+    assert moved[chosen].float().mean() > 0.5
+    moved[chosen] = False
+    assert not moved.any()
+
+
+def test_an_extra_gradient_is_added_to_the_losss() -> None:
+    network = make_network()
+    place = make_place(network, [4, 4], settings(local_epochs=1), clients_at_once=2)
+    theta, _ = spread(network, 2)
+    plain = everyone(place, buffers=torch.empty(2, 0)).sgd(theta).theta
+    pull = torch.tensor([[1.0], [2.0]]).expand_as(theta)
+    pulled = (
+        everyone(place, buffers=torch.empty(2, 0)).sgd(theta, extra_gradient=lambda _, rows: pull[rows]).theta
+    )
+    torch.testing.assert_close(plain - pulled, 0.1 * pull, rtol=0, atol=1e-6)
+
+
+def test_an_extra_gradient_sees_the_current_weights_of_the_rows_it_is_for() -> None:
+    network = make_network()
+    place = make_place(network, [6, 4], settings(local_epochs=1), clients_at_once=2)
+    theta, _ = spread(network, 2)
+    seen: list[tuple[Tensor, slice | Tensor]] = []
+
+    def observe(weights: Tensor, rows: slice | Tensor) -> Tensor:
+        seen.append((weights.clone(), rows))
+        return torch.zeros_like(weights)
+
+    everyone(place, buffers=torch.empty(2, 0)).sgd(theta, extra_gradient=observe)
+    assert torch.equal(seen[0][0], theta)
+    assert isinstance(seen[1][1], Tensor)
+    assert seen[1][1].tolist() == [0]
+    assert not torch.equal(seen[1][0], theta[:1])
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_training_leaves_its_input_as_it_was_and_counts_steps_and_losses(batched: bool) -> None:
+    network = make_network()
+    place = make_place(network, [8, 3], settings(), clients_at_once=2 if batched else None)
+    theta, _ = spread(network, 2)
+    kept = theta.clone()
+    ids = [0, 1] if batched else [0]
+    clients = Clients(place, ids, 0)
+    clients.sgd(theta[ids])
+    assert torch.equal(theta, kept)
+    assert clients.steps.tolist() == [6, 3][: len(ids)]
+    clients.sgd(theta[ids], epochs=1)
+    assert clients.steps.tolist() == [8, 4][: len(ids)]
+    assert (clients.loss_sum / clients.steps - torch.log(torch.tensor(10.0))).abs().max() < 1.0
+
+
+def test_a_model_shared_by_all_rows_is_trained_for_each_client_by_itself() -> None:
+    network = make_network()
+    place = make_place(network, [8, 8], settings(), clients_at_once=2)
+    theta, _ = spread(network, 1)
+    trained = everyone(place, buffers=torch.empty(2, 0)).sgd(theta[0].expand(2, -1)).theta
+    assert not torch.equal(trained[0], trained[1])
+
+
+def test_each_training_pass_starts_its_own_stream() -> None:
+    network = make_network()
+    place = make_place(network, [9], settings())
+    theta, _ = spread(network, 1)
+    clients = Clients(place, [0], 4)
+    first = clients.sgd(theta).theta
+    assert torch.equal(clients.sgd(theta).theta, first)
+    assert not torch.equal(clients.sgd(theta, purpose="personal").theta, first)
+    assert not torch.equal(Clients(place, [0], 5).sgd(theta).theta, first)
+
+
+def test_the_step_size_decays_by_round() -> None:
+    network = make_network().double()
+    train = settings(lr=0.1, lr_decay=0.5, local_epochs=1, batch_size=8)
+    place = make_place(network, [8], train)
+    theta, _ = spread(network, 1)
+    decayed = Clients(place, [0], 3).sgd(theta).theta - theta
+    whole = Clients(place, [0], 3).sgd(theta, lr=0.1).theta - theta
+    torch.testing.assert_close(decayed, whole / 8, rtol=1e-9, atol=1e-12)
+
+
+# State
+
+
+def test_writes_to_state_stay_with_the_group_until_commit() -> None:
+    state = {"theta": torch.zeros(4, 2), "seen": torch.zeros(4, dtype=torch.int64)}
+    place = make_place(make_network(), [2, 2, 2, 2], settings(), state=state)
+    clients = Clients(place, [1, 3], 0)
+    assert "theta" in clients
+    assert "other" not in clients
+    clients["theta"] = torch.ones(2, 2)
+    clients["seen"] += 1
+    assert clients["theta"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert state["theta"].count_nonzero() == state["seen"].count_nonzero() == 0
+    clients.commit()
+    assert state["theta"].tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [1.0, 1.0]]
+    assert state["seen"].tolist() == [0, 1, 0, 1]
+
+
+def test_changing_a_row_in_place_without_commit_changes_nothing() -> None:
+    state = {"theta": torch.zeros(3, 2)}
+    place = make_place(make_network(), [2, 2, 2], settings(), state=state)
+    Clients(place, [0, 1, 2], 0)["theta"].fill_(5.0)
+    Clients(place, [1], 0)["theta"][0, 0] = 5.0
+    assert state["theta"].count_nonzero() == 0
