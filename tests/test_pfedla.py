@@ -112,8 +112,16 @@ def test_one_hot_weights_are_local_training_to_the_bit(participation: float, bat
 # Weights
 
 
-@pytest.mark.parametrize("weights", ["softmax", "relu"])
-@pytest.mark.parametrize("head_init", ["zero", "default", "uniform"])
+@pytest.mark.parametrize(
+    ("weights", "head_init"),
+    [
+        ("softmax", "zero"),
+        ("softmax", "default"),
+        ("softmax", "uniform"),
+        ("relu", "default"),
+        ("relu", "uniform"),
+    ],
+)
 def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: str, head_init: str) -> None:
     run = Run(f"method.weights={weights}", f"method.head_init={head_init}", "method.hypernetwork_lr=0.02")
     alpha = run.method.alpha(run.server, range(4))
@@ -128,18 +136,19 @@ def test_first_weights_are_uniform_and_common_models_give_them_no_gradient() -> 
     one = Run("train.rounds=1", "method.optimiser=sgd", "method.hypernetwork_lr=10")
     uniform = torch.full((4, 4, 4), 0.25)
     assert torch.equal(one.method.alpha(one.method.initial_server(), range(4)), uniform)
-    torch.testing.assert_close(one.method.alpha(one.server, range(4)), uniform, rtol=0, atol=1e-6)
+    assert torch.equal(one.method.alpha(one.server, range(4)), uniform)
     two = Run("train.rounds=2", "method.optimiser=sgd", "method.hypernetwork_lr=10")
     assert (two.method.alpha(two.server, range(4)) - 0.25).abs().max() > 1e-3
 
 
+def test_relu_without_a_gradient_is_refused_and_its_default_has_one() -> None:
+    with pytest.raises(UserError, match=r"^method\.head_init=zero with method\.weights=relu .*uniform"):
+        Run("method.weights=relu", "method.head_init=zero")
+    default, public = Run("method.weights=relu"), Run("method.weights=relu", "method.head_init=uniform")
+    assert all(torch.equal(default.server[name], public.server[name]) for name in public.server)
+
+
 def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_finite() -> None:
-    run = Run("method.weights=relu", "method.head_init=zero")
-    own = torch.eye(4).unsqueeze(1).expand(4, 4, 4)
-    assert torch.equal(run.method.alpha(run.server, range(4)), own)
-    assert all(tensor.isfinite().all() for tensor in run.server.values())
-    assert torch.equal(run.server["theta"], Run("method.name=local").clients["theta"])
-    # one layer of one client negative throughout, the rest alive
     run = Run("method.weights=relu", "method.head_init=uniform", "method.initial_models=own")
     run.server["hypernetworks/heads.bias"][1, 2] = -1e6
     alpha = run.method.alpha(run.server, range(4))

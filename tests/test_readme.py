@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import REPOSITORY, in_mpi_world, run_tree
 
 from hpcfl.main import main
 from hpcfl.methods import METHODS
-from conftest import REPOSITORY, in_mpi_world, run_tree
 
 README = (REPOSITORY / "README.md").read_text()
 

@@ -33,6 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.clients import Clients
+from hpcfl.errors import UserError
 from hpcfl.messages import BUFFERS, Cohort, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
@@ -51,8 +52,9 @@ class PFedLAParams(Params):
 
     weights: Literal["softmax", "relu"] = "softmax"
     """How outputs become weights that sum to one: softmax, or relu divided by the sum (public code)."""
-    head_init: HeadInit = "zero"
-    """First weights: exactly 1/N (zero), PyTorch's default, or U(0, 1) with zero bias (public code)."""
+    head_init: HeadInit | None = None
+    """First weights: exactly 1/N (zero), PyTorch's default, or U(0, 1) with zero bias (uniform, public code);
+    default: zero with softmax, uniform with relu, which zero outputs would leave without a gradient."""
     embedding: int = Field(100, ge=1)
     """Length of a client's embedding (public code: 100)."""
     hidden: int = Field(100, ge=1)
@@ -79,6 +81,11 @@ class PFedLA(Method):
 
     def __init__(self, context: Context, params: PFedLAParams) -> None:
         super().__init__(context, params)
+        if params.weights == "relu" and params.head_init == "zero":
+            raise UserError(
+                "method.head_init=zero with method.weights=relu leaves all hypernetworks without a gradient; "
+                "allowed: method.head_init=uniform or default"
+            )
         self.layers = self.layout.layers(params.layer)
         self.hypernetworks = Hypernetworks(
             context.num_clients, len(self.layers), params.embedding, params.hidden, params.hidden_layers
@@ -87,10 +94,11 @@ class PFedLA(Method):
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
         own = self.params.initial_models == "own"
-        hypernetworks = self.hypernetworks.initial(self.context.seed, self.params.head_init)
+        head_init = self.params.head_init or ("zero" if self.params.weights == "softmax" else "uniform")
+        hypernetworks = self.hypernetworks.initial(self.context.seed, head_init)
         moments = initial_moments(hypernetworks, self.params.optimiser)
         state = {"theta": self.context.initial_parameters(clients, own)}
-        if self.buffers == "mixed" and self.layout.buffer_size:
+        if self._mixes_buffers:
             state[BUFFERS] = self.context.initial_buffers(clients)
         state |= {HYPERNETWORKS + name: tensor for name, tensor in hypernetworks.items()}
         return state | {OPTIMISER + name: tensor for name, tensor in moments.items()}
@@ -98,7 +106,7 @@ class PFedLA(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
         rows = {"theta": self.mix(alpha, server["theta"])}
-        if BUFFERS in server and self.buffers == "mixed":
+        if self._mixes_buffers:
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(rows=rows)
 
@@ -110,14 +118,14 @@ class PFedLA(Method):
         index = torch.tensor(clients)
         leaves = {name: t[index].requires_grad_() for name, t in self._part(server, HYPERNETWORKS).items()}
         alpha = self._normalise(self.hypernetworks.outputs(leaves), clients)
-        sent = self.sent_weights(alpha.detach(), clients)
         retained = self.retained(alpha.detach(), clients)
         arrived: dict[str, list[Tensor]] = {"theta": [], BUFFERS: []}
         for _, block in up:
             for name, rows in block.rows.items():
                 arrived[name].append(rows)
         trained = torch.cat(arrived["theta"])
-        products = self.products(sent, trained, server["theta"])
+        products = self.products(alpha.detach(), trained, server["theta"])
+        # a retained layer was not mixed, so it says nothing about the weights
         products = products.masked_fill(retained.unsqueeze(-1), 0.0)
         gradients = torch.autograd.grad(-(alpha * products).sum(), list(leaves.values()))
         descend(
@@ -130,7 +138,7 @@ class PFedLA(Method):
             retained,
         )
         server["theta"][index] = trained
-        if BUFFERS in server and self.buffers == "mixed":
+        if self._mixes_buffers:
             server[BUFFERS][index] = torch.cat(arrived[BUFFERS])
 
     def personalised(self, clients: Clients, down: Message) -> State:
@@ -212,6 +220,10 @@ class PFedLA(Method):
         return torch.where(
             total > 0, positive / total.clamp(min=torch.finfo(total.dtype).tiny), own.unsqueeze(1)
         )
+
+    @property
+    def _mixes_buffers(self) -> bool:
+        return self.buffers == "mixed" and self.layout.buffer_size > 0
 
     @staticmethod
     def _part(server: State, prefix: str) -> State:
