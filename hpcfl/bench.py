@@ -23,6 +23,7 @@ from hpcfl.config import Config, resolve
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.data.sources import Arrays
+from hpcfl.errors import UserError
 from hpcfl.experiment import build
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods import Context
@@ -34,7 +35,7 @@ from hpcfl.randomness import numpy_stream, torch_stream
 from hpcfl.runfolder import RunFolder
 from hpcfl.simulation import Simulation
 from hpcfl.training import LoopEngine, TrainConfig, minibatches
-from hpcfl.world import World, open_world
+from hpcfl.world import World, agreed, open_world
 
 IMAGE = (3, 32, 32)
 NUM_CLASSES = 10
@@ -52,6 +53,8 @@ def bench(arguments: Sequence[str]) -> None:
     parser.add_argument("--repeats", type=int, default=15, help="turns of each comparison (default: 15)")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of the run (default: 4)")
     options = parser.parse_args(arguments)
+    if options.repeats < 1 or options.rounds < 1:
+        raise UserError("--repeats and --rounds must be 1 or more, such as --repeats 15 --rounds 4")
     world = open_world()
     torch.set_num_threads(1)
     if world.is_server:
@@ -149,7 +152,7 @@ def _report_round(world: World, rounds: int) -> None:
     with ExitStack() as at_exit:
         folder = b""
         if world.is_server:
-            folder = at_exit.enter_context(tempfile.TemporaryDirectory()).encode()
+            folder = at_exit.enter_context(tempfile.TemporaryDirectory(dir=".")).encode()
         path = Path(world.broadcast_bytes(folder).decode())
         if world.is_server:
             stream = numpy_stream(0, "bench")
@@ -157,14 +160,15 @@ def _report_round(world: World, rounds: int) -> None:
             np.savez(path / "images.npz", x=x, y=np.arange(6000) % NUM_CLASSES)
         world.barrier()
         config = _round_config(path / "images.npz", rounds)
-        experiment = build(config, world)
+        experiment = agreed(world, lambda: build(config, world))
         run_folder = RunFolder(path / "run", config) if world.is_server else None
-        if run_folder is not None:
-            run_folder.open(False, [], at_exit)
+        layout = experiment.method.layout
+        agreed(world, lambda: run_folder.open(False, layout, [], at_exit) if run_folder else None)
         stop = StopFlag()
         at_exit.callback(stop.restore)
         simulation = Simulation(experiment, world, stop, Progress(), run_folder)
-        simulation.run()
+        if simulation.run() == "stopped":
+            return
         timing = simulation.timing
         if world.is_server:
             # the first round and the first checkpoint warm up

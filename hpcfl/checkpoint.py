@@ -23,6 +23,7 @@ import torch
 
 from hpcfl import __version__
 from hpcfl.errors import UserError
+from hpcfl.parameters import ParameterLayout, Slot
 
 SCHEMA = 1
 USER_BLOCK_BYTES = 512
@@ -57,6 +58,15 @@ class LayoutRecord:
 
     parameters: tuple[TensorRecord, ...]
     buffers: tuple[TensorRecord, ...]
+
+    @staticmethod
+    def of(layout: ParameterLayout) -> LayoutRecord:
+        """Describe a model's layout."""
+
+        def records(slots: Sequence[Slot]) -> tuple[TensorRecord, ...]:
+            return tuple(TensorRecord(slot.name, slot.shape, slot.start, slot.module) for slot in slots)
+
+        return LayoutRecord(records(layout.parameters), records(layout.buffers))
 
 
 @dataclass(frozen=True)

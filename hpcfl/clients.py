@@ -13,20 +13,18 @@ import torch
 from torch import Tensor
 
 from hpcfl.data.shard import Shard
+from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.training import (
     Batch,
     Engine,
     LoopEngine,
     Loss,
-    Tensors,
     TrainConfig,
     cross_entropy_loss,
     minibatches,
     same_size_groups,
 )
-
-State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Workplace:
     train: TrainConfig
     seed: int
     device: torch.device
-    state: State
+    state: Tensors
 
 
 class Trained(NamedTuple):
@@ -65,7 +63,7 @@ class Clients:
         self.ids = list(ids)
         self.round = round
         self._local = [client - workplace.clients.start for client in self.ids]
-        self._written: State = {}
+        self._written: Tensors = {}
         self.device = workplace.device
         self.buffers = torch.empty(len(self.ids), 0, device=self.device)
         """Running statistics [C, U] that training and evaluation use and update."""
@@ -151,11 +149,12 @@ class Clients:
     ) -> Trained:
         """Train by SGD from theta [C, P], which is left as it was.
 
-        `extra_gradient(theta, rows)` is added to the gradient (a proximal pull, say); `trained` limits
-        the update to one slice of the vector, the rest staying frozen. Momentum starts at zero.
+        `extra_gradient(theta, rows)` is added to the gradient (a proximal pull, say): theta [len(rows), P]
+        are the current weights of the group's clients `rows`. `trained` limits the update to one slice of
+        the vector, the rest staying frozen. Momentum starts at zero.
         """
         train = self._place.train
-        theta = theta.to(self.device).clone(memory_format=torch.contiguous_format)
+        theta = theta.clone(memory_format=torch.contiguous_format)
         lr = train.lr * train.lr_decay**self.round if lr is None else lr
         velocity = torch.zeros_like(theta) if train.momentum else None
         part = slice(None) if trained is None else trained

@@ -82,7 +82,7 @@ COLLECTIVE_COMMANDS = ("bench",)
 def _describe(config: Config, method: Method, num_train: np.ndarray) -> list[str]:
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
     train = config.train
-    cohort = max(1, int(np.floor(train.participation * len(num_train) + 0.5)))
+    cohort = train.cohort_size(len(num_train))
     steps = [len(minibatches(count, train.batch_size)) * train.local_epochs for count in num_train.tolist()]
     work = np.mean(steps) * cohort * train.rounds
     lines = [

@@ -83,10 +83,10 @@ class RunConfig(_Group):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where workers train; auto: a GPU if there is one."""
     max_elements: int = Field(2**27, ge=1, lt=2**28)
-    """Numbers in one block of a message."""
+    """Numbers in one block of a message; changes no result."""
 
 
-RESULT_NEUTRAL = ("data.root", "run.checkpoint_every")
+RESULT_NEUTRAL = ("data.root", "run.checkpoint_every", "run.max_elements")
 """Keys that may differ between a run folder and the command that resumes it."""
 
 
@@ -195,7 +195,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
     unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
     if unknown:
-        raise UserError(_unknown_key(unknown[0], known))
+        raise UserError(_unknown_key(unknown[0], flatten({**tree, **given}).get(unknown[0], ""), known))
     made: dict[str, Any] = {group: _validate(group, kind, given[group]) for group, kind in kinds.items()}
     config = Config(
         names["method"],
@@ -310,17 +310,22 @@ def _one_of(key: str, value: Any, allowed: Iterable[str]) -> str:
     return str(value)
 
 
-def _unknown_key(key: str, known: Sequence[str]) -> str:
-    group, _, option = key.rpartition(".")
-    owners = []
-    if group == "method":
-        owners = [name for name, method in METHODS.items() if option in method.Params.model_fields]
-    elif group == "data.partition":
-        owners = [name for name, kind in PARTITIONS.items() if option in kind.options.model_fields]
-    if owners:
-        return f"{key} is an unknown key here; it belongs to {group}.name={' or '.join(owners)}"
-    near = difflib.get_close_matches(key, [*known, *GROUPS], n=1, cutoff=0.0)[0]
-    return f"{key} is an unknown key; the nearest known one is {near}"
+def _unknown_key(key: str, value: Any, known: Sequence[str]) -> str:
+    group = key.rpartition(".")[0]
+    owners: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        for option in method.Params.model_fields:
+            owners.setdefault(f"method.{option}", []).append(f"method.name={name}")
+    for name, kind in PARTITIONS.items():
+        for option in kind.options.model_fields:
+            owners.setdefault(f"data.partition.{option}", []).append(f"data.partition.name={name}")
+    near = difflib.get_close_matches(key, [*known, *owners, *GROUPS], n=1, cutoff=0.0)[0]
+    place = "" if near in known or near in GROUPS else f" of {' or '.join(owners[near])}"
+    siblings = [name for name in known if name.rpartition(".")[0] == group]
+    return (
+        f"{key}={_shown(value)} is an unknown key; the nearest known one is {near}{place}; "
+        f"allowed: {', '.join(siblings or GROUPS)}"
+    )
 
 
 def _validate(group: str, kind: type[BaseModel], values: Mapping[str, Any]) -> BaseModel:

@@ -75,6 +75,8 @@ def build(config: Config, world: World) -> Experiment:
     torch.set_num_threads(config.run.threads)
     world.max_elements = config.run.max_elements
     device = world.device(config.run.device)
+    # a GPU would round the inputs of convolutions to 10 bits
+    torch.backends.cudnn.allow_tf32 = False
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     _refuse_small_blocks(config, method)

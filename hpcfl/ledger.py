@@ -56,6 +56,8 @@ class Ledger:
         self._steps = 0.0
         self._train_s = 0.0
         self._train_loss = float("nan")
+        self.wall_s = 0.0
+        """Seconds the run has taken so far."""
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
 
     def record_round(
@@ -73,13 +75,13 @@ class Ledger:
         self._train_loss = train_loss
 
     def record_evaluation(
-        self, round: int, wall_s: float, accuracy: np.ndarray, loss: np.ndarray, num_samples: np.ndarray
+        self, round: int, accuracy: np.ndarray, loss: np.ndarray, num_samples: np.ndarray
     ) -> None:
         """Add one evaluation after `round` completed rounds: accuracy and loss of each client [N]."""
         total = np.sum(self._bytes, axis=0) if self._bytes else np.zeros((2, len(self._labels)), np.int64)
         values = {
             "round": round,
-            "wall_s": wall_s,
+            "wall_s": self.wall_s,
             "accuracy_mean": accuracy.mean(),
             "accuracy_std": accuracy.std(),
             "accuracy_weighted": float(accuracy @ num_samples / num_samples.sum()),
@@ -117,12 +119,12 @@ class Ledger:
         flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
         names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
-        pending = np.array([[self._steps, self._train_s, self._train_loss]])
+        pending = np.array([[self._steps, self._train_s, self._train_loss, self.wall_s]])
         return {
             "metrics": Table(np.array(self.metrics, np.float64).reshape(-1, len(METRICS)), METRICS),
             "bytes": Table(np.concatenate([rounds, flat], axis=1), ["round", *names]),
             "client_bytes": Table(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
-            "pending": Table(pending, ["steps", "train_s", "train_loss"]),
+            "pending": Table(pending, ["steps", "train_s", "train_loss", "wall_s"]),
         }
 
     def restore(self, tables: dict[str, Table], accuracy: np.ndarray, loss: np.ndarray) -> None:
@@ -133,10 +135,11 @@ class Ledger:
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
         self.client_bytes = tables["client_bytes"].values.copy()
-        self._steps, self._train_s, self._train_loss = tables["pending"].values[0].tolist()
+        self._steps, self._train_s, self._train_loss, self.wall_s = tables["pending"].values[0].tolist()
 
     def start_files(self, folder: Path) -> None:
-        """Write the CSV files anew, up to now."""
+        """Write the CSV files anew, up to now; clients.csv comes again at the end."""
+        (folder / "clients.csv").unlink(missing_ok=True)
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
         _write(folder / "metrics.csv", "w", [METRICS])
         _write(folder / "bytes.csv", "w", [("round", "direction", "layer", "bytes")])
@@ -159,10 +162,18 @@ class Ledger:
         _write(folder / "bytes.csv", "a", lines)
         self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
 
-    def write_clients(self, folder: Path, num_train: np.ndarray, num_test: np.ndarray) -> None:
+    def write_clients(self, folder: Path, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
         """Write clients.csv: one row a client, from the newest evaluation."""
-        header = ("client", "accuracy", "loss", "train_samples", "test_samples", "bytes_down", "bytes_up")
-        columns = (self.accuracy[-1], self.loss[-1], num_train, num_test, *self.client_bytes.T)
+        header = (
+            "client",
+            "accuracy",
+            "loss",
+            "train_samples",
+            "evaluated_samples",
+            "bytes_down",
+            "bytes_up",
+        )
+        columns = (self.accuracy[-1], self.loss[-1], num_train, num_evaluated, *self.client_bytes.T)
         rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
         _write(folder / "clients.csv", "w", [header, *rows])
 

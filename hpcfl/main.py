@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not arguments or arguments[0] not in COMMANDS:
                 return _run(arguments, world, at_exit)
             warnings.showwarning = lambda message, *_args, **_kwargs: print_warning(str(message))
-            if world.is_server or arguments[0] in COLLECTIVE_COMMANDS:
-                COMMANDS[arguments[0]](arguments[1:])
+            speaker = world.is_server or arguments[0] in COLLECTIVE_COMMANDS
+            agreed(world, lambda: COMMANDS[arguments[0]](arguments[1:]) if speaker else None)
             return FINISHED
     except UserError as error:
         if speaks:
@@ -67,7 +67,8 @@ def _run(arguments: Sequence[str], world: World, at_exit: ExitStack) -> int:
     place = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
     places = [entry.decode() for entry in world.gather_bytes(place.encode()) or []]
     command = command_line(arguments, world.size)
-    agreed(world, lambda: folder.open(options.fresh, places, at_exit, command) if folder else None)
+    layout = experiment.method.layout
+    agreed(world, lambda: folder.open(options.fresh, layout, places, at_exit, command) if folder else None)
     progress = Progress(folder.log if folder else None, options.quiet)
     at_exit.callback(progress.close)
     warnings.showwarning = lambda message, *_args, **_kwargs: progress.warn(str(message))

@@ -61,6 +61,14 @@ class Message:
     def __contains__(self, name: str) -> bool:
         return name in self.rows or name in self.shared
 
+    def to(self, device: torch.device) -> Message:
+        """Return the message with its tensors on a device; masks too."""
+        shared, rows, keep = (
+            {name: tensor.to(device) for name, tensor in tensors.items()}
+            for tensors in (self.shared, self.rows, self.keep)
+        )
+        return Message(shared, rows, keep, self.num_clients)
+
     def select(self, part: slice) -> Message:
         """Return the message of some of its clients, without copying."""
         keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.keep.items()}
@@ -320,9 +328,10 @@ class Upload:
                 observer(positions, block)
             yield positions, block
 
-    def collect(self, name: str) -> Tensor:
-        """Read all blocks and return one tensor of all clients, [S, ...]."""
-        return torch.cat([block.rows[name] for _, block in self])
+    def collect(self) -> dict[str, Tensor]:
+        """Read all blocks and return the rows of all clients, [S, ...], by name."""
+        blocks = [block.rows for _, block in self]
+        return {name: torch.cat([rows[name] for rows in blocks]) for name in blocks[0]}
 
     def drain(self) -> None:
         """Read what is left, so that no rank waits for ever."""

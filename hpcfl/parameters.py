@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 Granularity = Literal["module", "block", "tensor"]
 
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
+
 _BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -116,7 +119,7 @@ class ParameterLayout:
 
 def columns(layers: tuple[Layer, ...], keep: Tensor) -> Tensor:
     """Spread a choice of layers, bool [..., L], over the flat vector: bool [..., P]."""
-    sizes = torch.tensor([layer.size for layer in layers])
+    sizes = torch.tensor([layer.size for layer in layers], device=keep.device)
     return keep.repeat_interleave(sizes, dim=-1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,10 +15,11 @@ from typing import Any
 import yaml
 
 from hpcfl import __version__
-from hpcfl.checkpoint import CheckpointStore, LoadedCheckpoint
+from hpcfl.checkpoint import CheckpointStore, LayoutRecord, LoadedCheckpoint
 from hpcfl.config import ENVIRONMENT, Config, differences
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
+from hpcfl.parameters import ParameterLayout
 from hpcfl.process import LOCK_NAME, FolderLock
 
 UNFINISHED_NAME = "config.yaml.tmp"
@@ -63,11 +65,19 @@ class RunFolder:
                 "give the same keys to resume it, --out DIR for another folder, or --fresh to start over"
             )
 
-    def open(self, fresh: bool, places: Sequence[str], at_exit: ExitStack, command: str = "") -> None:
+    def open(
+        self,
+        fresh: bool,
+        layout: ParameterLayout,
+        places: Sequence[str],
+        at_exit: ExitStack,
+        command: str = "",
+    ) -> None:
         """Lock the folder until `at_exit` closes, load its newest checkpoint, and write config.yaml.
 
         Args:
             fresh: move what is there aside first.
+            layout: the model's, which the checkpoint's must equal.
             places: host, device and engine of each rank.
             command: what was typed to start the run.
 
@@ -76,23 +86,36 @@ class RunFolder:
         """
         try:
             self._take(fresh, at_exit)
+            # another run may have come and gone since the first look
+            self.check(fresh=False)
+            self.checkpoint = self.store.load()
+            self._refuse_other_layout(layout)
+            self._write_record(places, command)
         except OSError as error:
             raise UserError(
-                f"cannot make the run folder {self.path}: {error.strerror}; name another with --out DIR"
+                f"cannot write the run folder {self.path}: {error.strerror}; name another with --out DIR"
             ) from error
-        self.checkpoint = self.store.load()
+
+    def _write_record(self, places: Sequence[str], command: str) -> None:
         record = self._recorded()
-        is_finished = (
-            self.checkpoint is not None and self.checkpoint.header.round == self._config.train.rounds
-        )
-        if is_finished and record is not None:
+        rounds = self._config.train.rounds
+        if record is not None and self.checkpoint is not None and self.checkpoint.header.round == rounds:
             return
         environment = _environment(places, command)
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
-        text = self._config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}, sort_keys=False)
-        temporary = self.path / UNFINISHED_NAME
-        temporary.write_text(text)
-        os.replace(temporary, self.path / "config.yaml")
+        unfinished = self.path / UNFINISHED_NAME
+        with unfinished.open("w") as file:
+            file.write(self._config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}, sort_keys=False))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, self.path / "config.yaml")
+
+    def _refuse_other_layout(self, layout: ParameterLayout) -> None:
+        if self.checkpoint is not None and self.checkpoint.layout != LayoutRecord.of(layout):
+            raise UserError(
+                f"{self.checkpoint.path} holds a model of another structure, written by another version of "
+                "hpcfl; use that version to resume it, or --fresh to start over"
+            )
 
     def log(self, text: str) -> None:
         """Append a line with the time of day to log.txt."""
@@ -138,7 +161,7 @@ class RunFolder:
         return can_grow and isinstance(before, int) and before < rounds
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        for key in ("torch", "processor"):
+        for key in ("hpcfl", "torch", "processor", "workers"):
             if before and before.get(key) != now[key]:
                 self.warnings.append(
                     f"this run began with {key} {before.get(key)} and goes on with {now[key]}: "
@@ -154,12 +177,15 @@ def _free_name(path: Path) -> Path:
 
 
 def _environment(places: Sequence[str], command: str) -> dict[str, Any]:
+    # of "host device engine" without the number of the device; rank 0 only works if it is alone
+    workers = {re.sub(r"^\S+ (\w+)\S*", r"\1", place) for place in places[1:] or places}
     return {
         "hpcfl": __version__,
         **{package: _version(package) for package in _PACKAGES},
         "python": platform.python_version(),
         "processor": _processor(),
         "command": command,
+        "workers": ", ".join(sorted(workers)),
         "ranks": list(places),
     }
 

@@ -19,14 +19,12 @@ from hpcfl.checkpoint import (
     Rows,
     RowShape,
     Snapshot,
-    TensorRecord,
 )
 from hpcfl.clients import Clients
 from hpcfl.experiment import Experiment
 from hpcfl.ledger import Ledger
 from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Traffic, count_bytes
 from hpcfl.methods.base import State
-from hpcfl.parameters import Slot
 from hpcfl.process import StopFlag
 from hpcfl.progress import Progress
 from hpcfl.randomness import torch_stream
@@ -50,7 +48,7 @@ class Timing:
 
 
 class Simulation:
-    """One run on one rank. All methods are Collective unless they say otherwise.
+    """One run on one rank. Methods that all ranks must call together say so.
 
     `folder` is the server's open run folder and None elsewhere; a `stop` flag raised on any rank ends the
     run with a checkpoint at the next round boundary.
@@ -81,7 +79,7 @@ class Simulation:
         self._longest_s = 0.0
 
     def run(self) -> Outcome:
-        """Run all rounds that are not done yet."""
+        """Run all rounds that are not done yet. Collective."""
         train, run = self.config.train, self.config.run
         first = self._start()
         for number in range(first, train.rounds):
@@ -106,14 +104,15 @@ class Simulation:
         return "already finished" if first == train.rounds else "finished"
 
     def cohort(self, number: int) -> Cohort:
-        """Sample the clients of round `number`, the same on every rank without a message. Not collective."""
-        size = max(1, math.floor(self.config.train.participation * self._num_clients + 0.5))
+        """Sample the clients of round `number`, the same on every rank without a message."""
+        size = self.config.train.cohort_size(self._num_clients)
         order = torch.randperm(
             self._num_clients, generator=torch_stream(self.config.run.seed, "cohort", number)
         )
         return self._cohort_of(number, sorted(order[:size].tolist()))
 
     def _round(self, cohort: Cohort) -> None:
+        """Train and aggregate one cohort and enter its cost in the ledger. Collective."""
         world, method = self._world, self.method
         sent = method.send(self.server, cohort) if world.is_server else None
         down = self._channel.down(sent, cohort)
@@ -137,7 +136,7 @@ class Simulation:
             )
 
     def _train(self, cohort: Cohort, down: Message) -> tuple[Message, Tensor, Tensor]:
-        """Train this rank's cohort members; return their upload, mean losses and steps. Not collective."""
+        """Train this rank's cohort members; return their upload, mean losses and steps."""
         nothing = torch.zeros(0, dtype=torch.float64)
         uploads, losses, steps = [], [nothing], [nothing]
         for part, clients in self._groups(cohort):
@@ -148,14 +147,14 @@ class Simulation:
         return _stack(uploads), torch.cat(losses), torch.cat(steps)
 
     def _groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
-        """Yield this rank's cohort members, as many at once as the engine takes. Not collective."""
+        """Yield this rank's cohort members, as many at once as the engine takes."""
         own = list(cohort.clients[self._channel.own(cohort)])
         size = self._place.engine.clients_at_once
         for start in range(0, len(own), size):
             yield slice(start, start + size), Clients(self._place, own[start : start + size], cohort.round)
 
     def _evaluate(self, done: int) -> None:
-        """Score every client on its own samples; changes no state and counts no bytes."""
+        """Score every client on its own samples; changes no state and counts no bytes. Collective."""
         accuracy, loss = np.zeros(self._num_clients), np.zeros(self._num_clients)
         for cohort in self._everyone(done):
             rows = [torch.zeros(0, 2, dtype=torch.float64)]
@@ -165,21 +164,21 @@ class Simulation:
             if figures is not None:
                 accuracy[list(cohort.clients)], loss[list(cohort.clients)] = figures.T.numpy()
         if self._folder is not None:
-            wall_s = self._wall_before_s + time.monotonic() - self._started_s
-            self.ledger.record_evaluation(done, wall_s, accuracy, loss, self._experiment.num_evaluated)
+            self.ledger.wall_s = self._wall_s()
+            self.ledger.record_evaluation(done, accuracy, loss, self._experiment.num_evaluated)
             for name, value in self.method.history(self.server).items():
                 self._history.setdefault(name, []).append(value.clone())
             self.ledger.append_files(self._folder.path)
 
     def _evaluated_models(self, cohort: Cohort) -> Iterator[tuple[Clients, State]]:
-        """Yield groups of this rank's clients with the models that are scored and saved."""
+        """Yield groups of this rank's clients with the models that are scored and saved. Collective."""
         message = self.method.send(self.server, cohort) if self._world.is_server else None
         down = self._channel.down(message, cohort)
         for part, clients in self._groups(cohort):
             yield clients, self.method.evaluated(clients, down.select(part))
 
     def _score(self, clients: Clients, model: State, position: int) -> Tensor:
-        """Return (accuracy, mean loss) of one client as float64 [1, 2]. Not collective."""
+        """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
         x, y = clients.samples(self.config.run.eval_split, position)
         probabilities = self.method.predict(clients, model, position, x)
         accuracy = (probabilities.argmax(dim=1) == y).double().mean()
@@ -196,14 +195,18 @@ class Simulation:
         return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
 
     def _collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
-        """Bring float64 figures [own clients, F] to the server, [S, F]."""
+        """Bring float64 figures [own clients, F] to the server, [S, F]. Collective."""
         width = rows.shape[1]
         counts = [n * width for n in self._world.owner_counts(cohort.clients, self._num_clients)]
         gathered = self._world.gather(rows.reshape(-1).contiguous(), counts)
         return None if gathered is None else gathered.view(-1, width)
 
+    def _wall_s(self) -> float:
+        """Seconds of this run so far, those before a resume included."""
+        return self._wall_before_s + time.monotonic() - self._started_s
+
     def _must_stop(self) -> bool:
-        """Agree whether to stop here: a signal on any rank, or SLURM's end time close on the server."""
+        """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""
         needed_s = 1.5 * (self._longest_s + max(self.timing.save_s, default=0.0)) + 10
         wanted = self._stop.requested or (self._world.is_server and self._stop.time_is_short(needed_s))
         return self._world.maximum(int(wanted)) == 1
@@ -211,7 +214,7 @@ class Simulation:
     # Start, resume and checkpoints
 
     def _start(self) -> int:
-        """Take over a checkpoint's state, or the initial one; return the number of completed rounds."""
+        """Take over a checkpoint's state, or the initial one; return the completed rounds. Collective."""
         checkpoint = self._folder.checkpoint if self._folder is not None else None
         done = self._world.maximum(checkpoint.header.round if checkpoint is not None else 0)
         if checkpoint is not None:
@@ -223,7 +226,7 @@ class Simulation:
                 if name not in ("accuracy", "loss")
             }
             self._forget_off_schedule(done)
-            self._wall_before_s = self.ledger.last("wall_s") if self.ledger.metrics else 0.0
+            self._wall_before_s = self.ledger.wall_s
         elif self._world.is_server:
             self.server = self.method.initial_server()
         if done:
@@ -254,6 +257,7 @@ class Simulation:
                 rows.pop()
 
     def _save(self, done: int) -> None:
+        """Write a checkpoint after `done` rounds, with all evaluated models after the last. Collective."""
         began_s = time.monotonic()
         is_last = done == self.config.train.rounds
         if self._folder is None:
@@ -262,6 +266,7 @@ class Simulation:
                 self._send_rows(self._model_rows(done))
         else:
             history = {name: torch.stack(rows).numpy() for name, rows in self._history.items()}
+            self.ledger.wall_s = self._wall_s()
             shape = (len(self.ledger.accuracy), self._num_clients)
             history |= {
                 "accuracy": np.array(self.ledger.accuracy).reshape(shape),
@@ -270,7 +275,7 @@ class Simulation:
             self._folder.store.save(
                 Snapshot(
                     Header(self.config.method, done, self.config.yaml()),
-                    _layout_record(self.method.layout.parameters, self.method.layout.buffers),
+                    LayoutRecord.of(self.method.layout),
                     self.server,
                     self.method.derived(self.server),
                     self._client_rows(),
@@ -284,7 +289,7 @@ class Simulation:
 
     @staticmethod
     def _send_rows(rows: Rows) -> None:
-        """Take a worker's part in what the server writes."""
+        """Take a worker's part in what the server writes. Collective."""
         for _ in rows.blocks:
             pass
 
@@ -298,7 +303,7 @@ class Simulation:
         return Rows(shapes, self._client_blocks())
 
     def _model_rows(self, done: int) -> Rows:
-        """Describe the evaluated models by client 0's, whose row stands for all in a shared tensor."""
+        """Describe the evaluated models by client 0's, which stands for all if shared. Collective."""
         of_client_0 = list(self._model_blocks(self._cohort_of(done, [0]), lambda _: True))
         first = of_client_0[0][1] if of_client_0 else {}
         shapes = {
@@ -314,7 +319,7 @@ class Simulation:
         return Rows(shapes, blocks())
 
     def _blocks(self) -> Iterator[Cohort]:
-        """Cut all clients in consecutive cohorts of bounded size. Not collective."""
+        """Cut all clients in consecutive cohorts of bounded size."""
         state = self.method.initial_clients([0])
         numbers = max(1, sum(rows.numel() for rows in state.values()))
         step = max(1, self._world.max_elements // numbers)
@@ -322,7 +327,7 @@ class Simulation:
             yield self._cohort_of(0, range(start, min(start + step, self._num_clients)))
 
     def _client_blocks(self) -> Iterator[Block]:
-        """Bring the state of all clients to the server, block by block."""
+        """Bring the state of all clients to the server, block by block. Collective."""
         for cohort in self._blocks():
             own = [c - self._place.clients.start for c in cohort.clients[self._channel.own(cohort)]]
             rows = {name: tensor[own] for name, tensor in self._place.state.items()} if own else {}
@@ -330,7 +335,7 @@ class Simulation:
                 yield np.array(cohort.clients[positions]), block.rows
 
     def _model_blocks(self, cohort: Cohort, is_wanted: Callable[[str], bool]) -> Iterator[Block]:
-        """Bring some tensors of the cohort's evaluated models to the server, block by block."""
+        """Bring some tensors of the cohort's evaluated models to the server, block by block. Collective."""
         models = [
             Message(
                 rows={name: rows for name, rows in model.items() if rows.shape[1] and is_wanted(name)},
@@ -370,10 +375,3 @@ def _join(parts: Sequence[Traffic], like: Traffic) -> Traffic:
         np.concatenate([part.buffers for part in parts]),
         np.concatenate([part.indices for part in parts]),
     )
-
-
-def _layout_record(parameters: Sequence[Slot], buffers: Sequence[Slot]) -> LayoutRecord:
-    def records(slots: Sequence[Slot]) -> tuple[TensorRecord, ...]:
-        return tuple(TensorRecord(slot.name, slot.shape, slot.start, slot.module) for slot in slots)
-
-    return LayoutRecord(records(parameters), records(buffers))

@@ -6,6 +6,7 @@ Shapes: C clients, P trainable numbers, U running statistics, B samples of a min
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -16,13 +17,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import cross_entropy
 
-from hpcfl.parameters import ParameterLayout
+from hpcfl.parameters import ParameterLayout, Tensors
 
 EVALUATION_BATCH = 512
 
 BufferPolicy = Literal["local", "average", "mixed"]
-
-Tensors = dict[str, Tensor]
 
 
 class TrainConfig(BaseModel):
@@ -51,6 +50,10 @@ class TrainConfig(BaseModel):
     buffers: BufferPolicy | None = None
     """Running statistics of BatchNorm: kept by the client, averaged like parameters, or (pFedLA) mixed with
     the weights of their BatchNorm layer; default: the method's."""
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Return how many of N clients take part in a round."""
+        return max(1, math.floor(self.participation * num_clients + 0.5))
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ def measure(folder_path: Path, settings: list[str]) -> None:
         experiment = build(config, world)
         folder = RunFolder(folder_path, config) if world.is_server else None
         if folder is not None:
-            folder.open(False, [], at_exit)
+            folder.open(False, experiment.method.layout, [], at_exit)
         simulation = Simulation(experiment, world, StopFlag(), Progress(), folder)
         sample_bytes = world.gather_bytes(str(experiment.workplace.shard.num_bytes).encode())
         world.barrier()

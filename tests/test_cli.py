@@ -78,7 +78,7 @@ MISTAKES = [
     (["data.source=imagenet"], "allowed: " + ", ".join(SOURCES)),
     (["data.partition.name=sorted"], "allowed: " + ", ".join(PARTITIONS)),
     (["model.name=vgg"], "allowed: " + ", ".join(MODELS)),
-    (["optimiser.lr=1"], "optimiser.lr is an unknown key"),
+    (["optimiser.lr=1"], "optimiser.lr=1 is an unknown key"),
     (["data.partition.classes_per_client=11"], "the data has 10 classes; allowed: 1..10"),
     (["data.per_client=1000"], "the data allows at most 172"),
     (["train.participation=0"], "train.participation=0 is not possible; allowed: a number > 0 and <= 1"),
@@ -153,7 +153,7 @@ def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str
             message = refused(capsys, *TINY, *fresh, "--out", out)
             assert f"{out} is there and is no run folder; name another with --out DIR" in message
     message = refused(capsys, *TINY, "--out", folder / "draft.txt" / "run")
-    assert "cannot make the run folder" in message
+    assert "cannot write the run folder" in message
     assert contents(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["letters"]
 

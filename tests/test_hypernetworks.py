@@ -9,7 +9,8 @@ import torch
 from harness import OneClient
 from torch import Tensor
 
-from hpcfl.models.hypernetworks import Hypernetworks, State, descend, initial_moments
+from hpcfl.models.hypernetworks import Hypernetworks, descend, initial_moments
+from hpcfl.parameters import Tensors
 
 SMALL = Hypernetworks(num_clients=4, num_layers=3, embedding=6, hidden=5, hidden_layers=2)
 
@@ -79,7 +80,7 @@ def test_gradient_equals_finite_differences() -> None:
     state = {name: tensor.double() for name, tensor in SMALL.initial(1, "default").items()}
     products = torch.randn(4, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
-    def objective(tensors: State) -> Tensor:
+    def objective(tensors: Tensors) -> Tensor:
         return -(SMALL.outputs(tensors).softmax(dim=-1) * products).sum()
 
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
@@ -128,7 +129,7 @@ def test_frozen_heads_and_other_clients_do_not_move_nor_do_their_moments(optimis
     state = SMALL.initial(0, "default")
     moments = initial_moments(state, optimiser)
     for name, tensor in moments.items():
-        tensor += 1 if name == "steps" else 0.5
+        tensor += 1 if name.endswith("steps") else 0.5
     before, moments_before = copy.deepcopy(state), copy.deepcopy(moments)
     stream = torch.Generator().manual_seed(0)
     gradients = {
@@ -139,7 +140,7 @@ def test_frozen_heads_and_other_clients_do_not_move_nor_do_their_moments(optimis
     descend(free, free_moments, gradients, [1, 3], optimiser, 0.1, torch.zeros_like(frozen))
     descend(state, moments, gradients, [1, 3], optimiser, 0.1, frozen)
 
-    def moved(name: str, old: State, new: State) -> list[object]:
+    def moved(name: str, old: Tensors, new: Tensors) -> list[object]:
         difference = old[name] != new[name]
         # heads: by client and layer; everything else: by client
         keep = 2 if name.startswith("heads.") else 1
@@ -157,6 +158,7 @@ def test_frozen_heads_and_other_clients_do_not_move_nor_do_their_moments(optimis
             assert moved(f"{name}.second", moments_before, moments) == expected
     if optimiser == "adam":
         assert moments["steps"].tolist() == [1, 2, 1, 2]
+        assert moments["heads.steps"].tolist() == [[1] * 3, [1, 2, 2], [1] * 3, [2, 2, 1]]
     else:
         assert moments == {}
         torch.testing.assert_close(
@@ -183,3 +185,17 @@ def test_all_heads_can_be_frozen(optimiser: str) -> None:
     assert torch.equal(state["heads.weight"], before["heads.weight"])
     assert torch.equal(state["heads.bias"], before["heads.bias"])
     assert not torch.equal(state["embedding"][2], before["embedding"][2])
+
+
+def test_a_head_that_thaws_takes_the_step_of_a_new_one() -> None:
+    frozen = torch.tensor([[True, False, False]])
+    state = SMALL.initial(0, "zero")
+    moments = initial_moments(state, "adam")
+    gradients = {name: torch.ones_like(tensor[:1]) for name, tensor in state.items()}
+    for _ in range(50):
+        descend(state, moments, gradients, [0], "adam", 0.1, frozen)
+    assert not state["heads.weight"][0, 0].any()
+    descend(state, moments, gradients, [0], "adam", 0.1, torch.zeros_like(frozen))
+    torch.testing.assert_close(
+        state["heads.weight"][0, 0], torch.full_like(state["heads.weight"][0, 0], -0.1)
+    )

@@ -27,7 +27,8 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
     ledger.record_round(first, (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]])), 6, 0.75, 2.0)
     ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), 4, 0.5, 3.0)
     accuracy, loss = np.array([0.5, 1.0, 0.75]), np.array([1.0, 2.0, 6.0])
-    ledger.record_evaluation(2, 12.5, accuracy, loss, NUM_SAMPLES)
+    ledger.wall_s = 12.5
+    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES)
     if folder is not None:
         ledger.append_files(folder)
     ledger.record_round(
@@ -71,7 +72,8 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
 
 def test_weights_are_numbers_of_samples() -> None:
     ledger = Ledger(3, LABELS)
-    ledger.record_evaluation(1, 1.0, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]))
+    ledger.wall_s = 1.0
+    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]))
     assert ledger.last("accuracy_weighted") == pytest.approx((2 + 2.5) / 8)
     assert ledger.last("accuracy_mean") == 0.5
 
@@ -106,7 +108,7 @@ def test_files(ledger: Ledger, tmp_path: Path) -> None:
     assert row[0] == "2"
     assert [float(cell) for cell in row] == ledger.metrics[0]
     assert read(tmp_path / "clients.csv") == [
-        ["client", "accuracy", "loss", "train_samples", "test_samples", "bytes_down", "bytes_up"],
+        ["client", "accuracy", "loss", "train_samples", "evaluated_samples", "bytes_down", "bytes_up"],
         ["0", "0.5", "1.0", "7", "10", "24", "24"],
         ["1", "1.0", "2.0", "8", "10", "12", "12"],
         ["2", "0.75", "6.0", "9", "20", "4", "12"],
@@ -163,14 +165,15 @@ def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
 def test_best_is_the_first_of_the_highest() -> None:
     ledger = Ledger(2, LABELS)
     for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
-        ledger.record_evaluation(2 * round, 0.0, np.array(accuracy), np.zeros(2), np.ones(2))
+        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2))
     assert ledger.best() == (0.625, 4)
     assert ledger.last("accuracy_mean") == 0.5
 
 
 def test_the_last_evaluation_can_be_forgotten(ledger: Ledger) -> None:
     before = [row.copy() for row in ledger.metrics]
-    ledger.record_evaluation(3, 20.0, np.ones(3), np.zeros(3), NUM_SAMPLES)
+    ledger.wall_s = 20.0
+    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES)
     assert ledger.best() == (1.0, 3)
     ledger.forget_last_evaluation()
     assert ledger.metrics == before

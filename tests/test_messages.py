@@ -260,7 +260,7 @@ def blocks_of(tensor: Tensor, *cuts: int) -> Iterator[tuple[slice, Message]]:
 
 def test_collect_puts_the_blocks_together() -> None:
     tensor = torch.arange(12).view(6, 2)
-    assert torch.equal(Upload(blocks_of(tensor, 1, 4)).collect("theta"), tensor)
+    assert torch.equal(Upload(blocks_of(tensor, 1, 4)).collect()["theta"], tensor)
 
 
 def test_a_weighted_mean_worked_out() -> None:

@@ -86,12 +86,15 @@ def test_files_and_columns(run: Callable[..., Path]) -> None:
     for name in ("accuracy_mean", "accuracy_std", "accuracy_weighted"):
         assert all(0 <= value <= 1 for value in column(metrics, name))
     assert column(clients, "client") == list(range(N))
-    accuracy, test_samples = np.array(column(clients, "accuracy")), np.array(column(clients, "test_samples"))
+    accuracy, evaluated_samples = (
+        np.array(column(clients, "accuracy")),
+        np.array(column(clients, "evaluated_samples")),
+    )
     assert float(metrics[-1]["accuracy_mean"]) == accuracy.mean()
     assert float(metrics[-1]["accuracy_std"]) == accuracy.std()
     assert float(metrics[-1]["loss_mean"]) == np.mean(column(clients, "loss"))
-    assert np.allclose(accuracy * test_samples, np.round(accuracy * test_samples))
-    assert set(np.array(column(clients, "train_samples")) + test_samples) == {20}
+    assert np.allclose(accuracy * evaluated_samples, np.round(accuracy * evaluated_samples))
+    assert set(np.array(column(clients, "train_samples")) + evaluated_samples) == {20}
     assert list(moved_bytes[0]) == ["round", "direction", "layer", "bytes"]
     assert {row["layer"] for row in moved_bytes} == set(LAYERS)
 

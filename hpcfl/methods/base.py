@@ -16,10 +16,11 @@ from hpcfl.clients import Clients
 from hpcfl.errors import UserError
 from hpcfl.messages import BUFFERS, Cohort, Message, Upload, WeightedMean
 from hpcfl.models import Network, NetworkOptions, build_network
-from hpcfl.parameters import Layer, ParameterLayout
+from hpcfl.parameters import Layer, ParameterLayout, Tensors
 from hpcfl.training import BufferPolicy, TrainConfig
 
-State = dict[str, Tensor]
+State = Tensors
+"""What a server or client keeps, or a model's parts, by name."""
 
 
 class Params(BaseModel):
@@ -170,6 +171,7 @@ class Method:
 
     def work(self, clients: Clients, down: Message) -> Message:
         """Train a group and return its upload."""
+        down = down.to(clients.device)
         self._take_buffers(clients, down)
         up = self.train(clients, down)
         up.num_clients = len(clients)
@@ -192,6 +194,7 @@ class Method:
 
     def evaluated(self, clients: Clients, down: Message) -> State:
         """Return the evaluated models of a group, with `buffers` [C, U], fine-tuned if the run says so."""
+        down = down.to(clients.device)
         self._take_buffers(clients, down)
         model = self.personalised(clients, down)
         if self.context.train.finetune_epochs:
@@ -204,7 +207,7 @@ class Method:
 
     def _take_buffers(self, clients: Clients, down: Message) -> None:
         if BUFFERS in down:
-            clients.buffers = down[BUFFERS].to(clients.device).clone(memory_format=torch.contiguous_format)
+            clients.buffers = down[BUFFERS].clone(memory_format=torch.contiguous_format)
         elif BUFFERS in clients:
             clients.buffers = clients[BUFFERS].clone()
 

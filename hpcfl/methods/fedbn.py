@@ -60,6 +60,6 @@ class FedBN(FedAvg):
         return {"theta": self._merge(clients, down)}
 
     def _merge(self, clients: Clients, down: Message) -> Tensor:
-        theta = down["theta"].to(clients.device).clone(memory_format=torch.contiguous_format)
+        theta = down["theta"].clone(memory_format=torch.contiguous_format)
         theta[:, self._is_batchnorm] = clients["batchnorm"]
         return theta

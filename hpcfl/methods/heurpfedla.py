@@ -81,4 +81,4 @@ class HeurpFedLA(PFedLA):
         if not self.params.k:
             return down["theta"]
         arrived = columns(self.layers, down.keep["theta"])
-        return torch.where(arrived.to(clients.device), down["theta"].to(clients.device), clients["theta"])
+        return torch.where(arrived, down["theta"], clients["theta"])

@@ -43,8 +43,9 @@ HYPERNETWORKS = "hypernetworks/"
 OPTIMISER = "optimiser/"
 PIECE = 4096
 """Columns of all models that a product reads at once."""
-HISTORY_LIMIT = 100_000
-"""Above this many weights N*L*N, history keeps only the weight that each client gives itself."""
+HISTORY_LIMIT = 10_000
+"""Above this many weights N*L*N, history keeps only the weight that each client gives itself: 2,500
+evaluations of the whole stay below 100 MB."""
 
 
 class PFedLAParams(Params):
@@ -119,12 +120,8 @@ class PFedLA(Method):
         leaves = {name: t[index].requires_grad_() for name, t in self._part(server, HYPERNETWORKS).items()}
         alpha = self._normalise(self.hypernetworks.outputs(leaves), clients)
         retained = self.retained(alpha.detach(), clients)
-        arrived: dict[str, list[Tensor]] = {"theta": [], BUFFERS: []}
-        for _, block in up:
-            for name, rows in block.rows.items():
-                arrived[name].append(rows)
-        trained = torch.cat(arrived["theta"])
-        products = self.products(alpha.detach(), trained, server["theta"])
+        arrived = up.collect()
+        products = self.products(alpha.detach(), arrived["theta"], server["theta"])
         # a retained layer was not mixed, so it says nothing about the weights
         products = products.masked_fill(retained.unsqueeze(-1), 0.0)
         gradients = torch.autograd.grad(-(alpha * products).sum(), list(leaves.values()))
@@ -137,9 +134,9 @@ class PFedLA(Method):
             self.params.hypernetwork_lr,
             retained,
         )
-        server["theta"][index] = trained
+        server["theta"][index] = arrived["theta"]
         if self._mixes_buffers:
-            server[BUFFERS][index] = torch.cat(arrived[BUFFERS])
+            server[BUFFERS][index] = arrived[BUFFERS]
 
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": down["theta"]}

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
 
 HeadInit = Literal["zero", "default", "uniform"]
@@ -22,8 +23,6 @@ Optimiser = Literal["adam", "sgd"]
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPSILON = 1e-8
-
-State = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Hypernetworks:
         """Numbers in one hypernetwork."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
-    def initial(self, seed: int, head_init: HeadInit) -> State:
+    def initial(self, seed: int, head_init: HeadInit) -> Tensors:
         """Draw all N hypernetworks; client i's depends on (seed, i) alone.
 
         Embeddings are N(0, 1), linear layers U(-1/sqrt(inputs), 1/sqrt(inputs)) as PyTorch's default. Heads
@@ -76,7 +75,7 @@ class Hypernetworks:
                     row.uniform_(generator=stream)
         return state
 
-    def outputs(self, state: State) -> Tensor:
+    def outputs(self, state: Tensors) -> Tensor:
         """Run the hypernetworks of S clients, tensors [S, ...]: raw outputs [S, L, N]."""
         hidden = state["embedding"].unsqueeze(-1)
         for number in range(1, self.hidden_layers + 1):
@@ -87,9 +86,9 @@ class Hypernetworks:
 
 
 def descend(
-    state: State,
-    moments: State,
-    gradients: State,
+    state: Tensors,
+    moments: Tensors,
+    gradients: Tensors,
     rows: Sequence[int],
     optimiser: Optimiser,
     lr: float,
@@ -98,27 +97,26 @@ def descend(
     """Take one step on the hypernetworks of some clients, in place.
 
     `state` and `moments` hold [N, ...]; `gradients` [S, ...] belong to `rows`. Heads of the layers in
-    `frozen`, bool [S, L], do not move, and neither do their moments.
+    `frozen`, bool [S, L], do not move, and neither do their moments and step counts.
     """
     clients = torch.as_tensor(rows)
     num_layers = frozen.shape[1]
     if optimiser == "adam":
         moments["steps"][clients] += 1
+        moments["heads.steps"][clients] += ~frozen
     for name, gradient in gradients.items():
-        depth = 1
-        index, owner = clients, clients
+        depth, index, counter = 1, clients, "steps"
         if name.startswith("heads."):
-            depth = 2
+            depth, counter = 2, "heads.steps"
             position, layer = (~frozen).nonzero(as_tuple=True)
-            owner = clients[position]
-            index = owner * num_layers + layer
+            index = clients[position] * num_layers + layer
             if frozen.any():
                 gradient = gradient[~frozen]
         weights = _flat(state[name], depth)
         gradient = gradient.reshape(len(index), weights.shape[1])
         step = gradient
         if optimiser == "adam":
-            steps = moments["steps"][owner].double().unsqueeze(1)
+            steps = _flat(moments[counter], depth)[index].double()
             mean = _flat(moments[f"{name}.first"], depth)
             square = _flat(moments[f"{name}.second"], depth)
             first = mean[index].lerp_(gradient, 1 - ADAM_BETAS[0])
@@ -135,11 +133,12 @@ def _flat(tensor: Tensor, depth: int) -> Tensor:
     return tensor.view(tensor.shape[:depth].numel(), -1)
 
 
-def initial_moments(state: State, optimiser: Optimiser) -> State:
+def initial_moments(state: Tensors, optimiser: Optimiser) -> Tensors:
     """Return the optimiser's state for hypernetworks [N, ...]; empty for plain SGD."""
     if optimiser == "sgd":
         return {}
     moments = {
         f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in ("first", "second")
     }
-    return moments | {"steps": torch.zeros(len(state["embedding"]), dtype=torch.int64)}
+    shapes = {"steps": state["heads.bias"].shape[:1], "heads.steps": state["heads.bias"].shape[:2]}
+    return moments | {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}

@@ -49,8 +49,10 @@ class ConvNet:
     padding: int
     hidden: tuple[int, ...]
 
-    def build(self, shape: tuple[int, int, int], num_classes: int, options: NetworkOptions) -> Network:
-        """Build for images [C, H, W]; UserError if they are too small."""
+    def build(
+        self, name: str, shape: tuple[int, int, int], num_classes: int, options: NetworkOptions
+    ) -> Network:
+        """Build for images [C, H, W]; UserError, naming the network, if they are too small."""
         in_channels, height, width = shape
         body: OrderedDict[str, nn.Module] = OrderedDict()
         for number, out_channels in enumerate(self.channels, start=1):
@@ -65,8 +67,8 @@ class ConvNet:
             in_channels = out_channels
         if height < 1 or width < 1:
             raise UserError(
-                f"model.name: this network is too deep for images of {shape[1]}x{shape[2]}; "
-                "allowed there: digits_cnn"
+                f"model.name={name} needs images larger than {shape[1]}x{shape[2]}; allowed for 4x4 and up: "
+                "digits_cnn, for 16x16 and up: all"
             )
         body["flatten"] = nn.Flatten()
         features = in_channels * height * width
@@ -102,4 +104,4 @@ def build_network(
     builder: Callable[..., Network] = MODELS[name].build
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
-        return builder(shape, num_classes, options)
+        return builder(name, shape, num_classes, options)
