@@ -13,7 +13,7 @@ trap 'rm -rf "$logs"' EXIT
 # shellcheck disable=SC2016  # expanded by each rank
 one_rank='[ "$PMI_RANK" = 0 ] || exec >"$0/rank$PMI_RANK.txt" 2>&1; exec "$@"'
 # A rank that fails before a collective leaves the others waiting in it.
-timeout --foreground --kill-after=10 300 mpirun -n 3 bash -c "$one_rank" "$logs" \
+timeout --foreground --kill-after=10 900 mpirun -n 3 bash -c "$one_rank" "$logs" \
     python -m pytest --with-mpi -rfE -p no:cacheprovider || {
     exit_code=$?
     cat "$logs"/rank*.txt

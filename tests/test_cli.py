@@ -37,7 +37,7 @@ TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.r
 Mpirun = Callable[..., CompletedProcess[str]]
 Contents = dict[str, tuple[bytes, int]]
 
-launches_processes = pytest.mark.skipif(in_mpi_world(), reason="launches processes")
+pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,6 @@ with FolderLock(Path(sys.argv[1])):
 """
 
 
-@launches_processes
 def test_a_folder_in_use_by_another_process_is_refused(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -228,7 +227,6 @@ def test_a_folder_in_use_by_another_process_is_refused(
         holder.communicate()
 
 
-@launches_processes
 @pytest.mark.parametrize("launcher", [{"SLURM_STEP_NUM_TASKS": "4"}, {"PMI_SIZE": "4"}])
 def test_one_of_several_single_worlds_is_refused(launcher: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
@@ -362,7 +360,6 @@ def test_the_suggested_command_keeps_the_setting_and_drops_the_folder(
     assert load_config(again.config, again.overrides).method != config.method
 
 
-@launches_processes
 def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
     out = tmp_path / ("a_long_name" * 8)
     words = [*TINY, "--out", str(out)]

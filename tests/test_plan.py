@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from conftest import in_mpi_world
 
 from hpcfl.config import load_config
 from hpcfl.main import FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import NetworkOptions
 from hpcfl.training import TrainConfig
+
+pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 
 DIGITS_CNN = 160 + 4640 + 8256 + 650
 """Trainable numbers of digits_cnn: conv1, conv2, fc1, fc2."""
