@@ -201,8 +201,10 @@ class Channel:
                 received.keep[entry.name] = torch.tensor(entry.keep)
         return received
 
-    def up(self, message: Message, cohort: Cohort) -> Upload:
+    def up(self, message: Message, cohort: Cohort, sent: Message | None = None) -> Upload:
         """Send the rows of this rank's cohort members to the server, in client-ordered blocks.
+
+        `sent` is what the server had sent them, which it may need to make sense of the answer.
 
         Collective, and so is the iteration over the result, which only yields on the server: every rank
         must run it to its end (`Upload.drain`).
@@ -211,7 +213,7 @@ class Channel:
         headers = self._world.gather_bytes(header)
         first = next((h for h in headers if h), b"[]") if headers is not None else b""
         entries = _Entry.decode(self._world.broadcast_bytes(first))
-        return Upload(self._gather(entries, message, cohort))
+        return Upload(self._gather(entries, message, cohort), sent)
 
     def _scatter(
         self, entry: _Entry, rows: Tensor | None, keep: Tensor | None, cohort: Cohort, own: slice
@@ -314,7 +316,9 @@ class Upload:
     Iteration yields (positions in the cohort, message of these clients). Collective.
     """
 
-    def __init__(self, blocks: Iterator[tuple[slice, Message]]) -> None:
+    def __init__(self, blocks: Iterator[tuple[slice, Message]], sent: Message | None = None) -> None:
+        self.sent = sent
+        """What the cohort was sent in this round, on the server."""
         self._blocks = blocks
         self._observers: list[Callable[[slice, Message], None]] = []
 
@@ -331,6 +335,8 @@ class Upload:
     def collect(self) -> dict[str, Tensor]:
         """Read all blocks and return the rows of all clients, [S, ...], by name."""
         blocks = [block.rows for _, block in self]
+        if len(blocks) == 1:
+            return blocks[0]
         return {name: torch.cat([rows[name] for rows in blocks]) for name in blocks[0]}
 
     def drain(self) -> None:

@@ -119,7 +119,7 @@ class Simulation:
         began_s = time.monotonic()
         up, loss, steps = self._train(cohort, down)
         train_s = time.monotonic() - began_s
-        upload = self._channel.up(up, cohort)
+        upload = self._channel.up(up, cohort, sent)
         traffic_up: list[Traffic] = []
         upload.observe(lambda _, block: traffic_up.append(count_bytes(block, method.layers, self._labels)))
         if world.is_server:

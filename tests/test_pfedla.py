@@ -42,12 +42,16 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def upload(theta: Tensor) -> Upload:
-    return Upload(iter([(slice(0, len(theta)), Message(rows={"theta": theta}, num_clients=len(theta)))]))
-
-
 def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:
     return Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
+
+
+def aggregate(method: Method, server: State, clients: Sequence[int], trained: Tensor) -> None:
+    """Answer what the server sends these clients with trained models [S, P]."""
+    cohort = cohort_of(method, clients)
+    message = Message(rows={"theta": trained}, num_clients=len(trained))
+    blocks = iter([(slice(0, len(trained)), message)])
+    method.aggregate(server, cohort, Upload(blocks, method.send(server, cohort)))
 
 
 def traffic(run: Run, clients: Sequence[int]) -> Traffic:
@@ -154,7 +158,7 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
     alpha = run.method.alpha(run.server, range(4))
     assert alpha[1, 2].tolist() == [0.0, 1.0, 0.0, 0.0]
     assert (alpha[1, [0, 1, 3]] > 0.1).all()
-    run.method.aggregate(run.server, cohort_of(run.method, range(4)), upload(run.server["theta"] + 0.1))
+    aggregate(run.method, run.server, range(4), run.server["theta"] + 0.1)
     assert all(tensor.isfinite().all() for tensor in run.server.values())
 
 
@@ -188,7 +192,7 @@ def test_a_small_step_lowers_the_loss_of_the_mixed_model(
     mixed = method.mix(method.alpha(server, range(4)), models)
     before = [loss_and_gradient(run, client, mixed[client]) for client in range(4)]
     trained = mixed - 0.1 * torch.stack([gradient for _, gradient in before])
-    method.aggregate(server, cohort_of(method, range(4)), upload(trained))
+    aggregate(method, server, range(4), trained)
     moved = method.mix(method.alpha(server, range(4)), models)
     after = [loss_and_gradient(run, client, moved[client])[0] for client in range(4)]
     assert all(new < old for new, (old, _) in zip(after, before, strict=True)), (before, after)
@@ -199,7 +203,7 @@ def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optim
     run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
     server = run.method.initial_server()
     before = run.method.alpha(server, [0])
-    run.method.aggregate(server, cohort_of(run.method, [0]), upload(server["theta"][1:2].clone()))
+    aggregate(run.method, server, [0], server["theta"][1:2].clone())
     after = run.method.alpha(server, [0])
     assert (after[0, :, 1] > before[0, :, 1]).all()
     assert (after[0, :, [0, 2, 3]] < before[0, :, [0, 2, 3]]).all()
@@ -235,7 +239,7 @@ def test_closed_form_is_the_gradient_through_the_stacked_models(weights: str, la
         mixed.backward(mixed.detach() - trained[row])
         expected = twin.tensors(method.hypernetworks, gradients=True)
         if row == 0:
-            method.aggregate(server, cohort_of(method, [0, 2]), upload(trained))
+            aggregate(method, server, [0, 2], trained)
         for name, gradient in expected.items():
             moved = before[f"hypernetworks/{name}"][client] - server[f"hypernetworks/{name}"][client]
             torch.testing.assert_close(
@@ -259,7 +263,7 @@ def test_gradient_of_softmax_outputs_is_alpha_times_centred_products() -> None:
             products[client, number] = torch.stack([model[part] @ delta for model in models])
     ascent = alpha * (products - (alpha * products).sum(dim=-1, keepdim=True))
     before = server[HEADS_BIAS].clone()
-    method.aggregate(server, cohort_of(method, range(4)), upload(trained))
+    aggregate(method, server, range(4), trained)
     torch.testing.assert_close(server[HEADS_BIAS] - before, ascent, rtol=1e-9, atol=1e-10)
 
 
@@ -569,7 +573,7 @@ def test_a_retained_layer_gives_embedding_and_trunk_no_gradient() -> None:
             mixed = alpha[number] @ models[:, part]
             objective = objective + 0.5 * (mixed - trained[0, part]).square().sum()
     objective.backward()
-    method.aggregate(server, cohort_of(method, [1]), upload(trained))
+    aggregate(method, server, [1], trained)
     for name, gradient in twin.tensors(method.hypernetworks, gradients=True).items():
         if not name.startswith("heads."):
             moved = before[f"hypernetworks/{name}"][1] - server[f"hypernetworks/{name}"][1]

@@ -117,11 +117,15 @@ class PFedLA(Method):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         clients = cohort.clients
         index = torch.tensor(clients)
-        leaves = {name: t[index].requires_grad_() for name, t in self._part(server, HYPERNETWORKS).items()}
+        leaves = {
+            name: tensor.index_select(0, index).requires_grad_()
+            for name, tensor in self._part(server, HYPERNETWORKS).items()
+        }
         alpha = self._normalise(self.hypernetworks.outputs(leaves), clients)
         retained = self.retained(alpha.detach(), clients)
         arrived = up.collect()
-        products = self.products(alpha.detach(), arrived["theta"], server["theta"])
+        assert up.sent is not None
+        products = self.products(arrived["theta"], up.sent.rows["theta"], server["theta"])
         # a retained layer was not mixed, so it says nothing about the weights
         products = products.masked_fill(retained.unsqueeze(-1), 0.0)
         gradients = torch.autograd.grad(-(alpha * products).sum(), list(leaves.values()))
@@ -162,7 +166,7 @@ class PFedLA(Method):
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the weights of some clients [S, L, N]; each (client, layer) sums to one."""
         index = torch.tensor(list(clients))
-        rows = {name: tensor[index] for name, tensor in self._part(server, HYPERNETWORKS).items()}
+        rows = {name: t.index_select(0, index) for name, t in self._part(server, HYPERNETWORKS).items()}
         return self._normalise(self.hypernetworks.outputs(rows), clients)
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
@@ -178,7 +182,7 @@ class PFedLA(Method):
         """Return theta_bar [S, P] from weights [S, L, N] and all models [N, P] (eq. 6)."""
         mixed = theta.new_empty(len(alpha), self.layout.size)
         for number, part in self._pieces():
-            mixed[:, part] = alpha[:, number] @ theta[:, part]
+            torch.mm(alpha[:, number], theta[:, part], out=mixed[:, part])
         return mixed
 
     def mix_buffers(self, alpha: Tensor, buffers: Tensor) -> Tensor:
@@ -189,16 +193,16 @@ class PFedLA(Method):
             mixed[:, part] = alpha[:, number] @ buffers[:, part]
         return mixed
 
-    def products(self, alpha: Tensor, trained: Tensor, theta: Tensor) -> Tensor:
+    def products(self, trained: Tensor, start: Tensor, theta: Tensor) -> Tensor:
         """Return c_i^{l,j} = <theta_j^l - theta_0^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
 
-        Delta_i = trained_i - theta_bar_i, for models [S, P] trained from the mixture by alpha [S, L, N].
-        Models count from client 0's: weights that sum to one cannot tell, and equal models (the first
-        round) give exactly zero instead of rounding errors that Adam would blow up.
+        Delta = trained - start, both [S, P], and theta is [N, P]. Models count from client 0's: weights that
+        sum to one cannot tell, and equal models (the first round) give exactly zero instead of rounding
+        errors that Adam would blow up.
         """
-        products = torch.zeros_like(alpha)
+        products = theta.new_zeros(len(trained), len(self.layers), len(theta))
         for number, part in self._pieces():
-            delta = trained[:, part] - alpha[:, number] @ theta[:, part]
+            delta = trained[:, part] - start[:, part]
             products[:, number] += delta @ (theta[:, part] - theta[:1, part]).T
         return products
 

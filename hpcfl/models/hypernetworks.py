@@ -112,20 +112,26 @@ def descend(
             index = clients[position] * num_layers + layer
             if frozen.any():
                 gradient = gradient[~frozen]
-        weights = _flat(state[name], depth)
-        gradient = gradient.reshape(len(index), weights.shape[1])
-        step = gradient
+        tensors = [state[name]]
         if optimiser == "adam":
-            steps = _flat(moments[counter], depth)[index].double()
-            mean = _flat(moments[f"{name}.first"], depth)
-            square = _flat(moments[f"{name}.second"], depth)
-            first = mean[index].lerp_(gradient, 1 - ADAM_BETAS[0])
-            second = square[index].mul_(ADAM_BETAS[1]).addcmul_(gradient, gradient, value=1 - ADAM_BETAS[1])
-            mean[index], square[index] = first, second
-            correction = (1 - ADAM_BETAS[1] ** steps).sqrt()
-            scale = second.sqrt_().div_(correction.to(gradient.dtype)).add_(ADAM_EPSILON)
-            step = first.div_(scale).div_((1 - ADAM_BETAS[0] ** steps).to(gradient.dtype))
-        weights.index_add_(0, index, step, alpha=-lr)
+            tensors += [moments[f"{name}.first"], moments[f"{name}.second"], moments[counter]]
+        flat = [_flat(tensor, depth) for tensor in tensors]
+        gradient = gradient.reshape(len(index), flat[0].shape[1])
+        step = _adam_direction(gradient, index, *flat[1:]) if optimiser == "adam" else gradient
+        flat[0].index_add_(0, index, step, alpha=-lr)
+
+
+def _adam_direction(gradient: Tensor, index: Tensor, mean: Tensor, square: Tensor, steps: Tensor) -> Tensor:
+    """Update Adam's moments, rows `index` of [., rest], in place; return the direction of the step."""
+    first = mean.index_select(0, index).lerp_(gradient, 1 - ADAM_BETAS[0])
+    second = square.index_select(0, index).mul_(ADAM_BETAS[1])
+    second.addcmul_(gradient, gradient, value=1 - ADAM_BETAS[1])
+    mean.index_copy_(0, index, first)
+    square.index_copy_(0, index, second)
+    count = steps[index].double()
+    correction = (1 - ADAM_BETAS[1] ** count).sqrt()
+    scale = second.sqrt_().div_(correction.to(gradient.dtype)).add_(ADAM_EPSILON)
+    return first.div_(scale).div_((1 - ADAM_BETAS[0] ** count).to(gradient.dtype))
 
 
 def _flat(tensor: Tensor, depth: int) -> Tensor:
