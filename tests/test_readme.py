@@ -79,3 +79,7 @@ def test_every_command_of_the_tour_runs(
 def test_the_readme_names_files_that_exist() -> None:
     for path in re.findall(r"(?:jobs|configs|hpcfl)/[\w./-]+\.(?:sh|sbatch|yaml|py)", README):
         assert (REPOSITORY / path).exists(), path
+
+
+def test_nothing_in_the_readme_waits_to_be_filled_in() -> None:
+    assert not re.findall(r"\b[A-Z]+_[A-Z]+\b", re.sub(r"`[^`]*`", "", README))
