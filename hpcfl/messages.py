@@ -18,7 +18,7 @@ from hpcfl.parameters import Layer, columns
 from hpcfl.world import World
 
 INDEX_BYTES = 8
-"""What naming one layer that was left out costs on the wire (methods.md 5.1.9)."""
+"""What naming one layer that was left out costs on the wire."""
 
 BUFFERS = "buffers"
 """The name under which running statistics travel; they are counted in a column of their own."""

@@ -72,7 +72,7 @@ class ParameterLayout:
     def layers(self, granularity: Granularity = "module") -> tuple[Layer, ...]:
         """Split [0, P) into layers, in order.
 
-        "module": weight and bias together, a BatchNorm module by itself (methods.md 5.1.6, 5.1.9);
+        "module": weight and bias together, a BatchNorm module by itself (as pFedLA's table 3 has it);
         "block": a BatchNorm module joins the layer before it; "tensor": every tensor by itself.
         """
         keys: list[str] = []

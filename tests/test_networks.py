@@ -1,4 +1,4 @@
-"""The papers' networks: parameter counts of methods.md 2.1, 2.2 and 2.4, and their initial weights."""
+"""The papers' networks: parameter counts, and their initial weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pFedLA and HeurpFedLA: invariants of methods.md section 8, and a slow twin of Algorithm 1."""
+"""pFedLA and HeurpFedLA: invariants, and a slow twin of Algorithm 1."""
 
 from __future__ import annotations
 
@@ -635,7 +635,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_table_3(
     images: dict[str, Path], data: str, kept: tuple[str, ...], bytes_down: int, cost_mib: float
 ) -> None:
-    """Cost of 10 clients over 75 rounds, which is 3000 bytes a number (methods.md 5.1.9)."""
+    """Cost of 10 clients over 75 rounds, which is 3000 bytes a number."""
     run = Run(
         "data.source=npz",
         f"data.path={images[data]}",

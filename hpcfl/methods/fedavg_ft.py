@@ -1,7 +1,7 @@
 """FedAvg with fine-tuning (FedAvg+): the global model, adapted locally before each evaluation.
 
 Rounds are FedAvg's. To evaluate, each client trains a copy of w for `train.finetune_epochs` epochs on its
-training data and throws it away afterwards (methods.md 6.3). 0 epochs is FedAvg.
+training data and throws it away afterwards. 0 epochs is FedAvg.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Local training: every client by itself, the yardstick of all personalisation.
 
-    theta_i <- E epochs of SGD on L_i from theta_i            (no server, no traffic; methods.md 6.1)
+    theta_i <- E epochs of SGD on L_i from theta_i            (no server, no traffic)
 
 Choices: all clients start from the common initial weights; a client trains when it is sampled, so that
 partial participation costs Local the same training as everybody else.
