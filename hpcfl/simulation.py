@@ -146,6 +146,10 @@ class Simulation:
             losses.append(clients.loss_sum / clients.steps.clamp(min=1))
         return _stack(uploads), torch.cat(losses), torch.cat(steps)
 
+    def _own_rows(self, cohort: Cohort) -> list[int]:
+        """Return where the cohort's members on this rank stand in the rank's client state."""
+        return [client - self._place.clients.start for client in cohort.clients[self._channel.own(cohort)]]
+
     def _groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
         """Yield this rank's cohort members, as many at once as the engine takes."""
         own = list(cohort.clients[self._channel.own(cohort)])
@@ -236,7 +240,7 @@ class Simulation:
                     rows = checkpoint.client_rows(cohort.clients[0], cohort.clients[-1] + 1)
                 message = Message(rows=rows, num_clients=len(cohort)) if self._world.is_server else None
                 received = self._channel.down(message, cohort)
-                own = [c - self._place.clients.start for c in cohort.clients[self._channel.own(cohort)]]
+                own = self._own_rows(cohort)
                 for name, tensor in received.rows.items():
                     if own:
                         self._place.state[name][own] = tensor
@@ -329,7 +333,7 @@ class Simulation:
     def _client_blocks(self) -> Iterator[Block]:
         """Bring the state of all clients to the server, block by block. Collective."""
         for cohort in self._blocks():
-            own = [c - self._place.clients.start for c in cohort.clients[self._channel.own(cohort)]]
+            own = self._own_rows(cohort)
             rows = {name: tensor[own] for name, tensor in self._place.state.items()} if own else {}
             for positions, block in self._channel.up(Message(rows=rows, num_clients=len(own)), cohort):
                 yield np.array(cohort.clients[positions]), block.rows

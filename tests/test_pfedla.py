@@ -34,6 +34,15 @@ UNEQUAL = (
 DIVERSE = ("method.initial_models=own", "method.head_init=default", "method.hypernetwork_lr=0.01")
 """From the first round on, models and weights differ."""
 
+STARTS = [
+    ("softmax", "zero"),
+    ("softmax", "default"),
+    ("softmax", "uniform"),
+    ("relu", "default"),
+    ("relu", "uniform"),
+]
+"""Each way to make weights with each first head that gives it a gradient."""
+
 
 @pytest.fixture
 def double() -> Iterator[None]:
@@ -118,13 +127,7 @@ def test_one_hot_weights_are_local_training_to_the_bit(participation: float, bat
 
 @pytest.mark.parametrize(
     ("weights", "head_init"),
-    [
-        ("softmax", "zero"),
-        ("softmax", "default"),
-        ("softmax", "uniform"),
-        ("relu", "default"),
-        ("relu", "uniform"),
-    ],
+    STARTS,
 )
 def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: str, head_init: str) -> None:
     run = Run(f"method.weights={weights}", f"method.head_init={head_init}", "method.hypernetwork_lr=0.02")
@@ -168,13 +171,7 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 @pytest.mark.parametrize(
     ("weights", "head_init"),
-    [
-        ("softmax", "zero"),
-        ("softmax", "default"),
-        ("softmax", "uniform"),
-        ("relu", "default"),
-        ("relu", "uniform"),
-    ],
+    STARTS,
 )
 @pytest.mark.usefixtures("double")
 def test_a_small_step_lowers_the_loss_of_the_mixed_model(

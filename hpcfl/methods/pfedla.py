@@ -175,8 +175,7 @@ class PFedLA(Method):
 
     def sent_weights(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the weights of the models clients start from [S, L, N]: a retained layer is their own."""
-        own = torch.nn.functional.one_hot(torch.tensor(list(clients)), alpha.shape[-1]).to(alpha.dtype)
-        return torch.where(self.retained(alpha, clients).unsqueeze(-1), own.unsqueeze(1), alpha)
+        return torch.where(self.retained(alpha, clients).unsqueeze(-1), self._own_weights(clients), alpha)
 
     def mix(self, alpha: Tensor, theta: Tensor) -> Tensor:
         """Return theta_bar [S, P] from weights [S, L, N] and all models [N, P] (eq. 6)."""
@@ -217,10 +216,14 @@ class PFedLA(Method):
             return outputs.softmax(dim=-1)
         positive = outputs.relu()
         total = positive.sum(dim=-1, keepdim=True)
-        own = torch.nn.functional.one_hot(torch.tensor(list(clients)), outputs.shape[-1]).to(outputs.dtype)
         return torch.where(
-            total > 0, positive / total.clamp(min=torch.finfo(total.dtype).tiny), own.unsqueeze(1)
+            total > 0, positive / total.clamp(min=torch.finfo(total.dtype).tiny), self._own_weights(clients)
         )
+
+    def _own_weights(self, clients: Sequence[int]) -> Tensor:
+        """Return the weights that give each client its own model, [S, 1, N]."""
+        own = torch.nn.functional.one_hot(torch.tensor(list(clients)), self.context.num_clients)
+        return own.to(torch.get_default_dtype()).unsqueeze(1)
 
     @property
     def _mixes_buffers(self) -> bool:
