@@ -193,17 +193,17 @@ class PFedLA(Method):
         return mixed
 
     def products(self, trained: Tensor, start: Tensor, theta: Tensor) -> Tensor:
-        """Return c_i^{l,j} = <theta_j^l - theta_0^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
+        """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
 
-        Delta = trained - start, both [S, P], and theta is [N, P]. Models count from client 0's: weights that
-        sum to one cannot tell, and equal models (the first round) give exactly zero instead of rounding
-        errors that Adam would blow up.
+        Delta = trained - start, both [S, P], and theta is [N, P]. While all models are equal (the first
+        round) the weights cannot matter, and zeros say so; rounding errors would be blown up by Adam.
         """
-        products = theta.new_zeros(len(trained), len(self.layers), len(theta))
-        for number, part in self._pieces():
-            delta = trained[:, part] - start[:, part]
-            products[:, number] += delta @ (theta[:, part] - theta[:1, part]).T
-        return products
+        products = theta.new_zeros(len(self.layers), len(trained), len(theta))
+        if not all(torch.equal(theta[0], model) for model in theta[1:]):
+            for number, part in self._pieces():
+                delta = trained[:, part] - start[:, part]
+                products[number].addmm_(delta, theta[:, part].T)
+        return products.transpose(0, 1)
 
     def _pieces(self) -> Iterator[tuple[int, slice]]:
         """Yield (layer number, columns), in pieces that stay in a processor's cache for all N models."""

@@ -8,12 +8,15 @@ H hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import compress
+from operator import not_
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
@@ -23,6 +26,8 @@ Optimiser = Literal["adam", "sgd"]
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPSILON = 1e-8
+MOMENTS = ("first", "second")
+HEADS = ("heads.weight", "heads.bias")
 
 
 @dataclass(frozen=True)
@@ -77,12 +82,33 @@ class Hypernetworks:
 
     def outputs(self, state: Tensors) -> Tensor:
         """Run the hypernetworks of S clients, tensors [S, ...]: raw outputs [S, L, N]."""
-        hidden = state["embedding"].unsqueeze(-1)
+        hidden = state["embedding"]
         for number in range(1, self.hidden_layers + 1):
-            bias = state[f"trunk{number}.bias"].unsqueeze(-1)
-            hidden = torch.baddbmm(bias, state[f"trunk{number}.weight"], hidden).relu()
-        weight = state["heads.weight"].flatten(1, 2)
-        return torch.bmm(weight, hidden).view_as(state["heads.bias"]) + state["heads.bias"]
+            hidden = _linear(hidden, state[f"trunk{number}.weight"], state[f"trunk{number}.bias"]).relu()
+        bias = state["heads.bias"]
+        return _linear(hidden, state["heads.weight"].flatten(1, 2), bias.flatten(1)).view_as(bias)
+
+
+class _Linear(torch.autograd.Function):
+    """Linear layers of S networks, each on its own input vector: [S, I], [S, O, I], [S, O] -> [S, O].
+
+    Four times faster than batched products under autograd, which treat the vectors as thin matrices.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return torch.bmm(hidden.unsqueeze(1), weight.mT).squeeze(1).add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (outputs,) = gradients
+        hidden, weight = ctx.saved_tensors
+        of_hidden = torch.bmm(outputs.unsqueeze(1), weight).squeeze(1)
+        return of_hidden, outputs.unsqueeze(2) * hidden.unsqueeze(1), outputs
+
+
+_linear: Callable[[Tensor, Tensor, Tensor], Tensor] = _Linear.apply
 
 
 def descend(
@@ -99,52 +125,48 @@ def descend(
     `state` and `moments` hold [N, ...]; `gradients` [S, ...] belong to `rows`. Heads of the layers in
     `frozen`, bool [S, L], do not move, and neither do their moments and step counts.
     """
+    names = list(gradients)
+
+    def moving(tensors: Iterable[Tensor], clients: Sequence[int]) -> list[Tensor]:
+        views: list[Tensor] = []
+        for name, tensor in zip(names, tensors, strict=True):
+            for client, kept in zip(clients, frozen.tolist(), strict=True):
+                row = tensor[client]
+                views += compress(row.unbind(), map(not_, kept)) if name in HEADS else [row]
+        return views
+
+    values = moving((state[name] for name in names), rows)
+    slopes = moving(gradients.values(), range(len(rows)))
+    if optimiser == "sgd":
+        torch._foreach_add_(values, slopes, alpha=-lr)
+        return
+    first, second = (moving((moments[f"{name}.{kind}"] for name in names), rows) for kind in MOMENTS)
+    steps = moving((moments["heads.steps" if name in HEADS else "steps"].float() for name in names), rows)
+    adam(
+        values,
+        slopes,
+        first,
+        second,
+        [],
+        steps,
+        fused=True,
+        amsgrad=False,
+        beta1=ADAM_BETAS[0],
+        beta2=ADAM_BETAS[1],
+        lr=lr,
+        weight_decay=0.0,
+        eps=ADAM_EPSILON,
+        maximize=False,
+    )
     clients = torch.as_tensor(rows)
-    num_layers = frozen.shape[1]
-    if optimiser == "adam":
-        moments["steps"][clients] += 1
-        moments["heads.steps"][clients] += ~frozen
-    for name, gradient in gradients.items():
-        depth, index, counter = 1, clients, "steps"
-        if name.startswith("heads."):
-            depth, counter = 2, "heads.steps"
-            position, layer = (~frozen).nonzero(as_tuple=True)
-            index = clients[position] * num_layers + layer
-            if frozen.any():
-                gradient = gradient[~frozen]
-        tensors = [state[name]]
-        if optimiser == "adam":
-            tensors += [moments[f"{name}.first"], moments[f"{name}.second"], moments[counter]]
-        flat = [_flat(tensor, depth) for tensor in tensors]
-        gradient = gradient.reshape(len(index), flat[0].shape[1])
-        step = _adam_direction(gradient, index, *flat[1:]) if optimiser == "adam" else gradient
-        flat[0].index_add_(0, index, step, alpha=-lr)
-
-
-def _adam_direction(gradient: Tensor, index: Tensor, mean: Tensor, square: Tensor, steps: Tensor) -> Tensor:
-    """Update Adam's moments, rows `index` of [., rest], in place; return the direction of the step."""
-    first = mean.index_select(0, index).lerp_(gradient, 1 - ADAM_BETAS[0])
-    second = square.index_select(0, index).mul_(ADAM_BETAS[1])
-    second.addcmul_(gradient, gradient, value=1 - ADAM_BETAS[1])
-    mean.index_copy_(0, index, first)
-    square.index_copy_(0, index, second)
-    count = steps[index].double()
-    correction = (1 - ADAM_BETAS[1] ** count).sqrt()
-    scale = second.sqrt_().div_(correction.to(gradient.dtype)).add_(ADAM_EPSILON)
-    return first.div_(scale).div_((1 - ADAM_BETAS[0] ** count).to(gradient.dtype))
-
-
-def _flat(tensor: Tensor, depth: int) -> Tensor:
-    """View [N, ...] as [N, rest], or [N, L, ...] as [N L, rest] with depth 2."""
-    return tensor.view(tensor.shape[:depth].numel(), -1)
+    moments["steps"][clients] += 1
+    moments["heads.steps"][clients] += ~frozen
 
 
 def initial_moments(state: Tensors, optimiser: Optimiser) -> Tensors:
     """Return the optimiser's state for hypernetworks [N, ...]; empty for plain SGD."""
     if optimiser == "sgd":
         return {}
-    moments = {
-        f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in ("first", "second")
-    }
+    moments = {f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in MOMENTS}
     shapes = {"steps": state["heads.bias"].shape[:1], "heads.steps": state["heads.bias"].shape[:2]}
     return moments | {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
