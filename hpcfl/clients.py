@@ -26,6 +26,9 @@ from hpcfl.training import (
     same_size_groups,
 )
 
+GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
+"""From weights [len(batch.rows), ...] and a batch to their gradient and the losses [len(batch.rows)]."""
+
 
 @dataclass(frozen=True)
 class Workplace:
@@ -45,10 +48,34 @@ class Workplace:
 
 
 class Trained(NamedTuple):
-    """The end of a local training pass: theta [C, P] and the number of steps [C]."""
+    """The end of a local training pass: theta [C, ..., P] and the number of steps [C]."""
 
     theta: Tensor
     steps: Tensor
+
+
+class Descent:
+    """SGD on theta [C, ...] of a group, with the run's momentum (from zero) and weight decay.
+
+    `trained` limits the update to one slice of the last axis, the rest staying frozen.
+    """
+
+    def __init__(self, theta: Tensor, lr: float, train: TrainConfig, trained: slice = slice(None)) -> None:
+        self.theta = theta.clone(memory_format=torch.contiguous_format)
+        self._lr, self._train, self._trained = lr, train, trained
+        self._velocity = torch.zeros_like(theta) if train.momentum else None
+
+    def step(self, rows: slice | Tensor, gradient: Tensor) -> None:
+        """Move the group's clients `rows` against their gradient [len(rows), ...]."""
+        weights = self.theta[rows]
+        if self._train.weight_decay:
+            gradient = gradient.add(weights, alpha=self._train.weight_decay)
+        if self._velocity is not None:
+            gradient = self._velocity[rows].mul_(self._train.momentum).add_(gradient)
+            self._velocity[rows] = gradient
+        weights[..., self._trained].add_(gradient[..., self._trained], alpha=-self._lr)
+        if not isinstance(rows, slice):
+            self.theta[rows] = weights
 
 
 class Clients:
@@ -67,9 +94,9 @@ class Clients:
         self.device = workplace.device
         self.buffers = torch.empty(len(self.ids), 0, device=self.device)
         """Running statistics [C, U] that training and evaluation use and update."""
-        self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
+        self.steps = torch.zeros(len(self.ids), dtype=torch.int64, device=self.device)
         """Training steps done by each client through this object [C]."""
-        self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64)
+        self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
         """Sum of the losses of these steps [C]."""
 
     def __len__(self) -> int:
@@ -91,6 +118,7 @@ class Clients:
         for name, rows in self._written.items():
             stored = self._place.state[name]
             stored[self._local] = rows.to(stored.device)
+        self._written.clear()
 
     @property
     def num_samples(self) -> Tensor:
@@ -142,44 +170,51 @@ class Clients:
         *,
         epochs: int | None = None,
         lr: float | None = None,
-        loss: Loss = cross_entropy_loss,
+        gradient: GradientOf | None = None,
         extra_gradient: Callable[[Tensor, slice | Tensor], Tensor] | None = None,
-        trained: slice | None = None,
+        trained: slice = slice(None),
         purpose: str = "batches",
     ) -> Trained:
-        """Train by SGD from theta [C, P], which is left as it was.
+        """Train by SGD from theta [C, ..., P], which is left as it was.
 
-        `extra_gradient(theta, rows)` is added to the gradient (a proximal pull, say): theta [len(rows), P]
-        are the current weights of the group's clients `rows`. `trained` limits the update to one slice of
-        the vector, the rest staying frozen. Momentum starts at zero.
+        `gradient(theta, batch)` returns the gradient and losses on a batch (default: of the cross-entropy of
+        models [C, P]). `extra_gradient(theta, rows)` is added to it (a proximal pull, say): theta
+        [len(rows), ...] are the current weights of the group's clients `rows`. `trained`: see Descent.
         """
-        train = self._place.train
-        theta = theta.clone(memory_format=torch.contiguous_format)
-        lr = train.lr * train.lr_decay**self.round if lr is None else lr
-        velocity = torch.zeros_like(theta) if train.momentum else None
-        part = slice(None) if trained is None else trained
-        steps = torch.zeros(len(self), dtype=torch.int64, device=theta.device)
-        losses = torch.zeros(len(self), dtype=torch.float64, device=theta.device)
+        descent = self.descent(theta, lr=lr, trained=trained)
+        gradient = gradient or self._plain_gradient
+        steps_before = self.steps.clone()
         for batch in self.batches(purpose, epochs):
-            rows = batch.rows
-            weights = theta[rows]
-            gradients, values = self.gradient(loss, {"theta": weights}, batch)
-            update = gradients["theta"]
+            weights = descent.theta[batch.rows]
+            slope, losses = gradient(weights, batch)
             if extra_gradient is not None:
-                update = update + extra_gradient(weights, rows)
-            if train.weight_decay:
-                update = update.add(weights, alpha=train.weight_decay)
-            if velocity is not None:
-                update = velocity[rows].mul_(train.momentum).add_(update)
-                velocity[rows] = update
-            weights[:, part].add_(update[:, part], alpha=-lr)
-            if not isinstance(rows, slice):
-                theta[rows] = weights
-            steps[rows] += 1
-            losses[rows] += values
-        self.steps += steps.cpu()
-        self.loss_sum += losses.cpu()
-        return Trained(theta, steps)
+                slope = slope + extra_gradient(weights, batch.rows)
+            descent.step(batch.rows, slope)
+            self.record(batch, losses)
+        return Trained(descent.theta, self.steps - steps_before)
+
+    def descent(self, theta: Tensor, *, lr: float | None = None, trained: slice = slice(None)) -> Descent:
+        """Return SGD from theta [C, ...] for a training loop of the method's own; lr: see `lr`."""
+        return Descent(theta, self.lr if lr is None else lr, self._place.train, trained)
+
+    @property
+    def lr(self) -> float:
+        """The step size of this round."""
+        return self._place.train.lr * self.lr_decay
+
+    @property
+    def lr_decay(self) -> float:
+        """What is left of every step size in this round."""
+        return self._place.train.lr_decay**self.round
+
+    def record(self, batch: Batch, losses: Tensor) -> None:
+        """Count one training step of the batch's clients, with their losses [len(batch.rows)]."""
+        self.steps[batch.rows] += 1
+        self.loss_sum[batch.rows] += losses
+
+    def _plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
+        return gradients["theta"], losses
 
     def probabilities(self, model: Tensors, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] of one client's model (`theta` and `buffers`, a row a client)."""

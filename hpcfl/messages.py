@@ -335,8 +335,8 @@ class Upload:
     def collect(self) -> dict[str, Tensor]:
         """Read all blocks and return the rows of all clients, [S, ...], by name."""
         blocks = [block.rows for _, block in self]
-        if len(blocks) == 1:
-            return blocks[0]
+        if len(blocks) <= 1:
+            return blocks[0] if blocks else {}
         return {name: torch.cat([rows[name] for rows in blocks]) for name in blocks[0]}
 
     def drain(self) -> None:
@@ -361,3 +361,28 @@ class WeightedMean:
             self.value = torch.zeros_like(rows[0])
         for row, weight in zip(rows, self._weights[positions], strict=True):
             self.value.add_(row, alpha=weight)
+
+
+class LayerMean:
+    """A mean over clients with weights of its own for each layer (and branch), taking blocks as they come.
+
+    `weights` [S, ..., L] are divided by `total` [..., L] (default: their sum over the cohort); where that is
+    0, the mean keeps the numbers of `old` [..., P].
+    """
+
+    def __init__(
+        self, weights: Tensor, layers: Sequence[Layer], old: Tensor, total: Tensor | None = None
+    ) -> None:
+        weights = weights.double()
+        total = weights.sum(dim=0) if total is None else total.double()
+        self._weights = weights / total.where(total > 0, 1.0)
+        self._layers = layers
+        self.value = old * columns(tuple(layers), total == 0)
+
+    def add(self, positions: slice, rows: Tensor) -> None:
+        """Add the clients at these positions of the cohort, rows [C, ..., P]."""
+        for row, weights in zip(rows, self._weights[positions], strict=True):
+            for number, layer in enumerate(self._layers):
+                mean, numbers = (tensor[..., layer.start : layer.stop] for tensor in (self.value, row))
+                for index in np.ndindex(weights.shape[:-1]):
+                    mean[index].add_(numbers[index], alpha=float(weights[(*index, number)]))

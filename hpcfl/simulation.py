@@ -142,8 +142,8 @@ class Simulation:
         for part, clients in self._groups(cohort):
             uploads.append(self.method.work(clients, down.select(part)))
             clients.commit()
-            steps.append(clients.steps.double())
-            losses.append(clients.loss_sum / clients.steps.clamp(min=1))
+            steps.append(clients.steps.double().cpu())
+            losses.append((clients.loss_sum / clients.steps.clamp(min=1)).cpu())
         return _stack(uploads), torch.cat(losses), torch.cat(steps)
 
     def _own_rows(self, cohort: Cohort) -> list[int]:
@@ -167,12 +167,22 @@ class Simulation:
             figures = self._collect(cohort, torch.cat(rows))
             if figures is not None:
                 accuracy[list(cohort.clients)], loss[list(cohort.clients)] = figures.T.numpy()
+        known = self._client_history(done)
         if self._folder is not None:
             self.ledger.wall_s = self._wall_s()
             self.ledger.record_evaluation(done, accuracy, loss, self._experiment.num_evaluated)
-            for name, value in self.method.history(self.server).items():
+            for name, value in (self.method.history(self.server) | known).items():
                 self._history.setdefault(name, []).append(value.clone())
             self.ledger.append_files(self._folder.path)
+
+    def _client_history(self, done: int) -> State:
+        """Bring what the method is known by from the clients to the server, [N, ...] a name. Collective."""
+        cohort = self._cohort_of(done, range(self._num_clients))
+        rows = [
+            Message(rows=self.method.client_history(clients), num_clients=len(clients))
+            for _, clients in self._groups(cohort)
+        ]
+        return self._channel.up(_stack(rows), cohort).collect()
 
     def _evaluated_models(self, cohort: Cohort) -> Iterator[tuple[Clients, State]]:
         """Yield groups of this rank's clients with the models that are scored and saved. Collective."""
@@ -352,9 +362,11 @@ class Simulation:
 
     def _is_shared(self, name: str) -> bool:
         """Whether all clients are evaluated on the same tensor, so that one row says it all."""
-        if self.config.train.finetune_epochs or not self.method.shares_one_model:
+        if self.config.train.finetune_epochs:
             return False
-        return name != BUFFERS or self.method.buffers == "average"
+        if name == BUFFERS:
+            return bool(self.method.shared_parts) and self.method.buffers == "average"
+        return name in self.method.shared_parts
 
 
 def _stack(messages: Sequence[Message]) -> Message:

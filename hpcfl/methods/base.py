@@ -84,8 +84,8 @@ class Method:
     """What `train.buffers` may be; the first is the default."""
     train_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults under `train.*` that differ from everybody's."""
-    shares_one_model: ClassVar[bool] = False
-    """Whether all clients are evaluated on the same trainable numbers."""
+    shared_parts: ClassVar[tuple[str, ...]] = ()
+    """Parts of the evaluated models that are the same for all clients, so that one row says it all."""
     schedule_uses_rounds: ClassVar[bool] = False
     """Whether an earlier round would differ if `train.rounds` did, so that a run cannot be prolonged."""
     extra_labels: ClassVar[tuple[str, ...]] = ()
@@ -132,9 +132,10 @@ class Method:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
         return clients.probabilities(model, position, x)
 
-    def finetune(self, clients: Clients, model: State, epochs: int) -> State:
-        """Adapt the evaluated models locally; default: local SGD on `theta`."""
-        return model | {"theta": clients.sgd(model["theta"], epochs=epochs, purpose="finetune").theta}
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
+        theta = self.personalised(clients, down)["theta"]
+        return {"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta}
 
     def derived(self, server: State) -> State:
         """Return tensors written to checkpoints for readers only."""
@@ -142,6 +143,10 @@ class Method:
 
     def history(self, server: State) -> State:
         """Return what the method is known by, one tensor a name, kept for every evaluation."""
+        return {}
+
+    def client_history(self, clients: Clients) -> State:
+        """Return the same of what clients keep, [C, ...] a name."""
         return {}
 
     def memory(self) -> dict[str, int]:
@@ -196,10 +201,14 @@ class Method:
         """Return the evaluated models of a group, with `buffers` [C, U], fine-tuned if the run says so."""
         down = down.to(clients.device)
         self._take_buffers(clients, down)
-        model = self.personalised(clients, down)
-        if self.context.train.finetune_epochs:
-            model = self.finetune(clients, model, self.context.train.finetune_epochs)
+        epochs = self.context.train.finetune_epochs
+        model = self.finetune(clients, down, epochs) if epochs else self.personalised(clients, down)
         return model | {BUFFERS: clients.buffers}
+
+    @property
+    def body_layers(self) -> Tensor:
+        """Which layers make up the feature extractor, bool [L]."""
+        return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
 
     @property
     def _averages_buffers(self) -> bool:

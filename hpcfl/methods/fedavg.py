@@ -9,6 +9,8 @@ averaged like parameters (`train.buffers=local` keeps them with the client); w i
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Method, State, weighted_mean
@@ -17,7 +19,7 @@ from hpcfl.methods.base import Method, State, weighted_mean
 class FedAvg(Method):
     name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
-    shares_one_model = True
+    shared_parts: ClassVar[tuple[str, ...]] = ("theta",)
 
     def server_state(self) -> State:
         return {"theta": self.context.initial_parameters()}

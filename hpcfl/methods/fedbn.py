@@ -26,7 +26,7 @@ from hpcfl.methods.fedavg import FedAvg
 class FedBN(FedAvg):
     name = "fedbn"
     summary = "FedAvg whose BatchNorm stays with the client"
-    shares_one_model = False
+    shared_parts = ()
     buffer_policies = ("local",)
 
     def __init__(self, context: Context, params: Any) -> None:

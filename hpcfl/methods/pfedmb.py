@@ -1,0 +1,206 @@
+"""pFedMB. Mori et al., Personalized federated learning with multi-branch architecture, 2022.
+
+    W_l         = sum_b alpha_{b,l} W_{b,l},  alpha_{b,l} >= 0,  sum_b alpha_{b,l} = 1     (eq. 1)
+    alpha_i    <- E epochs of SGD on L_i(W, alpha) with W fixed                            (eq. 3)
+    W_i        <- E epochs of SGD on L_i(W, alpha_i) from W with alpha_i fixed             (eq. 4)
+    W_{b,l}    <- sum_i n_i alpha_i^{b,l} W_{i,b,l} / sum_i n_i alpha_i^{b,l}, i in S      (eq. 5)
+
+All branches go down and up; alpha_i stays at the client and only its values go up. Weights are mixed first:
+with g = dL/dW_l, dL/dW_{b,l} = alpha_{b,l} g and dL/dalpha_{b,l} = <g, W_{b,l}>, so a step costs one ordinary
+backward pass whatever B is. B = 1 is FedAvg to the bit.
+
+Choices the paper leaves open:
+  alpha        softmax of logits that start at 0; `method.constraint=simplex` projects after each step
+  branches     the first starts as everybody's common model, the others from draws of their own (equal
+               branches would have equal gradients for ever)
+  bias         belongs to its branch
+  BatchNorm    one for all branches (the paper's network has none)
+  empty branch a branch that nobody weighs keeps its value
+  step of alpha `method.alpha_lr`, without momentum or weight decay
+  fine-tuning  `train.finetune_epochs` runs the same routine; `method.finetune=weights` leaves alpha as it is
+  evaluated    the mixed model with the newest branches and the client's own alpha
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Cohort, LayerMean, Message, Upload
+from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.training import Batch, cross_entropy_loss
+
+FIRST, OTHERS = "theta", "branches"
+
+
+class PFedMBParams(Params):
+    """Hyper-parameters of pFedMB."""
+
+    branches: int = Field(5, ge=1)
+    """Branches B of each layer (paper: at most 10, tuned; 5 in its pairs experiment); 1 is FedAvg."""
+    alpha_lr: float = Field(0.1, ge=0)
+    """Step size of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
+    constraint: Literal["softmax", "simplex"] = "softmax"
+    """How alpha stays on the simplex: softmax of logits, or Euclidean projection after each step."""
+    shared_alpha: bool = False
+    """One vector alpha for all layers, as in the paper's pairs experiment (section 5.2)."""
+    aggregation: Literal["alpha", "plain"] = "alpha"
+    """Server's weights: n_i alpha_i (eq. 5) or n_i (eq. 6, the paper's ablation)."""
+    finetune: Literal["routine", "weights"] = "routine"
+    """What fine-tuning before an evaluation does: alpha, then weights; or weights only."""
+
+
+class PFedMB(Method):
+    name = "pfedmb"
+    summary = "several branches a layer, mixed by each client's own weights"
+    Params = PFedMBParams
+    extra_labels = ("alpha",)
+    params: PFedMBParams
+
+    def __init__(self, context: Context, params: PFedMBParams) -> None:
+        super().__init__(context, params)
+        batchnorm = self.layout.batchnorm_modules
+        self.branched = torch.tensor([layer.name not in batchnorm for layer in self.layers])
+        self.kept = "logits" if params.constraint == "softmax" else "alpha"
+
+    def server_state(self) -> State:
+        draws = [self.context.initial_parameters([-1 - b], own=True) for b in range(self.params.branches)]
+        return {"branches": torch.cat(draws)}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches
+        rows = 1 if self.params.shared_alpha else len(self.layers)
+        return {self.kept: torch.full((len(clients), rows, self.params.branches), start)}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        shared, keep = self._apart(server["branches"])
+        return Message(shared=shared, keep=keep)
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        branches, kept = self._routine(clients, self._together(down))
+        clients[self.kept] = kept
+        rows, keep = self._apart(branches)
+        return Message(rows=rows | {"alpha": self.alpha(kept)}, keep=keep)
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        rows = up.collect()
+        weights = (
+            cohort.num_samples.double()
+            .view(-1, 1, 1)
+            .expand(len(cohort), *server["branches"].shape[:1], len(self.layers))
+        )
+        if self.params.aggregation == "alpha":
+            weights = weights * rows["alpha"].mT
+        mean = LayerMean(weights, self.layers, server["branches"])
+        mean.add(slice(None), self._together(Message(rows=rows)))
+        server["branches"] = mean.value
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))}
+
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        branches, kept = self._routine(clients, self._together(down), epochs, "finetune")
+        return {"theta": self.mix(self.alpha(kept), branches)}
+
+    def client_history(self, clients: Clients) -> State:
+        return {"alpha": self.alpha(clients[self.kept])}
+
+    def alpha(self, kept: Tensor) -> Tensor:
+        """Return alpha [C, L, B] from what clients keep, [C, L or 1, B]; BatchNorm uses the first branch."""
+        alpha = kept.softmax(dim=-1) if self.params.constraint == "softmax" else kept
+        first = torch.eye(1, self.params.branches, dtype=kept.dtype, device=kept.device)
+        return torch.where(self.branched.to(kept.device).view(-1, 1), alpha, first)
+
+    def mix(self, alpha: Tensor, branches: Tensor) -> Tensor:
+        """Return the mixed models [C, P] from alpha [C, L, B] and branches [C, B, P] (eq. 1)."""
+        parts = [
+            torch.bmm(alpha[:, number : number + 1], branches[..., layer.start : layer.stop])
+            for number, layer in enumerate(self.layers)
+        ]
+        return torch.cat(parts, dim=-1).squeeze(1)
+
+    def spread(self, alpha: Tensor, gradient: Tensor) -> Tensor:
+        """Return the branches' gradient [C, B, P] from alpha [C, L, B] and the mixed model's [C, P]."""
+        parts = [
+            alpha[:, number].unsqueeze(2) * gradient[:, layer.start : layer.stop].unsqueeze(1)
+            for number, layer in enumerate(self.layers)
+        ]
+        return torch.cat(parts, dim=-1)
+
+    def alpha_gradient(self, gradient: Tensor, branches: Tensor) -> Tensor:
+        """Return alpha's gradient [C, L, B] from the mixed model's [C, P] and branches [C, B, P]."""
+        parts = [
+            torch.bmm(
+                branches[..., layer.start : layer.stop], gradient[:, layer.start : layer.stop].unsqueeze(2)
+            )
+            for layer in self.layers
+        ]
+        return torch.cat(parts, dim=-1).mT
+
+    def _routine(
+        self, clients: Clients, branches: Tensor, epochs: int | None = None, purpose: str = "batches"
+    ) -> tuple[Tensor, Tensor]:
+        """Train alpha, then the branches [C, B, P] (Algorithm 1); return branches and what clients keep."""
+        kept = clients[self.kept]
+        if purpose == "batches" or self.params.finetune == "routine":
+            kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
+        alpha = self.alpha(kept)
+
+        def gradient(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            of_mixed, losses = self._mixed_gradient(clients, alpha[batch.rows], weights, batch)
+            return self.spread(alpha[batch.rows], of_mixed), losses
+
+        return clients.sgd(branches, gradient=gradient, epochs=epochs, purpose=purpose).theta, kept
+
+    def _train_alpha(self, clients: Clients, branches: Tensor, epochs: int | None, purpose: str) -> Tensor:
+        """Train what clients keep of alpha with the branches fixed (eq. 3)."""
+        kept = clients[self.kept].clone()
+        lr = self.params.alpha_lr * clients.lr_decay
+        for batch in clients.batches(purpose, epochs):
+            leaf = kept[batch.rows].clone().requires_grad_()
+            alpha = self.alpha(leaf)
+            fixed = branches[batch.rows]
+            of_mixed, losses = self._mixed_gradient(clients, alpha.detach(), fixed, batch)
+            (slope,) = torch.autograd.grad(alpha, leaf, self.alpha_gradient(of_mixed, fixed))
+            moved = leaf.detach() - lr * slope
+            kept[batch.rows] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
+            clients.record(batch, losses)
+        return kept
+
+    def _mixed_gradient(
+        self, clients: Clients, alpha: Tensor, branches: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        mixed = self.mix(alpha, branches)
+        gradients, losses = clients.gradient(cross_entropy_loss, {"theta": mixed}, batch)
+        return gradients["theta"], losses
+
+    def _apart(self, branches: Tensor) -> tuple[State, State]:
+        """Split branches [..., B, P] in what travels: the first whole, of the others what has branches."""
+        parts = {FIRST: branches[..., 0, :], OTHERS: branches[..., 1:, :]}
+        if self.params.branches == 1:
+            return {FIRST: parts[FIRST]}, {}
+        return parts, {OTHERS: self.branched}
+
+    def _together(self, message: Message) -> Tensor:
+        """Undo `_apart`: branches [C, B, P]."""
+        first = message[FIRST].unsqueeze(1)
+        return torch.cat([first, message[OTHERS]], dim=1) if OTHERS in message else first
+
+
+def project_to_simplex(points: Tensor) -> Tensor:
+    """Return the nearest points [..., B] with entries that are not negative and sum to one.
+
+    Duchi et al., Efficient projections onto the l1-ball for learning in high dimensions, 2008, figure 1.
+    """
+    falling = points.sort(dim=-1, descending=True).values
+    rank = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
+    excess = (falling.cumsum(dim=-1) - 1) / rank
+    last = (falling > excess).sum(dim=-1, keepdim=True) - 1
+    nearest = (points - excess.gather(-1, last)).clamp(min=0)
+    # rounding aside they do sum to one; a single branch must weigh exactly 1
+    return nearest / nearest.sum(dim=-1, keepdim=True)
