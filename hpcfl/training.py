@@ -90,6 +90,10 @@ class Forward:
         """Return the head's logits [B, K] for given features."""
         return self._call("head", theta, features, None)
 
+    def statistics(self) -> Tensor:
+        """Return a copy of the client's running statistics [U], for a pass whose update nobody keeps."""
+        return self._buffers.clone()
+
     def _call(self, part: str, theta: Tensor, x: Tensor, buffers: Tensor | None) -> Tensor:
         kept = self._layout.buffer_views(self._buffers if buffers is None else buffers)
         # under vmap, BatchNorm updates a view into a longer row only in a copy of its own

@@ -1,0 +1,171 @@
+"""FedAFK. Yin et al., Adaptive feature extractors and knowledge transfer for personalised federated learning.
+
+    phi_g,i <- SGD on CE(h_0(phi_g,i(x)), y) from the global phi_g                             (eq. 4)
+    phi_i   <- SGD on CE(h_i(phi_i(x)), y) + lambda KL(softmax phi_g,i(x) || softmax phi_i(x))  (eq. 5, 8, 9)
+    a_i     <- SGD on CE(h_i(phi_p(x)), y),  phi_p = a_i phi_i + (1 - a_i) phi_g,i              (eq. 3, 6)
+    h_i     <- one epoch of SGD on CE(h_i(phi_p(x)), y)                                        (eq. 7)
+    phi_i   <- phi_p
+    phi_g   <- weighted mean of phi_g,i
+
+Only extractors travel. h_0 is one random head for all clients and rounds, drawn from the run's seed.
+
+Choices the paper leaves open:
+  schedule     the first three lines take turns batch by batch; `method.schedule=sequential` runs each for
+               `train.local_epochs` before the next
+  coefficient  multiplies the local extractor; d CE / d a = <d CE / d phi_p, phi_i - phi_g,i>, by a pass of
+               its own; clipped to [0, 1] after each step; kept from round to round
+  transfer     batch mean of KL over softmaxed features; the global side gives no gradient
+  BatchNorm    running statistics stay with the client and belong to phi_i, then phi_p (the head's epoch
+               refreshes them); phi_g,i trains on batch statistics and keeps none
+  evaluated    h_i(phi_p) after local training; an unsampled client's is that of its last round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy, kl_div
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.base import Context, Method, Params, State, weighted_mean
+from hpcfl.parameters import Tensors
+from hpcfl.training import Batch, Forward
+
+FIXED_HEAD = -2
+"""The draw of initial weights that h_0 is taken from; clients are 0 and up, the common start is -1."""
+
+
+class FedAFKParams(Params):
+    """Hyper-parameters of FedAFK."""
+
+    coefficient: float = Field(0.5, ge=0, le=1)
+    """First a_i (paper: 0.5); 1 is the local extractor alone, 0 the global one."""
+    coefficient_lr: float = Field(0.01, ge=0)
+    """Step size of a_i (the paper names none); 0 keeps it as it is."""
+    transfer: float = Field(1.0, ge=0)
+    """Factor lambda of the transfer term (lost in the text); 0 is the paper's row without transfer."""
+    temperature: float = Field(1.0, gt=0)
+    """Features are divided by it before softmax, and the term multiplied by its square."""
+    mixing: bool = True
+    """Whether extractors are mixed; false is the paper's row without mixing, a_i = 1."""
+    schedule: Literal["interleaved", "sequential"] = "interleaved"
+    """Whether the three updates take turns batch by batch, or one runs after the other."""
+    head_epochs: int = Field(1, ge=0)
+    """Epochs of the head (paper: 1)."""
+
+
+class FedAFK(Method):
+    name = "fedafk"
+    summary = "a local and a global feature extractor, mixed by a learnt coefficient"
+    Params = FedAFKParams
+    buffer_policies = ("local",)
+    params: FedAFKParams
+
+    def __init__(self, context: Context, params: FedAFKParams) -> None:
+        super().__init__(context, params)
+        if not self.body_layers.any():
+            raise UserError(
+                f"method.name={self.name} mixes feature extractors and model.name={context.model_name} has "
+                "none here; use a model with layers before its head"
+            )
+        self._fixed_head = context.initial_parameters([FIXED_HEAD], own=True)[0, self.layout.head]
+
+    def server_state(self) -> State:
+        theta = self.context.initial_parameters()
+        theta[self.layout.head] = self._fixed_head
+        return {"theta": theta}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        start = self.params.coefficient if self.params.mixing else 1.0
+        theta = self.context.initial_parameters(clients)
+        return {"theta": theta, "coefficient": torch.full((len(clients),), start)}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"]}, keep={"theta": self.body_layers})
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        arrived = down["theta"].clone(memory_format=torch.contiguous_format)
+        arrived[:, self.layout.head] = self._fixed_head.to(arrived)
+        shared = clients.descent(arrived, trained=self.layout.body)
+        local = clients.descent(clients["theta"], trained=self.layout.body)
+        coefficient = clients["coefficient"].clone()
+
+        def update_shared(batch: Batch) -> Tensor:
+            gradients, losses = clients.gradient(self._loss_aside, {"theta": shared.theta[batch.rows]}, batch)
+            shared.step(batch.rows, gradients["theta"])
+            return losses
+
+        def update_local(batch: Batch) -> Tensor:
+            models = {"theta": local.theta[batch.rows], "teacher": shared.theta[batch.rows]}
+            if not self.params.transfer:
+                del models["teacher"]
+            gradients, losses = clients.gradient(self._local_loss, models, batch)
+            local.step(batch.rows, gradients["theta"])
+            return losses
+
+        def update_coefficient(batch: Batch) -> Tensor:
+            models = local.theta[batch.rows], shared.theta[batch.rows]
+            now = coefficient[batch.rows]
+            gradients, losses = clients.gradient(self._loss_aside, {"theta": self.mix(now, *models)}, batch)
+            slope = self.coefficient_gradient(gradients["theta"], *models)
+            lr = self.params.coefficient_lr * clients.lr_decay
+            coefficient[batch.rows] = (now - lr * slope).clamp(0.0, 1.0)
+            return losses
+
+        updates = [update_shared, update_local] + [update_coefficient] * self.params.mixing
+        passes = [updates] if self.params.schedule == "interleaved" else [[update] for update in updates]
+        for number, together in enumerate(passes):
+            for batch in clients.batches(f"batches{number or ''}"):
+                losses = [update(batch) for update in together]
+                clients.record(batch, losses[-1])
+        mixed = self.mix(coefficient, local.theta, shared.theta)
+        head = clients.sgd(mixed, trained=self.layout.head, epochs=self.params.head_epochs, purpose="head")
+        clients["theta"], clients["coefficient"] = head.theta, coefficient
+        return Message(rows={"theta": shared.theta}, keep={"theta": self.body_layers})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        mean = weighted_mean(up, "theta", cohort.num_samples)
+        server["theta"][self.layout.body] = mean[self.layout.body]
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": clients["theta"]}
+
+    def client_history(self, clients: Clients) -> State:
+        return {"coefficient": clients["coefficient"]}
+
+    def mix(self, coefficient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
+        """Return phi_p with the local head [C, P] from a [C], local and shared models [C, P] (eq. 3)."""
+        body = self.layout.body
+        mixed = local.clone()
+        mixed[:, body] = torch.lerp(shared[:, body], local[:, body], coefficient.unsqueeze(1))
+        return mixed
+
+    def coefficient_gradient(self, gradient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
+        """Return d CE / d a [C] from the mixed model's gradient [C, P]; the extractors are constants."""
+        body = self.layout.body
+        return (gradient[:, body] * (local[:, body] - shared[:, body])).sum(dim=1)
+
+    def transfer_loss(self, teacher: Tensor, features: Tensor) -> Tensor:
+        """Return the mean over a batch of KL(softmax teacher || softmax features), both [B, F] (eq. 8)."""
+        heat = self.params.temperature
+        known = (teacher / heat).softmax(dim=1)
+        return heat**2 * kl_div((features / heat).log_softmax(dim=1), known, reduction="batchmean")
+
+    def _local_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        features = forward.features(tensors["theta"], batch.x)
+        loss = cross_entropy(forward.head(tensors["theta"], features), batch.y)
+        if "teacher" in tensors:
+            teacher = forward.features(tensors["teacher"].detach(), batch.x, forward.statistics())
+            loss = loss + self.params.transfer * self.transfer_loss(teacher.detach(), features)
+        return loss
+
+    @staticmethod
+    def _loss_aside(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        """Return the cross-entropy of a model whose running statistics nobody keeps."""
+        return cross_entropy(forward.logits(tensors["theta"], batch.x, forward.statistics()), batch.y)
