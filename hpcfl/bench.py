@@ -28,7 +28,7 @@ from hpcfl.experiment import build
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods import Context
 from hpcfl.methods.pfedla import HYPERNETWORKS, PFedLA, PFedLAParams
-from hpcfl.models import NetworkOptions
+from hpcfl.models import ConvNetOptions
 from hpcfl.parameters import Tensors
 from hpcfl.process import StopFlag
 from hpcfl.progress import Progress
@@ -201,7 +201,7 @@ def _round_config(images: Path, rounds: int) -> Config:
 
 
 def _context(num_clients: int) -> Context:
-    options = NetworkOptions(batchnorm=True)
+    options = ConvNetOptions(batchnorm=True)
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
     return Context("lenet", options, IMAGE, NUM_CLASSES, num_samples, TrainConfig(), 0)
 

@@ -21,6 +21,7 @@ from hpcfl.training import (
     LoopEngine,
     Loss,
     TrainConfig,
+    class_probabilities,
     cross_entropy_loss,
     minibatches,
     same_size_groups,
@@ -98,6 +99,8 @@ class Clients:
         """Training steps done by each client through this object [C]."""
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
         """Sum of the losses of these steps [C]."""
+        self.notes: Tensors = {}
+        """What `request` leaves for `train`, [C, ...] a name; forgotten after the round."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -216,6 +219,14 @@ class Clients:
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
         return gradients["theta"], losses
 
+    def outputs(self, model: Tensors, position: int, call: Callable[..., Tensor], *samples: Tensor) -> Tensor:
+        """Return call(network, *samples) of one client's model (`theta` and `buffers`, a row a client).
+
+        The network is in evaluation mode; samples [n, ...] come in parts.
+        """
+        theta, buffers = model["theta"][position], model["buffers"][position]
+        return self._place.evaluator.outputs(theta, buffers, call, *samples)
+
     def probabilities(self, model: Tensors, position: int, x: Tensor) -> Tensor:
-        """Return class probabilities [n, K] of one client's model (`theta` and `buffers`, a row a client)."""
-        return self._place.evaluator.probabilities(model["theta"][position], model["buffers"][position], x)
+        """Return class probabilities [n, K] of one client's model."""
+        return self.outputs(model, position, class_probabilities, x)

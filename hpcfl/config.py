@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from hpcfl.data.partitions import PARTITIONS
+from hpcfl.data.partitions import DEFAULT_CLIENTS, PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Params
@@ -42,13 +42,13 @@ class DataConfig(_Group):
     root: str = "data"
     """Folder of downloaded data sets; changes no result."""
     path: str | None = None
-    """File of source `npz`."""
+    """File of source `npz`; folder of sources `femnist` and `pfllib`."""
     layout: Literal["NHWC", "NCHW"] | None = None
-    """Axis order of source `npz`."""
+    """Axis order of source `npz`; other sources know theirs."""
     split: str = "mnist"
     """EMNIST's split."""
-    clients: int = Field(10, ge=1)
-    """Number of clients N."""
+    clients: int | None = Field(None, ge=1)
+    """Number of clients N; default: 10, or with partition `given` all that the source has."""
     per_client: int | None = Field(None, ge=2)
     """Samples a client, all splits together; default: the most that is equal for all."""
     test_fraction: float = Field(0.3, gt=0, lt=1)
@@ -144,8 +144,8 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 def parse(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
     """Return the nested keys of a YAML file with `key.sub=value` overrides put in.
 
-    Where an override names another method or partition than the file, options of the file's that the new one
-    does not know are dropped: naming it is enough.
+    Where an override names another method, partition or model than the file, options of the file's that the
+    new one does not know are dropped: naming it is enough.
     """
     tree = {} if path is None else _read_yaml(path)
     tree.pop(ENVIRONMENT, None)
@@ -177,16 +177,18 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     names = {
         "method": _one_of("method.name", method.pop("name", DEFAULT_METHOD), METHODS),
         "data.partition": _one_of(
-            "data.partition.name", partition.pop("name", DEFAULT_PARTITION), PARTITIONS
+            "data.partition.name", partition.pop("name", _default_partition(source)), PARTITIONS
         ),
         "model": _one_of("model.name", model.pop("name", _default_model(source)), MODELS),
     }
+    if data.get("clients") is None and PARTITIONS[names["data.partition"]].counts is not None:
+        data["clients"] = DEFAULT_CLIENTS
     chosen = METHODS[names["method"]]
     kinds: dict[str, type[BaseModel]] = {
         "method": chosen.Params,
         "data": DataConfig,
         "data.partition": PARTITIONS[names["data.partition"]].options,
-        "model": NetworkOptions,
+        "model": MODELS[names["model"]].options,
         "train": TrainConfig,
         "run": RunConfig,
     }
@@ -210,9 +212,10 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     )
     if config.run.eval_split == "val" and not config.data.val_fraction:
         raise UserError("run.eval_split=val needs validation samples: set data.val_fraction, such as 0.2")
-    if config.data.path is not None and source != "npz":
+    if config.data.path is not None and SOURCES[source].path_names is None:
+        readers = " or ".join(name for name, known in SOURCES.items() if known.path_names is not None)
         raise UserError(
-            f"data.path={config.data.path} is only for data.source=npz, not {source}; set or drop both"
+            f"data.path={config.data.path} is only for data.source={readers}, not {source}; set or drop both"
         )
     return config
 
@@ -249,6 +252,11 @@ def _default_model(source: str) -> str:
     return "digits_cnn" if source == "digits" else "lenet"
 
 
+def _default_partition(source: str) -> str:
+    own = SOURCES[source].partition if source in SOURCES else None
+    return own or DEFAULT_PARTITION
+
+
 def _split(override: str) -> tuple[str, Any]:
     key, _, text = override.partition("=")
     if not key:
@@ -260,15 +268,21 @@ def _split(override: str) -> tuple[str, Any]:
 
 
 def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
-    """Forget options that a file sets for another method or partition than `key=value` asks for."""
+    """Forget options that a file sets for another method, partition or model than `key=value` asks for."""
     holder: Any
     options: dict[str, type[BaseModel]]
     if key == "method.name":
         holder, group, default = tree, "method", DEFAULT_METHOD
         options = {name: method.Params for name, method in METHODS.items()}
     elif key == "data.partition.name":
-        holder, group, default = tree.get("data"), "partition", DEFAULT_PARTITION
+        holder, group = tree.get("data"), "partition"
+        source = holder.get("source", DEFAULT_SOURCE) if isinstance(holder, dict) else DEFAULT_SOURCE
+        default = _default_partition(str(source))
         options = {name: kind.options for name, kind in PARTITIONS.items()}
+    elif key == "model.name":
+        # a file that names no model has one with batchnorm, whatever its source
+        holder, group, default = tree, "model", _default_model(DEFAULT_SOURCE)
+        options = {name: model.options for name, model in MODELS.items()}
     else:
         return
     there = holder.get(group) if isinstance(holder, dict) else None
@@ -319,6 +333,9 @@ def _unknown_key(key: str, value: Any, known: Sequence[str]) -> str:
     for name, kind in PARTITIONS.items():
         for option in kind.options.model_fields:
             owners.setdefault(f"data.partition.{option}", []).append(f"data.partition.name={name}")
+    for name, model in MODELS.items():
+        for option in model.options.model_fields:
+            owners.setdefault(f"model.{option}", []).append(f"model.name={name}")
     near = difflib.get_close_matches(key, [*known, *owners, *GROUPS], n=1, cutoff=0.0)[0]
     place = "" if near in known or near in GROUPS else f" of {' or '.join(owners[near])}"
     siblings = [name for name in known if name.rpartition(".")[0] == group]
@@ -346,15 +363,18 @@ def _validate(group: str, kind: type[BaseModel], values: Mapping[str, Any]) -> B
 
 def _allowed(field: FieldInfo) -> str:
     """Say what a key may be: its type, bounds and default."""
+    kind = f"{_in_words(field.annotation)} {_bounds(field.metadata)}".strip()
+    return f"allowed: {kind} (default: {_shown(field.default)})"
+
+
+def _bounds(limits: Iterable[Any]) -> str:
     signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-    bounds = [
+    return " and ".join(
         f"{sign} {getattr(limit, name)}"
-        for limit in field.metadata
+        for limit in limits
         for name, sign in signs.items()
         if hasattr(limit, name)
-    ]
-    kind = " ".join([_in_words(field.annotation), " and ".join(bounds)]).strip()
-    return f"allowed: {kind} (default: {_shown(field.default)})"
+    )
 
 
 def _shown(value: Any) -> str:
@@ -368,4 +388,9 @@ def _in_words(annotation: Any) -> str:
         return ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) in (Union, UnionType):
         return " or ".join(map(_in_words, get_args(annotation)))
-    return words.get(annotation, "a list" if get_origin(annotation) is list else str(annotation))
+    if get_origin(annotation) is list:
+        return f"a list, each entry {_in_words(get_args(annotation)[0])}"
+    if get_origin(annotation) is Annotated:
+        kind, *limits = get_args(annotation)
+        return f"{_in_words(kind)} {_bounds(limits)}".strip()
+    return words.get(annotation, str(annotation))

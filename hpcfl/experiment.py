@@ -37,13 +37,12 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     """Read the source and deal its samples to the clients; the same on every rank. May raise UserError."""
     data = config.data
     arrays = load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
-    labels, chosen = arrays.y, np.arange(len(arrays.y))
+    chosen = np.arange(len(arrays.y))
     if data.subset_per_class is not None:
-        chosen = subset_per_class(labels, data.subset_per_class, config.data_seed)
-        labels = labels[chosen]
+        chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
     parts = partition(
         config.partition,
-        labels,
+        arrays.y[chosen],
         arrays.num_classes,
         num_clients=data.clients,
         per_client=data.per_client,
@@ -51,6 +50,8 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
         val_fraction=data.val_fraction,
         seed=config.data_seed,
         options=config.partition_options.model_dump(),
+        owner=None if arrays.owner is None else arrays.owner[chosen],
+        is_test=None if arrays.is_test is None else arrays.is_test[chosen],
     )
     return arrays, [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
@@ -83,7 +84,7 @@ def build(config: Config, world: World) -> Experiment:
     mean, std = resolve_normalisation(arrays, config.data.normalise)
     clients = world.shard(len(parts))
     shard = Shard.build(arrays, parts, clients, mean, std, device)
-    network = copy.deepcopy(method.context.network).to(device)
+    network = copy.deepcopy(method.network).to(device)
     evaluator = LoopEngine(network, method.layout)
     batched = config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
     engine: Engine = evaluator
@@ -105,7 +106,7 @@ def build(config: Config, world: World) -> Experiment:
 def _refuse_small_blocks(config: Config, method: Method) -> None:
     """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
     most_figures = max(3, len(method.layers)) * method.context.num_clients
-    smallest = max(method.layout.size, method.layout.buffer_size, most_figures)
+    smallest = max(method.row_size, method.layout.buffer_size, most_figures)
     if config.run.max_elements < smallest:
         raise UserError(
             f"run.max_elements={config.run.max_elements} is too small for this model and these clients; "

@@ -73,7 +73,14 @@ class Message:
         """Return the message of some of its clients, without copying."""
         keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.keep.items()}
         count = len(range(self.num_clients)[part])
-        return Message(self.shared, {name: rows[part] for name, rows in self.rows.items()}, keep, count)
+        rows = {name: rows[part] for name, rows in self.rows.items()}
+        return Message(self.shared, rows, keep, count)
+
+    def __or__(self, other: Message) -> Message:
+        """Return both messages of the same clients as one; where a name is in both, the other's tensor."""
+        return Message(
+            self.shared | other.shared, self.rows | other.rows, self.keep | other.keep, self.num_clients
+        )
 
 
 @dataclass
@@ -87,9 +94,19 @@ class Traffic:
     indices: np.ndarray
     """[S]: names of layers left out, and whole-number tensors."""
 
+    def add(self, positions: slice, other: Traffic) -> None:
+        """Add the bytes of the clients at these positions of the cohort."""
+        for mine, others in zip(vars(self).values(), vars(other).values(), strict=True):
+            mine[positions] += others
 
-def count_bytes(message: Message, layers: Sequence[Layer], labels: Sequence[str]) -> Traffic:
-    """Count a message's bytes for each of its clients: a shared tensor once for each of them."""
+
+def count_bytes(
+    message: Message, layers: Sequence[Layer], labels: Sequence[str], names_layers: bool = True
+) -> Traffic:
+    """Count a message's bytes for each of its clients: a shared tensor once for each of them.
+
+    `names_layers` says whether leaving out layers client by client costs their names.
+    """
     clients = message.num_clients
     traffic = Traffic(
         np.zeros((clients, len(labels)), np.int64), np.zeros(clients, np.int64), np.zeros(clients, np.int64)
@@ -106,7 +123,7 @@ def count_bytes(message: Message, layers: Sequence[Layer], labels: Sequence[str]
             sizes = np.array([layer.size for layer in layers])
             keep = message.keep.get(name, torch.ones(len(layers), dtype=torch.bool)).numpy()
             traffic.parameters[:, : len(layers)] += keep * sizes * (item * math.prod(shape[:-1]))
-            if keep.ndim == 2:
+            if keep.ndim == 2 and names_layers:
                 traffic.indices += INDEX_BYTES * (~keep).sum(axis=1)
         else:
             traffic.parameters[:, labels.index(name)] += item * shape.numel()

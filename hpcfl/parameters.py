@@ -52,8 +52,8 @@ class Layer:
 class ParameterLayout:
     """Names, shapes and offsets of a network's flat parameter vector [P] and statistics vector [U].
 
-    The network must consist of `body` and `head`; running statistics are kept apart from the trainable
-    numbers, and BatchNorm's `num_batches_tracked` is not kept at all.
+    `body` and `head` are the two parts of a network that has them. Running statistics are kept apart from the
+    trainable numbers, and BatchNorm's `num_batches_tracked` is not kept at all.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -62,23 +62,27 @@ class ParameterLayout:
         self.buffers = _slots(statistics)
         self.size = self.parameters[-1].stop
         self.buffer_size = self.buffers[-1].stop if self.buffers else 0
-        head_start = next(slot.start for slot in self.parameters if slot.name.startswith("head."))
+        head = (slot.start for slot in self.parameters if slot.name.startswith("head."))
+        head_start = next(head, self.size)
         self.body = slice(0, head_start)
         self.head = slice(head_start, self.size)
         self.batchnorm_modules = frozenset(
             _display(name) for name, module in network.named_modules() if isinstance(module, _BATCHNORM)
         )
 
-    def layers(self, granularity: Granularity = "module") -> tuple[Layer, ...]:
+    def layers(self, granularity: Granularity | Literal["child"] = "module") -> tuple[Layer, ...]:
         """Split [0, P) into layers, in order.
 
         "module": weight and bias together, a BatchNorm module by itself (as pFedLA's table 3 has it);
-        "block": a BatchNorm module joins the layer before it; "tensor": every tensor by itself.
+        "block": a BatchNorm module joins the layer before it; "tensor": every tensor by itself; "child": all
+        that is in the same child of the network.
         """
         keys: list[str] = []
         for slot in self.parameters:
             if granularity == "tensor":
                 keys.append(_display(slot.name))
+            elif granularity == "child":
+                keys.append(slot.name.partition(".")[0])
             elif granularity == "block" and slot.module in self.batchnorm_modules and keys:
                 keys.append(keys[-1])
             else:

@@ -36,7 +36,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
-        clients = f"{config.data.clients} clients"
+        clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method} on {config.data.source}, {clients}, in {path}"]
         """What the user is told at the start."""
         self.warnings: list[str] = []

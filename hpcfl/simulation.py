@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,8 +23,8 @@ from hpcfl.checkpoint import (
 from hpcfl.clients import Clients
 from hpcfl.experiment import Experiment
 from hpcfl.ledger import Ledger
-from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Traffic, count_bytes
-from hpcfl.methods.base import State
+from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Traffic, Upload, count_bytes
+from hpcfl.methods.base import Method, State
 from hpcfl.process import StopFlag
 from hpcfl.progress import Progress
 from hpcfl.randomness import torch_stream
@@ -34,6 +34,8 @@ from hpcfl.world import World
 EVALUATED_ELEMENTS = 2**27
 """Numbers in the models that are evaluated at once. How clients are cut may change a product's last bits, so
 this is no setting, as `run.max_elements` is."""
+
+Groups = Iterable[tuple[slice, Clients]]
 
 Outcome = Literal["finished", "stopped", "already finished"]
 
@@ -114,32 +116,45 @@ class Simulation:
     def _round(self, cohort: Cohort) -> None:
         """Train and aggregate one cohort and enter its cost in the ledger. Collective."""
         world, method = self._world, self.method
+        traffic = _Counter(len(cohort), method, self._labels)
+        groups = list(self._groups(cohort))
         sent = method.send(self.server, cohort) if world.is_server else None
         down = self._channel.down(sent, cohort)
+        traffic.count_down(sent)
+        asked_s = 0.0
+        if method.negotiates(cohort.round):
+            began_s = time.monotonic()
+            asked = _stack([method.ask(clients, down.select(part)) for part, clients in groups])
+            asked_s = time.monotonic() - began_s
+            requests = traffic.counting_up(self._channel.up(asked, cohort)).collect()
+            more = method.answer(self.server, cohort, requests) if world.is_server else None
+            down = down | asked | self._channel.down(more, cohort)
+            traffic.count_down(more)
+            sent = more
         began_s = time.monotonic()
-        up, loss, steps = self._train(cohort, down)
-        train_s = time.monotonic() - began_s
-        upload = self._channel.up(up, cohort, sent)
-        traffic_up: list[Traffic] = []
-        upload.observe(lambda _, block: traffic_up.append(count_bytes(block, method.layers, self._labels)))
+        up, loss, steps = self._train(groups, down)
+        train_s = asked_s + time.monotonic() - began_s
+        upload = traffic.counting_up(self._channel.up(up, cohort, sent))
         if world.is_server:
             method.receive(self.server, cohort, upload)
         upload.drain()
         figures = self._collect(cohort, torch.stack([loss, steps, torch.full_like(steps, train_s)], dim=1))
-        if sent is not None and figures is not None:
-            down_bytes = count_bytes(sent, method.layers, self._labels)
-            traffic = (down_bytes, _join(traffic_up, down_bytes))
+        if figures is not None:
             losses, steps_done, seconds = figures.T
             self.timing.train_s.append(float(seconds.max()))
             self.ledger.record_round(
-                cohort, traffic, float(steps_done.sum()), float(losses.mean()), float(seconds.max())
+                cohort,
+                (traffic.down, traffic.up),
+                float(steps_done.sum()),
+                float(losses.mean()),
+                float(seconds.max()),
             )
 
-    def _train(self, cohort: Cohort, down: Message) -> tuple[Message, Tensor, Tensor]:
+    def _train(self, groups: Groups, down: Message) -> tuple[Message, Tensor, Tensor]:
         """Train this rank's cohort members; return their upload, mean losses and steps."""
         nothing = torch.zeros(0, dtype=torch.float64)
         uploads, losses, steps = [], [nothing], [nothing]
-        for part, clients in self._groups(cohort):
+        for part, clients in groups:
             uploads.append(self.method.work(clients, down.select(part)))
             clients.commit()
             steps.append(clients.steps.double().cpu())
@@ -186,7 +201,8 @@ class Simulation:
 
     def _evaluated_models(self, cohort: Cohort) -> Iterator[tuple[Clients, State]]:
         """Yield groups of this rank's clients with the models that are scored and saved. Collective."""
-        message = self.method.send(self.server, cohort) if self._world.is_server else None
+        server = self._world.is_server
+        message = self.method.send(self.server, cohort, for_evaluation=True) if server else None
         down = self._channel.down(message, cohort)
         for part, clients in self._groups(cohort):
             yield clients, self.method.evaluated(clients, down.select(part))
@@ -369,6 +385,30 @@ class Simulation:
         return name in self.method.shared_parts
 
 
+class _Counter:
+    """The bytes of a round on the server: int64 figures of each client of the cohort, down and up."""
+
+    def __init__(self, num_clients: int, method: Method, labels: Sequence[str]) -> None:
+        self._method, self._labels = method, labels
+        self.down, self.up = (
+            Traffic(np.zeros((num_clients, len(labels)), np.int64), *np.zeros((2, num_clients), np.int64))
+            for _ in range(2)
+        )
+
+    def count_down(self, message: Message | None) -> None:
+        """Count what was sent to the whole cohort; None on other ranks than the server."""
+        if message is not None:
+            self.down.add(slice(None), self._count(message))
+
+    def counting_up(self, upload: Upload) -> Upload:
+        """Return an upload whose blocks are counted as they are read."""
+        upload.observe(lambda positions, block: self.up.add(positions, self._count(block)))
+        return upload
+
+    def _count(self, message: Message) -> Traffic:
+        return count_bytes(message, self._method.layers, self._labels, self._method.names_layers)
+
+
 def _stack(messages: Sequence[Message]) -> Message:
     """Put the messages of several groups together; rows are brought to the CPU."""
     if not messages:
@@ -380,14 +420,3 @@ def _stack(messages: Sequence[Message]) -> Message:
         for name, mask in first.keep.items()
     }
     return Message(rows=rows, keep=keep, num_clients=sum(m.num_clients for m in messages))
-
-
-def _join(parts: Sequence[Traffic], like: Traffic) -> Traffic:
-    """Put the traffic of consecutive blocks of clients together."""
-    if not parts:
-        return Traffic(*(np.zeros_like(part) for part in (like.parameters, like.buffers, like.indices)))
-    return Traffic(
-        np.concatenate([part.parameters for part in parts]),
-        np.concatenate([part.buffers for part in parts]),
-        np.concatenate([part.indices for part in parts]),
-    )

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -80,21 +80,22 @@ class Forward:
 
     def logits(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """Return logits [B, K] of the model theta [P]; `buffers` [U] stand in for the client's own."""
-        return self._call("", theta, x, buffers)
+        return self.call("", theta, x, buffers=buffers)
 
     def features(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """Return the body's features [B, F]."""
-        return self._call("body", theta, x, buffers)
+        return self.call("body", theta, x, buffers=buffers)
 
     def head(self, theta: Tensor, features: Tensor) -> Tensor:
         """Return the head's logits [B, K] for given features."""
-        return self._call("head", theta, features, None)
+        return self.call("head", theta, features)
 
     def statistics(self) -> Tensor:
         """Return a copy of the client's running statistics [U], for a pass whose update nobody keeps."""
         return self._buffers.clone()
 
-    def _call(self, part: str, theta: Tensor, x: Tensor, buffers: Tensor | None) -> Tensor:
+    def call(self, part: str, theta: Tensor, *inputs: Any, buffers: Tensor | None = None) -> Tensor:
+        """Return the output of one part of the model theta [P]; "" is the whole network."""
         kept = self._layout.buffer_views(self._buffers if buffers is None else buffers)
         # under vmap, BatchNorm updates a view into a longer row only in a copy of its own
         statistics = {k: v.clone(memory_format=torch.contiguous_format) for k, v in kept.items()}
@@ -102,7 +103,7 @@ class Forward:
         module = self._network.get_submodule(part)
         if part:
             named = {k.removeprefix(f"{part}."): v for k, v in named.items() if k.startswith(f"{part}.")}
-        output: Tensor = functional_call(module, named, (x,))
+        output: Tensor = functional_call(module, named, inputs)
         for name, tensor in kept.items():
             tensor.copy_(statistics[name])
         return output
@@ -169,13 +170,23 @@ class LoopEngine:
         return {"theta": self._gradient.unsqueeze(0)}, value.detach().view(1)
 
     @torch.no_grad()
-    def probabilities(self, theta: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
-        """Return class probabilities [n, K] of one model theta [P] in evaluation mode."""
+    def outputs(
+        self, theta: Tensor, buffers: Tensor, call: Callable[..., Tensor], *samples: Tensor
+    ) -> Tensor:
+        """Return call(network, *samples) [n, ...] for one model theta [P] in evaluation mode.
+
+        Samples [n, ...] come in parts.
+        """
         self._load(theta, buffers)
         self._working.eval()
-        outputs = [self._working(part).softmax(dim=1) for part in x.split(EVALUATION_BATCH)]
+        parts = zip(*(tensor.split(EVALUATION_BATCH) for tensor in samples), strict=True)
+        outputs = [call(self._working, *part) for part in parts]
         self._working.train()
         return torch.cat(outputs)
+
+    def probabilities(self, theta: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
+        """Return class probabilities [n, K] of one model theta [P] in evaluation mode."""
+        return self.outputs(theta, buffers, class_probabilities, x)
 
     def _load(self, theta: Tensor, buffers: Tensor) -> None:
         self._theta.copy_(theta)
@@ -204,6 +215,11 @@ class BatchedEngine:
         gradients, (values, statistics) = per_client(tensors, buffers, batch.x, batch.y, batch.index)
         buffers.copy_(statistics)
         return gradients, values
+
+
+def class_probabilities(network: nn.Module, x: Tensor) -> Tensor:
+    """Return class probabilities [n, K] of a network that gives logits."""
+    return network(x).softmax(dim=1)
 
 
 def minibatches(num_samples: int, batch_size: int) -> list[tuple[int, int]]:

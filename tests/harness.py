@@ -16,7 +16,7 @@ from hpcfl.experiment import build
 from hpcfl.messages import Channel
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
-from hpcfl.models import NetworkOptions, build_network
+from hpcfl.models import MODELS, build_network
 from hpcfl.models.hypernetworks import Hypernetworks
 from hpcfl.parameters import ParameterLayout
 from hpcfl.process import StopFlag
@@ -87,11 +87,10 @@ class Run:
         return {name: torch.cat([model[name] for model in models]) for name in models[0]}
 
 
-def make_network(
-    name: str = "digits_cnn", *, batchnorm: bool = False, seed: int = 0, side: int = 8
-) -> nn.Module:
+def make_network(name: str = "digits_cnn", *, seed: int = 0, side: int = 8, **options: object) -> nn.Module:
     """Build a network for grey images of `side` pixels, in torch's default type."""
-    return build_network(name, (1, side, side), 10, NetworkOptions(batchnorm=batchnorm), seed)
+    chosen = MODELS[name].options.model_validate(options)
+    return build_network(name, (1, side, side), 10, chosen, seed)
 
 
 def make_place(
@@ -101,15 +100,16 @@ def make_place(
     *,
     clients_at_once: int | None = None,
     state: State | None = None,
+    side: int = 8,
 ) -> Workplace:
-    """Build a rank with clients of the given sizes and random 8x8 images in the network's type.
+    """Build a rank with clients of the given sizes and random grey images in the network's type.
 
     `clients_at_once` chooses the batched engine.
     """
     layout = ParameterLayout(network)
     dtype = next(network.parameters()).dtype
     stream = torch.Generator().manual_seed(7)
-    x = torch.randn(sum(sizes), 1, 8, 8, generator=stream, dtype=torch.float64).to(dtype)
+    x = torch.randn(sum(sizes), 1, side, side, generator=stream, dtype=torch.float64).to(dtype)
     y = torch.randint(10, (sum(sizes),), generator=stream)
     counts = torch.tensor(sizes)
     none = torch.zeros_like(counts)

@@ -81,6 +81,12 @@ MISTAKES = [
     (["optimiser.lr=1"], "optimiser.lr=1 is an unknown key"),
     (["data.partition.classes_per_client=11"], "the data has 10 classes; allowed: 1..10"),
     (["data.per_client=1000"], "the data allows at most 172"),
+    (["data.partition.name=given"], "this data.source has no clients; allowed: classes, "),
+    (["data.partition.name=pairs", "data.clients=7"], "cannot divide 10 classes; allowed: 2, 4, 10, 20"),
+    (
+        ["data.partition.name=mixture", "data.partition.beta=0"],
+        "beta=0 is not possible; allowed: a number > 0",
+    ),
     (["train.participation=0"], "train.participation=0 is not possible; allowed: a number > 0 and <= 1"),
     (["train.participation=1.5"], "train.participation=1.5 is not possible"),
     (["method.name=heurpfedla", "method.k=5"], "method.k=5 is more than the model's 4 layers"),

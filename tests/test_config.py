@@ -23,7 +23,7 @@ from hpcfl.config import (
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.models import NetworkOptions
+from hpcfl.models import MODELS
 from hpcfl.training import TrainConfig
 
 
@@ -66,7 +66,7 @@ def test_values_have_the_types_of_their_keys() -> None:
     )
     assert config.train.lr == 0.001
     assert config.train.rounds == 7
-    assert config.model_options.batchnorm is True
+    assert config.model_options.model_dump() == {"batchnorm": True}
     assert config.data.per_client is None
     assert config.data.seed is None
     assert config.data.normalise == [[0.5], [0.25]]
@@ -101,6 +101,54 @@ def test_naming_another_method_or_partition_is_enough(tmp_path: Path) -> None:
     assert (pfedla["embedding"], pfedla["hidden"], "k" in pfedla) == (7, 9, False)
     assert load_config(file, ["method.name=heurpfedla"]).params.model_dump()["k"] == 2
     assert "method.k" in refusal(None, "method.name=fedavg", "method.k=2")
+
+
+def test_naming_another_model_is_enough(tmp_path: Path) -> None:
+    def options(file: Path, *overrides: str) -> tuple[str, dict[str, Any]]:
+        config = load_config(file, overrides)
+        return config.model, config.model_options.model_dump()
+
+    unnamed = write(tmp_path / "a.yaml", "model: {batchnorm: true}\n")
+    assert options(unnamed) == ("digits_cnn", {"batchnorm": True})
+    assert options(unnamed, "model.name=lenet") == ("lenet", {"batchnorm": True})
+    assert options(unnamed, "model.name=mlp") == ("mlp", {"hidden": [256]})
+    mlp = write(tmp_path / "b.yaml", "model: {name: mlp, hidden: [9, 8]}\n")
+    assert options(mlp, "model.name=mlp") == ("mlp", {"hidden": [9, 8]})
+    assert options(mlp, "model.hidden=[]") == ("mlp", {"hidden": []})
+    assert options(mlp, "model.name=resnet18") == ("resnet18", {"weights": None})
+    assert "model.hidden=[9]" in refusal(mlp, "model.name=lenet", "model.hidden=[9]")
+
+
+def test_the_number_of_clients_is_ten_unless_the_source_brings_its_own(tmp_path: Path) -> None:
+    plain = load_config(None, [])
+    assert plain.data.clients == 10
+    assert load_config(None, ["data.clients=null"]) == plain
+    assert load_config(None, ["data.clients=10"]).run_name() == plain.run_name()
+    own = load_config(None, ["data.partition.name=given"])
+    assert own.data.clients is None
+    assert load_config(write(tmp_path / "a.yaml", own.yaml()), []) == own
+    assert load_config(None, ["data.partition.name=given", "data.clients=3"]).data.clients == 3
+
+
+def test_a_source_names_its_default_partition(tmp_path: Path) -> None:
+    writers = ["data.source=femnist", "data.path=x"]
+    assert load_config(None, writers).partition == "given"
+    pooled = load_config(None, [*writers, "data.partition.name=iid"])
+    assert (pooled.partition, pooled.data.clients) == ("iid", 10)
+    file = write(tmp_path / "a.yaml", "data: {source: femnist, path: x, partition: {}}\n")
+    assert load_config(file, ["data.partition.name=classes"]).partition == "classes"
+    # options under no name are those of the source's default, and go when another is named
+    digits = write(tmp_path / "b.yaml", "data: {partition: {classes_per_client: 2}}\n")
+    assert load_config(digits, ["data.partition.name=given"]).partition == "given"
+    assert "data.partition.classes_per_client=2" in refusal(digits, *writers)
+
+
+def test_a_list_stays_a_list_in_yaml(tmp_path: Path) -> None:
+    config = load_config(None, ["model.name=mlp", "model.hidden=[64, 32]"])
+    again = load_config(write(tmp_path / "config.yaml", config.yaml()), [])
+    assert again == config
+    assert again.run_name() == config.run_name()
+    assert differences(yaml.safe_load(config.yaml()), again.tree()) == []
 
 
 @pytest.mark.parametrize(("method", "epochs"), [("fedavg_ft", 1), ("fedavg", 0), ("pfedla", 0)])
@@ -152,8 +200,9 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
     assert twice[0] == twice[1] != load_config(None, []).run_name()
 
 
-GROUPS: list[type[BaseModel]] = [DataConfig, RunConfig, TrainConfig, NetworkOptions]
+GROUPS: list[type[BaseModel]] = [DataConfig, RunConfig, TrainConfig]
 GROUPS += [method.Params for method in METHODS.values()] + [kind.options for kind in PARTITIONS.values()]
+GROUPS += {model.options for model in MODELS.values()}
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
@@ -177,7 +226,8 @@ def test_every_key_is_documented(group: type[BaseModel]) -> None:
         (
             "data.partition.beta=1",
             "data.partition.beta=1 is an unknown key; the nearest known one is data.partition.beta of "
-            "data.partition.name=dirichlet; allowed: data.partition.name, data.partition.classes_per_client",
+            "data.partition.name=dirichlet or data.partition.name=dirichlet_pfllib or "
+            "data.partition.name=mixture; allowed: data.partition.name, data.partition.classes_per_client",
         ),
         ("train.rounds=abc", "train.rounds=abc is not possible; allowed: a whole number >= 1 (default: 30)"),
         ("train.rounds=1.5", "train.rounds=1.5 is not possible; allowed: a whole number >= 1 (default: 30)"),
@@ -189,35 +239,56 @@ def test_every_key_is_documented(group: type[BaseModel]) -> None:
         ("train.rounds.x=3", "train.rounds={'x': 3} is not possible"),
         ("model.batchnorm=3", "model.batchnorm=3 is not possible; allowed: true or false (default: false)"),
         (
+            "model.hidden=[3]",
+            "model.hidden=[3] is an unknown key; the nearest known one is model.hidden of model.name=mlp; "
+            "allowed: model.name, model.batchnorm",
+        ),
+        (
+            "model.weights=a.pt",
+            "the nearest known one is model.weights of model.name=resnet18 or model.name=",
+        ),
+        (
             "train.participation=0",
             "train.participation=0 is not possible; allowed: a number > 0 and <= 1 (default: 1.0)",
         ),
         ("train.participation=1.01", "allowed: a number > 0 and <= 1"),
         ("train.lr=.inf", "train.lr=inf is not possible; allowed: a number > 0 (default: 0.05)"),
         ("train.lr=.nan", "train.lr=nan is not possible"),
-        ("data.clients=null", "data.clients=null is not possible; allowed: a whole number >= 1"),
+        (
+            "data.clients=0",
+            "data.clients=0 is not possible; allowed: a whole number or null >= 1 (default: null)",
+        ),
         ("data.layout=HWC", "data.layout=HWC is not possible; allowed: NHWC, NCHW or null (default: null)"),
         ("method.weights=max", "method.weights=max is not possible; allowed: softmax, relu"),
         ("method.name=pfedl", f"method.name=pfedl is unknown; allowed: {', '.join(METHODS)}"),
         ("method.name=pfedl", "did you mean pfedla?"),
         (
             "data.source=mnits",
-            "allowed: digits, mnist, fashionmnist, emnist, cifar10, cifar100, npz; did you",
+            "allowed: digits, mnist, fashionmnist, emnist, cifar10, cifar100, npz, femnist, pfllib; did you",
         ),
-        ("data.partition.name=x", "data.partition.name=x is unknown; allowed: classes, dominant, dirichlet,"),
+        (
+            "data.partition.name=x",
+            "data.partition.name=x is unknown; allowed: classes, dominant, neighbours, target,",
+        ),
         ("model.name=x", "model.name=x is unknown; allowed: digits_cnn, lenet, lenet_small, fedavgcnn"),
         ("method=fedavg", "method='fedavg' must be a group of keys, such as method.name=..."),
         ("data=mnist", "data='mnist' must be a group of keys, such as data.source=..."),
         ("data.partition=iid", "data.partition='iid' must be a group of keys, such as data.partition.name="),
         ("=3", "'=3' names no key; settings are key=value, such as train.rounds=50"),
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
-        ("data.path=a.npz", "data.path=a.npz is only for data.source=npz, not digits"),
+        ("data.path=a.npz", "data.path=a.npz is only for data.source=npz or femnist or pfllib, not digits"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> None:
     message = refusal(None, override)
     assert said in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null", "wide"])
+def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
+    said = "is not possible; allowed: a list, each entry a whole number > 0 (default: [256])"
+    assert said in refusal(None, "model.name=mlp", f"model.hidden={hidden}")
 
 
 def test_a_value_cannot_hold_keys() -> None:

@@ -1,47 +1,90 @@
-"""The papers' networks: parameter counts, and their initial weights."""
+"""The papers' networks: parameter counts, initial weights, and what torchvision's own are like."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from conftest import in_mpi_world, run_tree
+from torch import Tensor, nn
 
 from hpcfl.errors import UserError
-from hpcfl.models import MODELS, NetworkOptions, build_network
+from hpcfl.models import MODELS, Network, build_network
+from hpcfl.models.torchvision_networks import _torchvision_models
 from hpcfl.parameters import ParameterLayout
+from hpcfl.randomness import stream_seed
+from hpcfl.training import Forward
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
+TORCHVISION = {"resnet18": "resnet18", "mobilenetv2": "mobilenet_v2"}
+WIDTH = {"digits_cnn": 64, "lenet": 84, "lenet_small": 84, "fedavgcnn": 512, "femnist_cnn": 2048, "mlp": 256}
+WIDTH |= {"resnet18": 512, "mobilenetv2": 1280}
+SMALLEST_SIDE = {
+    "digits_cnn": 4,
+    "lenet": 16,
+    "lenet_small": 16,
+    "fedavgcnn": 16,
+    "femnist_cnn": 16,
+    "mlp": 1,
+}
+SMALLEST_SIDE |= {"resnet18": 1, "mobilenetv2": 1}
 
 
-def layout_of(
-    name: str, shape: tuple[int, int, int], classes: int, *, batchnorm: bool = False
-) -> ParameterLayout:
-    return ParameterLayout(build_network(name, shape, classes, NetworkOptions(batchnorm=batchnorm), 0))
+def network_of(
+    name: str, shape: tuple[int, int, int], classes: int = 10, *, seed: int = 0, client: int = -1, **keys: Any
+) -> Network:
+    options = MODELS[name].options.model_validate(keys)
+    return build_network(name, shape, classes, options, seed, client)
+
+
+def layout_of(name: str, shape: tuple[int, int, int], classes: int, **keys: Any) -> ParameterLayout:
+    return ParameterLayout(network_of(name, shape, classes, **keys))
+
+
+def refusal(name: str, weights: Path, shape: tuple[int, int, int] = CIFAR) -> str:
+    """Return the message with which a file of weights is refused."""
+    with pytest.raises(UserError) as caught:
+        network_of(name, shape, weights=str(weights))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "classes", "batchnorm", "size"),
+    ("name", "shape", "classes", "keys", "size"),
     [
-        ("lenet", CIFAR, 10, False, 121_182),
-        ("lenet", CIFAR, 10, True, 121_278),
-        ("lenet", CIFAR, 100, False, 128_832),
-        ("lenet", CIFAR, 100, True, 128_928),
-        ("lenet", MNIST, 10, False, 85_822),
-        ("lenet", MNIST, 62, False, 90_242),
-        ("lenet_small", CIFAR, 10, False, 62_006),
-        ("lenet_small", CIFAR, 100, False, 69_656),
-        ("lenet_small", MNIST, 10, False, 44_426),
-        ("lenet_small", MNIST, 62, False, 48_846),
-        ("fedavgcnn", MNIST, 10, False, 582_026),
-        ("fedavgcnn", CIFAR, 10, False, 878_538),
-        ("fedavgcnn", CIFAR, 100, False, 924_708),
-        ("digits_cnn", (1, 8, 8), 10, False, 13_706),
+        ("lenet", CIFAR, 10, {}, 121_182),
+        ("lenet", CIFAR, 10, {"batchnorm": True}, 121_278),
+        ("lenet", CIFAR, 100, {}, 128_832),
+        ("lenet", CIFAR, 100, {"batchnorm": True}, 128_928),
+        ("lenet", MNIST, 10, {}, 85_822),
+        ("lenet", MNIST, 62, {}, 90_242),
+        ("lenet_small", CIFAR, 10, {}, 62_006),
+        ("lenet_small", CIFAR, 100, {}, 69_656),
+        ("lenet_small", MNIST, 10, {}, 44_426),
+        ("lenet_small", MNIST, 62, {}, 48_846),
+        ("fedavgcnn", MNIST, 10, {}, 582_026),
+        ("fedavgcnn", CIFAR, 10, {}, 878_538),
+        ("fedavgcnn", CIFAR, 100, {}, 924_708),
+        ("femnist_cnn", MNIST, 62, {}, 2_278_334),
+        ("resnet18", CIFAR, 10, {}, 11_181_642),
+        ("resnet18", CIFAR, 100, {}, 11_227_812),
+        ("mobilenetv2", CIFAR, 10, {}, 2_236_682),
+        ("mobilenetv2", CIFAR, 100, {}, 2_351_972),
+        # 784 * 256 + 256 + 256 * 10 + 10
+        ("mlp", MNIST, 10, {}, 203_530),
+        # 64 * 5 + 5 + 5 * 3 + 3 + 3 * 2 + 2
+        ("mlp", (1, 8, 8), 2, {"hidden": [5, 3]}, 351),
+        ("mlp", MNIST, 10, {"hidden": []}, 7850),
+        ("digits_cnn", (1, 8, 8), 10, {}, 13_706),
     ],
 )
 def test_parameter_counts(
-    name: str, shape: tuple[int, int, int], classes: int, batchnorm: bool, size: int
+    name: str, shape: tuple[int, int, int], classes: int, keys: dict[str, Any], size: int
 ) -> None:
-    assert layout_of(name, shape, classes, batchnorm=batchnorm).size == size
+    assert layout_of(name, shape, classes, **keys).size == size
 
 
 @pytest.mark.parametrize(
@@ -69,6 +112,35 @@ def test_fedavgcnns_extractor_is_all_but_the_last_layer(shape: tuple[int, int, i
     assert layout.head == slice(size, size + 5130)
 
 
+@pytest.mark.parametrize(
+    ("name", "features", "width", "statistics", "modules"),
+    [("resnet18", 11_176_512, 512, 9600, 20), ("mobilenetv2", 2_223_872, 1280, 34_112, 52)],
+)
+def test_torchvisions_extractors_and_their_statistics(
+    name: str, features: int, width: int, statistics: int, modules: int
+) -> None:
+    layout = layout_of(name, CIFAR, 10)
+    assert layout.body == slice(0, features)
+    assert layout.head == slice(features, features + 10 * width + 10)
+    assert layout.buffer_size == layout.is_batchnorm().sum() == statistics
+    assert len(layout.batchnorm_modules) == modules
+
+
+def test_an_mlp_of_no_hidden_layers_is_linear() -> None:
+    network = network_of("mlp", (3, 4, 5), hidden=[])
+    x = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    assert [(name, p.shape) for name, p in network.named_parameters()] == [
+        ("head.fc1.weight", (10, 60)),
+        ("head.fc1.bias", (10,)),
+    ]
+    assert torch.equal(network.body(x), x.view(2, 60))
+    assert [layer.name for layer in layout_of("mlp", MNIST, 10, hidden=[9, 8]).layers()] == [
+        "fc1",
+        "fc2",
+        "fc3",
+    ]
+
+
 def test_batchnorm_adds_96_trainable_numbers_and_96_statistics_to_lenet() -> None:
     layout = layout_of("lenet", CIFAR, 10, batchnorm=True)
     assert layout.is_batchnorm().sum() == 96
@@ -79,7 +151,7 @@ def test_batchnorm_adds_96_trainable_numbers_and_96_statistics_to_lenet() -> Non
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_depend_on_seed_and_client_alone(name: str) -> None:
     def weights(seed: int, client: int = -1) -> torch.Tensor:
-        network = build_network(name, CIFAR, 10, NetworkOptions(), seed, client)
+        network = network_of(name, CIFAR, seed=seed, client=client)
         return torch.cat([p.detach().flatten() for p in network.parameters()])
 
     torch.manual_seed(1)
@@ -94,7 +166,7 @@ def test_weights_depend_on_seed_and_client_alone(name: str) -> None:
 
 
 def test_pooling_before_relu_is_relu_before_pooling() -> None:
-    network = build_network("lenet", MNIST, 10, NetworkOptions(), 0)
+    network = network_of("lenet", MNIST)
     named = dict(network.named_parameters())
     papers = nn.Sequential(
         nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2)
@@ -108,17 +180,126 @@ def test_pooling_before_relu_is_relu_before_pooling() -> None:
     assert torch.equal(network(x), papers(x))
 
 
-def test_body_and_head_are_the_network() -> None:
-    network = build_network("lenet", MNIST, 10, NetworkOptions(batchnorm=True), 0).eval()
+@pytest.mark.parametrize("name", MODELS)
+def test_body_and_head_are_the_network(name: str) -> None:
+    network = network_of(name, MNIST).train()
+    layout = ParameterLayout(network)
+    theta, buffers = layout.flatten(network)
     x = torch.randn(3, *MNIST, generator=torch.Generator().manual_seed(0))
-    assert network.body(x).shape == (3, 84)
+    forward = Forward(network, layout, buffers)
+    features = forward.features(theta, x)
+    assert features.shape == (3, WIDTH[name])
+    assert torch.equal(forward.head(theta, features), forward.logits(theta, x))
     assert torch.equal(network.head(network.body(x)), network(x))
 
 
-@pytest.mark.parametrize(("name", "side"), [("lenet", 8), ("lenet_small", 15), ("fedavgcnn", 4)])
-def test_images_too_small_for_a_network_are_refused(name: str, side: int) -> None:
-    with pytest.raises(
-        UserError, match=rf"model\.name={name} needs images larger than {side}x{side}; allowed"
-    ):
-        build_network(name, (1, side, side), 10, NetworkOptions(), 0)
-    build_network(name, (1, 16, 16), 10, NetworkOptions(), 0)
+@pytest.mark.parametrize("name", MODELS)
+def test_images_have_the_smallest_side_or_are_refused(name: str) -> None:
+    side = SMALLEST_SIDE[name]
+    assert network_of(name, (1, side, side))(torch.ones(2, 1, side, side)).shape == (2, 10)
+    if side > 1:
+        with pytest.raises(
+            UserError, match=f"needs images of {side}x{side} or larger, not {side}x{side - 1};"
+        ):
+            network_of(name, (1, side, side - 1))
+
+
+def test_what_small_images_allow_is_named() -> None:
+    with pytest.raises(UserError, match=r"not 15x20; allowed: digits_cnn, mlp, resnet18, mobilenetv2$"):
+        network_of("lenet", (1, 15, 20))
+    with pytest.raises(UserError, match=r"model\.name=digits_cnn .*; allowed: mlp, resnet18, mobilenetv2$"):
+        network_of("digits_cnn", (1, 3, 3))
+
+
+# torchvision's networks
+
+
+def torchvisions(name: str, seed: int = 0, classes: int = 10) -> nn.Module:
+    """Return torchvision's own network, drawn from a seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        network: nn.Module = getattr(_torchvision_models(), TORCHVISION[name])(num_classes=classes)
+        return network
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_the_function_is_torchvisions(name: str) -> None:
+    ours = network_of(name, CIFAR).eval()
+    theirs = torchvisions(name, stream_seed(0, "initial weights", 0, -1), classes=1).eval()
+    x = torch.randn(2, *CIFAR, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        last = ours.head[0]
+        assert isinstance(last, nn.Linear)
+        if name == "resnet18":
+            theirs.fc = last
+        else:
+            theirs.classifier[1] = last  # type: ignore[index, operator]
+        assert torch.equal(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_the_first_convolution_takes_grey_images(name: str) -> None:
+    layout, rgb = layout_of(name, MNIST, 10), layout_of(name, CIFAR, 10)
+    first, first_rgb = layout.parameters[0], rgb.parameters[0]
+    assert (first.name, first.shape) == (first_rgb.name, (first_rgb.shape[0], 1, *first_rgb.shape[2:]))
+    assert rgb.size - layout.size == 2 * first.stop
+    theta, _ = layout.flatten(network_of(name, MNIST))
+    drawn, expected = theta[: first.stop].std(), (2 / (first.stop)) ** 0.5
+    assert drawn == pytest.approx(expected, rel=0.15)
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_weights_fill_the_body_and_leave_the_head(name: str, tmp_path: Path) -> None:
+    theirs = torchvisions(name, seed=3, classes=1000)
+    for buffer in theirs.buffers():
+        buffer.add_(1)
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    filled = network_of(name, CIFAR, weights=str(tmp_path / "weights.pt"))
+    plain = network_of(name, CIFAR)
+    state = theirs.state_dict()
+    body = filled.body.state_dict()
+    assert list(body) == [key for key in state if not key.startswith(("fc.", "classifier."))]
+    assert all(torch.equal(tensor, state[key]) for key, tensor in body.items())
+    assert torch.equal(filled.head[0].weight, plain.head[0].weight)  # type: ignore[arg-type]
+    assert not torch.equal(next(filled.body.parameters()), next(plain.body.parameters()))
+
+
+def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    state = torchvisions("resnet18").state_dict()
+
+    def saved(content: object) -> Path:
+        torch.save(content, tmp_path / "weights.pt")
+        return tmp_path / "weights.pt"
+
+    missing = tmp_path / "no.pt"
+    said = refusal("resnet18", missing)
+    assert said.startswith(f"model.weights={missing} cannot be read (No such file or directory); allowed: ")
+    assert "torch.save(torchvision.models.resnet18(weights='DEFAULT').state_dict(), FILE)" in said
+    for damaged in (b"", b"no weights", b"\x80\x02}q"):
+        (tmp_path / "damaged.pt").write_bytes(damaged)
+        assert "damaged.pt cannot be read (not a file of torch.save" in refusal(
+            "resnet18", tmp_path / "damaged.pt"
+        )
+    assert "weights.pt holds a list; allowed" in refusal("resnet18", saved([1]))
+    # code is not run
+    assert "cannot be read (not a file" in refusal("resnet18", saved(Path("x")))
+    assert "does not fit: it has no tensor conv1.weight; allowed" in refusal("resnet18", saved({}))
+    assert "it has no tensor features.0.0.weight" in refusal("mobilenetv2", saved(state))
+    extra: dict[str, Tensor] = state | {"layer5.weight": torch.ones(1)}
+    assert "its tensor layer5.weight is unknown" in refusal("resnet18", saved(extra))
+    grey = refusal("resnet18", saved(state), MNIST)
+    assert "its conv1.weight has shape [64, 3, 7, 7], the model's [64, 1, 7, 7]; allowed" in grey
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="starts a process")
+def test_torchvision_is_imported_with_its_networks_only() -> None:
+    program = """
+import sys
+from hpcfl.experiment import build
+from hpcfl.models import MODELS, build_network
+def build_one(name):
+    build_network(name, (1, 16, 16), 10, MODELS[name].options(), 0)
+    return "torchvision" in sys.modules
+print(*[name for name in MODELS if build_one(name)])
+"""
+    assert run_tree([sys.executable, "-c", program]).stdout.split() == list(TORCHVISION)

@@ -8,10 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcfl.data.partitions import PARTITIONS, ClientIndices, balanced_deal, class_table, partition
+from hpcfl.data.partition_classes import balanced_deal
+from hpcfl.data.partition_draws import CIFAR100_COARSE, SMALLEST_WEIGHT
+from hpcfl.data.partition_request import Request, least_samples
+from hpcfl.data.partitions import PARTITIONS, ClientIndices, class_table, partition
 from hpcfl.errors import UserError
+from hpcfl.randomness import numpy_stream
 
 TEN_CLASSES = np.repeat(np.arange(10), 600)[np.random.default_rng(0).permutation(6000)]
+
+TEN_OWNERS = np.random.default_rng(1).integers(0, 10, 6000)
+
+NEEDED_OPTIONS = {"pachinko": {"coarse_classes": 5}}
+"""What a partition cannot do without on ten classes."""
+
+STRATIFIED = [name for name, kind in PARTITIONS.items() if kind.stratified]
+NOT_STRATIFIED = [name for name in PARTITIONS if name not in STRATIFIED]
 
 
 def deal(
@@ -20,11 +32,13 @@ def deal(
     *,
     y: np.ndarray = TEN_CLASSES,
     num_classes: int = 10,
-    clients: int = 10,
+    clients: int | None = 10,
     per_client: int | None = None,
     test_fraction: float = 0.3,
     val_fraction: float = 0.0,
     seed: int = 1,
+    owner: np.ndarray | None = None,
+    is_test: np.ndarray | None = None,
 ) -> list[ClientIndices]:
     return partition(
         name,
@@ -35,8 +49,15 @@ def deal(
         test_fraction=test_fraction,
         val_fraction=val_fraction,
         seed=seed,
-        options=options or {},
+        options=NEEDED_OPTIONS.get(name, {}) if options is None else options,
+        owner=TEN_OWNERS if owner is None and name == "given" else owner,
+        is_test=is_test,
     )
+
+
+def table_of(name: str, options: Mapping[str, Any] | None = None, **arguments: Any) -> np.ndarray:
+    y, num_classes = arguments.get("y", TEN_CLASSES), arguments.get("num_classes", 10)
+    return class_table(y, deal(name, options, **arguments), num_classes)
 
 
 def all_indices(parts: list[ClientIndices]) -> np.ndarray:
@@ -90,14 +111,35 @@ def test_same_seed_same_partition_and_another_seed_another(name: str) -> None:
     assert not same(deal(name, seed=1), deal(name, seed=2))
 
 
-@pytest.mark.parametrize("name", PARTITIONS)
+@pytest.mark.parametrize("name", STRATIFIED)
 def test_train_and_test_have_the_same_class_proportions(name: str) -> None:
     for part in deal(name):
         train, test = np.array(by_class(part.train)), np.array(by_class(part.test))
         np.testing.assert_array_equal(train, np.floor((train + test) * 0.7 + 0.5 + 1e-9))
 
 
-@pytest.mark.parametrize("name", ["dirichlet", "iid"])
+@pytest.mark.parametrize("name", NOT_STRATIFIED)
+def test_the_split_of_pfllib_and_fedem_is_exact_by_client_and_not_by_class(name: str) -> None:
+    parts = deal(name, val_fraction=0.2)
+    for part in parts:
+        total = len(part.train) + len(part.val) + len(part.test)
+        kept = int(np.floor(0.7 * total + 0.5 + 1e-9))
+        assert len(part.test) == total - kept
+        assert len(part.val) == int(np.floor(0.2 * kept + 0.5 + 1e-9))
+    train = np.array([by_class(np.concatenate([part.train, part.val])) for part in parts])
+    whole = train + np.array([by_class(part.test) for part in parts])
+    assert np.abs(train - 0.7 * whole).max() > 2
+    # not stratified is still fair: each class within five deviations of its expected number
+    assert (np.abs(train - 0.7 * whole) <= 5 * np.sqrt(0.21 * whole) + 1).all()
+
+
+def test_the_partitions_that_are_not_stratified() -> None:
+    assert NOT_STRATIFIED == ["pathological", "dirichlet_pfllib", "mixture", "pachinko", "given"]
+
+
+@pytest.mark.parametrize(
+    "name", ["dirichlet", "iid", "pathological", "dirichlet_pfllib", "mixture", "pairs", "pachinko", "given"]
+)
 def test_all_samples_are_dealt_when_the_sizes_allow_it(name: str) -> None:
     assert sorted(all_indices(deal(name))) == list(range(6000))
 
@@ -170,7 +212,7 @@ def test_dirichlet_gives_nothing_more_to_a_client_above_the_mean() -> None:
 
 def test_dirichlet_and_iid_accept_a_class_without_samples() -> None:
     y = np.repeat([0, 1, 3], 200)
-    for name in ("dirichlet", "iid"):
+    for name in ("dirichlet", "dirichlet_pfllib", "mixture", "iid"):
         table = class_table(y, deal(name, y=y, num_classes=5, clients=3), 5)
         assert table.sum(axis=0).tolist() == [200, 200, 0, 200, 0]
 
@@ -205,8 +247,313 @@ def test_class_table_counts_all_three_parts() -> None:
     assert class_table(y, [one, two], 4).tolist() == [[2, 1, 1, 0], [0, 0, 2, 0]]
 
 
+def test_pfedmb_pools_share_one_proportion_by_client_and_class() -> None:
+    y = np.repeat(np.arange(10), 6000)
+    parts = deal("dirichlet", y=y, clients=15, test_fraction=1 / 6, val_fraction=0.2)
+    train, val, test = (
+        np.array([np.bincount(y[getattr(part, split)], minlength=10) for part in parts])
+        for split in ("train", "val", "test")
+    )
+    whole = train + val + test
+    assert np.abs(test - whole / 6).max() <= 0.5
+    assert np.abs(val - whole / 6).max() <= 0.6
+    for pool, size in ((train, 40_000), (val, 10_000), (test, 10_000)):
+        assert abs(pool.sum() - size) <= 75
+    assert whole.sum() == 60_000
+
+
+def test_neighbours_differ_in_one_class_from_one_client_to_the_next() -> None:
+    table = table_of("neighbours", clients=8)
+    owned = (table > 0).astype(int)
+    shared = owned @ owned.T
+    # a ring of 10 classes: windows of 4 that are d places apart share 4 - d, and the eighth meets the first
+    assert np.diag(shared, 1).tolist() == [3] * 7
+    assert np.diag(shared, 2).tolist() == [2] * 6
+    assert np.diag(shared, 4).tolist() == [0] * 4
+    assert shared[0, 7] == 1
+    # four clients share the classes in most demand
+    assert set(table[table > 0]) == {150}
+    assert not np.array_equal(table, table_of("neighbours", clients=8, seed=2))
+
+
+def test_neighbours_may_change_two_classes() -> None:
+    owned = table_of("neighbours", {"changed_classes": 2}, clients=5, per_client=40) > 0
+    assert owned.sum(axis=1).tolist() == [4] * 5
+    assert (owned[:-1] & owned[1:]).sum(axis=1).tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_target_and_those_like_it(seed: int) -> None:
+    owned = table_of("target", clients=8, per_client=40, seed=seed) > 0
+    assert owned.sum(axis=1).tolist() == [4] * 8
+    assert (owned & owned[0]).sum(axis=1).tolist() == [4, 4, 3, 0, 0, 0, 0, 0]
+    free = table_of("target", {"others_from": "all"}, clients=60, per_client=20, seed=seed) > 0
+    assert (free & free[0]).sum(axis=1)[:3].tolist() == [4, 4, 3]
+    assert len({tuple(row) for row in free[3:]}) > 30
+    assert free[3:].any(axis=0).all()
+
+
+def test_target_with_other_numbers() -> None:
+    options = {"classes_per_client": 3, "similar_classes": 1}
+    owned = table_of("target", options, clients=3) > 0
+    assert (owned & owned[0]).sum(axis=1).tolist() == [3, 3, 1]
+
+
+def test_random_classes_divides_a_class_equally_among_those_who_drew_it() -> None:
+    y = np.repeat(np.arange(10), np.arange(600, 700, 10))
+    table = table_of("random_classes", y=y, clients=15)
+    owned = table > 0
+    assert owned.sum(axis=1).tolist() == [2] * 15
+    for label, owners in enumerate(owned.sum(axis=0)):
+        shares = table[owned[:, label], label].tolist()
+        assert shares == [(600 + 10 * label) // max(owners, 1)] * owners
+    # 30 draws of 10 classes: the numbers of owners are not dealt evenly
+    assert len(set(owned.sum(axis=0))) > 2
+    unused = [
+        seed for seed in range(40) if (table_of("random_classes", clients=10, seed=seed).sum(0) == 0).any()
+    ]
+    assert 20 < len(unused) < 40
+
+
+def test_pairs_of_pfedmb() -> None:
+    table = table_of("pairs")
+    for pair in range(5):
+        expected = [300 if label in (2 * pair, 2 * pair + 1) else 0 for label in range(10)]
+        assert table[2 * pair].tolist() == table[2 * pair + 1].tolist() == expected
+    assert table_of("pairs", clients=4, per_client=50).tolist() == [
+        *[[10] * 5 + [0] * 5] * 2,
+        *[[0] * 5 + [10] * 5] * 2,
+    ]
+    assert (table_of("pairs", clients=20) > 0).sum(axis=0).tolist() == [2] * 10
+
+
+def test_pathological_groups_have_identical_label_sets() -> None:
+    y = np.repeat(np.arange(10), 6000)
+    table = table_of("pathological", y=y, clients=20, test_fraction=0.25)
+    for client, row in enumerate(table):
+        first = 2 * (client // 4)
+        assert np.flatnonzero(row).tolist() == [first, first + 1]
+    assert table.sum(axis=0).tolist() == [6000] * 10
+    # 1500 a client on average: three draw from 150..1499, the fourth has the rest
+    drawn = table[np.arange(20) % 4 < 3]
+    assert drawn[drawn > 0].min() >= 150
+    assert drawn.max() <= 1499
+    assert len(set(drawn[drawn > 0])) > 25
+    sizes = table.sum(axis=1)
+    assert sizes.max() > 3 * sizes.min()
+
+
+def test_pathological_balanced_gives_the_rest_to_the_last() -> None:
+    y = np.repeat(np.arange(4), [10, 11, 30, 32])
+    table = table_of("pathological", {"balanced": True}, y=y, num_classes=4, clients=6)
+    # ceil(6 / 4 * 2) = 3 clients a class
+    assert table.tolist() == [
+        [3, 3, 0, 0],
+        [3, 3, 0, 0],
+        [4, 5, 0, 0],
+        [0, 0, 10, 10],
+        [0, 0, 10, 10],
+        [0, 0, 10, 12],
+    ]
+
+
+def test_pathological_where_the_groups_do_not_divide_the_clients() -> None:
+    # 3 of 10 clients a class: groups of three take three classes each, and the last class goes to client 9.
+    owned = table_of("pathological", {"classes_per_client": 3}) > 0
+    assert [np.flatnonzero(row).tolist() for row in owned] == [
+        *[[0, 1, 2]] * 3,
+        *[[3, 4, 5]] * 3,
+        *[[6, 7, 8]] * 3,
+        [9],
+    ]
+
+
+def test_pathological_smallest_share_follows_the_batch() -> None:
+    # least = min(250 / 0.5, 600 / 2) = 300, over 10 classes 30; the mean's tenth is only 15.
+    for seed in range(5):
+        options = {"batch_size": 250, "classes_per_client": 4}
+        table = table_of("pathological", options, test_fraction=0.5, seed=seed)
+        drawn = np.delete(table, [3, 7], axis=0)
+        assert drawn[drawn > 0].min() >= 30
+
+
+@pytest.mark.parametrize(
+    ("total", "clients", "test_fraction", "batch_size", "least"),
+    [(60_000, 20, 0.25, 10, 40), (6000, 100, 0.25, 10, 30), (6000, 10, 0.3, 10, 33), (6000, 10, 0.1, 7, 70)],
+)
+def test_smallest_client_of_pfllib(
+    total: int, clients: int, test_fraction: float, batch_size: int, least: int
+) -> None:
+    request = Request(np.array([total // 2] * 2), clients, None, test_fraction, 0)
+    assert least_samples(request, batch_size) == least
+
+
+def test_dirichlet_pfllib_is_moons_draw_with_another_smallest_client() -> None:
+    for rule, smallest in ((None, 33), (60, 60)):
+        theirs = table_of("dirichlet_pfllib", {"min_samples": rule}, seed=4)
+        np.testing.assert_array_equal(
+            theirs, table_of("dirichlet", {"beta": 0.1, "min_samples": smallest}, seed=4)
+        )
+        assert theirs.sum(axis=1).min() >= smallest
+    # half of the mean client, where that is less than a batch of test samples
+    table = table_of("dirichlet_pfllib", {"batch_size": 1000, "beta": 1.0})
+    assert table.sum(axis=1).min() >= 300
+    np.testing.assert_array_equal(table, table_of("dirichlet", {"beta": 1.0, "min_samples": 300}))
+
+
+def test_mixture_labels_are_iid_inside_a_group() -> None:
+    y = np.repeat(np.arange(10), 6000)
+    table = table_of("mixture", y=y, clients=20)
+    assert table.sum(axis=0).tolist() == [6000] * 10
+    assert table.sum(axis=1).min() >= 10
+    # classes of a group go hand in hand, those of different groups do not
+    share = table / 6000
+    alike = np.abs(share[:, :, None] - share[:, None, :]).max(axis=0) < 0.03
+    groups = {tuple(np.flatnonzero(row).tolist()) for row in alike}
+    assert sorted(map(len, groups)) == [3, 3, 4]
+    assert sorted(label for group in groups for label in group) == list(range(10))
+    for group in groups:
+        counts = table[:, list(group)]
+        expected = counts.mean(axis=1, keepdims=True)
+        assert (np.abs(counts - expected) <= 5 * np.sqrt(expected) + 1).all()
+
+
+def test_mixture_of_one_group_and_of_each_class_its_own() -> None:
+    one = table_of("mixture", {"components": 1, "beta": 1000.0})
+    assert np.abs(one - 60).max() < 60
+    assert one.sum(axis=0).tolist() == [600] * 10
+    own = table_of("mixture", {"components": -1})
+    assert np.array_equal(own, table_of("mixture", {"components": 10}))
+    share = own / 600
+    assert (np.abs(share[:, :, None] - share[:, None, :]).max(axis=0) < 0.05).sum() == 10
+
+
+def test_mixture_draws_until_every_client_has_enough() -> None:
+    least = [table_of("mixture", {"min_samples": 100}, seed=seed).sum(axis=1).min() for seed in range(10)]
+    usual = [table_of("mixture", {"min_samples": 1}, seed=seed).sum(axis=1).min() for seed in range(10)]
+    assert min(least) >= 100 > min(usual)
+
+
+def test_coarse_classes_of_cifar100() -> None:
+    assert np.bincount(CIFAR100_COARSE).tolist() == [5] * 20
+    apple, orange, pear, mushroom, sweet_pepper = 0, 53, 57, 51, 83
+    fruit_and_vegetables = 4
+    assert np.flatnonzero(fruit_and_vegetables == CIFAR100_COARSE).tolist() == [
+        apple,
+        mushroom,
+        orange,
+        pear,
+        sweet_pepper,
+    ]
+    beaver, dolphin, otter, seal, whale = 4, 30, 55, 72, 95
+    assert np.flatnonzero(CIFAR100_COARSE == 0).tolist() == [beaver, dolphin, otter, seal, whale]
+    baby, boy, girl, man, woman = 2, 11, 35, 46, 98
+    assert np.flatnonzero(CIFAR100_COARSE == 14).tolist() == [baby, boy, girl, man, woman]
+
+
+def test_pachinko_of_fedem_uses_every_image_of_cifar100() -> None:
+    y = np.repeat(np.arange(100), 600)
+    table = table_of("pachinko", {}, y=y, num_classes=100, clients=100)
+    assert table.sum(axis=1).tolist() == [600] * 100
+    assert table.sum(axis=0).tolist() == [600] * 100
+    by_coarse = np.array([table[:, coarse == CIFAR100_COARSE].sum(axis=1) for coarse in range(20)]).T
+    # beta 0.4 over coarse classes: a few have most; beta 10 over fine ones: none of the five has nearly all
+    largest = np.sort(by_coarse[:50], axis=1)[:, -5:].sum(axis=1) / 600
+    assert 0.6 < largest.mean() < 0.9
+    much = np.argwhere(by_coarse[:20] >= 100)
+    fine_shares = [table[i, c == CIFAR100_COARSE].max() / by_coarse[i, c] for i, c in much]
+    assert 0.2 < np.mean(fine_shares) < 0.4
+
+
+def pachinko_one_by_one(
+    sizes: np.ndarray, coarse_of: list[int], clients: int, size: int, seed: int
+) -> np.ndarray:
+    """Draw as FedEM says it: a coarse class, a fine one, a sample; remove what is exhausted, renormalise."""
+    rng = numpy_stream(seed, "partition/pachinko")
+    left, num_coarse = sizes.tolist(), max(coarse_of) + 1
+    table = np.zeros((clients, len(left)), dtype=int)
+    for client in range(clients):
+        theta = np.maximum(rng.dirichlet([0.4] * num_coarse), SMALLEST_WEIGHT).tolist()
+        fine: list[float] = []
+        for coarse in range(num_coarse):
+            fine += np.maximum(rng.dirichlet([10.0] * coarse_of.count(coarse)), SMALLEST_WEIGHT).tolist()
+        for uniform in rng.random(size):
+            labels = [label for label in range(len(left)) if left[label] > 0]
+            open_coarse = sum(theta[coarse] for coarse in {coarse_of[label] for label in labels})
+            end = 0.0
+            for label in labels:
+                siblings = sum(fine[other] for other in labels if coarse_of[other] == coarse_of[label])
+                end += theta[coarse_of[label]] / open_coarse * fine[label] / siblings
+                if uniform < end:
+                    break
+            table[client, label] += 1
+            left[label] -= 1
+    return table
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pachinko_is_drawn_one_by_one(seed: int) -> None:
+    sizes = np.array([12, 30, 8, 25, 20, 5, 20])
+    y = np.repeat(np.arange(7), sizes)
+    # 7 labels in 3 groups: 2, 2 and 3
+    expected = pachinko_one_by_one(sizes, [0, 0, 1, 1, 2, 2, 2], clients=6, size=20, seed=seed)
+    table = table_of("pachinko", {"coarse_classes": 3}, y=y, num_classes=7, clients=6, seed=seed)
+    np.testing.assert_array_equal(table, expected)
+    gone = np.cumsum(table, axis=0) == sizes
+    # exhausted before the last client, and never drawn again
+    assert gone[:-1].any()
+    assert (table[1:][gone[:-1]] == 0).all()
+
+
+def test_pachinko_honours_the_client_size_and_tiny_concentrations() -> None:
+    options = {"coarse_classes": 5, "coarse_beta": 0.001, "fine_beta": 0.001}
+    table = table_of("pachinko", options, per_client=550)
+    assert table.sum(axis=1).tolist() == [550] * 10
+    assert table.sum(axis=0).max() == 600
+
+
+def test_given_takes_the_clients_and_the_split_of_the_source() -> None:
+    owner = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2])
+    is_test = np.array([0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0], dtype=bool)
+    y = np.zeros(13, dtype=np.int64)
+    known = {"y": y, "num_classes": 1, "owner": owner, "is_test": is_test}
+    parts = deal("given", clients=None, **known)
+    assert [sorted(part.train) for part in parts] == [[0, 2, 3], [6], [7, 8, 9, 10, 12]]
+    assert [sorted(part.test) for part in parts] == [[1], [4, 5], [11]]
+    assert same(parts, deal("given", clients=3, **known))
+    cut = deal("given", clients=None, val_fraction=0.4, **{**known, "owner": owner // 2})
+    assert [(len(part.train), len(part.val), len(part.test)) for part in cut] == [(2, 2, 3), (3, 2, 1)]
+
+
+def test_given_splits_by_fraction_where_the_source_does_not() -> None:
+    parts = deal("given", clients=None, val_fraction=0.2)
+    for client, part in enumerate(parts):
+        whole = np.concatenate([part.train, part.val, part.test])
+        client_samples = np.flatnonzero(client == TEN_OWNERS)
+        assert sorted(whole) == client_samples.tolist()
+        assert whole.tolist() != sorted(whole)
+        assert len(part.test) == len(whole) - int(np.floor(0.7 * len(whole) + 0.5 + 1e-9))
+
+
+def test_given_draws_some_of_the_clients_and_leaves_them_as_they_are() -> None:
+    everybody = deal("given", clients=None)
+    some = deal("given", clients=4)
+    ids = [TEN_OWNERS[part.train[0]] for part in some]
+    assert ids == sorted(set(ids))
+    assert len(ids) == 4
+    assert same(some, [everybody[i] for i in ids])
+    assert (
+        len({tuple(TEN_OWNERS[p.train[0]] for p in deal("given", clients=4, seed=s)) for s in range(5)}) > 1
+    )
+
+
+def test_other_partitions_pool_the_samples_of_a_source_with_clients() -> None:
+    split = np.arange(6000) < 3000
+    assert same(deal("classes"), deal("classes", owner=TEN_OWNERS, is_test=split))
+
+
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("random", {}, {}, "data.partition.name=random: unknown; allowed: classes, dominant, dirichlet, iid"),
+    ("random", {}, {}, "data.partition.name=random: unknown; allowed: " + ", ".join(PARTITIONS)),
     ("classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .* allowed: 1..10"),
     ("classes", {"classes_per_client": 0}, {}, "data.partition.classes_per_client=0: .*"),
     ("classes", {"beta": 0.5}, {}, "data.partition.beta=0.5: .*options: classes_per_client"),
@@ -230,12 +577,90 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("dirichlet", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
     ("dirichlet", {"beta": 0}, {}, "data.partition.beta=0: .*"),
     ("dirichlet", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* allow at most 600"),
-    ("dirichlet", {"min_samples": 600}, {}, "data.partition.beta=0.5: none of 200 draws .*raise"),
+    (
+        "dirichlet",
+        {"min_samples": 50_000},
+        {"y": np.zeros(100_000, dtype=np.int64), "num_classes": 1, "clients": 2},
+        "data.partition.beta=0.5: none of 2000 draws .*min_samples=50000 samples; raise",
+    ),
     ("dirichlet", {}, {"test_fraction": 0.001}, "client 0 would have no test samples .*min_samples"),
+    ("neighbours", {"classes_per_client": 10}, {}, "data.partition.classes_per_client=10: .* allowed: 1..9"),
+    (
+        "neighbours",
+        {"classes_per_client": 8, "changed_classes": 3},
+        {},
+        "data.partition.changed_classes=3: .*classes_per_client=8; allowed: 1..2",
+    ),
+    ("neighbours", {}, {"per_client": 42}, "data.per_client=42: .*classes_per_client=4, at most 600"),
+    ("target", {"classes_per_client": 6}, {}, "data.partition.classes_per_client=6: .* allowed: 1..5"),
+    ("target", {"others_from": "none"}, {}, "data.partition.others_from=none: .*'rest' or 'all'"),
+    ("target", {"similar_classes": 5}, {}, "data.partition.similar_classes=5: .*allowed: 0..4"),
+    (
+        "target",
+        {"classes_per_client": 6, "similar_classes": 1, "others_from": "all"},
+        {},
+        "data.partition.similar_classes=1: .*classes_per_client=6; allowed: 2..6",
+    ),
+    ("target", {}, {"clients": 2}, "data.clients=2: .*3 or more"),
+    ("random_classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .*1..10"),
+    ("random_classes", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
+    ("random_classes", {}, {"clients": 4000}, "data.clients=4000: class 0 has 600 samples"),
+    ("pairs", {}, {"clients": 7}, "data.clients=7: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
+    ("pairs", {}, {"clients": 8}, "data.clients=8: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
+    ("pairs", {}, {"clients": 1}, "data.clients=1: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
+    ("pairs", {}, {"per_client": 602}, "data.per_client=602: the data allows at most 600"),
+    (
+        "pairs",
+        {},
+        {"per_client": 31},
+        "data.per_client=31: .*multiple of the 2 classes of a pair, at most 600",
+    ),
+    ("pathological", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .*1..10"),
+    ("pathological", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
+    ("pathological", {}, {"clients": 4000}, "data.clients=4000: class 0 has 600 samples for 800 clients"),
+    (
+        "pathological",
+        {"balanced": True},
+        {"clients": 4000},
+        "data.clients=4000: class 0 has 600 samples for 800 clients of at least 1",
+    ),
+    ("dirichlet_pfllib", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
+    ("dirichlet_pfllib", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* at most 600"),
+    ("dirichlet_pfllib", {"beta": -1}, {}, "data.partition.beta=-1: .*"),
+    ("mixture", {"components": 11}, {}, "data.partition.components=11: .*allowed: 1..10, or -1"),
+    ("mixture", {"components": 0}, {}, "data.partition.components=0: .*allowed: 1..10, or -1"),
+    ("mixture", {"beta": 0}, {}, "data.partition.beta=0: .*"),
+    ("mixture", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* allow at most 600"),
+    ("mixture", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
+    ("mixture", {}, {"test_fraction": 0.001}, "client [0-9] would have no test samples .*min_samples"),
+    ("pachinko", {}, {}, "data.partition.coarse_classes=null: .* 10 classes; allowed: 1..10"),
+    ("pachinko", {"coarse_classes": 11}, {}, "data.partition.coarse_classes=11: .* allowed: 1..10"),
+    ("pachinko", {"coarse_beta": 0}, {}, "data.partition.coarse_beta=0: .*"),
+    ("pachinko", {"coarse_classes": 5}, {"per_client": 601}, "data.per_client=601: .* at most 600"),
+    ("given", {}, {"clients": 11}, "data.clients=11: the source has 10 clients; allowed: 1..10"),
+    ("given", {}, {"per_client": 20}, "data.per_client=20: .*data.per_client=null"),
+    ("given", {"beta": 1}, {}, "data.partition.beta=1: .*options: none"),
+    ("given", {}, {"is_test": TEN_OWNERS != 3}, "client 0 would have no training samples"),
     ("iid", {}, {"clients": 6001}, "data.clients=6001: the data has 6000 samples"),
     ("iid", {}, {"per_client": 601}, "data.per_client=601: the data allows at most 600"),
     ("iid", {"beta": 1}, {}, "data.partition.beta=1: .*options: none"),
 ]
+
+
+def test_given_needs_a_source_with_clients() -> None:
+    message = "^data.partition.name=given: this data.source has no clients; allowed: classes, .*, iid$"
+    with pytest.raises(UserError, match=message):
+        partition(
+            "given",
+            TEN_CLASSES,
+            10,
+            num_clients=None,
+            per_client=None,
+            test_fraction=0.3,
+            val_fraction=0.0,
+            seed=0,
+            options={},
+        )
 
 
 @pytest.mark.parametrize(("name", "options", "arguments", "message"), REFUSALS)

@@ -10,7 +10,7 @@ from conftest import in_mpi_world
 from hpcfl.config import load_config
 from hpcfl.main import FINISHED, main
 from hpcfl.methods import METHODS, Context
-from hpcfl.models import NetworkOptions
+from hpcfl.models import ConvNetOptions
 from hpcfl.training import TrainConfig
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
@@ -37,6 +37,14 @@ def numbers(line: str) -> list[int]:
         (["data.per_client=40"], 40, {4}),
         (["data.clients=7", "data.per_client=40", "data.partition.classes_per_client=2"], 40, {2}),
         (["data.partition.name=dominant"], None, {10}),
+        (["data.partition.name=neighbours", "data.clients=8"], 172, {4}),
+        (["data.partition.name=target", "data.clients=8"], None, {4}),
+        (["data.partition.name=random_classes"], None, {2}),
+        (["data.partition.name=pairs", "data.per_client=60"], 60, {2}),
+        (["data.partition.name=pathological"], None, {2}),
+        (["data.partition.name=dirichlet_pfllib"], None, set(range(1, 11))),
+        (["data.partition.name=mixture"], None, set(range(1, 11))),
+        (["data.partition.name=pachinko", "data.partition.coarse_classes=5"], 179, set(range(1, 11))),
         (["data.partition.name=iid", "data.per_client=100", "data.val_fraction=0.2"], 100, {8, 9, 10}),
     ],
 )
@@ -97,7 +105,13 @@ def test_the_memory_of_pfedla_by_parts(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_memory_that_is_planned_is_the_memory_that_is_held() -> None:
     context = Context(
-        "digits_cnn", NetworkOptions(), (1, 8, 8), 10, torch.full((6,), 20), TrainConfig(), seed=0
+        "digits_cnn",
+        ConvNetOptions(),
+        (1, 8, 8),
+        10,
+        torch.full((6,), 20),
+        TrainConfig(),
+        seed=0,
     )
     for method_name in ("pfedla", "heurpfedla"):
         method = METHODS[method_name](context, METHODS[method_name].Params())
@@ -111,7 +125,13 @@ def test_the_memory_that_is_planned_is_the_memory_that_is_held() -> None:
 
 def test_with_a_thousand_clients_the_hypernetworks_outweigh_the_models() -> None:
     context = Context(
-        "digits_cnn", NetworkOptions(), (1, 8, 8), 10, torch.full((1000,), 20), TrainConfig(), seed=0
+        "digits_cnn",
+        ConvNetOptions(),
+        (1, 8, 8),
+        10,
+        torch.full((1000,), 20),
+        TrainConfig(),
+        seed=0,
     )
     memory = METHODS["pfedla"](context, METHODS["pfedla"].Params()).memory()
     assert memory["theta"] == 4 * 1000 * DIGITS_CNN

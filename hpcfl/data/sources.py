@@ -7,14 +7,14 @@ the clients' own split follows the partition). A run never downloads; `fetch` do
 from __future__ import annotations
 
 import importlib.util
-import zipfile
-import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from hpcfl.data import torchvision_datasets
+from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
+from hpcfl.data.npz import count_classes, read_npz
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
 
@@ -30,6 +30,8 @@ class Arrays:
         y: int64 [n], classes 0..num_classes-1.
         scale: what x is divided by to lie in [0, 1]; 1 for floats.
         mean, std: constants a channel, for scaled values.
+        owner: int64 [n], increasing, the client 0..M-1 of each sample; None where the source has no clients.
+        is_test: bool [n], the source's own split of each client's samples; None where it has none.
     """
 
     x: np.ndarray
@@ -38,16 +40,25 @@ class Arrays:
     scale: float
     mean: Channels
     std: Channels
+    owner: np.ndarray | None = None
+    is_test: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is known of a source before it is read; None where the user's file decides."""
+    """What is known of a source before it is read; None where the user's file decides.
+
+    Attributes:
+        path_names: what data.path must name, such as `FOLDER`; None where nothing is read from there.
+        partition: the default partition, where it is not everybody's.
+    """
 
     description: str
     num_classes: int | None = None
     mean: Channels | None = None
     std: Channels | None = None
+    path_names: str | None = None
+    partition: str | None = None
 
 
 _MNIST = (0.1307,), (0.3081,)
@@ -74,7 +85,31 @@ SOURCES: dict[str, Source] = {
         (0.5071, 0.4865, 0.4409),
         (0.2673, 0.2564, 0.2762),
     ),
-    "npz": Source("your own file: arrays x (images) and y (labels); data.path, data.layout=NHWC or NCHW"),
+    "npz": Source(
+        "your own file: arrays x (images) and y (labels); data.path, data.layout=NHWC or NCHW",
+        path_names="FILE.npz",
+    ),
+    "femnist": Source(
+        "28x28 grey letters and digits, 62 classes, a client a writer; data.path=folder of LEAF's JSON files",
+        FEMNIST_CLASSES,
+        *_MNIST,
+        path_names="FOLDER",
+        partition="given",
+    ),
+    "pfllib": Source(
+        "client files of PFLlib's dataset generators; data.path=folder of train and test",
+        path_names="FOLDER",
+        partition="given",
+    ),
+}
+
+_WHY_NOT_FETCHED = {
+    "digits": "bundled with scikit-learn, there is nothing to fetch",
+    "npz": "your own file, there is nothing to fetch; name it with data.path=FILE",
+    "femnist": "there is nothing to fetch; make the files with data/femnist/preprocess.sh of LEAF "
+    "(-s niid --sf 1.0 -t sample) and name their folder with data.path=FOLDER",
+    "pfllib": "there is nothing to fetch; make the files with dataset/generate_*.py of PFLlib "
+    "and name the folder that holds train and test with data.path=FOLDER",
 }
 
 
@@ -85,7 +120,7 @@ def load_arrays(
 
     Args:
         root: folder of the torchvision sets.
-        path: the file of source `npz`.
+        path: the file or folder of a source that says so in `Source.path_names`.
         layout: `NHWC` or `NCHW`, for a four-dimensional x of source `npz`.
         split: EMNIST's split; `mnist` has ten classes, as pFedLA's Table 3 implies.
 
@@ -95,8 +130,10 @@ def load_arrays(
     known = _known(source)
     if source == "digits":
         return _load_digits()
-    if source == "npz":
-        return _load_npz(path, layout)
+    if known.path_names is not None:
+        if path is None:
+            raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
+        return _load_path(source, path, layout)
     num_classes = _emnist_classes(split) if source == "emnist" else known.num_classes
     assert num_classes is not None
     assert known.mean is not None
@@ -112,12 +149,8 @@ def fetch(source: str, root: str, split: str = "mnist") -> Path:
         UserError: nothing to fetch for this source, or the download failed.
     """
     _known(source)
-    if source == "digits":
-        raise UserError("data.source=digits: bundled with scikit-learn, there is nothing to fetch")
-    if source == "npz":
-        raise UserError(
-            "data.source=npz: your own file, there is nothing to fetch; name it with data.path=FILE"
-        )
+    if source in _WHY_NOT_FETCHED:
+        raise UserError(f"data.source={source}: {_WHY_NOT_FETCHED[source]}")
     if source == "emnist":
         _emnist_classes(split)
     return torchvision_datasets.download(source, root, split)
@@ -166,83 +199,39 @@ def _load_digits() -> Arrays:
     return Arrays(x, table[:, -1].astype(np.int64), 10, 16.0, known.mean, known.std)
 
 
-def _load_npz(path: str | None, layout: str | None) -> Arrays:
-    if path is None:
-        raise UserError("data.path is not set: data.source=npz needs data.path=FILE.npz")
-    x, y = _read_npz(path)
-    x = _as_pixels(_as_channels_first(x, path, layout), path)
-    y = _as_labels(y, path, len(x))
+def _load_path(source: str, path: str, layout: str | None) -> Arrays:
+    if source == "npz":
+        return _load_own(*read_npz(path, layout), path)
+    if source == "femnist":
+        return _load_femnist(path)
+    samples = read_pfllib(path)
+    arrays = _load_own(samples.x, samples.y, path)
+    return replace(arrays, owner=samples.owner, is_test=samples.is_test)
+
+
+def _load_own(x: np.ndarray, y: np.ndarray, path: str) -> Arrays:
+    """Take the user's values as they are: bytes lie in -1..1 after normalisation, floats stay."""
     num_channels = x.shape[1]
     is_bytes = x.dtype == np.uint8
     mean = (0.5 if is_bytes else 0.0,) * num_channels
     std = (0.5 if is_bytes else 1.0,) * num_channels
-    return Arrays(x, y, int(y.max()) + 1, 255.0 if is_bytes else 1.0, mean, std)
+    num_classes = count_classes(y, f"data.path={path}")
+    return Arrays(x, y, num_classes, 255.0 if is_bytes else 1.0, mean, std)
 
 
-def _read_npz(path: str) -> tuple[np.ndarray, np.ndarray]:
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"data.path={path}: no such file")
-    not_npz = f"data.path={path}: cannot be read as an npz file; write it with numpy.savez(FILE, x=x, y=y)"
-    try:
-        with file.open("rb") as stream:
-            archive = np.load(stream, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise UserError(not_npz)
-            absent = [key for key in ("x", "y") if key not in archive]
-            if absent:
-                raise UserError(
-                    f"data.path={path}: has no array '{absent[0]}' (it holds {', '.join(archive.files)}); "
-                    "x and y are needed"
-                )
-            return archive["x"], archive["y"]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{not_npz} ({' '.join(str(error).split())})") from error
-
-
-def _as_channels_first(x: np.ndarray, path: str, layout: str | None) -> np.ndarray:
-    """Return x as a view [n, C, H, W]."""
-    if x.ndim not in (3, 4):
-        raise UserError(
-            f"data.path={path}: x has {x.ndim} dimensions; allowed: 4, or 3 for grey images [n, H, W]"
-        )
-    if x.size == 0:
-        raise UserError(f"data.path={path}: x is empty, its shape is {x.shape}")
-    if x.ndim == 3:
-        return x[:, None]
-    if layout not in ("NHWC", "NCHW"):
-        raise UserError(
-            f"data.layout={layout}: x has shape {x.shape}; set data.layout=NHWC or data.layout=NCHW"
-        )
-    return x.transpose(0, 3, 1, 2) if layout == "NHWC" else x
-
-
-def _as_pixels(x: np.ndarray, path: str) -> np.ndarray:
-    """Return x as uint8 or float32."""
-    if x.dtype == np.uint8:
-        return x
-    if x.dtype.kind != "f":
-        raise UserError(f"data.path={path}: x has type {x.dtype}; allowed: uint8 (0..255) or float")
-    with np.errstate(over="ignore"):
-        pixels = x.astype(np.float32)
-    if not np.isfinite(pixels).all():
-        raise UserError(
-            f"data.path={path}: x holds values that are not finite in float32; clean or rescale them"
-        )
-    return pixels
-
-
-def _as_labels(y: np.ndarray, path: str, num_samples: int) -> np.ndarray:
-    """Return y as int64 [n]."""
-    if y.ndim != 1 or len(y) != num_samples:
-        raise UserError(
-            f"data.path={path}: y has shape {y.shape}, x has {num_samples} samples; y must be [n]"
-        )
-    if y.dtype.kind not in "iu":
-        raise UserError(f"data.path={path}: y has type {y.dtype}; labels must be integers 0, 1, ...")
-    if y.min() < 0 or y.max() >= num_samples:
-        raise UserError(
-            f"data.path={path}: y holds labels {y.min()}..{y.max()}; allowed: 0..K-1 with at most "
-            f"as many classes as samples ({num_samples})"
-        )
-    return y.astype(np.int64)
+def _load_femnist(path: str) -> Arrays:
+    samples = read_leaf(path)
+    known = SOURCES["femnist"]
+    assert known.mean is not None
+    assert known.std is not None
+    scale = 255.0 if samples.x.dtype == np.uint8 else 1.0
+    return Arrays(
+        samples.x,
+        samples.y,
+        FEMNIST_CLASSES,
+        scale,
+        known.mean,
+        known.std,
+        samples.owner,
+        samples.is_test,
+    )

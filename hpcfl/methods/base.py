@@ -5,12 +5,12 @@ Shapes: N clients, S of a cohort, C of a group, P trainable numbers, U running s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
@@ -49,10 +49,11 @@ class Context:
         self.train = train
         self.seed = seed
         self.model_name = model
-        self._build = lambda client: build_network(
-            model, image_shape, num_classes, model_options, seed, client
+        self.build_network: Callable[[int], Network] = lambda draw: build_network(
+            model, image_shape, num_classes, model_options, seed, draw
         )
-        self.network: Network = self._build(-1)
+        """The model with weights of a draw: a client's own, or -1 for those common to all."""
+        self.network = self.build_network(-1)
         self.layout = ParameterLayout(self.network)
         self._theta, self._buffers = self.layout.flatten(self.network)
 
@@ -61,7 +62,7 @@ class Context:
         if clients is None:
             return self._theta.clone()
         if own:
-            rows = [self.layout.flatten(self._build(client))[0] for client in clients]
+            rows = [self.layout.flatten(self.build_network(client))[0] for client in clients]
             return torch.stack(rows) if rows else self._theta.new_empty(0, self.layout.size)
         return self._theta.expand(len(clients), -1).clone()
 
@@ -91,9 +92,14 @@ class Method:
     extra_labels: ClassVar[tuple[str, ...]] = ()
     """Names of sent tensors that are not made of the network's layers."""
 
+    names_layers: ClassVar[bool] = True
+    """Whether layers that do not travel to a single client must be named; not if it asked for the others."""
+
     def __init__(self, context: Context, params: Any) -> None:
         self.context = context
         self.params = params
+        self.network: nn.Module = context.network
+        """What clients train."""
         self.layout = context.layout
         self.layers: tuple[Layer, ...] = context.layout.layers()
         self.buffers: BufferPolicy = context.train.buffers or self.buffer_policies[0]
@@ -116,6 +122,22 @@ class Method:
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return what goes down to the cohort. Must not change the state."""
         return Message()
+
+    def scored(self, server: State, cohort: Cohort) -> Message:
+        """Return what clients need to be evaluated, which costs no traffic; default: the download."""
+        return self.download(server, cohort)
+
+    def negotiates(self, round: int) -> bool:
+        """Whether clients answer the download of this round with a request, and the server sends more."""
+        return False
+
+    def request(self, clients: Clients, down: Message) -> Message:
+        """Return what a group asks for, rows [C, ...]; `train` finds it in its message."""
+        raise NotImplementedError
+
+    def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
+        """Return what goes down to the cohort upon its requests, [S, ...] a name."""
+        raise NotImplementedError
 
     def train(self, clients: Clients, down: Message) -> Message:
         """Train the clients of a group; return what goes up, rows [C, ...]."""
@@ -157,21 +179,35 @@ class Method:
 
     def initial_server(self) -> State:
         """Return the whole server state, running statistics included."""
-        statistics = {BUFFERS: self.context.initial_buffers()} if self._averages_buffers else {}
+        statistics = {BUFFERS: self._initial_buffers()} if self._averages_buffers else {}
         return self.server_state() | statistics
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
         own = self.buffers == "local" and self.layout.buffer_size
-        statistics = {BUFFERS: self.context.initial_buffers(clients)} if own else {}
+        statistics = {BUFFERS: self._initial_buffers().expand(len(clients), -1).clone()} if own else {}
         return self.client_state(clients) | statistics
 
-    def send(self, server: State, cohort: Cohort) -> Message:
+    def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
         """Return the download of a cohort."""
-        message = self.download(server, cohort)
+        message = self.scored(server, cohort) if for_evaluation else self.download(server, cohort)
         message.num_clients = len(cohort)
         if self._averages_buffers:
             message.shared[BUFFERS] = server[BUFFERS]
+        return message
+
+    def ask(self, clients: Clients, down: Message) -> Message:
+        """Return a group's request."""
+        down = down.to(clients.device)
+        self._take_buffers(clients, down)
+        message = self.request(clients, down)
+        message.num_clients = len(clients)
+        return message
+
+    def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
+        """Return what a cohort gets upon its requests."""
+        message = self.supply(server, cohort, requests)
+        message.num_clients = len(cohort)
         return message
 
     def work(self, clients: Clients, down: Message) -> Message:
@@ -209,6 +245,14 @@ class Method:
     def body_layers(self) -> Tensor:
         """Which layers make up the feature extractor, bool [L]."""
         return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
+
+    @property
+    def row_size(self) -> int:
+        """Most numbers of one client in a tensor that travels."""
+        return self.layout.size
+
+    def _initial_buffers(self) -> Tensor:
+        return self.layout.flatten(self.network)[1]
 
     @property
     def _averages_buffers(self) -> bool:

@@ -24,7 +24,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -43,7 +43,7 @@ class PFedMBParams(Params):
 
     branches: int = Field(5, ge=1)
     """Branches B of each layer (paper: at most 10, tuned; 5 in its pairs experiment); 1 is FedAvg."""
-    alpha_lr: float = Field(0.1, ge=0)
+    alpha_lr: float = Field(1.0, ge=0)
     """Step size of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
     constraint: Literal["softmax", "simplex"] = "softmax"
     """How alpha stays on the simplex: softmax of logits, or Euclidean projection after each step."""
@@ -60,6 +60,8 @@ class PFedMB(Method):
     summary = "several branches a layer, mixed by each client's own weights"
     Params = PFedMBParams
     extra_labels = ("alpha",)
+    # B branches of weight 1/B move their mixture by 1/B of a step
+    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.25}
     params: PFedMBParams
 
     def __init__(self, context: Context, params: PFedMBParams) -> None:
@@ -109,6 +111,10 @@ class PFedMB(Method):
 
     def client_history(self, clients: Clients) -> State:
         return {"alpha": self.alpha(clients[self.kept])}
+
+    @property
+    def row_size(self) -> int:
+        return self.params.branches * self.layout.size
 
     def alpha(self, kept: Tensor) -> Tensor:
         """Return alpha [C, L, B] from what clients keep, [C, L or 1, B]; BatchNorm uses the first branch."""

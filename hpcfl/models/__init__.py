@@ -1,5 +1,47 @@
-"""Networks with a body and a head, and the hypernetworks that mix them."""
+"""Networks with a body and a head, by name, and the hypernetworks that mix them."""
 
-from hpcfl.models.networks import MODELS, Network, NetworkOptions, build_network
+import torch
 
-__all__ = ["MODELS", "Network", "NetworkOptions", "build_network"]
+from hpcfl.errors import UserError
+from hpcfl.models.networks import ConvNet, ConvNetOptions, ImageShape, Mlp, Model, Network, NetworkOptions
+from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18
+from hpcfl.randomness import stream_seed
+
+MODELS: dict[str, Model] = {
+    "digits_cnn": ConvNet("small CNN for 8x8 images: conv 16/32 3x3, fc 64", (16, 32), 3, 1, (64,)),
+    "lenet": ConvNet(
+        "LeNet-16/32 of pFedHN and pFedLA: conv 16/32 5x5, fc 120/84", (16, 32), 5, 0, (120, 84)
+    ),
+    "lenet_small": ConvNet(
+        "LeNet-6/16 of FedFomo and pFedMB: conv 6/16 5x5, fc 120/84", (6, 16), 5, 0, (120, 84)
+    ),
+    "fedavgcnn": ConvNet("PFLlib's FedAvgCNN: conv 32/64 5x5, fc 512", (32, 64), 5, 0, (512,)),
+    "femnist_cnn": ConvNet(
+        "FedEM's and FedMN's FemnistCNN: conv 32/64 5x5, fc 2048", (32, 64), 5, 0, (2048,)
+    ),
+    "mlp": Mlp("fully connected layers of the widths model.hidden"),
+    "resnet18": RESNET18,
+    "mobilenetv2": MOBILENETV2,
+}
+
+
+def build_network(
+    name: str, shape: ImageShape, num_classes: int, options: NetworkOptions, seed: int, client: int = -1
+) -> Network:
+    """Build a network whose weights depend on (seed, client) alone; client -1 is the common start.
+
+    Raises UserError for images [C, H, W] that are too small and where a model's parts cannot be had.
+    """
+    model, (_, height, width) = MODELS[name], shape
+    if min(height, width) < model.smallest_side:
+        allowed = [other for other in MODELS if MODELS[other].smallest_side <= min(height, width)]
+        raise UserError(
+            f"model.name={name} needs images of {model.smallest_side}x{model.smallest_side} or larger, not "
+            f"{height}x{width}; allowed: {', '.join(allowed)}"
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
+        return model.build(shape, num_classes, options)
+
+
+__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network"]

@@ -1,4 +1,4 @@
-"""The convolutional networks of the papers, each a `body` (feature extractor) and a `head`.
+"""What a model is, the convolutional networks of the papers and a multilayer perceptron.
 
 Max-pooling stands before ReLU: the two commute, so the function is the papers', at a quarter of ReLU's cost.
 """
@@ -6,24 +6,20 @@ Max-pooling stands before ReLU: the two commute, so the function is the papers',
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
-import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt, Strict
 from torch import Tensor, nn
 
-from hpcfl.errors import UserError
-from hpcfl.randomness import stream_seed
+ImageShape = tuple[int, int, int]
+"""Channels, height and width."""
 
 
 class NetworkOptions(BaseModel):
-    """Options under `model.*` beside the name."""
+    """A model's options: the keys under `model.*` beside the name."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    batchnorm: bool = False
-    """A BatchNorm module after every convolution (pFedLA uses it for CIFAR only)."""
 
 
 class Network(nn.Module):
@@ -40,19 +36,47 @@ class Network(nn.Module):
 
 
 @dataclass(frozen=True)
-class ConvNet:
-    """Two convolutions with pooling, then fully connected layers; the last of them is the head."""
+class Model:
+    """A family of networks, one for each image shape, number of classes and choice of options."""
 
+    options: ClassVar[type[NetworkOptions]]
     description: str
-    channels: tuple[int, int]
+
+    @property
+    def smallest_side(self) -> int:
+        """Pixels that an image needs in both directions."""
+        return 1
+
+    def build(self, shape: ImageShape, num_classes: int, options: Any) -> Network:
+        """Build with weights from torch's generator; `options` are of this model's class."""
+        raise NotImplementedError
+
+
+class ConvNetOptions(NetworkOptions):
+    """Options of the convolutional networks."""
+
+    batchnorm: bool = False
+    """A BatchNorm module after every convolution (pFedLA uses it for CIFAR only)."""
+
+
+@dataclass(frozen=True)
+class ConvNet(Model):
+    """Convolutions with pooling, then fully connected layers; the last of them is the head."""
+
+    options = ConvNetOptions
+    channels: tuple[int, ...]
     kernel: int
     padding: int
     hidden: tuple[int, ...]
 
-    def build(
-        self, name: str, shape: tuple[int, int, int], num_classes: int, options: NetworkOptions
-    ) -> Network:
-        """Build for images [C, H, W]; UserError, naming the network, if they are too small."""
+    @property
+    def smallest_side(self) -> int:
+        side = 1
+        for _ in self.channels:
+            side = 2 * side + self.kernel - 1 - 2 * self.padding
+        return side
+
+    def build(self, shape: ImageShape, num_classes: int, options: ConvNetOptions) -> Network:
         in_channels, height, width = shape
         body: OrderedDict[str, nn.Module] = OrderedDict()
         for number, out_channels in enumerate(self.channels, start=1):
@@ -61,47 +85,35 @@ class ConvNet:
                 body[f"bn{number}"] = nn.BatchNorm2d(out_channels)
             body[f"pool{number}"] = nn.MaxPool2d(2)
             body[f"relu{number}"] = nn.ReLU()
-            height, width = (
-                (side + 2 * self.padding - self.kernel + 1) // 2 if side else 0 for side in (height, width)
-            )
+            height, width = ((side + 2 * self.padding - self.kernel + 1) // 2 for side in (height, width))
             in_channels = out_channels
-        if height < 1 or width < 1:
-            raise UserError(
-                f"model.name={name} needs images larger than {shape[1]}x{shape[2]}; allowed for 4x4 and up: "
-                "digits_cnn, for 16x16 and up: all"
-            )
-        body["flatten"] = nn.Flatten()
-        features = in_channels * height * width
-        for number, out_features in enumerate(self.hidden, start=1):
-            body[f"fc{number}"] = nn.Linear(features, out_features)
-            body[f"fc{number}_relu"] = nn.ReLU()
-            features = out_features
-        last = f"fc{len(self.hidden) + 1}"
-        return Network(body, OrderedDict({last: nn.Linear(features, num_classes)}))
+        return _with_linear_layers(body, in_channels * height * width, self.hidden, num_classes)
 
 
-MODELS: dict[str, ConvNet] = {
-    "digits_cnn": ConvNet("small CNN for 8x8 images: conv 16/32 3x3, fc 64", (16, 32), 3, 1, (64,)),
-    "lenet": ConvNet(
-        "LeNet-16/32 of pFedHN and pFedLA: conv 16/32 5x5, fc 120/84", (16, 32), 5, 0, (120, 84)
-    ),
-    "lenet_small": ConvNet(
-        "LeNet-6/16 of FedFomo and pFedMB: conv 6/16 5x5, fc 120/84", (6, 16), 5, 0, (120, 84)
-    ),
-    "fedavgcnn": ConvNet("PFLlib's FedAvgCNN: conv 32/64 5x5, fc 512", (32, 64), 5, 0, (512,)),
-}
+class MlpOptions(NetworkOptions):
+    """Options of `mlp`."""
+
+    hidden: list[Annotated[PositiveInt, Strict()]] = [256]
+    """Widths of the hidden layers; [] is a linear model."""
 
 
-def build_network(
-    name: str,
-    shape: tuple[int, int, int],
-    num_classes: int,
-    options: NetworkOptions,
-    seed: int,
-    client: int = -1,
+class Mlp(Model):
+    """Fully connected layers on flattened images; the last of them is the head."""
+
+    options = MlpOptions
+
+    def build(self, shape: ImageShape, num_classes: int, options: MlpOptions) -> Network:
+        channels, height, width = shape
+        return _with_linear_layers(OrderedDict(), channels * height * width, options.hidden, num_classes)
+
+
+def _with_linear_layers(
+    body: OrderedDict[str, nn.Module], features: int, hidden: tuple[int, ...] | list[int], num_classes: int
 ) -> Network:
-    """Build a network whose weights depend on (seed, client) alone; client -1 is the common start."""
-    builder: Callable[..., Network] = MODELS[name].build
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
-        return builder(name, shape, num_classes, options)
+    """Put flatten and hidden layers on top of a body that ends in `features` numbers, then the head."""
+    body["flatten"] = nn.Flatten()
+    for number, out_features in enumerate(hidden, start=1):
+        body[f"fc{number}"] = nn.Linear(features, out_features)
+        body[f"fc{number}_relu"] = nn.ReLU()
+        features = out_features
+    return Network(body, OrderedDict({f"fc{len(hidden) + 1}": nn.Linear(features, num_classes)}))

@@ -1,0 +1,97 @@
+"""The user's own npz file, and what images and labels of any file of the user's must look like."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from hpcfl.errors import UserError
+
+
+def read_npz(path: str, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Read the arrays x and y of a file.
+
+    Args:
+        layout: `NHWC` or `NCHW`, for a four-dimensional x.
+
+    Returns:
+        x uint8 or float32 [n, C, H, W], maybe a view of another layout, and y int64 [n].
+
+    Raises:
+        UserError: the file is missing, damaged or unfit.
+    """
+    where = f"data.path={path}"
+    x, y = _arrays(path)
+    x = as_pixels(_as_channels_first(x, where, layout), where)
+    return x, as_labels(y, where, len(x))
+
+
+def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
+    """Return x as uint8 or float32; raise UserError, which begins with `where`, if it is neither."""
+    if x.dtype == np.uint8:
+        return x
+    if x.dtype.kind != "f":
+        raise UserError(f"{where}: x has type {x.dtype}; allowed: uint8 (0..255) or float")
+    with np.errstate(over="ignore"):
+        pixels = x.astype(np.float32)
+    if not np.isfinite(pixels).all():
+        raise UserError(f"{where}: x holds values that are not finite in float32; clean or rescale them")
+    return pixels
+
+
+def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
+    """Return y as int64 [n]; raise UserError, which begins with `where`, if it is no such thing."""
+    if y.ndim != 1 or len(y) != num_images:
+        raise UserError(f"{where}: y has shape {y.shape}, x has {num_images} samples; y must be [n]")
+    if y.dtype.kind not in "iu":
+        raise UserError(f"{where}: y has type {y.dtype}; labels must be integers 0, 1, ...")
+    return y.astype(np.int64)
+
+
+def count_classes(y: np.ndarray, where: str) -> int:
+    """Return the largest label + 1; raise UserError, which begins with `where`, if that is no count."""
+    if y.min() < 0 or y.max() >= len(y):
+        raise UserError(
+            f"{where}: y holds labels {y.min()}..{y.max()}; allowed: 0..K-1 with at most "
+            f"as many classes as samples ({len(y)})"
+        )
+    return int(y.max()) + 1
+
+
+def _arrays(path: str) -> tuple[np.ndarray, np.ndarray]:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise UserError(f"data.path={path}: no such file")
+    not_npz = f"data.path={path}: cannot be read as an npz file; write it with numpy.savez(FILE, x=x, y=y)"
+    try:
+        with file.open("rb") as stream:
+            archive = np.load(stream, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise UserError(not_npz)
+            absent = [key for key in ("x", "y") if key not in archive]
+            if absent:
+                raise UserError(
+                    f"data.path={path}: has no array '{absent[0]}' (it holds {', '.join(archive.files)}); "
+                    "x and y are needed"
+                )
+            return archive["x"], archive["y"]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise UserError(f"{not_npz} ({' '.join(str(error).split())})") from error
+
+
+def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndarray:
+    """Return x as a view [n, C, H, W]."""
+    if x.ndim not in (3, 4):
+        raise UserError(f"{where}: x has {x.ndim} dimensions; allowed: 4, or 3 for grey images [n, H, W]")
+    if x.size == 0:
+        raise UserError(f"{where}: x is empty, its shape is {x.shape}")
+    if x.ndim == 3:
+        return x[:, None]
+    if layout not in ("NHWC", "NCHW"):
+        raise UserError(
+            f"data.layout={layout}: x has shape {x.shape}; set data.layout=NHWC or data.layout=NCHW"
+        )
+    return x.transpose(0, 3, 1, 2) if layout == "NHWC" else x

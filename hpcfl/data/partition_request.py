@@ -1,0 +1,103 @@
+"""What a partition is asked for, and what all partitions share: their options' base, rounding, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from hpcfl.errors import UserError
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+
+class Options(BaseModel):
+    """Options of a partition, the keys under `data.partition.*`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a table of counts is drawn for.
+
+    Attributes:
+        sizes: samples of each class, int64 [classes].
+        per_client: samples a client, all parts together; None takes the largest equal size.
+    """
+
+    sizes: IntArray
+    num_clients: int
+    per_client: int | None
+    test_fraction: float
+    seed: int
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def largest_equal_size(self) -> int:
+        return int(self.sizes.sum()) // self.num_clients
+
+
+def least_samples(request: Request, batch_size: int) -> int:
+    """Return PFLlib's smallest client: a batch of test samples, at most half of the mean client."""
+    mean_size = request.sizes.sum() / request.num_clients
+    return int(round(min(batch_size / request.test_fraction, mean_size / 2), 9))
+
+
+def round_half_up(value: float) -> int:
+    """Round halves up; the inner rounding removes the noise of products such as 0.1 * 5."""
+    return math.floor(round(value, 9) + 0.5)
+
+
+def refuse_too_many_classes(key: str, value: int, num_classes: int, largest: int) -> None:
+    if value > largest:
+        raise UserError(
+            f"data.partition.{key}={value}: the data has {num_classes} classes; allowed: 1..{largest}"
+        )
+
+
+def refuse_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
+    """Refuse where some class cannot give its clients even the smallest amounts."""
+    short = np.flatnonzero(need > sizes)
+    if len(short):
+        label = short[0]
+        raise UserError(
+            f"data.clients={num_clients}: class {label} has {sizes[label]} samples and its clients need "
+            f"at least {need[label]}; use fewer clients or more data"
+        )
+
+
+def refuse_too_large(per_client: int, largest: int) -> None:
+    if per_client > largest:
+        raise UserError(
+            f"data.per_client={per_client}: the data allows at most {largest} for disjoint clients"
+        )
+
+
+def refuse_client_size(per_client: int | None, partition: str) -> None:
+    """Refuse a client size where the partition decides the sizes."""
+    if per_client is not None:
+        raise UserError(
+            f"data.per_client={per_client}: the {partition} partition draws the sizes itself; "
+            "set data.per_client=null"
+        )
+
+
+def equal_size(request: Request) -> int:
+    """Return the asked size of every client, or the largest; refuse one that the data cannot give."""
+    largest = request.largest_equal_size
+    if largest == 0:
+        raise UserError(
+            f"data.clients={request.num_clients}: the data has {request.sizes.sum()} samples; "
+            "use fewer clients"
+        )
+    size = largest if request.per_client is None else request.per_client
+    refuse_too_large(size, largest)
+    return size

@@ -1,0 +1,290 @@
+"""FedMN. Wang et al., Personalized federated learning via heterogeneous modular networks, ICDM 2022.
+
+    Pi_i  = sigmoid(z_i),  z_i = mean over the training set of h([phi_x(x), phi_y(y)])       (eq. 10)
+    v_i   = sigmoid((log e - log(1 - e) + z_i) / tau),  e ~ U(0, 1),  V_i = 1[v_i > 0.5]     (eq. 5)
+    u_j   = mean of the outputs that open paths lead to block j, else 0                      (eq. 13)
+    theta_i <- E epochs of SGD on encoders, active blocks and routing hypernetwork           (Algorithm 1)
+    theta^b <- sum_i n_i a_i^b theta_i^b / sum_i n_i a_i^b,  a_i^b = 1 if block b gets an input at client i
+
+A round is a dialogue: the routing hypernetwork goes down, the decision V_i up, the encoders and active
+blocks down; after training all of these go up. A client starts from the server's weights, never from
+another client's.
+
+Choices the paper leaves open:
+  gradient     V_i is drawn once a round; its derivative is that of v_i (straight-through), with z_i's taken
+               on the mini-batch, which estimates the mean; the number of open paths is a constant
+  dead ends    a path from a block without input is closed; where nothing would reach the next layer, the
+               likeliest path is opened
+  activation   encoders and blocks end in ReLU, the last layer's in logits; no dropout (no rate is given)
+  embedding    128 numbers of the image, 64 of the label, concatenated and divided by their length
+  temperature  tau_t = tau_1 (tau_T / tau_1)^((t - 1) / (T - 1))
+  pretraining  `method.pretrain_rounds` of FedAvg on the first encoder and a classifier, part of the run and
+               of its bytes; then all encoders are copies of it, and the router's takes over its body
+  evaluated    the newest weights with the decision of the mean, 1[Pi_i > 0.5], made from the training set
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import BUFFERS, Cohort, LayerMean, Message, Upload
+from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, num_paths
+from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.randomness import stream_seed, torch_stream
+from hpcfl.training import Batch, Forward, cross_entropy_loss
+
+
+class FedMNParams(Params):
+    """Hyper-parameters of FedMN."""
+
+    architecture: list[PositiveInt] = Field([2, 2, 2])
+    """Encoders, then blocks of each layer (paper: [2, 2, 2] for CIFAR, [3, 3, 3] for EMNIST)."""
+    widths: list[PositiveInt] | None = None
+    """Outputs of an encoder, then of a block in each layer but the last; default: 512, then 256 each (as in
+    the authors' code)."""
+    routing: Literal["straight", "soft", "open"] = "straight"
+    """Hard decisions, trained straight-through; soft ones, and all blocks travel; or all paths open."""
+    aggregation: Literal["normalised", "sum", "count"] = "normalised"
+    """Weights n_i over the clients where a block was active; the paper's sum n_i a_i / n, which shrinks
+    rarely used blocks; or the same for each active client (authors' code)."""
+    temperature: float = Field(1.0, gt=0)
+    """First temperature tau (paper: 1.0)."""
+    final_temperature: float = Field(0.1, gt=0)
+    """Last temperature (paper: 0.1)."""
+    pretrain_rounds: int = Field(0, ge=0)
+    """First rounds of the run that train one encoder by FedAvg (the paper does not count its own)."""
+
+
+class FedMN(Method):
+    name = "fedmn"
+    summary = "modular network: each client picks its blocks by a routing hypernetwork"
+    Params = FedMNParams
+    shared_parts = ("theta",)
+    schedule_uses_rounds = True
+    names_layers = False
+    params: FedMNParams
+    network: ModularNetwork
+
+    def __init__(self, context: Context, params: FedMNParams) -> None:
+        super().__init__(context, params)
+        sizes = params.architecture
+        widths = params.widths or [512] + [256] * (len(sizes) - 2)
+        _check(params, widths, context.train.rounds)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(context.seed, "modular network", 0, -1))
+            networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
+            with_classifier = params.pretrain_rounds > 0
+            self.network = ModularNetwork(sizes, widths, context.num_classes, networks, with_classifier)
+        self.layout = ParameterLayout(self.network)
+        self.layers = self.layout.layers("child")
+        names = [layer.name for layer in self.layers]
+        self._is_router = torch.tensor([name == ROUTER for name in names])
+        self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
+
+    def server_state(self) -> State:
+        return {"theta": self.layout.flatten(self.network)[0]}
+
+    def negotiates(self, round: int) -> bool:
+        return round >= self.params.pretrain_rounds
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        keep = self._is_router if self.negotiates(cohort.round) else self._is_pretrained
+        return Message(shared={"theta": server["theta"]}, keep={"theta": keep})
+
+    def request(self, clients: Clients, down: Message) -> Message:
+        logits = self.logits(clients, down)
+        soft = torch.stack(
+            [self._sampled(z, clients.round, i) for z, i in zip(logits, clients.ids, strict=True)]
+        )
+        decision = self._decision(soft, logits)
+        clients.notes["decision"] = decision.to(clients.device)
+        clients.notes["slope"] = (soft * (1 - soft) / self.temperature(clients.round)).to(clients.device)
+        return Message(rows={"paths": _packed(decision)})
+
+    def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
+        active = self.active_layers(_unpacked(requests["paths"], num_paths(self.params.architecture)))
+        theta = server["theta"].expand(len(cohort), -1)
+        return Message(rows={"parts": theta}, keep={"parts": active})
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        if not self.negotiates(clients.round):
+            theta = clients.sgd(down["theta"], gradient=self._gradient(clients, {})).theta
+            return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
+        # what did not travel is zero
+        start = down["theta"] + down["parts"]
+        theta = clients.sgd(start, gradient=self._gradient(clients, clients.notes)).theta
+        keep = self.active_layers(clients.notes["decision"].cpu()) | self._is_router
+        return Message(rows={"theta": theta}, keep={"theta": keep})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        assert up.sent is not None
+        keep = self._is_pretrained
+        if self.negotiates(cohort.round):
+            keep = up.sent.keep["parts"] | self._is_router
+        samples = cohort.num_samples.double().view(-1, 1)
+        weights = keep.double().expand(len(cohort), -1)
+        total = None
+        if self.params.aggregation != "count":
+            weights = weights * samples
+        if self.params.aggregation == "sum" and self.negotiates(cohort.round):
+            total = samples.sum().expand(len(self.layers))
+        mean = LayerMean(weights, self.layers, server["theta"], total)
+        for positions, block in up:
+            mean.add(positions, block.rows["theta"])
+        server["theta"] = mean.value
+
+    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
+        """See Method; the last round of pretraining is followed by handing on the encoder."""
+        super().receive(server, cohort, up)
+        if cohort.round == self.params.pretrain_rounds - 1:
+            self._hand_on(self.layout.views(server["theta"]))
+            if BUFFERS in server:
+                self._hand_on(self.layout.buffer_views(server[BUFFERS]))
+
+    def scored(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"]})
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        logits = self.logits(clients, down)
+        decision = self._decision((logits / self.temperature(clients.round - 1)).sigmoid(), logits)
+        return {"theta": down["theta"], "decision": decision.to(clients.device)}
+
+    def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
+        decision = model["decision"][position] if self._is_modular(clients) else None
+
+        def probabilities(network: ModularNetwork, x: Tensor) -> Tensor:
+            return network(x, decision, self._is_hard).softmax(dim=1)
+
+        return clients.outputs(model, position, probabilities, x)
+
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        model = self.personalised(clients, down)
+        fixed = {"decision": model["decision"]} if self._is_modular(clients) else {}
+        gradient = self._gradient(clients, fixed)
+        theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
+        return model | {"theta": theta}
+
+    def temperature(self, round: int) -> float:
+        """Return tau of a round, counted from 0; rounds of pretraining are left out."""
+        first, last = self.params.temperature, self.params.final_temperature
+        rounds = self.context.train.rounds - self.params.pretrain_rounds
+        share = max(0, round - self.params.pretrain_rounds) / max(1, rounds - 1)
+        return float(first * (last / first) ** share)
+
+    def logits(self, clients: Clients, down: Message) -> Tensor:
+        """Return the mean logits z of each client's training set [C, E], on the CPU (eq. 9)."""
+        model = {"theta": down["theta"], "buffers": clients.buffers}
+        rows = [
+            clients.outputs(
+                model, position, lambda n, x, y: n.router(x, y), *clients.samples("train", position)
+            )
+            for position in range(len(clients))
+        ]
+        return torch.stack([row.mean(dim=0).cpu() for row in rows])
+
+    def active_layers(self, decision: Tensor) -> Tensor:
+        """Return which encoders and blocks decisions [C, E] make use of, bool [C, L]; never the router."""
+        active = torch.zeros(len(decision), len(self.layers), dtype=torch.bool)
+        for row, paths in zip(active, decision, strict=True):
+            flags = torch.cat(self.network.active(paths))
+            row[: len(flags)] = flags
+        return active
+
+    @property
+    def _is_hard(self) -> bool:
+        return self.params.routing != "soft"
+
+    def _is_modular(self, clients: Clients) -> bool:
+        """Whether an evaluation scores the modular network, not the classifier of the pretraining."""
+        return clients.round > self.params.pretrain_rounds
+
+    def _sampled(self, logits: Tensor, round: int, client: int) -> Tensor:
+        """Draw the soft decision v [E] of a client (eq. 5)."""
+        stream = torch_stream(self.context.seed, "routing", round, client)
+        uniform = torch.rand(logits.shape, generator=stream, dtype=torch.float64)
+        return ((uniform.logit(eps=1e-12) + logits) / self.temperature(round)).sigmoid().to(logits.dtype)
+
+    def _decision(self, soft: Tensor, logits: Tensor) -> Tensor:
+        """Return what the network is given for soft decisions [C, E] and their logits [C, E]."""
+        if self.params.routing == "soft":
+            return soft
+        if self.params.routing == "open":
+            return torch.ones_like(soft)
+        hard = (soft > 0.5).to(soft.dtype)
+        rows = [self.network.opened(row, z) for row, z in zip(hard, logits, strict=True)]
+        return torch.stack(rows)
+
+    def _gradient(self, clients: Clients, fixed: Tensors) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
+        """Return the gradient of training with decisions and slopes [C, E]; without, the classifier's."""
+
+        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            tensors = {"theta": theta} | {name: tensor[batch.rows] for name, tensor in fixed.items()}
+            gradients, losses = clients.gradient(self._loss, tensors, batch)
+            return gradients["theta"], losses
+
+        return gradient
+
+    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        theta = tensors["theta"]
+        if "decision" not in tensors:
+            return cross_entropy_loss(forward, tensors, batch)
+        decision = tensors["decision"].detach()
+        if "slope" in tensors and self.params.routing != "open":
+            logits = forward.call("router", theta, batch.x, batch.y).mean(dim=0)
+            decision = decision + tensors["slope"].detach() * (logits - logits.detach())
+        outputs = forward.call("", theta, batch.x, decision, self._is_hard)
+        return torch.nn.functional.cross_entropy(outputs, batch.y)
+
+    def _hand_on(self, views: Tensors) -> None:
+        """Copy the first encoder into all others, and its body into the router's."""
+        for name, tensor in views.items():
+            child, _, rest = name.partition(".")
+            source = rest if child.startswith("encoder") else rest.removeprefix("images.")
+            if child.startswith("encoder") or rest.startswith("images.body."):
+                tensor.copy_(views[f"encoder1.{source}"])
+
+
+def _check(params: FedMNParams, widths: list[int], rounds: int) -> None:
+    """Refuse hyper-parameters that do not go together."""
+    layers = len(params.architecture)
+    if layers < 2:
+        raise UserError(
+            f"method.architecture={params.architecture} needs a layer of encoders and one of blocks at "
+            "least, such as [2,2,2]"
+        )
+    if len(widths) != layers - 1:
+        raise UserError(
+            f"method.widths={widths} does not go with method.architecture={params.architecture}; "
+            f"allowed: {layers - 1} widths, one for each layer but the last"
+        )
+    if params.final_temperature > params.temperature:
+        raise UserError(
+            f"method.final_temperature={params.final_temperature:g} is above "
+            f"method.temperature={params.temperature:g}; allowed: one that falls, such as 1.0 and 0.1"
+        )
+    if params.pretrain_rounds >= rounds:
+        raise UserError(
+            f"method.pretrain_rounds={params.pretrain_rounds} leaves none of train.rounds={rounds} for the "
+            f"modular network; allowed: 0 to {rounds - 1}"
+        )
+
+
+def _packed(decision: Tensor) -> Tensor:
+    """Return hard decisions [C, E] as bits, uint8 [C, ceil(E / 8)]."""
+    return torch.from_numpy(np.packbits(decision.numpy() > 0, axis=1))
+
+
+def _unpacked(bits: Tensor, num_paths: int) -> Tensor:
+    """Undo `_packed`: float [C, E] of zeros and ones."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_paths)).to(
+        torch.get_default_dtype()
+    )

@@ -1,0 +1,150 @@
+"""FedMN's modular network: encoders, layers of blocks, and the routing hypernetwork (II-A and II-D).
+
+Shapes: B samples, n_l blocks of layer l, E paths, K classes. A path leads from a block of layer l - 1 to one
+of layer l, or from a block of the last layer to the output; a decision [E] has a number for each: for every
+layer from the second the matrix [n_{l-1}, n_l], row by row, then the [n_L] output paths.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hpcfl.models.networks import Network
+
+ROUTER, CLASSIFIER = "router", "classifier"
+IMAGE_EMBEDDING, LABEL_EMBEDDING = 128, 64
+"""Widths of the routing hypernetwork's two embeddings (the authors' code)."""
+
+
+class Encoder(nn.Module):
+    """The body of a network and one fully connected layer with ReLU."""
+
+    def __init__(self, network: Network, width: int) -> None:
+        super().__init__()
+        self.body = network.body
+        (last,) = network.head.children()
+        assert isinstance(last, nn.Linear)
+        self.project = nn.Linear(last.in_features, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        embedding: Tensor = self.project(self.body(x)).relu()
+        return embedding
+
+
+class Router(nn.Module):
+    """The routing hypernetwork: a sample and its label to one logit a path, [B, E] (eq. 9)."""
+
+    def __init__(self, network: Network, num_classes: int, num_paths: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.images = Encoder(network, IMAGE_EMBEDDING)
+        self.labels = nn.Linear(num_classes, LABEL_EMBEDDING)
+        self.paths = nn.Linear(IMAGE_EMBEDDING + LABEL_EMBEDDING, num_paths)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        images = self.images(x)
+        classes = torch.arange(self.num_classes, device=y.device)
+        labels = self.labels((y.unsqueeze(1) == classes).to(images.dtype))
+        logits: Tensor = self.paths(nn.functional.normalize(torch.cat([images, labels], dim=1)))
+        return logits
+
+
+class ModularNetwork(nn.Module):
+    """Encoders `encoder1`.., blocks `block2_1`.., the `router`, and on request a `classifier` on encoder1.
+
+    `sizes` [n_1, ..., n_L] counts encoders and blocks a layer; `widths` [L - 1] are the encoders' outputs and
+    those of all layers of blocks but the last, which gives logits. `networks` are n_1 + 1 networks whose
+    bodies become the encoders' and the router's.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        widths: Sequence[int],
+        num_classes: int,
+        networks: Sequence[Network],
+        with_classifier: bool,
+    ) -> None:
+        super().__init__()
+        self.sizes = tuple(sizes)
+        for number, network in enumerate(networks[:-1], start=1):
+            self.add_module(f"encoder{number}", Encoder(network, widths[0]))
+        outputs = [*widths[1:], num_classes]
+        for layer, (inputs, width) in enumerate(zip(widths, outputs, strict=True), start=2):
+            for number in range(1, sizes[layer - 1] + 1):
+                self.add_module(f"block{layer}_{number}", nn.Linear(inputs, width))
+        self.add_module(ROUTER, Router(networks[-1], num_classes, num_paths(sizes)))
+        if with_classifier:
+            self.add_module(CLASSIFIER, nn.Linear(widths[0], num_classes))
+
+    def forward(self, x: Tensor, decision: Tensor | None = None, hard: bool = True) -> Tensor:
+        """Return logits [B, K] along the open paths of a decision [E] (eq. 13).
+
+        With a `hard` one, entries 0 or 1, the number of open paths is a constant to gradients. Without a
+        decision, they are the classifier's.
+        """
+        if decision is None:
+            logits: Tensor = self.get_submodule(CLASSIFIER)(self.get_submodule("encoder1")(x))
+            return logits
+        outputs = [self.get_submodule(f"encoder{number}")(x) for number in range(1, self.sizes[0] + 1)]
+        active = decision.new_ones(self.sizes[0])
+        *layers, last = self.split(decision)
+        for layer, paths in enumerate(layers, start=2):
+            inputs, total = _combine(torch.stack(outputs), paths * active.unsqueeze(1), hard)
+            active = (total > 0).to(decision.dtype)
+            outputs = []
+            for number, block_input in enumerate(inputs, start=1):
+                output = self.get_submodule(f"block{layer}_{number}")(block_input)
+                outputs.append((output.relu() if layer < len(self.sizes) else output) * active[number - 1])
+        combined, _ = _combine(torch.stack(outputs), (last * active).unsqueeze(1), hard)
+        return combined[0]
+
+    def split(self, decision: Tensor) -> list[Tensor]:
+        """View a decision [..., E] as matrices [..., n_{l-1}, n_l] and the outputs [..., n_L]."""
+        shapes = [*itertools.pairwise(self.sizes), (self.sizes[-1],)]
+        parts = decision.split([torch.Size(shape).numel() for shape in shapes], dim=-1)
+        return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    def opened(self, decision: Tensor, logits: Tensor) -> Tensor:
+        """Return a hard decision [E] that reaches the output.
+
+        Where no open path leads on from the active blocks of a layer, the likeliest of theirs is opened.
+        """
+        decision = decision.clone()
+        active = torch.ones(self.sizes[0], dtype=torch.bool)
+        for paths, scores in zip(self.split(decision), self.split(logits), strict=True):
+            # a row for each block they lead from
+            paths, scores = paths.reshape(len(active), -1), scores.reshape(len(active), -1)
+            if not (paths[active] > 0).any():
+                likeliest = scores.where(active.unsqueeze(1), -torch.inf).argmax()
+                paths.view(-1)[likeliest] = 1
+            active = (paths[active] > 0).any(dim=0)
+        return decision
+
+    def active(self, decision: Tensor) -> list[Tensor]:
+        """Return for each layer which of its encoders or blocks get an input, bool [n_l] (section II-E)."""
+        active = [torch.ones(self.sizes[0], dtype=torch.bool, device=decision.device)]
+        for paths in self.split(decision)[:-1]:
+            active.append((paths * active[-1].unsqueeze(1) > 0).any(dim=0))
+        return active
+
+
+def num_paths(sizes: Sequence[int]) -> int:
+    """Return E = sum_l n_l n_{l+1} + n_L."""
+    return sum(a * b for a, b in itertools.pairwise(sizes)) + sizes[-1]
+
+
+def _combine(outputs: Tensor, weights: Tensor, hard: bool) -> tuple[Tensor, Tensor]:
+    """Return the means [m, B, w] of outputs [n, B, w] with weights [n, m], and the sums of weights [m].
+
+    Where all weights are 0, so is the mean.
+    """
+    total = weights.sum(dim=0)
+    divisor = total.where(total > 0, 1.0)
+    if hard:
+        divisor = divisor.detach()
+    return torch.einsum("nbw,nm->mbw", outputs, weights / divisor), total

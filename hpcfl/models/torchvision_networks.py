@@ -1,0 +1,136 @@
+"""ResNet18 and MobileNetV2 of torchvision: its topology and names, with the last layer replaced.
+
+torchvision is imported when such a network is built, because that costs seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcfl.data.torchvision_datasets import _define_missing_operators, _reason
+from hpcfl.errors import UserError
+from hpcfl.models.networks import ImageShape, Model, Network, NetworkOptions
+
+
+class TorchvisionOptions(NetworkOptions):
+    """Options of torchvision's networks."""
+
+    weights: str | None = None
+    """File with torchvision's state dict, from which the body starts; null draws it at random."""
+
+
+@dataclass(frozen=True)
+class TorchvisionNet(Model):
+    """One of torchvision's networks, which takes images of any size; BatchNorm is a part of it.
+
+    Attributes:
+        function: its name in torchvision.models.
+        make_body: takes torchvision's network for RGB images to flat features.
+        head: the name of its classifier, left out here.
+        features: the width of the features.
+    """
+
+    options = TorchvisionOptions
+    function: str
+    make_body: Callable[[Any], OrderedDict[str, nn.Module]]
+    head: str
+    features: int
+
+    def build(self, shape: ImageShape, num_classes: int, options: TorchvisionOptions) -> Network:
+        """See Model; raises UserError where torchvision or the weights cannot be had."""
+        body = self.make_body(getattr(_torchvision_models(), self.function)(weights=None, num_classes=1))
+        head: OrderedDict[str, nn.Module] = OrderedDict({self.head: nn.Linear(self.features, num_classes)})
+        network = Network(body, head)
+        if shape[0] != 3:
+            _replace_first_convolution(network.body, shape[0])
+        if options.weights is not None:
+            self._load(network.body, options.weights)
+        return network
+
+    def _load(self, body: nn.Sequential, weights: str) -> None:
+        """Fill a body from a file."""
+        source = f"a state dict of torchvision's {self.function}"
+        advice = (
+            f"allowed: {source}; write one where there is a network with: "
+            f"torch.save(torchvision.models.{self.function}(weights='DEFAULT').state_dict(), FILE)"
+        )
+        try:
+            state = torch.load(Path(weights).expanduser(), map_location="cpu", weights_only=True)
+        # what a damaged file makes the unpickler raise has no common base; torch's texts advise to run code
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or "not a file of torch.save with tensors"
+            raise UserError(f"model.weights={weights} cannot be read ({reason}); {advice}") from error
+        if not isinstance(state, dict):
+            raise UserError(f"model.weights={weights} holds a {type(state).__name__}; {advice}")
+        found = {name: t for name, t in state.items() if not str(name).startswith(f"{self.head}.")}
+        if misfit := _misfit(body.state_dict(), found):
+            raise UserError(f"model.weights={weights} does not fit: {misfit}; {advice}")
+        body.load_state_dict(found)
+
+
+def _resnet18_body(network: Any) -> OrderedDict[str, nn.Module]:
+    """Keep the stem, 7x7 with stride 2 and max-pooling, for small images too."""
+    body = OrderedDict((name, module) for name, module in network.named_children() if name != "fc")
+    return OrderedDict(body, flatten=nn.Flatten())
+
+
+def _mobilenetv2_body(network: Any) -> OrderedDict[str, nn.Module]:
+    """Leave out the dropout in front of the head: local training draws nothing but batches."""
+    return OrderedDict(features=network.features, avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten())
+
+
+RESNET18 = TorchvisionNet(
+    "torchvision's ResNet18, with BatchNorm", "resnet18", _resnet18_body, "fc", features=512
+)
+MOBILENETV2 = TorchvisionNet(
+    "torchvision's MobileNetV2, with BatchNorm, without dropout",
+    "mobilenet_v2",
+    _mobilenetv2_body,
+    "classifier",
+    features=1280,
+)
+
+
+def _torchvision_models() -> ModuleType:
+    """Import torchvision.models; raise UserError where that is not possible."""
+    try:
+        _define_missing_operators()
+        return importlib.import_module("torchvision.models")
+    except (ImportError, RuntimeError) as error:
+        raise UserError(
+            f"this model needs torchvision, which cannot be imported ({_reason(error)}): "
+            f"install the one that matches torch {torch.__version__} with: pip install torchvision"
+        ) from error
+
+
+def _replace_first_convolution(body: nn.Sequential, channels: int) -> None:
+    """Let a body take images of another number of channels, drawn as torchvision draws convolutions."""
+    name, rgb = next((n, m) for n, m in body.named_modules() if isinstance(m, nn.Conv2d))
+    size, stride, padding = rgb.kernel_size, rgb.stride, rgb.padding
+    other = nn.Conv2d(channels, rgb.out_channels, size, stride, padding, bias=False)  # type: ignore[arg-type]
+    nn.init.kaiming_normal_(other.weight, mode="fan_out", nonlinearity="relu")
+    parent, _, child = name.rpartition(".")
+    setattr(body.get_submodule(parent), child, other)
+
+
+def _misfit(wanted: dict[str, Tensor], found: dict[str, Any]) -> str:
+    """Name the first tensor that is missing, unknown or of another shape; empty if all fit."""
+    for name in {**wanted, **found}:
+        if str(name).endswith("num_batches_tracked"):
+            continue
+        if not isinstance(found.get(name), Tensor):
+            return f"it has no tensor {name}"
+        if name not in wanted:
+            return f"its tensor {name} is unknown"
+        if found[name].shape != wanted[name].shape:
+            return f"its {name} has shape {list(found[name].shape)}, the model's {list(wanted[name].shape)}"
+    return ""

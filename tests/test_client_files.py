@@ -1,0 +1,379 @@
+"""LEAF's and PFLlib's files: exact values back, and what is said of files that are unfit."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import in_mpi_world
+
+from hpcfl.config import load_config
+from hpcfl.data.sources import Arrays, fetch, load_arrays
+from hpcfl.errors import UserError
+from hpcfl.main import FINISHED, main
+
+Fields = dict[str, Any]
+
+
+def writer(labels: list[int], seed: int) -> Fields:
+    """Make one writer as LEAF does, every value a 255th."""
+    x = np.random.default_rng(seed).integers(0, 256, (len(labels), 784)) / 255
+    return {"x": x.tolist(), "y": labels}
+
+
+def leaf_file(folder: Path, name: str, user_data: Fields, users: list[str] | None = None) -> Path:
+    """Write one of LEAF's files; `users` are all of user_data by default."""
+    folder.mkdir(parents=True, exist_ok=True)
+    users = list(user_data) if users is None else users
+    sizes = [len(user_data[user]["y"]) for user in users]
+    file = folder / name
+    file.write_text(json.dumps({"users": users, "num_samples": sizes, "user_data": user_data}))
+    return file
+
+
+def femnist(folder: Path) -> Arrays:
+    return load_arrays("femnist", root="", path=str(folder))
+
+
+def pfllib(folder: Path) -> Arrays:
+    return load_arrays("pfllib", root="", path=str(folder))
+
+
+def scaled(arrays: Arrays) -> np.ndarray:
+    """Return the values that normalisation starts from, float32."""
+    return arrays.x.astype(np.float32) / np.float32(arrays.scale)
+
+
+def test_femnist_orders_the_writers_of_all_files(tmp_path: Path) -> None:
+    later, earlier = writer([61, 0], 1), writer([5], 2)
+    leaf_file(tmp_path, "all_data_0.json", {"f0002_07": later})
+    leaf_file(tmp_path, "all_data_1.json", {"f0001_41": earlier})
+    arrays = femnist(tmp_path)
+    assert arrays.x.dtype == np.uint8
+    assert arrays.x.shape == (3, 1, 28, 28)
+    np.testing.assert_array_equal(scaled(arrays).reshape(3, 784), np.float32(earlier["x"] + later["x"]))
+    assert arrays.y.tolist() == [5, 61, 0]
+    assert arrays.owner is not None
+    assert arrays.owner.tolist() == [0, 1, 1]
+    assert arrays.owner.dtype == np.int64
+    assert arrays.is_test is None
+    assert (arrays.num_classes, arrays.mean, arrays.std) == (62, (0.1307,), (0.3081,))
+
+
+def test_femnist_keeps_the_split_of_leaf(tmp_path: Path) -> None:
+    parts = {"train": [writer([1, 2], 1), writer([3], 2)], "test": [writer([4], 3), writer([5, 6], 4)]}
+    for part, (a, b) in parts.items():
+        # LEAF leaves writers with less than two samples in user_data, empty and unlisted.
+        content = {"b": b, "few": {"x": [], "y": []}, "a": a}
+        leaf_file(tmp_path / part, f"all_data_0_{part}_9.json", content, ["b", "a"])
+    arrays = femnist(tmp_path)
+    assert arrays.owner is not None
+    assert arrays.is_test is not None
+    assert arrays.y.tolist() == [1, 2, 4, 3, 5, 6]
+    assert arrays.owner.tolist() == [0, 0, 0, 1, 1, 1]
+    assert arrays.is_test.tolist() == [False, False, True, False, True, True]
+    images = [image for index in (0, 1) for part in parts.values() for image in part[index]["x"]]
+    np.testing.assert_array_equal(scaled(arrays).reshape(6, 784), np.float32(images))
+
+
+def test_femnist_keeps_every_255th_as_a_byte_and_other_values_as_floats(tmp_path: Path) -> None:
+    every_byte = np.resize(np.arange(256) / 255, 784).tolist()
+    leaf_file(tmp_path, "0.json", {"a": {"x": [every_byte], "y": [0]}})
+    assert femnist(tmp_path).x.dtype == np.uint8
+    between = [0.3333333] * 784
+    leaf_file(tmp_path, "1.json", {"b": {"x": [between], "y": [0]}})
+    arrays = femnist(tmp_path)
+    assert (arrays.x.dtype, arrays.scale) == (np.float32, 1)
+    np.testing.assert_array_equal(arrays.x.reshape(2, 784), np.float32([every_byte, between]))
+
+
+IMAGE = [0.0] * 784
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", r"cannot be read as JSON \(JSONDecodeError"),
+        ("[" * 100_000, r"cannot be read as JSON \(RecursionError"),
+        (b"\xff\xfe\x00", r"cannot be read as JSON \(UnicodeDecodeError"),
+        ([], "has no field 'users'"),
+        ({"user_data": {}}, "has no field 'users'"),
+        ({"users": ["a"]}, "has no field 'user_data'"),
+        ({"users": "a", "user_data": {}}, "users must be a list"),
+        ({"users": ["a"], "user_data": {}}, "user_data: has no field 'a'"),
+        ({"y": [0]}, "writer a: has no field 'x'"),
+        ({"x": [IMAGE]}, "writer a: has no field 'y'"),
+        ({"x": 1, "y": [0]}, "writer a: x is not an array of numbers"),
+        ({"x": [IMAGE, IMAGE[1:]], "y": [0, 0]}, "writer a: x is not an array of numbers with rows of one"),
+        ({"x": [["0.5"] * 784], "y": [0]}, "writer a: x is not an array of numbers"),
+        ({"x": [IMAGE[1:]], "y": [0]}, r"writer a: x has shape \(1, 783\); must be \[n, 784\]"),
+        ({"x": IMAGE, "y": [0]}, r"writer a: x has shape \(784,\)"),
+        ({"x": [], "y": []}, r"writer a: x has shape \(0,\); must be \[n, 784\] with n > 0"),
+        ({"x": [[*IMAGE[1:], 1.5]], "y": [0]}, "writer a: x holds values outside 0..1"),
+        ({"x": [[*IMAGE[1:], 1e300]], "y": [0]}, "writer a: x holds values outside 0..1"),
+        ({"x": [[*IMAGE[1:], float("nan")]], "y": [0]}, "writer a: x holds values outside 0..1"),
+        ({"x": [IMAGE], "y": [0, 1]}, r"writer a: y has shape \(2,\), x has 1 samples"),
+        ({"x": [IMAGE], "y": [0.0]}, "writer a: y has type float64; labels must be integers"),
+        ({"x": [IMAGE], "y": ["e"]}, "writer a: y is not an array of numbers"),
+        ({"x": [IMAGE], "y": [62]}, r"writer a: y holds labels 62..62; allowed: 0..61"),
+        ({"x": [IMAGE], "y": [-1]}, r"writer a: y holds labels -1..-1; allowed: 0..61"),
+    ],
+)
+def test_unfit_leaf_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "f.json"
+    if isinstance(content, dict) and content.keys() & {"x", "y"}:
+        content = {"users": ["a"], "user_data": {"a": content}}
+    text = content if isinstance(content, (str, bytes)) else json.dumps(content)
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(UserError, match=f"^data.path={tmp_path}: f.json: {said}") as caught:
+        femnist(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_unfit_leaf_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r": no such folder; LEAF's data/femnist/preprocess.sh"):
+        femnist(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"has no files \*.json; LEAF's"):
+        femnist(tmp_path)
+    leaf_file(tmp_path, "0.json", {"a": writer([0], 0)})
+    again = leaf_file(tmp_path, "1.json", {"a": writer([0], 0)})
+    with pytest.raises(UserError, match=r"1.json: writer a is in another file of that folder"):
+        femnist(tmp_path)
+    again.unlink()
+    leaf_file(tmp_path / "train", "0.json", {"a": writer([0], 0), "b": writer([0], 0)})
+    with pytest.raises(UserError, match="has a folder train but no folder test"):
+        femnist(tmp_path)
+    (tmp_path / "test").mkdir()
+    with pytest.raises(UserError, match=r"has no files test/\*.json"):
+        femnist(tmp_path)
+    leaf_file(tmp_path / "test", "0.json", {"a": writer([0], 0)})
+    with pytest.raises(UserError, match="writer b has no samples in test; split by samples"):
+        femnist(tmp_path)
+
+
+def client(labels: list[int], seed: int) -> Fields:
+    """Make one part of a client as PFLlib does: normalised colour images and integer labels."""
+    x = np.random.default_rng(seed).uniform(-1, 1, (len(labels), 3, 4, 5)).astype(np.float32)
+    return {"x": x, "y": np.array(labels)}
+
+
+def pfllib_folder(folder: Path, train: list[Any], test: list[Any]) -> None:
+    for part, contents in (("train", train), ("test", test)):
+        (folder / part).mkdir(parents=True)
+        for number, content in enumerate(contents):
+            with (folder / part / f"{number}.npz").open("wb") as file:
+                np.savez_compressed(file, data=content)
+
+
+def test_pfllib_is_read_client_by_client(tmp_path: Path) -> None:
+    train = [client([number % 3] * 2, number) for number in range(11)]
+    test = [client([4], 20 + number) for number in range(11)]
+    pfllib_folder(tmp_path, train, test)
+    (tmp_path / "config.json").write_text("{}")
+    arrays = pfllib(tmp_path)
+    assert arrays.owner is not None
+    assert arrays.is_test is not None
+    assert arrays.owner.tolist() == np.repeat(np.arange(11), 3).tolist()
+    assert arrays.is_test.tolist() == [False, False, True] * 11
+    np.testing.assert_array_equal(
+        arrays.x, np.concatenate([d["x"] for pair in zip(train, test, strict=True) for d in pair])
+    )
+    assert arrays.y[-3:].tolist() == [1, 1, 4]
+    assert (arrays.x.dtype, arrays.y.dtype) == (np.float32, np.int64)
+    assert (arrays.num_classes, arrays.scale, arrays.mean, arrays.std) == (5, 1, (0.0,) * 3, (1.0,) * 3)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        np.arange(120, dtype=np.uint8).reshape(2, 3, 4, 5),
+        np.asfortranarray(np.arange(120.0).reshape(2, 3, 4, 5)),
+        np.arange(120, dtype=">f4").reshape(2, 3, 4, 5),
+        np.arange(240, dtype=np.float16).reshape(2, 3, 4, 10)[..., ::2],
+    ],
+)
+def test_pfllib_of_any_type_and_order(x: np.ndarray, tmp_path: Path) -> None:
+    part = {"x": x, "y": np.array([0, 1], np.uint8)}
+    pfllib_folder(tmp_path, [part], [part])
+    arrays = pfllib(tmp_path)
+    np.testing.assert_array_equal(arrays.x, np.concatenate([x, x]))
+    is_bytes = x.dtype == np.uint8
+    assert arrays.x.dtype == (np.uint8 if is_bytes else np.float32)
+    assert (arrays.scale, arrays.mean) == ((255, (0.5,) * 3) if is_bytes else (1, (0.0,) * 3))
+
+
+def npz_of_pickle(file: Path, content: bytes) -> None:
+    """Write an npz whose array `data` of one object is pickled as `content`."""
+    npy = io.BytesIO()
+    header = {"descr": "|O", "fortran_order": False, "shape": ()}
+    np.lib.format.write_array_header_1_0(npy, header)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("data.npy", npy.getvalue() + content)
+
+
+@pytest.mark.parametrize("module", [b"numpy.core.multiarray", b"numpy._core.multiarray"])
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_pickles_of_older_numpy_are_read(protocol: int, module: bytes, tmp_path: Path) -> None:
+    part = client([2, 0], 0)
+    pfllib_folder(tmp_path, [part], [part])
+    content = pickle.dumps(np.array(part, dtype=object), protocol)
+    ours = np.array(0).__reduce__()[0].__module__.encode()  # type: ignore[index]
+    if protocol < 4:
+        content = content.replace(b"c" + ours, b"c" + module)
+    else:
+        content = content.replace(bytes([len(ours)]) + ours, bytes([len(module)]) + module)
+        # The third byte opens a frame, whose length follows.
+        content = content[:3] + struct.pack("<Q", len(content) - 11) + content[11:]
+    assert module in content
+    npz_of_pickle(tmp_path / "train" / "0.npz", content)
+    arrays = pfllib(tmp_path)
+    np.testing.assert_array_equal(arrays.x[:2], part["x"])
+    assert arrays.y.tolist() == [2, 0, 2, 0]
+
+
+class Touch:
+    """Pickles as a call that creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Path]]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("place", ["array", "beside", "label"])
+def test_a_pickle_that_wants_to_run_code_is_refused(place: str, tmp_path: Path) -> None:
+    trap = tmp_path / "created"
+    part = client([0, 1], 0)
+    pfllib_folder(tmp_path, [part], [part])
+    content: Any = {
+        "array": Touch(trap),
+        "beside": np.array({**part, "z": Touch(trap)}, dtype=object),
+        "label": np.array({**part, "y": np.array([0, Touch(trap)], dtype=object)}, dtype=object),
+    }[place]
+    hostile = pickle.dumps(content, 4)
+    npz_of_pickle(tmp_path / "test" / "0.npz", hostile)
+    with pytest.raises(UserError, match=r": test/0.npz: refused, since it wants to run code \(") as caught:
+        pfllib(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert not trap.exists()
+    pickle.loads(hostile)
+    assert trap.exists()
+
+
+def test_a_pickle_cannot_pass_bytes_for_objects(tmp_path: Path) -> None:
+    part = client([0, 1], 0)
+    pfllib_folder(tmp_path, [part], [part])
+    objects = np.array({**part, "y": np.array([0, None])}, dtype=object)
+    npz_of_pickle(tmp_path / "train" / "0.npz", pickle.dumps(objects, 4))
+    with pytest.raises(UserError, match=r"train/0.npz: cannot be read \(ValueError: an array of type O8"):
+        pfllib(tmp_path)
+
+
+GOOD = client([0, 1], 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"x": GOOD["x"]}, "has no field 'y'"),
+        ({"y": GOOD["y"]}, "has no field 'x'"),
+        ([1, 2], r"cannot be read \(ValueError: data is int64 of shape \(2,\), not one dict"),
+        ({**GOOD, "x": [[0.0]]}, "x is not an array of numbers"),
+        ({**GOOD, "x": np.array(["a"])}, r"cannot be read \(ValueError: an array of type U1"),
+        ({**GOOD, "x": GOOD["x"][0]}, r"x has shape \(3, 4, 5\); must be \[n, C, H, W\]"),
+        ({"x": GOOD["x"][:0], "y": GOOD["y"][:0]}, r"x has shape \(0, 3, 4, 5\); .*not empty"),
+        ({**GOOD, "x": GOOD["x"].astype(np.int64)}, "x has type int64; allowed: uint8"),
+        ({**GOOD, "x": GOOD["x"] * np.nan}, "x holds values that are not finite"),
+        ({**GOOD, "y": GOOD["y"][:1]}, r"y has shape \(1,\), x has 2 samples"),
+        ({**GOOD, "y": GOOD["y"] / 2}, "y has type float64; labels must be integers"),
+        ({**GOOD, "x": GOOD["x"][:, :, 1:]}, r"holds float32 images of shape \(3, 3, 5\), train/0.npz"),
+        ({**GOOD, "x": GOOD["x"].astype(np.uint8)}, r"holds uint8 images of shape \(3, 4, 5\), train/0.npz"),
+    ],
+)
+def test_unfit_pfllib_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:
+    with np.errstate(invalid="ignore"):
+        pfllib_folder(tmp_path, [GOOD, content], [GOOD, GOOD])
+    with pytest.raises(UserError, match=f"^data.path={tmp_path}: train/1.npz:? {said}") as caught:
+        pfllib(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_pfllib_labels_are_classes(tmp_path: Path) -> None:
+    pfllib_folder(tmp_path, [{**GOOD, "y": GOOD["y"] - 1}], [GOOD])
+    with pytest.raises(UserError, match=f"^data.path={tmp_path}: y holds labels -1..1; allowed: 0..K-1"):
+        pfllib(tmp_path)
+
+
+def test_damaged_pfllib_files_are_refused(tmp_path: Path) -> None:
+    pfllib_folder(tmp_path, [GOOD], [GOOD])
+    file = tmp_path / "train" / "0.npz"
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 255
+    pickled = pickle.dumps(np.array(GOOD, dtype=object), 4)
+
+    def refused() -> None:
+        with pytest.raises(UserError, match=r": train/0.npz: cannot be read \(.*PFLlib's") as caught:
+            pfllib(tmp_path)
+        assert "\n" not in str(caught.value)
+
+    for content in (b"", b"no zip", whole[:-50], bytes(flipped)):
+        file.write_bytes(content)
+        refused()
+    for content in (b"", pickled[:-200], pickle.dumps({"x": 1}, 4), b"\x80\x04N."):
+        npz_of_pickle(file, content)
+        refused()
+    with file.open("wb") as stream:
+        np.savez_compressed(stream, x=GOOD["x"], y=GOOD["y"])
+    refused()
+
+
+def test_missing_pfllib_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r": no such folder; PFLlib's dataset/generate_\*.py"):
+        pfllib(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"has no files train/\*.npz and test/\*.npz"):
+        pfllib(tmp_path)
+    pfllib_folder(tmp_path, [GOOD] * 3, [GOOD] * 2)
+    with pytest.raises(UserError, match=r"files of 3 clients but no test/2.npz; .* numbered 0..2"):
+        pfllib(tmp_path)
+    for part in ("train", "test"):
+        (tmp_path / part / "1.npz").rename(tmp_path / part / "7.npz")
+    with pytest.raises(UserError, match=r"files of 3 clients but no train/1.npz; .* numbered 0..2"):
+        pfllib(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["femnist", "pfllib"])
+def test_a_folder_must_be_named_and_is_never_fetched(source: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match=f"^data.path is not set: data.source={source} needs data.path=FOLDER"
+    ):
+        load_arrays(source, root="")
+    with pytest.raises(UserError, match=f"^data.source={source}: there is nothing to fetch; make the files"):
+        fetch(source, str(tmp_path))
+    assert load_config(None, [f"data.source={source}", "data.path=a"]).data.path == "a"
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="a run of its own")
+@pytest.mark.parametrize("source", ["femnist", "pfllib"])
+def test_a_run_trains_and_scores_the_clients_of_the_files(source: str, tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    if source == "femnist":
+        for part, count in (("train", 6), ("test", 2)):
+            leaf_file(files / part, "0.json", {name: writer([0, 61] * count, count) for name in "abc"})
+    else:
+        grey = {"x": np.zeros((8, 1, 28, 28), np.float32), "y": np.arange(8)}
+        pfllib_folder(files, [grey] * 3, [grey] * 3)
+    out = tmp_path / "run"
+    settings = [f"data.source={source}", f"data.path={files}", "method.name=fedavg", "train.rounds=1"]
+    assert main([*settings, "model.name=lenet", "run.device=cpu", "--quiet", "--out", str(out)]) == FINISHED
+    assert load_config(out / "config.yaml", []).partition == "given"
+    assert len((out / "clients.csv").read_text().splitlines()) == 1 + 3
