@@ -394,7 +394,7 @@ class LayerMean:
         total = weights.sum(dim=0) if total is None else total.double()
         self._weights = weights / total.where(total > 0, 1.0)
         self._layers = layers
-        self.value = old * columns(tuple(layers), total == 0)
+        self.value = old.where(columns(tuple(layers), total == 0), 0.0)
 
     def add(self, positions: slice, rows: Tensor) -> None:
         """Add the clients at these positions of the cohort, rows [C, ..., P]."""

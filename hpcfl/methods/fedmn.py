@@ -50,7 +50,7 @@ class FedMNParams(Params):
     """Encoders, then blocks of each layer (paper: [2, 2, 2] for CIFAR, [3, 3, 3] for EMNIST)."""
     widths: list[PositiveInt] | None = None
     """Outputs of an encoder, then of a block in each layer but the last; default: 512, then 256 each (as in
-    the authors' code)."""
+    the authors' code), or the body's features and half as many where they are fewer."""
     routing: Literal["straight", "soft", "open"] = "straight"
     """Hard decisions, trained straight-through; soft ones, and all blocks travel; or all paths open."""
     aggregation: Literal["normalised", "sum", "count"] = "normalised"
@@ -77,7 +77,8 @@ class FedMN(Method):
     def __init__(self, context: Context, params: FedMNParams) -> None:
         super().__init__(context, params)
         sizes = params.architecture
-        widths = params.widths or [512] + [256] * (len(sizes) - 2)
+        widest = min(512, context.network.num_features)
+        widths = params.widths or [widest] + [widest // 2] * (len(sizes) - 2)
         _check(params, widths, context.train.rounds)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(context.seed, "modular network", 0, -1))

@@ -14,7 +14,8 @@ Choices the paper leaves open:
   branches     the first starts as everybody's common model, the others from draws of their own (equal
                branches would have equal gradients for ever)
   bias         belongs to its branch
-  BatchNorm    one for all branches (the paper's network has none)
+  BatchNorm    one for all branches (the paper's network has none); running statistics are those of
+               training the branches
   empty branch a branch that nobody weighs keeps its value
   step of alpha `method.alpha_lr`, without momentum or weight decay
   fine-tuning  `train.finetune_epochs` runs the same routine; `method.finetune=weights` leaves alpha as it is
@@ -164,8 +165,8 @@ class PFedMB(Method):
         return clients.sgd(branches, gradient=gradient, epochs=epochs, purpose=purpose).theta, kept
 
     def _train_alpha(self, clients: Clients, branches: Tensor, epochs: int | None, purpose: str) -> Tensor:
-        """Train what clients keep of alpha with the branches fixed (eq. 3)."""
-        kept = clients[self.kept].clone()
+        """Train what clients keep of alpha with the branches and running statistics fixed (eq. 3)."""
+        kept, statistics = clients[self.kept].clone(), clients.buffers.clone()
         lr = self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches(purpose, epochs):
             leaf = kept[batch.rows].clone().requires_grad_()
@@ -176,6 +177,7 @@ class PFedMB(Method):
             moved = leaf.detach() - lr * slope
             kept[batch.rows] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
             clients.record(batch, losses)
+        clients.buffers = statistics
         return kept
 
     def _mixed_gradient(
@@ -203,10 +205,12 @@ def project_to_simplex(points: Tensor) -> Tensor:
 
     Duchi et al., Efficient projections onto the l1-ball for learning in high dimensions, 2008, figure 1.
     """
+    # only differences count; near zero none of them is lost
+    points = points - points.amax(dim=-1, keepdim=True)
     falling = points.sort(dim=-1, descending=True).values
     rank = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
     excess = (falling.cumsum(dim=-1) - 1) / rank
-    last = (falling > excess).sum(dim=-1, keepdim=True) - 1
+    last = (falling > excess)[..., 1:].sum(dim=-1, keepdim=True)
     nearest = (points - excess.gather(-1, last)).clamp(min=0)
     # rounding aside they do sum to one; a single branch must weigh exactly 1
     return nearest / nearest.sum(dim=-1, keepdim=True)

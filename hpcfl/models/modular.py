@@ -26,9 +26,7 @@ class Encoder(nn.Module):
     def __init__(self, network: Network, width: int) -> None:
         super().__init__()
         self.body = network.body
-        (last,) = network.head.children()
-        assert isinstance(last, nn.Linear)
-        self.project = nn.Linear(last.in_features, width)
+        self.project = nn.Linear(network.num_features, width)
 
     def forward(self, x: Tensor) -> Tensor:
         embedding: Tensor = self.project(self.body(x)).relu()

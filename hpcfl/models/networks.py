@@ -30,6 +30,13 @@ class Network(nn.Module):
         self.body = nn.Sequential(body)
         self.head = nn.Sequential(head)
 
+    @property
+    def num_features(self) -> int:
+        """Width F of the features."""
+        (last,) = self.head.children()
+        assert isinstance(last, nn.Linear)
+        return last.in_features
+
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.head(self.body(x))
         return logits
