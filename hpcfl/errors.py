@@ -8,3 +8,8 @@ class UserError(Exception):
 
     The message names the offending key and value, what is allowed, and what to type next.
     """
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error of somebody else's says, as one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcfl.data import torchvision_datasets
 from hpcfl.data.sources import SOURCES, fetch, load_arrays, subset_per_class
 from hpcfl.errors import UserError
+from hpcfl.torchvision_parts import define_missing_operators, torchvision_part
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -41,7 +41,7 @@ def python2_pickle(content: dict[str, Any]) -> bytes:
 
 def write_cifar(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[np.ndarray, list[int]]:
     """Write a tiny CIFAR set and its checksums; return its images [n, 3, 32, 32] and labels, train first."""
-    dataset = getattr(torchvision_datasets._torchvision_datasets(), name.upper())
+    dataset = getattr(torchvision_part("datasets"), name.upper())
     label_key = {"cifar10": "labels", "cifar100": "fine_labels"}[name]
     folder = root / dataset.base_folder
     folder.mkdir(parents=True)
@@ -79,8 +79,8 @@ def test_digits_are_the_bundled_1797() -> None:
 
 
 def test_operators_are_declared_once_and_then_left_alone() -> None:
-    torchvision_datasets._define_missing_operators()
-    torchvision_datasets._define_missing_operators()
+    define_missing_operators()
+    define_missing_operators()
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
@@ -167,7 +167,7 @@ def test_damaged_cifar_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_fetch_unpacks_archives_and_names_their_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = torchvision_datasets._torchvision_datasets()
+    datasets = torchvision_part("datasets")
     folder = tmp_path / "FashionMNIST" / "raw"
     write_idx_set(folder, "train", "t10k", ([3, 0, 9], [7, 3]))
     resources = []
@@ -182,7 +182,7 @@ def test_fetch_unpacks_archives_and_names_their_folder(
 
 
 def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = torchvision_datasets._torchvision_datasets()
+    datasets = torchvision_part("datasets")
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["http://127.0.0.1:9/"])
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with pytest.raises(UserError, match=r"^mnist could not be fetched into .*refused") as caught:

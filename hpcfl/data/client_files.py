@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from hpcfl.data.npz import as_labels, as_pixels
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
 
 FEMNIST_CLASSES = 62
 _SIDE = 28
@@ -149,7 +149,7 @@ def _read_leaf_file(file: Path, where: str) -> dict[str, Samples]:
         with file.open(encoding="utf-8") as stream:
             content = json.load(stream, object_hook=_lists_as_arrays, parse_float=_Floats().__getitem__)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{where}: cannot be read as JSON ({_reason(error)}); {_MAKE_LEAF}") from error
+        raise UserError(f"{where}: cannot be read as JSON ({one_line(error)}); {_MAKE_LEAF}") from error
     users, user_data = _field(content, "users", where), _field(content, "user_data", where)
     if not isinstance(users, list) or not all(isinstance(user, str) for user in users):
         raise UserError(f"{where}: users must be a list of the writers' ids; {_MAKE_LEAF}")
@@ -227,7 +227,7 @@ def _read_client(file: Path, where: str) -> Samples:
             for key in ("x", "y")
         )
     except _DAMAGES as error:
-        raise UserError(f"{where}: cannot be read ({_reason(error)}); {_MAKE_PFLLIB}") from error
+        raise UserError(f"{where}: cannot be read ({one_line(error)}); {_MAKE_PFLLIB}") from error
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)
     if x.ndim != 4 or x.size == 0:
         raise UserError(f"{where}: x has shape {x.shape}; must be [n, C, H, W], not empty")
@@ -317,8 +317,3 @@ class _NumpyUnpickler(pickle.Unpickler):
         if called not in _STAND_INS:
             raise UserError(f"{self.where}: refused, since it wants to run code ({called}); {_MAKE_PFLLIB}")
         return _STAND_INS[called]
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")

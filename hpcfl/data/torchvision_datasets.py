@@ -1,34 +1,21 @@
-"""The image sets that torchvision reads and downloads; the only module that imports torchvision.
-
-torchvision is imported on first use, because that costs seconds.
-"""
+"""The image sets that torchvision reads and downloads."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib
-import importlib.machinery
-import importlib.util
 import shlex
 import tarfile
 import zipfile
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
-import torch
 
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
+from hpcfl.torchvision_parts import torchvision_part
 
 EMNIST_CLASSES = {"mnist": 10, "digits": 10, "letters": 26, "balanced": 47, "bymerge": 47, "byclass": 62}
-
-_EXPECTED_OPERATORS = ("nms", "qnms")
-# A fragment forgets its operators when it is collected, so it lives as long as this module.
-_fragment = torch.library.Library("torchvision", "FRAGMENT")
 
 _FAILURES = (
     OSError,
@@ -94,7 +81,7 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
             f"{name} is not in '{root}' (no file {on_disk.folder}/{missing[0]}): "
             f"fetch it where there is a network with: {command}"
         )
-    _torchvision_datasets()
+    torchvision_part("datasets")
     try:
         parts = [_read_part(name, root, split, train) for train in (True, False)]
         x = np.concatenate([images for images, _ in parts])
@@ -102,7 +89,7 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
         _check_labels(parts, num_classes)
     except _FAILURES as error:
         raise UserError(
-            f"{name} in '{folder}' is damaged ({_reason(error)}): delete that folder, then fetch it again "
+            f"{name} in '{folder}' is damaged ({one_line(error)}): delete that folder, then fetch it again "
             f"where there is a network with: {command}"
         ) from error
     return x.transpose(0, 3, 1, 2), y
@@ -114,12 +101,12 @@ def download(name: str, root: str, split: str) -> Path:
     Raises:
         UserError: with the reason of the failure.
     """
-    _torchvision_datasets()
+    torchvision_part("datasets")
     try:
         _dataset(name, root, split, train=True, download=True)
     except _FAILURES as error:
         raise UserError(
-            f"{name} could not be fetched into '{root}' ({_reason(error)}): check the network and the disk, "
+            f"{name} could not be fetched into '{root}' ({one_line(error)}): check the network and the disk, "
             f"delete '{Path(root) / _ON_DISK[name].folder}' if it exists, and run the command again"
         ) from error
     return Path(root).expanduser() / _ON_DISK[name].folder
@@ -144,41 +131,5 @@ def _check_labels(parts: list[tuple[np.ndarray, np.ndarray]], num_classes: int) 
 
 def _dataset(name: str, root: str, split: str, train: bool, download: bool) -> Any:
     options = {"split": split} if name == "emnist" else {}
-    dataset_class = getattr(_torchvision_datasets(), _ON_DISK[name].class_name)
+    dataset_class = getattr(torchvision_part("datasets"), _ON_DISK[name].class_name)
     return dataset_class(root, train=train, download=download, **options)
-
-
-@functools.cache
-def _torchvision_datasets() -> ModuleType:
-    """Import torchvision.datasets; raise UserError where that is not possible."""
-    try:
-        _define_missing_operators()
-        return importlib.import_module("torchvision.datasets")
-    except (ImportError, RuntimeError) as error:
-        raise UserError(
-            f"this data source needs torchvision, which cannot be imported ({_reason(error)}): "
-            f"install the one that matches torch {torch.__version__} with: pip install torchvision"
-        ) from error
-
-
-def _define_missing_operators() -> None:
-    """Declare the operators that torchvision's import expects, where its compiled part does not load.
-
-    A CUDA build of torchvision beside a CPU-only torch cannot load its operators and then fails to
-    import; the data sets do not need them, only their names.
-    """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.submodule_search_locations is None:
-        raise ModuleNotFoundError("it is not installed")
-    compiled = importlib.machinery.PathFinder.find_spec("_C", spec.submodule_search_locations)
-    if compiled is not None and compiled.origin is not None:
-        with contextlib.suppress(ImportError, OSError):
-            torch.ops.load_library(compiled.origin)
-    for operator in _EXPECTED_OPERATORS:
-        if not hasattr(torch.ops.torchvision, operator):
-            _fragment.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-
-def _reason(error: BaseException) -> str:
-    """Return an error as one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")

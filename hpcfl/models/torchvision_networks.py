@@ -1,24 +1,19 @@
-"""ResNet18 and MobileNetV2 of torchvision: its topology and names, with the last layer replaced.
-
-torchvision is imported when such a network is built, because that costs seconds.
-"""
+"""ResNet18 and MobileNetV2 of torchvision: its topology and names, with the last layer replaced."""
 
 from __future__ import annotations
 
-import importlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hpcfl.data.torchvision_datasets import _define_missing_operators, _reason
 from hpcfl.errors import UserError
 from hpcfl.models.networks import ImageShape, Model, Network, NetworkOptions
+from hpcfl.torchvision_parts import torchvision_part
 
 
 class TorchvisionOptions(NetworkOptions):
@@ -47,7 +42,7 @@ class TorchvisionNet(Model):
 
     def build(self, shape: ImageShape, num_classes: int, options: TorchvisionOptions) -> Network:
         """See Model; raises UserError where torchvision or the weights cannot be had."""
-        body = self.make_body(getattr(_torchvision_models(), self.function)(weights=None, num_classes=1))
+        body = self.make_body(getattr(torchvision_part("models"), self.function)(weights=None, num_classes=1))
         head: OrderedDict[str, nn.Module] = OrderedDict({self.head: nn.Linear(self.features, num_classes)})
         network = Network(body, head)
         if shape[0] != 3:
@@ -98,18 +93,6 @@ MOBILENETV2 = TorchvisionNet(
     "classifier",
     features=1280,
 )
-
-
-def _torchvision_models() -> ModuleType:
-    """Import torchvision.models; raise UserError where that is not possible."""
-    try:
-        _define_missing_operators()
-        return importlib.import_module("torchvision.models")
-    except (ImportError, RuntimeError) as error:
-        raise UserError(
-            f"this model needs torchvision, which cannot be imported ({_reason(error)}): "
-            f"install the one that matches torch {torch.__version__} with: pip install torchvision"
-        ) from error
 
 
 def _replace_first_convolution(body: nn.Sequential, channels: int) -> None:

@@ -1,0 +1,54 @@
+"""torchvision's data sets and networks: the only module that imports it, and only when they are asked for.
+
+The import costs seconds in every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.machinery
+import importlib.util
+from types import ModuleType
+from typing import Literal
+
+import torch
+
+from hpcfl.errors import UserError, one_line
+
+_EXPECTED_OPERATORS = ("nms", "qnms")
+# A fragment forgets its operators when it is collected, so it lives as long as this module.
+_fragment = torch.library.Library("torchvision", "FRAGMENT")
+
+
+@functools.cache
+def torchvision_part(name: Literal["datasets", "models"]) -> ModuleType:
+    """Import a part of torchvision; raise UserError where that is not possible."""
+    try:
+        define_missing_operators()
+        return importlib.import_module(f"torchvision.{name}")
+    except (ImportError, RuntimeError) as error:
+        what = {"datasets": "data source", "models": "model"}[name]
+        raise UserError(
+            f"this {what} needs torchvision, which cannot be imported ({one_line(error)}): "
+            f"install the one that matches torch {torch.__version__} with: pip install torchvision"
+        ) from error
+
+
+def define_missing_operators() -> None:
+    """Declare the operators that torchvision's import expects, where its compiled part does not load.
+
+    A CUDA build of torchvision beside a CPU-only torch cannot load its operators and then fails to
+    import; data sets and networks do not need them, only their names.
+    """
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError("it is not installed")
+    compiled = importlib.machinery.PathFinder.find_spec("_C", spec.submodule_search_locations)
+    if compiled is not None and compiled.origin is not None:
+        with contextlib.suppress(ImportError, OSError):
+            torch.ops.load_library(compiled.origin)
+    for operator in _EXPECTED_OPERATORS:
+        if not hasattr(torch.ops.torchvision, operator):
+            _fragment.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
