@@ -1,0 +1,144 @@
+"""The papers' experiments under configs/: every file loads, and its clients and its method can be made.
+
+The sets themselves are not here, so pools stand in that have their image shapes and as many labels.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from conftest import REPOSITORY
+
+from hpcfl.config import Config, flatten, load_config
+from hpcfl.data.partitions import ClientIndices, class_table, partition
+from hpcfl.data.sources import SOURCES, Arrays, subset_per_class
+from hpcfl.experiment import make_method
+from hpcfl.models import MODELS
+from hpcfl.models.torchvision_networks import TorchvisionNet
+
+FOLDER = REPOSITORY / "configs"
+
+POOLS = {
+    "cifar10": ((3, 32, 32), [6000] * 10),
+    "cifar100": ((3, 32, 32), [600] * 100),
+    "mnist": ((1, 28, 28), [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]),
+    "fashionmnist": ((1, 28, 28), [7000] * 10),
+    "emnist mnist": ((1, 28, 28), [7000] * 10),
+    "emnist byclass": ((1, 28, 28), [2000] * 62),
+    "femnist": ((1, 28, 28), [2000] * 62),
+}
+"""Image shape and number of images of each class; those of 62 classes are made up."""
+
+EXPECTED = {
+    "fedafk/cifar100_pathological.yaml": (20, 20, 10),
+    "fedafk/cifar100_practical.yaml": (20, 20, None),
+    "fedafk/cifar10_pathological.yaml": (20, 20, 2),
+    "fedafk/cifar10_practical.yaml": (20, 20, None),
+    "fedafk/mnist_pathological.yaml": (20, 20, 2),
+    "fedafk/mnist_practical.yaml": (20, 20, None),
+    "fedmn/cifar100_100clients.yaml": (100, 100, None),
+    "fedmn/cifar10_80clients.yaml": (80, 80, None),
+    "fedmn/emnist_100clients.yaml": (100, 100, None),
+    "fedmn/emnist_communication.yaml": (100, 100, None),
+    "fedmn/femnist_539clients.yaml": (539, 539, None),
+    "pfedla/cifar100_noniid1_10clients.yaml": (10, 10, 12),
+    "pfedla/cifar10_noniid1_100clients.yaml": (100, 10, 4),
+    "pfedla/cifar10_noniid1_10clients.yaml": (10, 10, 4),
+    "pfedla/cifar10_noniid2_10clients.yaml": (10, 10, 10),
+    "pfedla/emnist_noniid1_10clients.yaml": (10, 10, 4),
+    "pfedla/fashionmnist_noniid1_10clients.yaml": (10, 10, 4),
+    "pfedmb/cifar10_dirichlet_15clients.yaml": (15, 15, None),
+    "pfedmb/cifar10_dirichlet_50clients.yaml": (50, 10, None),
+    "pfedmb/cifar10_pairs_10clients.yaml": (10, 10, 2),
+    "pfedmb/cifar10_random2_15clients.yaml": (15, 15, 2),
+    "pfedmb/cifar10_random2_50clients.yaml": (50, 10, 2),
+}
+"""Clients, those in a round, and classes a client, as the papers have them; None where they are drawn."""
+
+
+def load(name: str, *overrides: str) -> Config:
+    """Load a file as a user does: a folder that the source is read from is named on the command line."""
+    path = FOLDER / name
+    config = load_config(path, [])
+    assert config.data.path is None
+    needs_path = SOURCES[config.data.source].path_names is not None
+    return load_config(path, [*overrides, *(["data.path=FOLDER"] * needs_path)])
+
+
+def pool(config: Config) -> Arrays:
+    """Return black images with labels in random order; of FEMNIST by 600 writers."""
+    data = config.data
+    shape, sizes = POOLS[f"{data.source} {data.split}" if data.source == "emnist" else data.source]
+    y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    if data.subset_per_class is not None:
+        y = y[subset_per_class(y, data.subset_per_class, config.data_seed)]
+    x = np.broadcast_to(np.uint8(0), (len(y), *shape))
+    owner = np.arange(len(y)) * 600 // len(y) if data.source == "femnist" else None
+    zeros, ones = (0.0,) * shape[0], (1.0,) * shape[0]
+    return Arrays(x, y, len(sizes), 255.0, zeros, ones, owner)
+
+
+def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
+    data = config.data
+    return partition(
+        config.partition,
+        arrays.y,
+        arrays.num_classes,
+        num_clients=data.clients,
+        per_client=data.per_client,
+        test_fraction=data.test_fraction,
+        val_fraction=data.val_fraction,
+        seed=config.data_seed,
+        options=config.partition_options.model_dump(),
+        owner=arrays.owner,
+    )
+
+
+def split_sizes(parts: list[ClientIndices]) -> list[int]:
+    """Return the training, validation and test samples of all clients together."""
+    return np.sum([[len(part.train), len(part.val), len(part.test)] for part in parts], axis=0).tolist()
+
+
+def test_every_file_is_expected() -> None:
+    assert {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None:
+    num_clients, cohort_size, classes_per_client = EXPECTED[name]
+    config = load(name)
+    arrays = pool(config)
+    parts = deal(config, arrays)
+    assert config.method == Path(name).parent.name
+    assert (len(parts), config.train.cohort_size(len(parts))) == (num_clients, cohort_size)
+    if classes_per_client is not None:
+        assert set((class_table(arrays.y, parts, arrays.num_classes) > 0).sum(axis=1)) == {classes_per_client}
+    train, val, test = split_sizes(parts)
+    assert test / (train + val + test) == pytest.approx(config.data.test_fraction, rel=0.01)
+    assert val / (train + val) == pytest.approx(config.data.val_fraction, rel=0.01)
+    # torchvision's take seconds
+    if not isinstance(MODELS[config.model], TorchvisionNet):
+        assert make_method(config, arrays, parts).context.num_clients == num_clients
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("pfedmb/")])
+def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name: str) -> None:
+    config = load(name)
+    assert split_sizes(deal(config, pool(config))) == pytest.approx([40000, 10000, 10000], abs=40)
+
+
+def settings_in_comments() -> list[tuple[str, str]]:
+    """Return what the files' comments offer to type, as (file, key=value)."""
+    setting = r"(?:method|data|model|train|run)\.\w+=[\w\[][\w.,\]]*(?<![.,])"
+    comments = {name: re.findall(r"^#.*", (FOLDER / name).read_text(), re.MULTILINE) for name in EXPECTED}
+    return [(name, found) for name, lines in comments.items() for found in re.findall(setting, str(lines))]
+
+
+@pytest.mark.parametrize(("name", "setting"), settings_in_comments())
+def test_settings_that_the_comments_name_are_possible(name: str, setting: str) -> None:
+    key, _, value = setting.partition("=")
+    assert flatten(load(name, setting).tree())[key] == yaml.safe_load(value)
