@@ -121,19 +121,11 @@ class Simulation:
         sent = method.send(self.server, cohort) if world.is_server else None
         down = self._channel.down(sent, cohort)
         traffic.count_down(sent)
-        asked_s = 0.0
         if method.negotiates(cohort.round):
-            began_s = time.monotonic()
-            asked = _stack([method.ask(clients, down.select(part)) for part, clients in groups])
-            asked_s = time.monotonic() - began_s
-            requests = traffic.counting_up(self._channel.up(asked, cohort)).collect()
-            more = method.answer(self.server, cohort, requests) if world.is_server else None
-            down = down | asked | self._channel.down(more, cohort)
-            traffic.count_down(more)
-            sent = more
+            down, sent = self._negotiate(cohort, groups, down, traffic)
         began_s = time.monotonic()
         up, loss, steps = self._train(groups, down)
-        train_s = asked_s + time.monotonic() - began_s
+        train_s = time.monotonic() - began_s
         upload = traffic.counting_up(self._channel.up(up, cohort, sent))
         if world.is_server:
             method.receive(self.server, cohort, upload)
@@ -149,6 +141,19 @@ class Simulation:
                 float(losses.mean()),
                 float(seconds.max()),
             )
+
+    def _negotiate(
+        self, cohort: Cohort, groups: Groups, down: Message, traffic: _Counter
+    ) -> tuple[Message, Message | None]:
+        """Let a cohort answer its download and send it more. Collective.
+
+        Returns all that this rank's clients have now, and on the server what it sent last.
+        """
+        asked = _stack([self.method.ask(clients, down.select(part)) for part, clients in groups])
+        requests = traffic.counting_up(self._channel.up(asked, cohort)).collect()
+        more = self.method.answer(self.server, cohort, requests) if self._world.is_server else None
+        traffic.count_down(more)
+        return down | asked | self._channel.down(more, cohort), more
 
     def _train(self, groups: Groups, down: Message) -> tuple[Message, Tensor, Tensor]:
         """Train this rank's cohort members; return their upload, mean losses and steps."""
