@@ -1,4 +1,5 @@
-"""FedAFK. Yin et al., Adaptive feature extractors and knowledge transfer for personalised federated learning.
+"""FedAFK. Personalized federated learning with adaptive feature aggregation and knowledge transfer,
+AAMAS 2025.
 
     phi_g,i <- SGD on CE(h_0(phi_g,i(x)), y) from the global phi_g                             (eq. 4)
     phi_i   <- SGD on CE(h_i(phi_i(x)), y) + lambda KL(softmax phi_g,i(x) || softmax phi_i(x))  (eq. 5, 8, 9)
