@@ -26,7 +26,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -69,6 +69,8 @@ class FedMN(Method):
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
     shared_parts = ("theta",)
+    # its means over encoders and blocks pass on only a part of each step
+    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.2}
     schedule_uses_rounds = True
     names_layers = False
     params: FedMNParams
@@ -78,7 +80,9 @@ class FedMN(Method):
         super().__init__(context, params)
         sizes = params.architecture
         widest = min(512, context.network.num_features)
-        widths = params.widths or [widest] + [widest // 2] * (len(sizes) - 2)
+        widths = params.widths
+        if widths is None:
+            widths = [widest] + [max(1, widest // 2)] * (len(sizes) - 2)
         _check(params, widths, context.train.rounds)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(context.seed, "modular network", 0, -1))
@@ -119,6 +123,9 @@ class FedMN(Method):
     def train(self, clients: Clients, down: Message) -> Message:
         if not self.negotiates(clients.round):
             theta = clients.sgd(down["theta"], gradient=self._gradient(clients, {})).theta
+            if self.buffers == "local":
+                for statistics in clients.buffers:
+                    self._hand_on(self.layout.buffer_views(statistics))
             return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
         # what did not travel is zero
         start = down["theta"] + down["parts"]
