@@ -28,6 +28,7 @@ from hpcfl.experiment import build
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods import Context
 from hpcfl.methods.pfedla import HYPERNETWORKS, PFedLA, PFedLAParams
+from hpcfl.methods.pfedmb import PFedMB, PFedMBParams
 from hpcfl.models import ConvNetOptions
 from hpcfl.parameters import Tensors
 from hpcfl.process import StopFlag
@@ -46,7 +47,7 @@ CHECKPOINT_EVERY = 50
 
 
 def bench(arguments: Sequence[str]) -> None:
-    """Measure a training step, pFedLA's server step, a round's overhead and a checkpoint.
+    """Measure training steps, pFedLA's server step, a round's overhead and a checkpoint.
 
     The last two use the ranks there are: mpirun -n 3 python -m hpcfl.main bench.
     """
@@ -59,8 +60,9 @@ def bench(arguments: Sequence[str]) -> None:
     world = open_world()
     torch.set_num_threads(1)
     if world.is_server:
-        print("LeNet-16/32 with BatchNorm, batch 32, one thread", flush=True)
+        print("LeNet-16/32 with BatchNorm, batch 32 (pFedMB: LeNet-6/16, batch 64), one thread", flush=True)
         _report_step(options.repeats)
+        _report_branches(options.repeats)
         _report_server_step(options.repeats)
     world.barrier()
     _report_round(world, options.rounds)
@@ -71,9 +73,7 @@ def _report_step(repeats: int) -> None:
     context = _context(num_clients=1)
     shard = _random_shard()
     train = TrainConfig(batch_size=32, lr=0.01, local_epochs=1)
-    cpu = torch.device("cpu")
-    engine = LoopEngine(context.network, context.layout)
-    workplace = Workplace(shard, range(1), engine, engine, train, 0, cpu, {})
+    workplace = _workplace(context, shard, train, {})
     theta, buffers = context.initial_parameters([0]), context.initial_buffers([0])
     network = copy.deepcopy(context.network).train()
     optimiser = torch.optim.SGD(network.parameters(), lr=train.lr)
@@ -98,6 +98,31 @@ def _report_step(repeats: int) -> None:
     print(
         f"training step, loop engine / bare PyTorch: {ratio:.2f} (at most 1.05; "
         f"{product_s / steps * 1e3:.1f} and {bare_s / steps * 1e3:.1f} ms)",
+        flush=True,
+    )
+
+
+def _report_branches(repeats: int) -> None:
+    """Compare a local round of pFedMB (an epoch on alpha, one on the branches) with 5 branches and with 1."""
+    context = _context(1, "lenet_small", batchnorm=False)
+    shard = _random_shard()
+    train = TrainConfig(batch_size=64, lr=0.01, local_epochs=1)
+
+    def local_round(branches: int) -> Callable[[], None]:
+        method = PFedMB(context, PFedMBParams(branches=branches))
+        workplace = _workplace(context, shard, train, method.initial_clients([0]))
+        down = method.send(method.initial_server(), Cohort(0, (0,), context.num_samples))
+
+        def work() -> None:
+            method.work(Clients(workplace, [0], 0), down)
+
+        return work
+
+    ratio, five_s, one_s = _compare(local_round(5), local_round(1), repeats)
+    steps = 2 * len(minibatches(TRAIN_SAMPLES, train.batch_size))
+    print(
+        f"pFedMB training step, 5 branches / 1: {ratio:.2f} (below 1.3; "
+        f"{five_s / steps * 1e3:.1f} and {one_s / steps * 1e3:.1f} ms)",
         flush=True,
     )
 
@@ -200,10 +225,15 @@ def _round_config(images: Path, rounds: int) -> Config:
     )
 
 
-def _context(num_clients: int) -> Context:
-    options = ConvNetOptions(batchnorm=True)
+def _context(num_clients: int, model: str = "lenet", batchnorm: bool = True) -> Context:
+    options = ConvNetOptions(batchnorm=batchnorm)
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
-    return Context("lenet", options, IMAGE, NUM_CLASSES, num_samples, TrainConfig(), 0)
+    return Context(model, options, IMAGE, NUM_CLASSES, num_samples, TrainConfig(), 0)
+
+
+def _workplace(context: Context, shard: Shard, train: TrainConfig, state: Tensors) -> Workplace:
+    engine = LoopEngine(context.network, context.layout)
+    return Workplace(shard, range(1), engine, engine, train, 0, torch.device("cpu"), state)
 
 
 def _random_shard() -> Shard:

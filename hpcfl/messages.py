@@ -402,4 +402,6 @@ class LayerMean:
             for number, layer in enumerate(self._layers):
                 mean, numbers = (tensor[..., layer.start : layer.stop] for tensor in (self.value, row))
                 for index in np.ndindex(weights.shape[:-1]):
-                    mean[index].add_(numbers[index], alpha=float(weights[(*index, number)]))
+                    # adding nothing would still turn -0 to 0, and a diverged client's numbers to nan
+                    if weight := float(weights[(*index, number)]):
+                        mean[index].add_(numbers[index], alpha=weight)

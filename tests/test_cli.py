@@ -23,6 +23,7 @@ import pytest
 from conftest import REPOSITORY, clean_environment, in_mpi_world, run_tree
 
 from hpcfl.arguments import RunOptions, command_line, parse_run
+from hpcfl.bench import _report_branches
 from hpcfl.config import load_config
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
@@ -90,6 +91,22 @@ MISTAKES = [
     (["train.participation=0"], "train.participation=0 is not possible; allowed: a number > 0 and <= 1"),
     (["train.participation=1.5"], "train.participation=1.5 is not possible"),
     (["method.name=heurpfedla", "method.k=5"], "method.k=5 is more than the model's 4 layers"),
+    (
+        ["method.name=pfedmb", "method.branches=0"],
+        "method.branches=0 is not possible; allowed: a whole number >= 1 (default: 5)",
+    ),
+    (
+        ["method.name=pfedmb", "method.alpha_lr=-1"],
+        "method.alpha_lr=-1 is not possible; allowed: a number >= 0 (default: 1.0)",
+    ),
+    (
+        ["method.name=fedafk", "method.coefficient=1.5"],
+        "method.coefficient=1.5 is not possible; allowed: a number >= 0 and <= 1 (default: 0.5)",
+    ),
+    (
+        ["method.name=fedafk", "model.name=mlp", "model.hidden=[]"],
+        "method.name=fedafk mixes feature extractors and model.name=mlp has none here; use a model with",
+    ),
     (["run.max_elements=100"], "run.max_elements=100 is too small"),
     (["no_such_file.yaml"], "cannot read configuration file no_such_file.yaml"),
     (["data.source=cifar10"], "hpcfl data fetch cifar10 --root data"),
@@ -304,6 +321,12 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert 3 < len(lines) < 40
         assert max(map(len, lines)) <= 100
         assert len({line for line in lines if line}) == len([line for line in lines if line])
+
+
+def test_bench_says_what_more_branches_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    _report_branches(repeats=1)
+    line = r"pFedMB training step, 5 branches / 1: \d+\.\d\d \(below 1\.3; \d+\.\d and \d+\.\d ms\)\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
 
 
 def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from hpcfl.messages import (
     BUFFERS,
     Channel,
     Cohort,
+    LayerMean,
     Message,
     Traffic,
     Upload,
@@ -285,6 +286,54 @@ def test_a_weighted_mean_does_not_depend_on_the_cuts() -> None:
     assert all(torch.equal(value, means[0]) for value in means)
     exact = (weights.double() @ tensor.double() / 25).float()
     torch.testing.assert_close(means[0], exact, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_mean_worked_out() -> None:
+    # the second client alone has layer b, and nobody has layer c
+    weights = torch.tensor([[1, 0, 0], [3, 2, 0]])
+    old = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, 1e-30, -0.0, 9.0])
+    mean = LayerMean(weights, LAYERS, old)
+    mean.add(slice(0, 1), torch.tensor([[8.0, 4.0, 0.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0]]))
+    mean.add(slice(1, 2), torch.tensor([[0.0, 8.0, 4.0, 5.0, 6.0, 7.0, 7.0, 7.0, 7.0]]))
+    assert mean.value.tolist() == [2.0, 7.0, 3.0, 5.0, 6.0, *old[5:].tolist()]
+    assert mean.value[5:].numpy().tobytes() == old[5:].numpy().tobytes()
+
+
+def test_a_layer_mean_has_weights_for_each_branch() -> None:
+    weights = torch.tensor([[[1, 1, 1], [0, 1, 0]], [[1, 3, 0], [2, 0, 0]]])
+    rows = torch.tensor([[[1.0] * P, [2.0] * P], [[3.0] * P, [5.0] * P]])
+    mean = LayerMean(weights, LAYERS, torch.full((2, P), -1.0))
+    mean.add(slice(None), rows)
+    first, second = [2.0] * 3 + [2.5] * 2 + [1.0] * 4, [5.0] * 3 + [2.0] * 2 + [-1.0] * 4
+    assert mean.value.tolist() == [first, second]
+
+
+def test_a_layer_mean_may_be_divided_by_another_total() -> None:
+    old = torch.full((P,), -1.0)
+    mean = LayerMean(torch.tensor([[1, 2, 0], [1, 0, 0]]), LAYERS, old, torch.tensor([4, 4, 4]))
+    mean.add(slice(None), torch.tensor([[2.0] * P, [6.0] * P]))
+    assert mean.value.tolist() == [2.0] * 3 + [1.0] * 2 + [0.0] * 4
+
+
+def test_numbers_without_a_weight_stay_out_of_a_layer_mean_even_if_they_are_none() -> None:
+    old = torch.tensor([torch.nan] * 5 + [torch.inf] * 4)
+    mean = LayerMean(torch.tensor([[1, 1, 0]]), LAYERS, old)
+    mean.add(slice(None), torch.tensor([[1.0] * 5 + [torch.nan] * 4]))
+    assert mean.value.tolist() == [1.0] * 5 + [torch.inf] * 4
+
+
+def test_a_layer_mean_with_the_same_weights_for_all_layers_is_the_weighted_mean_to_the_bit() -> None:
+    stream = torch.Generator().manual_seed(0)
+    layers = (Layer("a", 0, 333, 0, 0), Layer("b", 333, 334, 0, 0), Layer("c", 334, 1001, 0, 0))
+    tensor, weights = torch.randn(7, 1001, generator=stream), torch.tensor([3, 1, 4, 1, 5, 9, 2])
+    plain = WeightedMean(weights)
+    plain.add(slice(None), tensor)
+    for cuts in ((), (1,), (3, 5)):
+        mean = LayerMean(weights.unsqueeze(1).expand(7, L), layers, torch.ones(1001))
+        for positions, block in blocks_of(tensor, *cuts):
+            mean.add(positions, block.rows["theta"])
+        assert plain.value is not None
+        assert torch.equal(mean.value, plain.value)
 
 
 def counted(message: Message) -> Traffic:

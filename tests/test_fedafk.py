@@ -1,0 +1,468 @@
+"""FedAFK: invariants, numbers worked out, and a slow twin of its round."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import in_mpi_world
+from harness import Run
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+from hpcfl.clients import Clients
+from hpcfl.main import FINISHED, main
+from hpcfl.messages import Channel, Cohort, Message
+from hpcfl.methods.base import Context, State
+from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK, FedAFKParams
+from hpcfl.models import MODELS, build_network
+from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.randomness import torch_stream
+from hpcfl.training import Batch, cross_entropy_loss, minibatches
+from hpcfl.world import World
+
+UNEQUAL = (
+    "data.partition.name=dirichlet",
+    "data.per_client=null",
+    "data.subset_per_class=10",
+    "data.partition.min_samples=5",
+    "data.partition.beta=2.0",
+)
+OURS = "method.name=fedafk"
+BODY, HEAD, BATCHNORM = 13_056, 650, 96
+"""Trainable numbers of digits_cnn: conv1, conv2 and fc1; fc2; and both BatchNorm modules."""
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def cohort_of(run: Run, *clients: int) -> Cohort:
+    return Cohort(0, clients, run.method.context.num_samples[list(clients)])
+
+
+def work(run: Run, client: int) -> tuple[Message, Clients]:
+    """Train one client in round 0 from its state and the server's as they are now."""
+    clients = Clients(run.place, [client], 0)
+    return run.method.work(clients, run.method.send(run.server, cohort_of(run, client))), clients
+
+
+def fixed_head(run: Run) -> Tensor:
+    return run.method.context.initial_parameters([FIXED_HEAD], own=True)[0, run.method.layout.head]
+
+
+# The global extractor
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("method.coefficient=1", "method.coefficient_lr=0", "method.transfer=0"),
+        ("method.coefficient=0.3", "method.coefficient_lr=1", "method.transfer=2", *UNEQUAL),
+        ("method.mixing=false", "train.momentum=0.9", "train.weight_decay=0.01", "train.participation=0.5"),
+        ("method.schedule=sequential", "method.head_epochs=0"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_uploads_are_the_body_trained_against_the_fixed_head(keys: tuple[str, ...]) -> None:
+    """Equal FedBABU's training, whatever happens to the local models."""
+    run = Run(OURS, *keys)
+    layout = run.method.layout
+    theta = run.method.context.initial_parameters()
+    theta[layout.head] = fixed_head(run)
+    for number in range(3):
+        cohort = run.simulation.cohort(number)
+        ends = [
+            Clients(run.place, [c], number).sgd(theta.unsqueeze(0), trained=layout.body).theta
+            for c in cohort.clients
+        ]
+        weights = cohort.num_samples / cohort.num_samples.sum()
+        theta = (torch.cat(ends) * weights.unsqueeze(1)).sum(dim=0)
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    assert (theta - run.method.context.initial_parameters())[layout.body].abs().max() > 1e-3
+
+
+def test_the_upload_is_neither_the_local_nor_the_mixed_extractor() -> None:
+    run = Run(OURS, "train.rounds=2")
+    body = run.method.layout.body
+    up, clients = work(run, 0)
+    sent, mixed = up.rows["theta"][0, body], clients["theta"][0, body]
+    coefficient = clients["coefficient"]
+    local = (mixed - (1 - coefficient) * sent) / coefficient
+    assert 0.1 < float(coefficient) < 0.9
+    assert all((a - b).abs().max() > 1e-3 for a, b in ((sent, mixed), (sent, local), (mixed, local)))
+    assert up.keep["theta"].tolist() == [True, True, True, False]
+
+
+def test_the_transfer_term_gives_the_global_extractor_no_gradient() -> None:
+    without, with_transfer = (Run(OURS, "train.rounds=2", f"method.transfer={factor}") for factor in (0, 5))
+    assert torch.equal(without.server["theta"], with_transfer.server["theta"])
+    assert (without.clients["theta"] - with_transfer.clients["theta"]).abs().max() > 1e-3
+
+
+class ZeroFixedHead(FedAFK):
+    """h_0 is zero, so that the global extractor has gradient zero."""
+
+    def __init__(self, context: Context, params: FedAFKParams) -> None:
+        super().__init__(context, params)
+        self._fixed_head = torch.zeros_like(self._fixed_head)
+
+
+def test_a_lone_client_without_global_steps_leaves_the_global_extractor_as_it_was() -> None:
+    run = Run(OURS, "data.clients=1", "data.partition.name=iid", kind=ZeroFixedHead)
+    start = run.method.initial_server()["theta"]
+    assert torch.equal(run.server["theta"], start)
+    moved = run.clients["theta"][0] - start
+    assert moved[run.method.layout.body].abs().max() > 1e-3
+
+
+# The fixed head
+
+
+def test_one_fixed_head_for_all_clients_and_rounds_that_is_nobodys_own() -> None:
+    run = Run(OURS, "train.participation=0.5")
+    head = run.method.layout.head
+    h_0 = fixed_head(run)
+    assert h_0.shape == (HEAD,)
+    assert torch.equal(run.method.initial_server()["theta"][head], h_0)
+    assert torch.equal(run.server["theta"][head], h_0)
+    start = run.method.initial_clients(range(4))["theta"][:, head]
+    assert all((own - h_0).abs().mean() > 0.01 for own in (*start, *run.clients["theta"][:, head]))
+    longer = Run(OURS, "train.rounds=1", "data.clients=6")
+    assert torch.equal(longer.server["theta"][head], h_0)
+    other = Run(OURS, "train.rounds=1", "run.seed=1")
+    assert not torch.equal(other.server["theta"][head], h_0)
+
+
+def test_the_fixed_head_never_travels_and_costs_nothing() -> None:
+    run = Run(OURS, "train.rounds=2")
+    assert run.bytes_by_client.tolist() == [[2 * 4 * BODY] * 2] * 4
+    channel = Channel(World(), run.method.layers, 4)
+    cohort = cohort_of(run, *range(4))
+    arrived = channel.down(run.method.send(run.server, cohort), cohort)
+    head = run.method.layout.head
+    assert not arrived["theta"][:, head].any()
+    assert torch.equal(arrived["theta"][:, :BODY], run.server["theta"][:BODY].expand(4, -1))
+    # clients attach the head themselves, so the server's copy has no influence
+    run.server["theta"][head] = torch.nan
+    up, clients = work(run, 1)
+    assert up.rows["theta"][:, :BODY].isfinite().all()
+    assert clients["theta"].isfinite().all()
+
+
+@pytest.mark.parametrize(("shape", "num_bytes"), [((1, 28, 28), 2_307_584), ((3, 32, 32), 3_493_632)])
+def test_bytes_of_the_papers_networks(shape: tuple[int, int, int], num_bytes: int) -> None:
+    options = MODELS["fedavgcnn"].options()
+    layout = ParameterLayout(build_network("fedavgcnn", shape, 10, options, 0))
+    assert 4 * layout.body.stop == num_bytes
+
+
+@pytest.mark.parametrize("batchnorm", ["false", "true"])
+def test_bytes_are_the_bodys_each_way(batchnorm: str) -> None:
+    run = Run(OURS, "train.rounds=2", f"model.batchnorm={batchnorm}", "train.participation=0.5")
+    body = BODY + (BATCHNORM if batchnorm == "true" else 0)
+    rounds = torch.zeros(4, dtype=torch.int64)
+    for number in range(2):
+        rounds[list(run.simulation.cohort(number).clients)] += 1
+    assert torch.equal(run.bytes_by_client, 4 * body * rounds.unsqueeze(1).expand(-1, 2))
+    assert run.simulation.ledger.client_bytes.sum() == 2 * 2 * 2 * 4 * body
+
+
+# The coefficient
+
+
+def test_a_coefficient_of_one_and_no_transfer_is_alternating_local_training() -> None:
+    run = Run(OURS, "method.coefficient=1", "method.coefficient_lr=0", "method.transfer=0", *UNEQUAL)
+    layout = run.method.layout
+    theta = run.method.context.initial_parameters(range(4))
+    for client in range(4):
+        own = theta[client : client + 1]
+        for number in range(3):
+            clients = Clients(run.place, [client], number)
+            own = clients.sgd(own, trained=layout.body).theta
+            own = clients.sgd(own, trained=layout.head, epochs=1, purpose="head").theta
+        torch.testing.assert_close(run.clients["theta"][client], own[0], rtol=1e-5, atol=1e-6)
+    assert torch.equal(run.evaluated()["theta"], run.clients["theta"])
+    assert torch.equal(run.clients["coefficient"], torch.ones(4))
+
+
+def test_a_coefficient_of_zero_makes_the_global_extractor_the_local_one() -> None:
+    run = Run(OURS, "method.coefficient=0", "method.coefficient_lr=0", "train.rounds=2")
+    for client in range(4):
+        up, clients = work(run, client)
+        assert torch.equal(clients["theta"][:, :BODY], up.rows["theta"][:, :BODY])
+        assert (clients["theta"][0, BODY:] - fixed_head(run)).abs().mean() > 0.01
+
+
+def test_without_mixing_the_coefficient_is_one_for_ever() -> None:
+    keys = (OURS, "method.coefficient_lr=10", "train.rounds=2")
+    run = Run(*keys, "method.mixing=false", "method.coefficient=0.2")
+    assert torch.equal(run.clients["coefficient"], torch.ones(4))
+    fixed = Run(*keys[:1], "method.coefficient=1", "method.coefficient_lr=0", "train.rounds=2")
+    assert torch.equal(run.clients["theta"], fixed.clients["theta"])
+    assert not torch.equal(Run(*keys).clients["coefficient"], torch.full((4,), 0.5))
+
+
+def test_the_coefficient_never_leaves_the_interval() -> None:
+    run = Run(OURS, "method.coefficient_lr=1e6", "train.rounds=2")
+    known = torch.cat([run.clients["coefficient"], *(work(run, c)[1]["coefficient"] for c in range(4))])
+    assert known.min() >= 0
+    assert known.max() <= 1
+    assert set(known.tolist()) & {0.0, 1.0}
+
+
+@pytest.mark.usefixtures("double")
+def test_the_coefficients_gradient_is_a_finite_difference() -> None:
+    run = Run(OURS, "train.rounds=2", "model.batchnorm=true")
+    method, engine = run.method, run.place.engine
+    x, y = run.place.shard.samples("train", 0)
+    batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
+    up, clients = work(run, 0)
+    local, shared = clients["theta"], up.rows["theta"]
+
+    def loss_and_gradient(coefficient: float) -> tuple[float, Tensor]:
+        mixed = method.mix(torch.tensor([coefficient]), local, shared)
+        gradients, loss = engine.gradient(
+            cross_entropy_loss, {"theta": mixed}, clients.buffers.clone(), batch
+        )
+        return float(loss), gradients["theta"].clone()
+
+    for coefficient in (0.2, 0.7):
+        slope = method.coefficient_gradient(loss_and_gradient(coefficient)[1], local, shared)
+        above, below = (loss_and_gradient(coefficient + step)[0] for step in (1e-5, -1e-5))
+        assert slope.shape == (1,)
+        assert abs(float(slope)) > 1e-3
+        assert float(slope) == pytest.approx((above - below) / 2e-5, rel=1e-5)
+
+
+# The transfer term
+
+
+def test_the_transfer_term_is_not_negative_and_zero_for_equal_features() -> None:
+    method = Run(OURS, "train.rounds=1", "method.temperature=0.7").method
+    for seed in range(50):
+        teacher, features = 3 * random(2, 8, 16, seed=seed).relu()
+        assert method.transfer_loss(teacher, features) > 0
+        assert method.transfer_loss(teacher, teacher) == pytest.approx(0, abs=1e-6)
+        # softmax does not see a shift
+        assert method.transfer_loss(teacher, teacher + 1) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_transfer_term_worked_out(temperature: float) -> None:
+    method = Run(OURS, "train.rounds=1", f"method.temperature={temperature}").method
+    teacher = temperature * torch.tensor([[0.0, math.log(3)], [5.0, 5.0]])
+    # KL((1/4, 3/4) || (1/2, 1/2)), and 0 for the second sample
+    divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    found = method.transfer_loss(teacher, torch.zeros(2, 2))
+    assert float(found) == pytest.approx(temperature**2 * divergence / 2, rel=1e-5)
+    other_way = method.transfer_loss(torch.zeros(2, 2), teacher)
+    assert float(other_way) == pytest.approx(temperature**2 * (math.log(2) - 0.5 * math.log(3)) / 2, rel=1e-5)
+
+
+# The round, one client at a time
+
+
+class SlowTwin:
+    """FedAFK with torch modules and torch's SGD; each module looks after its running statistics."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.params, self.train = run, run.config.params, run.config.train
+        context = run.method.context
+        self.local = [copy.deepcopy(context.network).train() for _ in range(run.num_clients)]
+        self.shared = copy.deepcopy(context.network).train()
+        self.shared.head.load_state_dict(context.build_network(FIXED_HEAD).head.state_dict())
+        start = self.params.coefficient if self.params.mixing else 1.0
+        self.coefficient = [torch.tensor(start) for _ in range(run.num_clients)]
+
+    def epochs(self, client: int, round: int, purpose: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = self.run.place.shard.samples("train", client)
+        stream = torch_stream(self.run.config.run.seed, purpose, round, client)
+        for _ in range(count):
+            order = torch.randperm(len(y), generator=stream)
+            for start, stop in minibatches(len(y), self.train.batch_size):
+                yield x[order[start:stop]], y[order[start:stop]]
+
+    def optimiser(self, module: nn.Module) -> torch.optim.SGD:
+        train = self.train
+        return torch.optim.SGD(
+            module.parameters(), lr=train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+        )
+
+    def mixed(self, coefficient: Tensor, local: nn.Module, shared: nn.Module) -> Tensors:
+        pairs = zip(local.body.named_parameters(), shared.body.parameters(), strict=True)
+        return {
+            f"body.{name}": coefficient * own.detach() + (1 - coefficient) * other.detach()
+            for (name, own), other in pairs
+        }
+
+    def train_client(self, client: int, round: int) -> nn.Module:
+        """Train one client and return its global extractor."""
+        local, shared = self.local[client], copy.deepcopy(self.shared)
+        of_shared, of_local = self.optimiser(shared.body), self.optimiser(local.body)
+
+        def update_shared(x: Tensor, y: Tensor) -> None:
+            of_shared.zero_grad()
+            cross_entropy(shared(x), y).backward()
+            of_shared.step()
+
+        def update_local(x: Tensor, y: Tensor) -> None:
+            of_local.zero_grad()
+            features = local.body(x)
+            heat = self.params.temperature
+            known = (shared.body(x).detach() / heat).softmax(dim=1)
+            log_ratio = known.log() - (features / heat).log_softmax(dim=1)
+            transfer = heat**2 * (known * log_ratio).sum(dim=1).mean()
+            (cross_entropy(local.head(features), y) + self.params.transfer * transfer).backward()
+            of_local.step()
+
+        def update_coefficient(x: Tensor, y: Tensor) -> None:
+            leaf = self.coefficient[client].clone().requires_grad_()
+            logits = functional_call(copy.deepcopy(local), self.mixed(leaf, local, shared), x)
+            cross_entropy(logits, y).backward()
+            assert leaf.grad is not None
+            moved = leaf.detach() - self.params.coefficient_lr * leaf.grad
+            self.coefficient[client] = moved.clamp(0, 1)
+
+        updates: list[Callable[[Tensor, Tensor], None]] = [update_shared, update_local]
+        updates += [update_coefficient] if self.params.mixing else []
+        if self.params.schedule == "interleaved":
+            for x, y in self.epochs(client, round, "batches", self.train.local_epochs):
+                for update in updates:
+                    update(x, y)
+        else:
+            for purpose, update in zip(("batches", "batches1", "batches2"), updates, strict=False):
+                for x, y in self.epochs(client, round, purpose, self.train.local_epochs):
+                    update(x, y)
+        mixed = self.mixed(self.coefficient[client], local, shared)
+        local.load_state_dict(mixed, strict=False)
+        of_head = self.optimiser(local.head)
+        for x, y in self.epochs(client, round, "head", self.params.head_epochs):
+            of_head.zero_grad()
+            cross_entropy(local(x), y).backward()
+            of_head.step()
+        return shared
+
+    def round(self, number: int) -> None:
+        cohort = self.run.simulation.cohort(number)
+        trained = [self.train_client(client, number) for client in cohort.clients]
+        weights = (cohort.num_samples / cohort.num_samples.sum()).tolist()
+        for new, *olds in zip(
+            self.shared.body.parameters(), *(t.body.parameters() for t in trained), strict=True
+        ):
+            new.data = sum(
+                (w * old.detach() for w, old in zip(weights, olds, strict=True)), torch.tensor(0.0)
+            )
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (*UNEQUAL, "train.momentum=0.9", "train.weight_decay=0.01"),
+        ("model.batchnorm=true", "method.temperature=2", "method.transfer=0.5"),
+        ("method.schedule=sequential", "train.local_epochs=2", "method.head_epochs=2"),
+        ("method.mixing=false", "model.batchnorm=true", "train.participation=0.5", "method.head_epochs=0"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_equal_a_slow_twin_of_modules(keys: tuple[str, ...]) -> None:
+    run = Run(OURS, "train.rounds=2", "method.coefficient_lr=0.5", *keys)
+    twin = SlowTwin(run)
+    for number in range(2):
+        twin.round(number)
+    layout = run.method.layout
+    shared = parameters_to_vector(twin.shared.parameters()).detach()
+    torch.testing.assert_close(run.server["theta"], shared, rtol=0, atol=1e-9)
+    ends = [layout.flatten(network) for network in twin.local]
+    evaluated = run.evaluated()
+    torch.testing.assert_close(evaluated["theta"], torch.stack([end[0] for end in ends]), rtol=0, atol=1e-9)
+    torch.testing.assert_close(evaluated["buffers"], torch.stack([end[1] for end in ends]), rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["coefficient"], torch.stack(twin.coefficient), rtol=0, atol=1e-9)
+    if run.config.params.mixing:
+        assert (run.clients["coefficient"] - 0.5).abs().min() > 1e-3
+
+
+def test_each_schedule_takes_its_epochs_of_each_update() -> None:
+    steps, models = {}, {}
+    for schedule in ("interleaved", "sequential"):
+        run = Run(OURS, "train.rounds=1", "train.local_epochs=2", f"method.schedule={schedule}")
+        steps[schedule], models[schedule] = int(work(run, 0)[1].steps), run.clients["theta"]
+    # 28 samples in batches of 8; one epoch of the head
+    assert steps == {"interleaved": 2 * 4 + 4, "sequential": 3 * 2 * 4 + 4}
+    assert not torch.equal(models["interleaved"], models["sequential"])
+    run = Run(
+        OURS, "train.rounds=1", "method.schedule=sequential", "method.mixing=false", "method.head_epochs=0"
+    )
+    assert int(work(run, 0)[1].steps) == 2 * 4
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "sequential"])
+def test_running_statistics_are_those_of_the_local_and_the_heads_passes(schedule: str) -> None:
+    keys = ("model.batchnorm=true", "train.rounds=1", "method.transfer=0", f"method.schedule={schedule}")
+    run = Run(OURS, *keys, "method.coefficient=1", "method.coefficient_lr=0")
+    assert "buffers" not in run.server
+    layout, purpose = run.method.layout, "batches" if schedule == "interleaved" else "batches1"
+    for client in range(4):
+        alone = Clients(run.place, [client], 0)
+        alone.buffers = run.method.context.initial_buffers([client])
+        own = alone.sgd(
+            run.method.context.initial_parameters([client]), trained=layout.body, purpose=purpose
+        ).theta
+        alone.sgd(own, trained=layout.head, purpose="head")
+        torch.testing.assert_close(run.clients["buffers"][client], alone.buffers[0], rtol=1e-5, atol=1e-6)
+
+
+def test_unsampled_clients_are_unchanged_to_the_bit() -> None:
+    keys = (OURS, "train.participation=0.5", "model.batchnorm=true")
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    sampled = list(three.simulation.cohort(2).clients)
+    rest = sorted(set(range(4)) - set(sampled))
+    assert len(sampled) == 2
+    assert set(three.clients) == {"theta", "coefficient", "buffers"}
+    earlier = two.evaluated()
+    for name, value in three.evaluated().items():
+        assert torch.equal(value[rest], earlier[name][rest])
+    for name, tensor in three.clients.items():
+        assert torch.equal(tensor[rest], two.clients[name][rest])
+        assert (tensor != two.clients[name]).view(4, -1).any(dim=1)[sampled].all()
+
+
+@pytest.mark.parametrize("batchnorm", ["false", "true"])
+@pytest.mark.usefixtures("double")
+def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
+    keys = (*UNEQUAL, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "method.coefficient_lr=1")
+    loop = Run(*keys, "run.engine=loop")
+    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
+    assert batched.place.engine.clients_at_once == 3
+    states: tuple[tuple[State, State], ...] = ((batched.server, loop.server), (batched.clients, loop.clients))
+    for ours, theirs in states:
+        assert set(ours) == set(theirs)
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
+    assert (loop.clients["coefficient"] - 0.5).abs().min() > 1e-4
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+def test_a_checkpoint_has_the_coefficients_at_every_evaluation(tmp_path: Path) -> None:
+    words = [OURS, "data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=3"]
+    assert main([*words, "run.eval_every=2", "--quiet", "--out", str(tmp_path / "run")]) == FINISHED
+    with h5py.File(tmp_path / "run" / "checkpoint.h5") as file:
+        history, newest = file["history/coefficient"][()], file["clients/coefficient"][()]
+    assert history.shape == (2, 4)
+    np.testing.assert_array_equal(history[-1], newest)
+    assert (history[0] != history[1]).all()

@@ -1,0 +1,524 @@
+"""pFedMB: invariants, numbers worked out, and a slow twin of Algorithm 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from conftest import in_mpi_world
+from harness import Run
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from hpcfl.clients import Clients
+from hpcfl.main import FINISHED, main
+from hpcfl.messages import Channel, Cohort, Message, Upload
+from hpcfl.methods.base import State
+from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
+from hpcfl.randomness import torch_stream
+from hpcfl.training import Batch, cross_entropy_loss, minibatches
+from hpcfl.world import World
+
+UNEQUAL = (
+    "data.partition.name=dirichlet",
+    "data.per_client=null",
+    "data.subset_per_class=10",
+    "data.partition.min_samples=5",
+    "data.partition.beta=2.0",
+)
+OURS = "method.name=pfedmb"
+DIGITS_CNN, LAYERS, BATCHNORM = 13_706, 4, 96
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def work(run: Run, client: int, server: State | None = None) -> tuple[Message, Clients]:
+    """Train one client in round 0 from a server's state, by default as it is now."""
+    cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
+    clients = Clients(run.place, [client], 0)
+    channel = Channel(World(), run.method.layers, run.num_clients)
+    down = channel.down(run.method.send(server or run.server, cohort), cohort)
+    return run.method.work(clients, down), clients
+
+
+def aggregate(run: Run, num_samples: Sequence[int], branches: Tensor, alpha: Tensor) -> Tensor:
+    """Answer with trained branches [S, B, P] and alpha [S, L, B]; return the server's new branches."""
+    rows = {FIRST: branches[:, 0], OTHERS: branches[:, 1:], "alpha": alpha}
+    size = len(num_samples)
+    cohort = Cohort(0, tuple(range(size)), torch.tensor(num_samples))
+    blocks = iter([(slice(0, size), Message(rows=rows, num_clients=size))])
+    server = {"branches": run.server["branches"].clone()}
+    run.method.aggregate(server, cohort, Upload(blocks))
+    return server["branches"]
+
+
+def alpha_of(run: Run) -> Tensor:
+    """Return the clients' weights now, [N, L, B]."""
+    return run.method.alpha(run.clients[run.method.kept])
+
+
+# One branch
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("method.constraint=simplex", "train.participation=0.5", "train.lr_decay=0.9"),
+        ("model.batchnorm=true", "train.momentum=0.9", "method.shared_alpha=true"),
+        (
+            "method.constraint=simplex",
+            "model.batchnorm=true",
+            "train.momentum=0.9",
+            "train.weight_decay=0.01",
+            "train.participation=0.75",
+            "train.finetune_epochs=2",
+        ),
+        ("model.batchnorm=true", "train.buffers=local", "train.finetune_epochs=1", "method.finetune=weights"),
+        ("method.aggregation=plain", "train.finetune_epochs=1"),
+    ],
+)
+def test_one_branch_is_fedavg_to_the_bit(keys: tuple[str, ...]) -> None:
+    common = (*UNEQUAL, "train.lr=0.1", *(key for key in keys if not key.startswith("method.")))
+    fedavg = Run(*common, "method.name=fedavg")
+    ours = Run(*common, *keys, OURS, "method.branches=1")
+    assert len(set(ours.method.context.num_samples.tolist())) > 1
+    assert torch.equal(ours.server["branches"], fedavg.server["theta"].unsqueeze(0))
+    expected = fedavg.evaluated()
+    assert all(torch.equal(value, expected[name]) for name, value in ours.evaluated().items())
+    rounds = torch.zeros(4, dtype=torch.int64)
+    for number in range(3):
+        rounds[list(ours.simulation.cohort(number).clients)] += 1
+    of_alpha = ours.bytes_by_client - fedavg.bytes_by_client
+    assert of_alpha[:, 0].tolist() == [0] * 4
+    assert torch.equal(of_alpha[:, 1], 4 * len(ours.method.layers) * rounds)
+
+
+# Mixing
+
+
+def mixed_outputs(run: Run, alpha: Tensor, branches: Tensor, x: Tensor) -> Tensor:
+    """Return one client's logits with the outputs of each layer's branches mixed (eq. 2).
+
+    alpha [L, B], branches [B, P].
+    """
+    models = [run.method.layout.views(branch) for branch in branches]
+    weights = {layer.name: alpha[number] for number, layer in enumerate(run.method.layers)}
+    for part in ("body", "head"):
+        for name, module in run.method.context.network.get_submodule(part).named_children():
+            if name not in weights:
+                x = module(x)
+                continue
+            outputs = [
+                functional_call(module, {key: model[f"{part}.{name}.{key}"] for key in ("weight", "bias")}, x)
+                for model in models
+            ]
+            x = torch.einsum("b,b...->...", weights[name], torch.stack(outputs))
+    return x
+
+
+@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
+@pytest.mark.parametrize("shared", ["false", "true"])
+@pytest.mark.usefixtures("double")
+def test_mixed_weights_are_mixed_outputs_and_so_are_their_gradients(constraint: str, shared: str) -> None:
+    keys = ("method.branches=3", f"method.constraint={constraint}", f"method.shared_alpha={shared}")
+    run = Run(OURS, *keys, "train.rounds=1")
+    method = run.method
+    rows = 1 if shared == "true" else LAYERS
+    kept = random(1, rows, 3)
+    kept = (kept.softmax(dim=-1) if constraint == "simplex" else kept).requires_grad_()
+    branches = run.server["branches"].unsqueeze(0).clone().requires_grad_()
+    x, y = run.place.shard.samples("train", 0)
+    logits = mixed_outputs(run, method.alpha(kept)[0], branches[0], x)
+    expected = torch.autograd.grad(cross_entropy(logits, y), [kept, branches])
+
+    alpha, fixed = method.alpha(kept), branches.detach()
+    mixed = method.mix(alpha.detach(), fixed)
+    by_weights = functional_call(method.context.network, method.layout.views(mixed[0]), x)
+    torch.testing.assert_close(by_weights, logits.detach(), rtol=0, atol=1e-12)
+    batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
+    of_mixed = run.place.engine.gradient(cross_entropy_loss, {"theta": mixed}, torch.empty(1, 0), batch)[0]
+    slope = method.alpha_gradient(of_mixed["theta"], fixed)
+    ours = torch.autograd.grad(alpha, kept, slope)[0], method.spread(alpha.detach(), of_mixed["theta"])
+    for gradient, by_autograd in zip(ours, expected, strict=True):
+        assert by_autograd.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, by_autograd, rtol=0, atol=1e-12)
+
+
+# Algorithm 1, one client at a time
+
+
+def nearest_on_simplex(point: Tensor) -> Tensor:
+    """Project one point [B] by trying every set of entries that may be positive."""
+    best = torch.zeros_like(point)
+    distance = torch.inf
+    for size in range(1, len(point) + 1):
+        for support in combinations(range(len(point)), size):
+            chosen = list(support)
+            candidate = torch.zeros_like(point)
+            candidate[chosen] = point[chosen] - (point[chosen].sum() - 1) / size
+            if candidate.min() >= 0 and (candidate - point).norm() < distance:
+                best, distance = candidate, float((candidate - point).norm())
+    return best
+
+
+class SlowTwin:
+    """pFedMB with torch's SGD and autograd through the explicit sum over branches; no BatchNorm."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.params, self.train = run, run.config.params, run.config.train
+        self.branches = run.method.initial_server()["branches"]
+        rows = 1 if self.params.shared_alpha else LAYERS
+        start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches
+        self.kept = [torch.full((rows, self.params.branches), start) for _ in range(run.num_clients)]
+
+    def alpha(self, kept: Tensor) -> Tensor:
+        alpha = kept.exp() / kept.exp().sum(dim=-1, keepdim=True)
+        return (alpha if self.params.constraint == "softmax" else kept).expand(LAYERS, -1)
+
+    def mixed(self, kept: Tensor, branches: Tensor) -> Tensor:
+        alpha = self.alpha(kept)
+        parts = []
+        for number, layer in enumerate(self.run.method.layers):
+            weighted = [
+                alpha[number, b] * branch[layer.start : layer.stop] for b, branch in enumerate(branches)
+            ]
+            parts.append(torch.stack(weighted).sum(dim=0))
+        return torch.cat(parts)
+
+    def sgd(self, client: int, round: int, purpose: str, kept: Tensor, branches: Tensor) -> Tensor:
+        """Train alpha or the branches, whichever wants a gradient, and return it."""
+        of_alpha = kept.requires_grad
+        leaf = kept if of_alpha else branches
+        decay = self.train.lr_decay**round
+        lr = (self.params.alpha_lr if of_alpha else self.train.lr) * decay
+        momentum = 0.0 if of_alpha else self.train.momentum
+        decays = 0.0 if of_alpha else self.train.weight_decay
+        optimiser = torch.optim.SGD([leaf], lr=lr, momentum=momentum, weight_decay=decays)
+        x, y = self.run.place.shard.samples("train", client)
+        stream = torch_stream(self.run.config.run.seed, purpose, round, client)
+        for _ in range(self.train.local_epochs):
+            order = torch.randperm(len(y), generator=stream)
+            for start, stop in minibatches(len(y), self.train.batch_size):
+                chosen = order[start:stop]
+                optimiser.zero_grad()
+                model = self.run.method.layout.views(self.mixed(kept, branches))
+                logits = functional_call(self.run.method.context.network, model, x[chosen])
+                cross_entropy(logits, y[chosen]).backward()
+                optimiser.step()
+                if of_alpha and self.params.constraint == "simplex":
+                    leaf.data = torch.stack([nearest_on_simplex(row) for row in leaf.detach()])
+        return leaf.detach()
+
+    def round(self, number: int) -> None:
+        above, below = torch.zeros_like(self.branches), torch.zeros_like(self.branches)
+        for client in self.run.simulation.cohort(number).clients:
+            kept = self.kept[client].clone().requires_grad_()
+            kept = self.sgd(client, number, "batches/alpha", kept, self.branches)
+            trained = self.sgd(client, number, "batches", kept, self.branches.clone().requires_grad_())
+            self.kept[client] = kept
+            for b in range(self.params.branches):
+                for layer, alpha in zip(self.run.method.layers, self.alpha(kept)[:, b], strict=True):
+                    part = slice(layer.start, layer.stop)
+                    weight = float(self.run.method.context.num_samples[client])
+                    weight *= float(alpha) if self.params.aggregation == "alpha" else 1.0
+                    above[b, part] += weight * trained[b, part]
+                    below[b, part] += weight
+        self.branches = torch.where(below > 0, above / below, self.branches)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        UNEQUAL,
+        ("method.constraint=simplex", "train.momentum=0.9", "method.alpha_lr=0.3"),
+        ("method.shared_alpha=true", "train.participation=0.5", "train.lr_decay=0.5"),
+        ("method.aggregation=plain", "method.branches=2", "train.weight_decay=0.01", *UNEQUAL),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str, ...]) -> None:
+    run = Run(OURS, "method.branches=3", "train.rounds=2", *keys)
+    twin = SlowTwin(run)
+    for number in range(2):
+        twin.round(number)
+    torch.testing.assert_close(run.server["branches"], twin.branches, rtol=0, atol=1e-9)
+    kept = torch.stack(twin.kept)
+    torch.testing.assert_close(run.clients[run.method.kept], kept, rtol=0, atol=1e-9)
+    mixed = torch.stack([twin.mixed(kept[client], twin.branches) for client in range(4)])
+    torch.testing.assert_close(run.evaluated()["theta"], mixed, rtol=0, atol=1e-9)
+    assert (alpha_of(run) - 1 / run.config.params.branches).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("batchnorm", ["false", "true"])
+@pytest.mark.usefixtures("double")
+def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
+    keys = (*UNEQUAL, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "train.finetune_epochs=1")
+    loop = Run(*keys, "run.engine=loop")
+    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
+    assert batched.place.engine.clients_at_once == 3
+    for ours, theirs in (
+        (batched.server, loop.server),
+        (batched.clients, loop.clients),
+        (batched.evaluated(), loop.evaluated()),
+    ):
+        assert set(ours) == set(theirs)
+        for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
+
+
+# The server's mean
+
+
+def test_eq_5_worked_out_and_an_empty_branch_keeps_its_value_to_the_bit() -> None:
+    run = Run(OURS, "method.branches=3", "train.rounds=1")
+    trained = torch.tensor([[1.0, 2.0, 9.0], [5.0, 6.0, 9.0]]).unsqueeze(2).expand(-1, -1, DIGITS_CNN)
+    alpha = torch.tensor(
+        [
+            [[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.25, 0.25]],
+            [[0.25, 0.75, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0], [0.5, 0.5, 0.0]],
+        ]
+    )
+    mean = aggregate(run, [10, 30], trained, alpha)
+    # (10 * 0.5 * 1 + 30 * 0.25 * 5) / (10 * 0.5 + 30 * 0.25), and so on
+    expected = [[3.4, 145 / 27.5, None], [1.0, None, 9.0], [None, 5.0, None], [4.0, 5.428571, 9.0]]
+    for layer, values in zip(run.method.layers, expected, strict=True):
+        part = slice(layer.start, layer.stop)
+        for branch, value in enumerate(values):
+            numbers = mean[branch, part]
+            if value is None:
+                assert torch.equal(numbers, run.server["branches"][branch, part])
+            else:
+                torch.testing.assert_close(numbers, torch.full_like(numbers, value))
+
+
+def test_clients_of_one_mind_make_eq_5_the_plain_mean_of_every_branch_that_has_a_weight() -> None:
+    runs = [
+        Run(OURS, "method.branches=3", "train.rounds=1", f"method.aggregation={kind}")
+        for kind in ("alpha", "plain")
+    ]
+    trained = random(3, 3, DIGITS_CNN)
+    alpha = torch.tensor([0.25, 0.75, 0.0]).expand(3, LAYERS, 3)
+    weighted, plain = (aggregate(run, [10, 20, 5], trained, alpha) for run in runs)
+    torch.testing.assert_close(weighted[:2], plain[:2], rtol=0, atol=1e-6)
+    assert torch.equal(weighted[2], runs[0].server["branches"][2])
+    expected = (trained * torch.tensor([10.0, 20.0, 5.0]).view(3, 1, 1)).sum(dim=0) / 35
+    torch.testing.assert_close(plain, expected, rtol=0, atol=1e-6)
+
+
+def test_the_mean_takes_alpha_from_after_its_step() -> None:
+    run = Run(OURS, *UNEQUAL, "train.rounds=1", "method.alpha_lr=20")
+    start = run.method.initial_server()
+    uploads = []
+    for client in range(4):
+        run.place.state["logits"].zero_()
+        up, clients = work(run, client, start)
+        assert torch.equal(up.rows["alpha"], run.method.alpha(clients["logits"]))
+        assert (up.rows["alpha"] - 0.2).abs().max() > 0.01
+        uploads.append(up)
+    branches = torch.cat([torch.cat([up.rows[FIRST].unsqueeze(1), up.rows[OTHERS]], dim=1) for up in uploads])
+    alpha = torch.cat([up.rows["alpha"] for up in uploads])
+    samples = run.method.context.num_samples.tolist()
+    assert torch.equal(aggregate(run, samples, branches, alpha), run.server["branches"])
+    before = aggregate(run, samples, branches, torch.full_like(alpha, 0.2))
+    assert (before - run.server["branches"]).abs().max() > 1e-4
+
+
+# Clients' weights
+
+
+def test_every_client_keeps_weights_of_its_own_and_the_server_none() -> None:
+    keys = (OURS, "train.participation=0.5")
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    assert set(three.server) == {"branches"}
+    assert set(three.clients) == {"logits"}
+    sampled = list(three.simulation.cohort(2).clients)
+    rest = sorted(set(range(4)) - set(sampled))
+    assert len(sampled) == 2
+    assert torch.equal(three.clients["logits"][rest], two.clients["logits"][rest])
+    moved = (three.clients["logits"] != two.clients["logits"]).flatten(1).any(dim=1)
+    assert moved[sampled].all()
+    cohort = Cohort(3, tuple(range(4)), three.method.context.num_samples)
+    sent = three.method.send(three.server, cohort)
+    assert (set(sent.shared), set(sent.rows)) == ({FIRST, OTHERS}, set())
+    everyone = Run(OURS)
+    assert len({tuple(row.flatten().tolist()) for row in everyone.clients["logits"]}) == 4
+
+
+@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
+@pytest.mark.parametrize("shared", ["false", "true"])
+def test_weights_are_not_negative_and_sum_to_one(constraint: str, shared: str) -> None:
+    keys = (f"method.constraint={constraint}", f"method.shared_alpha={shared}", "method.alpha_lr=1")
+    run = Run(OURS, *keys, "train.rounds=2")
+    alpha = alpha_of(run)
+    assert alpha.shape == (4, LAYERS, 5)
+    torch.testing.assert_close(alpha.sum(dim=-1), torch.ones(4, LAYERS), rtol=0, atol=1e-6)
+    assert alpha.min() >= 0
+    assert ((alpha == 0).sum() > 0) == (constraint == "simplex")
+    assert run.clients[run.method.kept].shape == (4, 1 if shared == "true" else LAYERS, 5)
+    same = torch.equal(alpha, alpha[:, :1].expand_as(alpha))
+    assert same == (shared == "true")
+
+
+class EqualBranches(PFedMB):
+    """All branches start as the first."""
+
+    def server_state(self) -> State:
+        branches = super().server_state()["branches"]
+        return {"branches": branches[:1].expand_as(branches).clone()}
+
+
+@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
+def test_equal_branches_would_never_move_the_weights_and_ours_are_not_equal(constraint: str) -> None:
+    keys = (OURS, f"method.constraint={constraint}")
+    assert (alpha_of(Run(*keys, kind=EqualBranches)) - 0.2).abs().max() < 1e-5
+    assert (alpha_of(Run(*keys)) - 0.2).abs().max() > 0.02
+
+
+def test_branches_start_apart_and_the_first_as_everybodys_common_model() -> None:
+    run = Run(OURS, "train.rounds=1")
+    start = run.method.initial_server()["branches"]
+    assert torch.equal(start[0], run.method.context.initial_parameters())
+    assert all((a - b).abs().mean() > 0.01 for a, b in combinations(start, 2))
+    again = Run(OURS, "train.rounds=1", "method.branches=7").method.initial_server()["branches"]
+    assert torch.equal(again[:5], start)
+
+
+@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
+def test_without_a_step_size_all_branches_weigh_the_same(constraint: str) -> None:
+    run = Run(OURS, f"method.constraint={constraint}", "method.alpha_lr=0", "method.branches=4")
+    assert torch.equal(alpha_of(run), torch.full((4, LAYERS, 4), 0.25))
+
+
+# Projection
+
+
+@pytest.mark.parametrize(
+    ("point", "nearest"),
+    [
+        ([0.5, 0.5], [0.5, 0.5]),
+        ([2.0, 0.0], [1.0, 0.0]),
+        ([1.0, 0.5], [0.75, 0.25]),
+        ([0.2, 0.1, -1.0], [0.55, 0.45, 0.0]),
+        ([-3.0, -3.0, -3.0, -3.0], [0.25, 0.25, 0.25, 0.25]),
+        ([0.1, 0.9, 0.9], [0.0, 0.5, 0.5]),
+        ([7.0], [1.0]),
+        ([1e9], [1.0]),
+        ([0.0, 1e9, -1e9], [0.0, 1.0, 0.0]),
+    ],
+)
+def test_known_projections(point: list[float], nearest: list[float]) -> None:
+    found = project_to_simplex(torch.tensor(point))
+    torch.testing.assert_close(found, torch.tensor(nearest), rtol=0, atol=1e-6)
+    assert [value == 0 for value in found.tolist()] == [value == 0 for value in nearest]
+
+
+@pytest.mark.usefixtures("double")
+def test_projection_is_the_nearest_of_all_candidates() -> None:
+    points = 0.7 * random(20, 3, 4)
+    found = project_to_simplex(points)
+    expected = torch.stack([nearest_on_simplex(point) for point in points.view(-1, 4)]).view_as(points)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert 10 < (found == 0).sum() < 200
+
+
+def test_a_diverged_run_has_weights_that_are_no_numbers_and_no_error() -> None:
+    assert project_to_simplex(torch.tensor([[torch.nan, 0.5], [1.0, 0.5]])).isnan().any(dim=1).tolist() == [
+        True,
+        False,
+    ]
+
+
+# BatchNorm
+
+
+def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
+    run = Run(OURS, *UNEQUAL, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
+    mask, start = run.method.layout.is_batchnorm(), run.method.initial_server()
+    samples = run.method.context.num_samples
+    run.place.state["logits"].zero_()
+    uploads = [work(run, client, start)[0].rows for client in range(4)]
+    weights = (samples / samples.sum()).unsqueeze(1)
+    own = torch.cat([rows[FIRST] for rows in uploads])[:, mask]
+    torch.testing.assert_close(
+        run.server["branches"][0, mask], (weights * own).sum(dim=0), rtol=1e-5, atol=1e-6
+    )
+    statistics = torch.cat([rows["buffers"] for rows in uploads])
+    torch.testing.assert_close(run.server["buffers"], (weights * statistics).sum(dim=0), rtol=1e-5, atol=1e-6)
+    assert all(not rows[OTHERS][..., mask].any() for rows in uploads)
+    assert torch.equal(run.evaluated()["theta"][:, mask], run.server["branches"][:1, mask].expand(4, -1))
+    assert (run.server["branches"][0] != start["branches"][0])[mask].all()
+    with_batchnorm = DIGITS_CNN + BATCHNORM
+    moved = 4 * (with_batchnorm + 2 * DIGITS_CNN)
+    assert run.bytes_by_client.tolist() == [[moved, moved + 4 * 6 * 3]] * 4
+
+
+def test_the_weights_step_leaves_running_statistics_alone() -> None:
+    keys = (OURS, "model.batchnorm=true", "train.rounds=1", "train.finetune_epochs=1")
+    routine, weights = (
+        Run(*keys, "method.alpha_lr=0", f"method.finetune={kind}") for kind in ("routine", "weights")
+    )
+    assert torch.equal(routine.evaluated()["buffers"], weights.evaluated()["buffers"])
+
+
+# Traffic, fine-tuning, history
+
+
+def test_bytes_of_the_papers_network_and_five_branches(tmp_path: Path) -> None:
+    images = np.random.Generator(np.random.PCG64(0)).integers(0, 256, (60, 32, 32, 3), np.uint8)
+    np.savez(tmp_path / "images.npz", x=images, y=np.arange(60) % 10)
+    run = Run(
+        OURS,
+        "data.source=npz",
+        f"data.path={tmp_path / 'images.npz'}",
+        "data.layout=NHWC",
+        "data.clients=10",
+        "data.per_client=6",
+        "data.partition.classes_per_client=1",
+        "data.normalise=half",
+        "model.name=lenet_small",
+        "train.rounds=1",
+        "method.branches=5",
+    )
+    assert run.bytes_by_client.tolist() == [[1_240_120, 1_240_220]] * 10
+
+
+@pytest.mark.parametrize(("finetune", "moves"), [("routine", True), ("weights", False)])
+def test_fine_tuning_is_the_routine_or_the_weights_alone(finetune: str, moves: bool) -> None:
+    run = Run(OURS, "train.rounds=1", "train.finetune_epochs=1", f"method.finetune={finetune}")
+    kept, plain = (
+        run.clients["logits"].clone(),
+        run.method.mix(alpha_of(run), run.server["branches"].expand(4, -1, -1)),
+    )
+    tuned = run.evaluated()["theta"]
+    assert (tuned - plain).abs().amax(dim=1).min() > 1e-3
+    assert torch.equal(run.clients["logits"], kept)
+    run.method.params = run.method.params.model_copy(update={"alpha_lr": 0.0})
+    assert torch.equal(run.evaluated()["theta"], tuned) != moves
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+def test_a_checkpoint_has_the_weights_at_every_evaluation(tmp_path: Path) -> None:
+    words = [OURS, "data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=3"]
+    assert main([*words, "run.eval_every=2", "--quiet", "--out", str(tmp_path / "run")]) == FINISHED
+    with h5py.File(tmp_path / "run" / "checkpoint.h5") as file:
+        history, logits = file["history/alpha"][()], file["clients/logits"][()]
+    assert history.shape == (2, 4, LAYERS, 5)
+    np.testing.assert_allclose(history.sum(axis=-1), 1, atol=1e-6)
+    np.testing.assert_array_equal(history[-1], torch.from_numpy(logits).softmax(dim=-1).numpy())
+    assert (history[0] != history[1]).any()
