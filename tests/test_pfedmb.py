@@ -106,7 +106,9 @@ def test_one_branch_is_fedavg_to_the_bit(keys: tuple[str, ...]) -> None:
         rounds[list(ours.simulation.cohort(number).clients)] += 1
     of_alpha = ours.bytes_by_client - fedavg.bytes_by_client
     assert of_alpha[:, 0].tolist() == [0] * 4
-    assert torch.equal(of_alpha[:, 1], 4 * len(ours.method.layers) * rounds)
+    numbers = ours.clients[ours.method.kept].shape[1]
+    assert numbers == (1 if ours.method.params.shared_alpha else len(ours.method.layers))
+    assert torch.equal(of_alpha[:, 1], 4 * numbers * rounds)
 
 
 # Mixing

@@ -88,17 +88,14 @@ class PFedMB(Method):
         branches, kept = self._routine(clients, self._together(down))
         clients[self.kept] = kept
         rows, keep = self._apart(branches)
-        return Message(rows=rows | {"alpha": self.alpha(kept)}, keep=keep)
+        return Message(rows=rows | {"alpha": self._on_simplex(kept)}, keep=keep)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         rows = up.collect()
-        weights = (
-            cohort.num_samples.double()
-            .view(-1, 1, 1)
-            .expand(len(cohort), *server["branches"].shape[:1], len(self.layers))
-        )
+        samples = cohort.num_samples.double().view(-1, 1, 1)
+        weights = samples.expand(-1, self.params.branches, len(self.layers))
         if self.params.aggregation == "alpha":
-            weights = weights * rows["alpha"].mT
+            weights = weights * self._of_all_layers(rows["alpha"]).mT
         mean = LayerMean(weights, self.layers, server["branches"])
         mean.add(slice(None), self._together(Message(rows=rows)))
         server["branches"] = mean.value
@@ -118,10 +115,16 @@ class PFedMB(Method):
         return self.params.branches * self.layout.size
 
     def alpha(self, kept: Tensor) -> Tensor:
-        """Return alpha [C, L, B] from what clients keep, [C, L or 1, B]; BatchNorm uses the first branch."""
-        alpha = kept.softmax(dim=-1) if self.params.constraint == "softmax" else kept
-        first = torch.eye(1, self.params.branches, dtype=kept.dtype, device=kept.device)
-        return torch.where(self.branched.to(kept.device).view(-1, 1), alpha, first)
+        """Return alpha [C, L, B] from what clients keep, [C, L or 1, B]."""
+        return self._of_all_layers(self._on_simplex(kept))
+
+    def _on_simplex(self, kept: Tensor) -> Tensor:
+        return kept.softmax(dim=-1) if self.params.constraint == "softmax" else kept
+
+    def _of_all_layers(self, alpha: Tensor) -> Tensor:
+        """Return [C, L, B] from [C, L or 1, B]; BatchNorm uses the first branch."""
+        first = torch.eye(1, self.params.branches, dtype=alpha.dtype, device=alpha.device)
+        return torch.where(self.branched.to(alpha.device).view(-1, 1), alpha, first)
 
     def mix(self, alpha: Tensor, branches: Tensor) -> Tensor:
         """Return the mixed models [C, P] from alpha [C, L, B] and branches [C, B, P] (eq. 1)."""
