@@ -48,6 +48,12 @@ def tiny_settings(digits: Path) -> list[str]:
     ]
 
 
+def method_settings(name: str) -> list[str]:
+    """Return settings that choose a method, with a small network where its own is a large one."""
+    small = ["method.architecture=[1,2,2]", "method.widths=[16,8]"] if name == "fedmn" else []
+    return [f"method.name={name}", *small]
+
+
 def run_here(folder: Path, settings: Sequence[str]) -> int:
     """Run in this process, under mpirun together with the other ranks, and return the exit code."""
     return main(["--quiet", "--out", str(folder), *settings])

@@ -18,6 +18,7 @@ from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.models import MODELS, build_network
 from hpcfl.models.hypernetworks import Hypernetworks
+from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import ParameterLayout
 from hpcfl.process import StopFlag
 from hpcfl.progress import Progress
@@ -79,7 +80,7 @@ class Run:
             num_samples=self.method.context.num_samples,
         )
         channel = Channel(World(), self.method.layers, self.num_clients)
-        down = channel.down(self.method.send(self.server, cohort), cohort)
+        down = channel.down(self.method.send(self.server, cohort, for_evaluation=True), cohort)
         models = []
         for client in range(self.num_clients):
             clients = Clients(self.place, [client], rounds)
@@ -177,3 +178,42 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
         linear.weight.copy_(weight)
         linear.bias.copy_(bias)
     return linear
+
+
+def paths_by_hand(
+    network: ModularNetwork, x: Tensor, decision: Sequence[Any], *, constant: bool = False
+) -> tuple[Tensor, list[str]]:
+    """Follow equation 13 of FedMN block by block; return the logits and the names of the active blocks.
+
+    With `constant`, the sums of a decision's entries are plain numbers to gradients.
+    """
+    sizes = network.sizes
+    entries = iter(decision)
+    outputs = {k: network.get_submodule(f"encoder{k + 1}")(x) for k in range(sizes[0])}
+    names: list[str] = []
+
+    def mean(weights: dict[int, Any]) -> Tensor | None:
+        """Average outputs over the open paths that lead from blocks with an input."""
+        weights = {k: torch.as_tensor(w) for k, w in weights.items() if k in outputs}
+        if not any(w > 0 for w in weights.values()):
+            return None
+        total = torch.stack([w.detach() if constant else w for w in weights.values()]).sum()
+        # a closed path adds nothing but, where it stands for a probability, its derivative
+        return torch.stack([w * outputs[k] for k, w in weights.items()]).sum(dim=0) / total
+
+    for layer in range(2, len(sizes) + 1):
+        matrix = [[next(entries) for _ in range(sizes[layer - 1])] for _ in range(sizes[layer - 2])]
+        following = {}
+        for j in range(sizes[layer - 1]):
+            block_input = mean({k: row[j] for k, row in enumerate(matrix)})
+            if block_input is not None:
+                names.append(f"block{layer}_{j + 1}")
+                output = network.get_submodule(names[-1])(block_input)
+                following[j] = output if layer == len(sizes) else output.relu()
+        outputs = following
+    logits = mean(dict(enumerate(entries)))
+    if logits is None:
+        blocks = [m for name, m in network.named_children() if name.startswith(f"block{len(sizes)}")]
+        assert isinstance(blocks[0], nn.Linear)
+        logits = x.new_zeros(len(x), blocks[0].out_features)
+    return logits, names

@@ -11,8 +11,9 @@ from pathlib import Path
 import h5py
 import pytest
 import torch
-from bits import contents, differing, run_here, tiny_settings, write_digits
+from bits import contents, differing, method_settings, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY, in_mpi_world, run_tree
+from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
 from hpcfl.config import load_config
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.skipif(in_mpi_world(), reason="starts worlds of its own
 
 RANKS = (2, 3, 5, 9)
 VARIANT_RANKS = 3
-ONE_CLIENT_A_BLOCK = "run.max_elements=10000"
+ONE_CLIENT_A_BLOCK = {"fedmn": 30_000, "pfedmb": 40_000}
+"""Where one client's numbers are more than 10,000."""
 
 Folders = Callable[[str], Path]
 
@@ -33,8 +35,8 @@ def common_cases() -> dict[str, list[str]]:
     """Return settings by name for every rank count: each method with full and with partial participation."""
     cases = {}
     for method in METHODS:
-        cases[f"{method}-all"] = [f"method.name={method}"]
-        cases[f"{method}-some"] = [f"method.name={method}", "train.participation=0.4"]
+        cases[f"{method}-all"] = method_settings(method)
+        cases[f"{method}-some"] = [*method_settings(method), "train.participation=0.4"]
     return cases
 
 
@@ -43,18 +45,26 @@ def variant_cases() -> dict[str, list[str]]:
     cases = {}
     for name, method in METHODS.items():
         for policy in method.buffer_policies[1:]:
-            cases[f"{name}-{policy}"] = [
-                f"method.name={name}",
-                f"train.buffers={policy}",
-                "train.participation=0.6",
-            ]
-    cases["heurpfedla-k2"] = ["method.name=heurpfedla", "method.k=2", "train.participation=0.6"]
-    return cases
+            cases[f"{name}-{policy}"] = [*method_settings(name), f"train.buffers={policy}"]
+    cases["heurpfedla-k2"] = [*method_settings("heurpfedla"), "method.k=2"]
+    cases["fedmn-soft"] = [*method_settings("fedmn"), "method.routing=soft"]
+    cases["fedmn-pretrained"] = ["method.name=fedmn", "method.widths=[16,8]", "method.pretrain_rounds=1"]
+    cases["pfedmb-simplex"] = [
+        *method_settings("pfedmb"),
+        "method.constraint=simplex",
+        "method.shared_alpha=true",
+    ]
+    cases["fedafk-sequential"] = [*method_settings("fedafk"), "method.schedule=sequential"]
+    return {name: [*case, "train.participation=0.6"] for name, case in cases.items()}
 
 
 def small_block_cases() -> dict[str, list[str]]:
     """Return settings by name that must give the bits of the common case before the last hyphen."""
-    return {f"{name}-blocks": [*case, ONE_CLIENT_A_BLOCK] for name, case in common_cases().items()}
+    cases = {}
+    for name, case in common_cases().items():
+        size = ONE_CLIENT_A_BLOCK.get(name.partition("-")[0], 10_000)
+        cases[f"{name}-blocks"] = [*case, f"run.max_elements={size}"]
+    return cases
 
 
 SERIAL_CASES = common_cases() | variant_cases()
@@ -64,7 +74,7 @@ SERIAL_CASES = common_cases() | variant_cases()
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
-    return tiny_settings(digits)
+    return [*tiny_settings(digits), "train.rounds=2"]
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +128,7 @@ def test_small_blocks_give_the_same_bits(serial: Folders, parallel: Callable[[in
     assert not differing(serial(case.removesuffix("-blocks")), parallel(VARIANT_RANKS) / case)
 
 
-@pytest.mark.parametrize(("eval_every", "finetune_epochs"), [(3, 0), (1, 1)])
+@pytest.mark.parametrize(("eval_every", "finetune_epochs"), [(2, 0), (1, 1)])
 @pytest.mark.parametrize("method", METHODS)
 def test_evaluations_change_no_state(
     serial: Folders,
@@ -134,19 +144,24 @@ def test_evaluations_change_no_state(
     assert not differing(serial(case), tmp_path / "run", "server", "clients")
 
 
-@pytest.mark.parametrize("case", common_cases())
+@pytest.mark.parametrize("case", SERIAL_CASES)
 def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], case: str) -> None:
     place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), World()).workplace
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss"][-1]
         models = {name: torch.from_numpy(data[()]) for name, data in file["personalised"].items()}
-    if set(models) != {"theta", "buffers"}:
-        pytest.skip("this model is not one vector")
-    theta, buffers = (models[name].expand(len(expected), -1) for name in ("theta", "buffers"))
+    theta, buffers = (models.pop(name).expand(len(expected), -1) for name in ("theta", "buffers"))
+    # what else a model has goes into its network after the images
+    assert list(models) == (["decision"] if case.startswith("fedmn") else [])
     for client, loss in enumerate(expected):
+        others = [rows[client] for rows in models.values()]
+
+        def probabilities(network: nn.Module, x: Tensor, others: list[Tensor] = others) -> Tensor:
+            return network(x, *others).softmax(dim=1)
+
         x, y = place.shard.samples("test", client)
-        probabilities = place.evaluator.probabilities(theta[client], buffers[client], x)
-        assert nll_loss(probabilities.double().log(), y).item() == pytest.approx(loss, rel=1e-9)
+        scores = place.evaluator.outputs(theta[client], buffers[client], probabilities, x)
+        assert nll_loss(scores.double().log(), y).item() == pytest.approx(loss, rel=1e-9)
 
 
 def test_another_seed_gives_other_bits(serial: Folders, settings: list[str], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from bits import differing, run_here, tiny_settings, write_digits
+from bits import differing, method_settings, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY, clean_environment, in_mpi_world, kill_tree
 
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
@@ -64,8 +64,13 @@ def long_run(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def short(method: str) -> list[str]:
-    """Return settings under which the first round ends without an evaluation."""
-    return [f"method.name={method}", "train.participation=0.6", "run.eval_every=2"]
+    """Return settings under which the first round ends without an evaluation.
+
+    "fedmn-pretrained" is FedMN whose first round is another than those after it.
+    """
+    name, _, pretrained = method.partition("-")
+    more = ["method.pretrain_rounds=1"] if pretrained else []
+    return [*method_settings(name), *more, "train.participation=0.6", "run.eval_every=2"]
 
 
 def completed_rounds(folder: Path) -> int:
@@ -76,7 +81,7 @@ def completed_rounds(folder: Path) -> int:
 # Stops at every round boundary
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "fedmn-pretrained"])
 def test_stopped_at_every_round_boundary(
     undisturbed: Callable[[str], Path],
     settings: list[str],
@@ -95,7 +100,11 @@ def test_stopped_at_every_round_boundary(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_prolonged_round_by_round(
-    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path, method: str
+    undisturbed: Callable[[str], Path],
+    settings: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    method: str,
 ) -> None:
     grown = [
         run_here(tmp_path / "run", [*settings, *short(method), f"train.rounds={rounds}"])
@@ -103,6 +112,9 @@ def test_prolonged_round_by_round(
     ]
     if METHODS[method].schedule_uses_rounds:
         assert grown == [FINISHED, BAD_INPUT, BAD_INPUT]
+        first, second = capfd.readouterr().err.splitlines()
+        assert "train.rounds" in first
+        assert "train.rounds" in second
     else:
         assert grown == [FINISHED] * ROUNDS
         assert not differing(undisturbed(method), tmp_path / "run")

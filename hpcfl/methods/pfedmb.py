@@ -176,7 +176,8 @@ class PFedMB(Method):
             alpha = self.alpha(leaf)
             fixed = branches[batch.rows]
             of_mixed, losses = self._mixed_gradient(clients, alpha.detach(), fixed, batch)
-            (slope,) = torch.autograd.grad(alpha, leaf, self.alpha_gradient(of_mixed, fixed))
+            towards = (alpha * self.alpha_gradient(of_mixed, fixed)).sum()
+            (slope,) = torch.autograd.grad(towards, leaf)
             moved = leaf.detach() - lr * slope
             kept[batch.rows] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
             clients.record(batch, losses)

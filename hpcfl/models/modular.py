@@ -97,7 +97,7 @@ class ModularNetwork(nn.Module):
             outputs = []
             for number, block_input in enumerate(inputs, start=1):
                 output = self.get_submodule(f"block{layer}_{number}")(block_input)
-                outputs.append((output.relu() if layer < len(self.sizes) else output) * active[number - 1])
+                outputs.append(output.relu() if layer < len(self.sizes) else output)
         combined, _ = _combine(torch.stack(outputs), (last * active).unsqueeze(1), hard)
         return combined[0]
 

@@ -1,0 +1,582 @@
+"""FedMN against plain PyTorch, its bytes and decisions worked out by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from bits import run_here
+from conftest import in_mpi_world
+from harness import SMALL, Run, paths_by_hand
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hpcfl.clients import Clients
+from hpcfl.config import load_config
+from hpcfl.experiment import build
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Upload
+from hpcfl.methods.base import State
+from hpcfl.methods.fedmn import FedMN
+from hpcfl.models.modular import ModularNetwork
+from hpcfl.parameters import Layer
+from hpcfl.randomness import torch_stream
+from hpcfl.world import World
+
+FLAT = ("method.name=fedmn", "model.name=mlp", "model.hidden=[8]")
+"""FedMN on small encoders."""
+NARROW = (*FLAT, "method.widths=[6,5]")
+WITH_BATCHNORM = ("method.name=fedmn", "model.name=digits_cnn", "model.batchnorm=true")
+UNEQUAL = (
+    "data.partition.name=dirichlet",
+    "data.per_client=null",
+    "data.subset_per_class=15",
+    "data.partition.min_samples=5",
+    "data.partition.beta=2.0",
+)
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Watched(FedMN):
+    """FedMN that remembers what clients asked for and what the server had after each round."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.asked: list[tuple[tuple[int, ...], Tensor]] = []
+        self.after: list[State] = []
+
+    def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
+        self.asked.append((cohort.clients, requests["paths"].clone()))
+        return super().supply(server, cohort, requests)
+
+    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
+        super().receive(server, cohort, up)
+        self.after.append({name: tensor.clone() for name, tensor in server.items()})
+
+
+def make_method(*overrides: str) -> FedMN:
+    method = build(load_config(None, [*SMALL, *overrides]), World()).method
+    assert isinstance(method, FedMN)
+    return method
+
+
+def layer_of(method: FedMN, name: str) -> Layer:
+    return next(layer for layer in method.layers if layer.name == name)
+
+
+def piece(method: FedMN, theta: Tensor, name: str) -> Tensor:
+    """Return one child's numbers of theta [..., P]."""
+    layer = layer_of(method, name)
+    return theta[..., layer.start : layer.stop]
+
+
+def network_with(method: FedMN, theta: Tensor) -> ModularNetwork:
+    """Return the network with weights theta [P], apart from the method's."""
+    network = copy.deepcopy(method.network)
+    for name, view in method.layout.views(theta.clone()).items():
+        network.get_parameter(name).data = view
+    return network
+
+
+def open_paths(bits: Tensor, count: int) -> list[int]:
+    """Read one client's request, the first path in the highest bit of the first byte."""
+    return [int(bits[number // 8]) >> (7 - number % 8) & 1 for number in range(count)]
+
+
+def active_names(method: FedMN, decision: Sequence[int]) -> list[str]:
+    """Return the encoders and the blocks that get an input under a decision."""
+    sizes, entries = method.params.architecture, iter(decision)
+    names, reached = [f"encoder{k + 1}" for k in range(sizes[0])], [True] * sizes[0]
+    for layer, (before, size) in enumerate(itertools.pairwise(sizes), start=2):
+        matrix = [[next(entries) for _ in range(size)] for _ in range(before)]
+        reached = [any(reached[k] and matrix[k][j] for k in range(before)) for j in range(size)]
+        names += [f"block{layer}_{j + 1}" for j in range(size) if reached[j]]
+    return names
+
+
+def uploads(
+    run: Run, clients: Sequence[int], *, round: int = 0, backwards: bool = False
+) -> dict[int, Tensor]:
+    """Train some clients from the run's server, one after the other; return their uploads [P]."""
+    method = run.method
+    cohort = Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
+    channel = Channel(World(), method.layers, run.num_clients)
+    down = channel.down(method.send(run.server, cohort), cohort)
+    groups = [Clients(run.place, [client], round) for client in clients]
+    parts = [slice(position, position + 1) for position in range(len(groups))]
+    asked = [method.ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)]
+    requests = {"paths": torch.cat([message.rows["paths"] for message in asked])}
+    sent = channel.down(method.answer(run.server, cohort, requests), cohort)
+    more = down | sent
+    order = list(zip(groups, parts, strict=True))
+    trained = {}
+    for group, part in reversed(order) if backwards else order:
+        trained[group.ids[0]] = method.work(group, more.select(part)).rows["theta"][0]
+        group.commit()
+    return trained
+
+
+# T13: one path everywhere
+
+
+def fedavg_by_hand(run: Run, model: nn.Module, rounds: int) -> nn.Module:
+    """Train a plain network by FedAvg with torch's SGD on the run's mini-batches."""
+    train, samples = run.config.train, run.method.context.num_samples
+    for round in range(rounds):
+        cohort = run.simulation.cohort(round)
+        mean: dict[str, Tensor] = {}
+        for client, count in zip(cohort.clients, cohort.num_samples.tolist(), strict=True):
+            local = copy.deepcopy(model).train()
+            optimiser = torch.optim.SGD(
+                local.parameters(), train.lr, momentum=train.momentum, weight_decay=train.weight_decay
+            )
+            for batch in Clients(run.place, [client], round).batches():
+                optimiser.zero_grad()
+                cross_entropy(local(batch.x[0]), batch.y[0]).backward()
+                optimiser.step()
+            share = count / int(samples[list(cohort.clients)].sum())
+            for name, tensor in local.state_dict().items():
+                mean[name] = mean.get(name, 0) + share * tensor
+        model.load_state_dict(mean)
+    return model
+
+
+def assert_same_weights(run: Run, server: State, model: nn.Module, names: Sequence[str]) -> None:
+    """Compare a sequence of modules with the children of these names, running statistics included."""
+    views = run.method.layout.views(server["theta"])
+    if BUFFERS in server:
+        views = views | run.method.layout.buffer_views(server[BUFFERS])
+    compared = 0
+    for place, name in names:
+        for tensor_name, tensor in model.get_submodule(place).state_dict().items():
+            if not tensor_name.endswith("num_batches_tracked"):
+                found = views[f"{name}.{tensor_name}"]
+                torch.testing.assert_close(found, tensor, rtol=0, atol=1e-12)
+                compared += 1
+    assert compared >= 6
+
+
+@pytest.mark.parametrize(("architecture", "model"), [([1, 1], FLAT), ([1, 1, 1], WITH_BATCHNORM)])
+def test_with_one_path_it_is_fedavg(double: None, architecture: list[int], model: tuple[str, ...]) -> None:
+    depth = len(architecture)
+    run = Run(
+        *model,
+        *UNEQUAL,
+        f"method.architecture={architecture}".replace(" ", ""),
+        f"method.widths={[6, 5][: depth - 1]}".replace(" ", ""),
+        "train.participation=0.75",
+        "train.momentum=0.5",
+        "train.weight_decay=0.01",
+    )
+    start = run.method.network
+    blocks = [start.get_submodule(f"block{layer}_1") for layer in range(2, depth + 1)]
+    modules = [start.get_submodule("encoder1"), blocks[0]]
+    names = [("0", "encoder1"), ("1", "block2_1")]
+    if depth == 3:
+        modules += [nn.ReLU(), blocks[1]]
+        names.append(("3", "block3_1"))
+    expected = fedavg_by_hand(run, copy.deepcopy(nn.Sequential(*modules)), rounds=3)
+    assert_same_weights(run, run.server, expected, names)
+    moved = piece(run.method, run.server["theta"], "block2_1") - piece(
+        run.method, run.method.server_state()["theta"], "block2_1"
+    )
+    assert moved.abs().max() > 0.001
+
+
+# T14: aggregation
+
+
+def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Tensor]:
+    """Aggregate random uploads of three clients; return the method, theta before, uploads and theta after.
+
+    block2_1 is active at client 1 alone, block2_2 at all, block3_1 at clients 0 and 2, block3_2 nowhere.
+    """
+    method = make_method(*NARROW, f"method.aggregation={rule}")
+    cohort = Cohort(0, (0, 1, 3), torch.tensor(samples))
+    server = method.server_state()
+    before = server["theta"].clone()
+    # encoders to blocks, blocks to blocks, outputs: block3_1 is fed by block2_2 of clients 0 and 2
+    paths = ["0101001010", "1101000000", "0001001010"]
+    bits = torch.tensor([[int(p[:8], 2), int(p[8:].ljust(8, "0"), 2)] for p in paths], dtype=torch.uint8)
+    sent = method.answer(server, cohort, {"paths": bits})
+    stream = torch.Generator().manual_seed(3)
+    rows = torch.randn(3, len(before), generator=stream)
+    blocks = iter([(slice(0, 3), Message(rows={"theta": rows}, num_clients=3))])
+    method.aggregate(server, cohort, Upload(blocks, sent))
+    return method, before, rows, server["theta"]
+
+
+def test_means_over_the_clients_where_a_block_was_active() -> None:
+    method, before, rows, after = aggregated("normalised", [1, 2, 5])
+    for name, weights in [
+        ("encoder1", [1 / 8, 2 / 8, 5 / 8]),
+        ("router", [1 / 8, 2 / 8, 5 / 8]),
+        ("block2_2", [1 / 8, 2 / 8, 5 / 8]),
+        ("block3_1", [1 / 6, 0, 5 / 6]),
+    ]:
+        expected = torch.tensor(weights, dtype=torch.float64) @ piece(method, rows, name).double()
+        torch.testing.assert_close(piece(method, after, name).double(), expected, rtol=0, atol=1e-6)
+    assert torch.equal(piece(method, after, "block2_1"), piece(method, rows[1], "block2_1"))
+    assert torch.equal(piece(method, after, "block3_2"), piece(method, before, "block3_2"))
+
+
+def test_the_papers_sum_shrinks_what_few_clients_use() -> None:
+    method, _, rows, after = aggregated("sum", [1, 2, 5])
+    assert torch.equal(piece(method, after, "block2_1"), piece(method, rows[1], "block2_1") * 0.25)
+    expected = piece(method, rows, "block3_1")
+    expected = expected[0] * (1 / 8) + expected[2] * (5 / 8)
+    torch.testing.assert_close(piece(method, after, "block3_1"), expected, rtol=0, atol=1e-6)
+    assert torch.count_nonzero(piece(method, after, "block3_2")) == 0
+
+
+def test_counting_ignores_the_number_of_samples() -> None:
+    method, before, rows, after = aggregated("count", [1, 2, 5])
+    assert torch.equal(after, aggregated("count", [7, 1, 1])[3])
+    parts = piece(method, rows, "block3_1")
+    torch.testing.assert_close(piece(method, after, "block3_1"), (parts[0] + parts[2]) / 2, rtol=0, atol=1e-6)
+    assert torch.equal(piece(method, after, "block2_1"), piece(method, rows[1], "block2_1"))
+    assert torch.equal(piece(method, after, "block3_2"), piece(method, before, "block3_2"))
+
+
+# T15: the router's gradient
+
+
+@pytest.mark.parametrize("routing", ["straight", "soft", "open"])
+def test_the_router_is_trained_unless_all_paths_are_open(routing: str) -> None:
+    run = Run(*NARROW, f"method.routing={routing}", "train.rounds=1")
+    before = run.method.layout.views(run.method.server_state()["theta"])
+    after = run.method.layout.views(run.server["theta"])
+    for name in before:
+        assert torch.equal(before[name], after[name]) == (name.startswith("router") and routing == "open")
+
+
+@pytest.mark.parametrize("routing", ["straight", "soft"])
+def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
+    run = Run(*NARROW, f"method.routing={routing}", "train.batch_size=64", "train.rounds=2")
+    run.server = run.method.server_state()
+    client, round = 2, 1
+    trained = uploads(run, [client], round=round)[client]
+
+    network = network_with(run.method, run.server["theta"])
+    (batch,) = Clients(run.place, [client], round).batches()
+    x, y = batch.x[0], batch.y[0]
+    logits = network.get_submodule("router")(x, y).mean(dim=0)
+    uniform = torch.rand(10, generator=torch_stream(0, "routing", round, client))
+    # the last round's temperature
+    soft = ((uniform.log() - (1 - uniform).log() + logits) / 0.1).sigmoid()
+    chosen = soft
+    if routing == "straight":
+        hard = network.opened((soft > 0.5).double(), logits).detach()
+        assert torch.equal(network(x, hard + soft - soft.detach()), network(x, hard))
+        chosen = hard + soft - soft.detach()
+    outputs, _ = paths_by_hand(network, x, list(chosen), constant=routing == "straight")
+    loss = cross_entropy(outputs, y)
+    gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
+    flat = torch.cat([g.reshape(-1) for g in gradients])
+    expected = run.server["theta"] - run.config.train.lr * flat
+    names = active_names(run.method, (chosen > 0).int().tolist())
+    for layer in run.method.layers:
+        ours = piece(run.method, trained, layer.name)
+        if layer.name in [*names, "router"]:
+            torch.testing.assert_close(ours, piece(run.method, expected, layer.name), rtol=0, atol=1e-12)
+        else:
+            assert torch.count_nonzero(ours) == 0
+            assert torch.count_nonzero(piece(run.method, flat, layer.name)) == 0
+    assert piece(run.method, flat, "router").abs().max() > 1e-6
+
+
+# T16: everybody starts from the server
+
+
+def test_a_client_trains_alike_in_any_company() -> None:
+    run = Run(*NARROW, "train.rounds=1")
+    forwards, backwards = uploads(run, range(4)), uploads(run, range(4), backwards=True)
+    for client in range(4):
+        assert torch.equal(forwards[client], backwards[client])
+        assert torch.equal(forwards[client], uploads(run, [client])[client])
+    assert not torch.equal(forwards[0], forwards[1])
+
+
+# Decisions
+
+
+def test_a_decision_is_a_function_of_seed_round_and_client() -> None:
+    run = Run(*NARROW, "train.participation=0.75", kind=Watched)
+    network = run.method.network
+    starts = [run.method.server_state(), *run.method.after]
+    assert len(run.method.asked) == 3
+    for round, (clients, bits) in enumerate(run.method.asked):
+        network = network_with(run.method, starts[round]["theta"])
+        for client, row in zip(clients, bits, strict=True):
+            with torch.no_grad():
+                logits = network.get_submodule("router")(*run.place.shard.samples("train", client)).mean(
+                    dim=0
+                )
+            stream = torch_stream(0, "routing", round, client)
+            uniform = torch.rand(10, generator=stream, dtype=torch.float64)
+            drawn = (uniform.log() - (1 - uniform).log() + logits > 0).float()
+            expected = network.opened(drawn, logits)
+            assert open_paths(row, 10) == expected.int().tolist()
+    assert len({tuple(row.tolist()) for _, bits in run.method.asked for row in bits}) > 3
+
+
+def test_test_labels_are_never_used_for_routing() -> None:
+    run = Run(*NARROW, "train.rounds=1")
+    before = run.evaluated()["decision"]
+    shard, channel = run.place.shard, Channel(World(), run.method.layers, run.num_clients)
+    cohort = run.simulation.cohort(0)
+    down = channel.down(run.method.send(run.server, cohort, for_evaluation=True), cohort)
+    logits = run.method.logits(Clients(run.place, [0], 1), down)
+    first_test = int(shard.offset["test"][0])
+    shard.y[first_test:] = (shard.y[first_test:] + 1) % 10
+    shard.x[first_test:] = 0
+    assert torch.equal(run.evaluated()["decision"], before)
+    assert torch.equal(run.method.logits(Clients(run.place, [0], 1), down), logits)
+    shard.y[:first_test] = (shard.y[:first_test] + 1) % 10
+    assert not torch.equal(run.method.logits(Clients(run.place, [0], 1), down), logits)
+
+
+def test_the_evaluated_decision_is_that_of_the_mean() -> None:
+    run = Run(*NARROW, "train.rounds=1")
+    network = network_with(run.method, run.server["theta"])
+    for client, decision in enumerate(run.evaluated()["decision"]):
+        with torch.no_grad():
+            logits = network.get_submodule("router")(*run.place.shard.samples("train", client)).mean(dim=0)
+        assert torch.equal(decision, network.opened((logits > 0).float(), logits))
+
+
+def test_the_temperature_falls_geometrically() -> None:
+    method = make_method(*FLAT, "train.rounds=150")
+    falling = [method.temperature(round) for round in range(150)]
+    assert (falling[0], falling[-1]) == (1.0, pytest.approx(0.1, rel=1e-12))
+    ratios = [b / a for a, b in itertools.pairwise(falling)]
+    assert ratios == pytest.approx([0.1 ** (1 / 149)] * 149, rel=1e-12)
+
+
+def test_rounds_of_pretraining_do_not_cool() -> None:
+    keys = ("train.rounds=5", "method.pretrain_rounds=2", "method.temperature=4")
+    method = make_method(*FLAT, *keys, "method.final_temperature=1")
+    assert [method.temperature(n) for n in range(5)] == pytest.approx([4, 4, 4, 2, 1], rel=1e-12)
+    last = make_method(*FLAT, "train.rounds=3", "method.pretrain_rounds=2")
+    assert last.temperature(2) == 1.0
+
+
+# Bytes
+
+
+def bytes_by_round(run: Run) -> list[dict[str, int]]:
+    """Return the ledger's bytes of each round by direction and layer."""
+    table = run.simulation.ledger.tables()["bytes"]
+    return [dict(zip(table.columns, row, strict=True)) for row in table.values.tolist()]
+
+
+@pytest.mark.parametrize("architecture", [[2, 2, 2], [1, 3, 2, 2]])
+@pytest.mark.parametrize("routing", ["straight", "soft", "open"])
+def test_bytes_follow_from_the_decisions(architecture: list[int], routing: str) -> None:
+    keys = (
+        f"method.architecture={architecture}".replace(" ", ""),
+        f"method.widths={[6, 5, 4][: len(architecture) - 1]}".replace(" ", ""),
+    )
+    run = Run(*FLAT, *keys, f"method.routing={routing}", "train.participation=0.5", kind=Watched)
+    num_paths = sum(a * b for a, b in itertools.pairwise(architecture)) + architecture[-1]
+    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in run.method.network.named_children()}
+    expected = torch.zeros(4, 2, dtype=torch.int64)
+    used = set()
+    for clients, bits in run.method.asked:
+        assert bits.shape[1] == -(-num_paths // 8)
+        for client, row in zip(clients, bits, strict=True):
+            names = [*active_names(run.method, open_paths(row, num_paths)), "router"]
+            used.add(len(names))
+            expected[client] += 4 * sum(sizes[name] for name in names)
+    assert torch.equal(run.bytes_by_client, expected)
+    assert (used == {len(sizes)}) == (routing != "straight")
+    for row in bytes_by_round(run):
+        # two clients a round
+        assert row["up/(indices)"] == 2 * -(-num_paths // 8)
+        assert row["down/(indices)"] == 0
+
+
+# Pretraining
+
+
+@pytest.fixture(scope="module")
+def pretrained() -> Run:
+    """Return a run whose first two rounds of three train an encoder and a classifier."""
+    keys = ("method.widths=[6,5]", "method.pretrain_rounds=2", "train.rounds=3")
+    torch.set_default_dtype(torch.float64)
+    try:
+        return Run(*WITH_BATCHNORM, *UNEQUAL, *keys, kind=Watched)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_pretraining_is_fedavg_on_the_first_encoder(double: None, pretrained: Run) -> None:
+    method, start = pretrained.method, pretrained.method.network
+    plain = nn.Sequential(start.get_submodule("encoder1"), start.get_submodule("classifier"))
+    names = [("0", "encoder1"), ("1", "classifier")]
+    for rounds in (1, 2):
+        model = fedavg_by_hand(pretrained, copy.deepcopy(plain), rounds)
+        assert_same_weights(pretrained, method.after[rounds - 1], model, names)
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+def test_evaluations_score_the_classifier_while_it_is_trained(tmp_path: Path) -> None:
+    keys = (*NARROW, "method.pretrain_rounds=1", "train.rounds=2", "run.eval_every=1")
+    assert run_here(tmp_path / "run", [*SMALL, *keys]) == FINISHED
+    with h5py.File(tmp_path / "run" / "checkpoint.h5", "r", locking=False) as file:
+        losses = file["history/loss"][()]
+    run = Run(*keys, kind=Watched)
+    networks = [network_with(run.method, state["theta"]) for state in run.method.after]
+    decisions = run.evaluated()["decision"]
+    for client in range(4):
+        x, y = run.place.shard.samples("test", client)
+        with torch.no_grad():
+            of_classifier = cross_entropy(networks[0](x), y).item()
+            of_blocks = cross_entropy(networks[1](x, decisions[client]), y).item()
+        assert losses[:, client] == pytest.approx([of_classifier, of_blocks], rel=1e-5)
+
+
+def test_all_encoders_go_on_from_the_pretrained_one(pretrained: Run) -> None:
+    method, layout = pretrained.method, pretrained.method.layout
+    start = method.server_state()["theta"]
+    for name in ("encoder2", "router", "block2_1", "block3_2"):
+        assert torch.equal(piece(method, method.after[0]["theta"], name), piece(method, start, name))
+    after = method.after[1]
+    views, initial = layout.views(after["theta"]), layout.views(start)
+    statistics = layout.buffer_views(after[BUFFERS])
+    for name, tensor in (views | statistics).items():
+        child, _, rest = name.partition(".")
+        if child == "encoder2":
+            assert torch.equal(tensor, (views | statistics)[f"encoder1.{rest}"])
+        elif rest.startswith("images.body."):
+            source = rest.removeprefix("images.")
+            assert torch.equal(tensor, (views | statistics)[f"encoder1.{source}"])
+        elif child.startswith("block") or child == "router":
+            assert torch.equal(tensor, initial[name])
+    moved = piece(method, after["theta"], "encoder1") - piece(method, start, "encoder1")
+    assert moved.abs().max() > 0.001
+    later = pretrained.server["theta"]
+    assert not torch.equal(piece(method, later, "encoder1"), piece(method, later, "encoder2"))
+
+
+def test_bytes_of_pretraining_are_those_of_encoder_and_classifier(pretrained: Run) -> None:
+    rows = bytes_by_round(pretrained)
+    layers = {layer.name: layer.size for layer in pretrained.method.layers}
+    for row in rows[:2]:
+        for direction in ("down", "up"):
+            for name, size in layers.items():
+                travels = name in ("encoder1", "classifier")
+                # four clients, 8 bytes a number in float64
+                assert row[f"{direction}/{name}"] == (4 * 8 * size if travels else 0)
+            assert row[f"{direction}/(indices)"] == 0
+    for row in rows[2:]:
+        assert row["up/classifier"] == row["down/classifier"] == 0
+        assert row["up/encoder2"] == row["down/encoder2"] == 4 * 8 * layers["encoder2"]
+        assert row["up/(indices)"] == 4 * 2
+
+
+def test_statistics_that_clients_keep_are_handed_on_too() -> None:
+    keys = ("method.widths=[6,5]", "method.pretrain_rounds=1", "train.rounds=2", "train.buffers=local")
+    run = Run(*WITH_BATCHNORM, *keys, "train.participation=0.5")
+    first, second = (run.simulation.cohort(round).clients for round in range(2))
+    client = min(set(first) - set(second))
+    views = run.method.layout.buffer_views(run.clients[BUFFERS][client])
+    for name, tensor in views.items():
+        _, _, rest = name.partition(".")
+        assert torch.equal(tensor, views[f"encoder1.{rest.removeprefix('images.')}"])
+    assert any(name.endswith("running_mean") and tensor.abs().max() > 0 for name, tensor in views.items())
+
+
+# Evaluation, engines and what is written
+
+
+def test_evaluation_and_finetuning_change_no_state() -> None:
+    run = Run(*WITH_BATCHNORM, "method.widths=[6,5]", "train.rounds=1", "train.finetune_epochs=1")
+    before = {name: tensor.clone() for name, tensor in run.server.items()}
+    model = run.evaluated()
+    assert all(torch.equal(run.server[name], tensor) for name, tensor in before.items())
+    moved = model["theta"] - before["theta"]
+    for client in range(4):
+        names = active_names(run.method, model["decision"][client].int().tolist())
+        for layer in run.method.layers:
+            # the decision is fixed, and a dead end has no gradient either
+            if layer.name not in names:
+                assert torch.count_nonzero(piece(run.method, moved[client], layer.name)) == 0
+        assert torch.count_nonzero(piece(run.method, moved[client], "encoder1"))
+
+
+@pytest.mark.parametrize(
+    "model", [(*WITH_BATCHNORM, "method.widths=[6,5]"), (*NARROW, "method.routing=soft")], ids=["cnn", "mlp"]
+)
+def test_engines_agree(double: None, model: tuple[str, ...]) -> None:
+    keys = (
+        *model,
+        *UNEQUAL,
+        "train.rounds=2",
+        "method.pretrain_rounds=1",
+        "train.momentum=0.5",
+        "train.weight_decay=0.01",
+    )
+    loop, batched = (
+        Run(*keys, f"run.engine={engine}", "run.clients_at_once=3") for engine in ("loop", "batched")
+    )
+    for name, tensor in loop.server.items():
+        torch.testing.assert_close(batched.server[name], tensor, rtol=1e-9, atol=1e-12)
+    for name, tensor in loop.evaluated().items():
+        torch.testing.assert_close(batched.evaluated()[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+def test_the_checkpoint_holds_one_network_and_everybodys_decision(tmp_path: Path) -> None:
+    assert run_here(tmp_path / "run", [*SMALL, *NARROW, "train.rounds=1"]) == FINISHED
+    with h5py.File(tmp_path / "run" / "checkpoint.h5", "r", locking=False) as file:
+        models = {name: data[()] for name, data in file["personalised"].items()}
+        theta = file["server/theta"][()]
+    assert {name: array.shape for name, array in models.items()} == {
+        "theta": (1, len(theta)),
+        "decision": (4, 10),
+    }
+    assert np.array_equal(models["theta"][0], theta)
+    assert set(np.unique(models["decision"])) <= {0.0, 1.0}
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["method.architecture=[2]"], "method.architecture=[2] needs a layer of encoders and one of blocks"),
+        (["method.architecture=[]"], "method.architecture=[] needs a layer of encoders and one of blocks"),
+        (["method.architecture=[2,0]"], "method.architecture"),
+        (["method.architecture=[2,a]"], "method.architecture"),
+        (["method.widths=[8]"], "method.widths=[8] does not go with method.architecture=[2, 2, 2]"),
+        (["method.widths=[8,8,8]"], "allowed: 2 widths"),
+        (["method.widths=[]"], "method.widths=[] does not go with"),
+        (["method.widths=[8,0]"], "method.widths"),
+        (["method.final_temperature=2"], "method.final_temperature=2 is above method.temperature=1"),
+        (["method.pretrain_rounds=3"], "method.pretrain_rounds=3 leaves none of train.rounds=3"),
+        (["method.pretrain_rounds=4"], "allowed: 0 to 2"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert main([*SMALL, *FLAT, *words, "--out", str(tmp_path / "run")]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hpcfl: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert expected in err

@@ -1,0 +1,274 @@
+"""FedMN's modular network against equation 13 worked out by hand, and its sizes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import paths_by_hand
+from torch import Tensor
+
+from hpcfl.models import MODELS, build_network
+from hpcfl.models.modular import ModularNetwork, num_paths
+
+SIZES = [[1, 1], [2, 2, 2], [3, 1, 2], [1, 3, 2, 2], [2, 4, 3]]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def modular(
+    sizes: list[int],
+    widths: list[int] | None = None,
+    *,
+    model: str = "mlp",
+    shape: tuple[int, int, int] = (1, 2, 2),
+    classes: int = 3,
+    with_classifier: bool = False,
+    **options: Any,
+) -> ModularNetwork:
+    chosen = MODELS[model].options.model_validate(options)
+    networks = [
+        build_network(model, shape, classes, chosen, 0, -1 - number) for number in range(sizes[0] + 1)
+    ]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        widths = widths or [5, 4, 6, 3][: len(sizes) - 1]
+        return ModularNetwork(sizes, widths, classes, networks, with_classifier)
+
+
+def stream(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_decisions(sizes: list[int], share: float, count: int = 30) -> Iterator[Tensor]:
+    """Yield hard decisions [E] with a share of open paths."""
+    random = stream(1)
+    for _ in range(count):
+        yield (torch.rand(num_paths(sizes), generator=random) < share).double()
+
+
+def in_and_out(sizes: list[int], decision: Tensor) -> tuple[list[list[bool]], bool]:
+    """Return which blocks can be reached layer by layer, and whether the output can."""
+    entries = iter(decision.tolist())
+    reached = [[True] * sizes[0]]
+    for before, size in itertools.pairwise(sizes):
+        matrix = [[next(entries) for _ in range(size)] for _ in range(before)]
+        reached.append([any(reached[-1][k] and matrix[k][j] for k in range(before)) for j in range(size)])
+    return reached, any(
+        is_reached and is_open for is_reached, is_open in zip(reached[-1], entries, strict=True)
+    )
+
+
+def numbers_of(network: ModularNetwork) -> dict[str, int]:
+    """Count the trainable numbers of the children, and of the router's parts."""
+    parts = dict(network.named_children())
+    parts |= {f"router.{name}": part for name, part in parts["router"].named_children()}
+    return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+
+
+# Equation 13
+
+
+def one_number_wide() -> ModularNetwork:
+    """Return a network [2, 2, 2] of one input, all layers of width 1 and two classes."""
+    network = modular([2, 2, 2], [1, 1], shape=(1, 1, 1), classes=2, hidden=[])
+    weights: dict[str, tuple[list[float], list[float]]] = {
+        "encoder1.project": ([2], [0]),
+        "encoder2.project": ([0], [6]),
+        "block2_1": ([1], [1]),
+        "block2_2": ([-1], [10]),
+        "block3_1": ([1, 2], [0, 1]),
+        "block3_2": ([3, -1], [0, 0]),
+    }
+    with torch.no_grad():
+        for name, (weight, bias) in weights.items():
+            layer = network.get_submodule(name)
+            layer.weight.copy_(torch.tensor(weight).view(-1, 1))
+            layer.bias.copy_(torch.tensor(bias))
+    return network
+
+
+@pytest.mark.parametrize(
+    ("decision", "expected"),
+    [
+        # encoders 2 and 6; inputs (2 + 6) / 2 and 6, outputs 5 and 4; input 4.5 and none
+        ([1, 0, 1, 1, 1, 0, 1, 0, 1, 1], [4.5, 10]),
+        # input 6 for the second block alone, output 4; paths from the first count for nothing
+        ([0, 0, 0, 1, 1, 1, 0, 1, 1, 1], [12, -4]),
+        # inputs 4 and 4, outputs 5 and 6; inputs 5.5 and 6: (5.5, 12) and (18, -6)
+        ([1, 1, 1, 1, 1, 0, 1, 1, 1, 1], [11.75, 3]),
+        # the same, one output
+        ([1, 1, 1, 1, 1, 0, 1, 1, 0, 1], [18, -6]),
+        # nothing reaches the second layer, the third or the output
+        ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1], [0, 0]),
+        ([1, 1, 1, 1, 0, 0, 0, 0, 1, 1], [0, 0]),
+        ([1, 1, 1, 1, 1, 1, 1, 1, 0, 0], [0, 0]),
+    ],
+)
+def test_worked_out_by_hand(decision: list[float], expected: list[float]) -> None:
+    network, x = one_number_wide(), torch.ones(1, 1, 1, 1)
+    chosen = torch.tensor(decision, dtype=torch.float64)
+    assert network(x, chosen).tolist() == [expected]
+    assert network(x, chosen, False).tolist() == [expected]
+    assert paths_by_hand(network, x, decision)[0].tolist() == [expected]
+
+
+def test_soft_weights_are_divided_by_their_sum() -> None:
+    # inputs (0.2 * 2 + 0.6 * 6) / 0.8 = 5 and 6, outputs 6 and 4; input (0.9 * 6 + 0.1 * 4) / 1 = 5.8
+    decision = torch.tensor([0.2, 0, 0.6, 0.5, 0.9, 0, 0.1, 0, 0.3, 0.7])
+    outputs = one_number_wide()(torch.ones(1, 1, 1, 1), decision, False)
+    torch.testing.assert_close(outputs, torch.tensor([[5.8, 12.6]]), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
+def test_any_decision(sizes: list[int], share: float) -> None:
+    network, x = modular(sizes), torch.randn(4, 1, 2, 2, generator=stream(2))
+    for decision in random_decisions(sizes, share):
+        expected, names = paths_by_hand(network, x, decision.tolist())
+        torch.testing.assert_close(network(x, decision), expected, rtol=0, atol=1e-13)
+        active = network.active(decision)
+        reached, _ = in_and_out(sizes, decision)
+        assert [row.tolist() for row in active] == reached
+        flags = torch.cat(active).tolist()
+        children = [name for name, _ in network.named_children()]
+        assert [n for n, f in zip(children, flags, strict=False) if f and n.startswith("block")] == names
+
+
+def test_soft_gradients_and_those_with_constant_sums() -> None:
+    sizes = [2, 3, 2]
+    network, x = modular(sizes), torch.randn(4, 1, 2, 2, generator=stream(2))
+    soft = torch.rand(num_paths(sizes), generator=stream(3))
+    # some paths of a block are closed, and all of another
+    hard = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1, 1], dtype=torch.float64)
+    for start, is_hard in [(soft, False), (hard, True)]:
+        ours, theirs = (start.clone().requires_grad_() for _ in range(2))
+        network(x, ours, is_hard).square().sum().backward()
+        paths_by_hand(network, x, list(theirs), constant=is_hard)[0].square().sum().backward()
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+        assert ours.grad is not None
+        assert (ours.grad != 0).sum() >= 8
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_inactive_blocks_have_a_gradient_of_exactly_zero(sizes: list[int]) -> None:
+    network, x = modular(sizes), torch.randn(4, 1, 2, 2, generator=stream(2))
+    for decision in random_decisions(sizes, 0.5, count=10):
+        network.zero_grad()
+        opened = network.opened(decision, decision).requires_grad_()
+        network(x, opened).square().sum().backward()
+        names = paths_by_hand(network, x, opened.tolist())[1]
+        for name, block in network.named_children():
+            if name.startswith("block") and name not in names:
+                assert all(torch.count_nonzero(p.grad) == 0 for p in block.parameters())
+        last = [network.get_submodule(f"block{len(sizes)}_{n + 1}") for n in range(sizes[-1])]
+        assert any(torch.count_nonzero(p.grad) for block in last for p in block.parameters())
+
+
+# Decisions
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"), [([1, 1], 2), ([2, 2, 2], 10), ([3, 3, 3], 21), ([1, 2, 3, 4], 24), ([2, 4, 3], 23)]
+)
+def test_number_of_paths(sizes: list[int], count: int) -> None:
+    assert num_paths(sizes) == count
+
+
+def test_a_decision_is_matrices_row_by_row_then_the_outputs() -> None:
+    first, second, last = modular([2, 3, 1]).split(torch.arange(10))
+    assert first.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert second.tolist() == [[6], [7], [8]]
+    assert last.tolist() == [9]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
+def test_opened_decisions_reach_the_output(sizes: list[int], share: float) -> None:
+    network = modular(sizes)
+    for decision in random_decisions(sizes, share):
+        before, logits = decision.clone(), torch.randn(len(decision), generator=stream(4))
+        opened = network.opened(decision, logits)
+        assert torch.equal(decision, before)
+        assert in_and_out(sizes, opened)[1]
+        # at most one path a layer is opened, none is closed
+        added = [int(part.sum()) for part in network.split(opened - decision)]
+        assert all(number in (0, 1) for number in added)
+        assert (opened >= decision).all()
+        assert not any(added) or not in_and_out(sizes, decision)[1]
+        if in_and_out(sizes, decision)[1]:
+            assert torch.equal(opened, decision)
+
+
+def test_the_likeliest_path_from_an_active_block_is_opened() -> None:
+    decision = torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1, 0], dtype=torch.float64)
+    logits = torch.tensor([9, 9, 9, 9, 9, 9, -3, -2, 9, -9], dtype=torch.float64)
+    # encoder1 feeds block2_2; of its paths the one to block3_2, and of that one's the output
+    expected = torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 1, 1], dtype=torch.float64)
+    assert torch.equal(modular([2, 2, 2]).opened(decision, logits), expected)
+
+
+# Parts
+
+
+def test_the_router_normalises_both_embeddings_together() -> None:
+    network, x = modular([2, 2, 2]), torch.randn(4, 1, 2, 2, generator=stream(2))
+    router, y = network.get_submodule("router"), torch.tensor([2, 0, 1, 2])
+    images = router.images.project(router.images.body(x)).clamp(min=0)
+    labels = torch.stack([router.labels.weight[:, label] + router.labels.bias for label in y.tolist()])
+    both = torch.cat([images, labels], dim=1)
+    lengths = torch.stack([row.square().sum().sqrt() for row in both])
+    expected = both / lengths.unsqueeze(1) @ router.paths.weight.T + router.paths.bias
+    torch.testing.assert_close(router(x, y), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_a_decision_the_classifier_answers() -> None:
+    network, x = modular([2, 2], with_classifier=True), torch.randn(4, 1, 2, 2, generator=stream(2))
+    classifier = network.get_submodule("classifier")
+    assert torch.equal(network(x), classifier(network.get_submodule("encoder1")(x)))
+    assert "classifier" not in dict(modular([2, 2]).named_children())
+
+
+def test_an_encoder_on_an_mlp_of_no_hidden_layers_is_one_fully_connected_layer() -> None:
+    network = modular([1, 2], [256], shape=(1, 28, 28), hidden=[])
+    shapes = {name: tuple(p.shape) for name, p in network.get_submodule("encoder1").named_parameters()}
+    assert shapes == {"project.weight": (256, 784), "project.bias": (256,)}
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "classes", "sizes", "encoder", "last", "image_encoder", "label_map"),
+    [
+        ("mobilenetv2", (3, 32, 32), 10, [2, 2, 2], 2_879_744, 2570, 2_387_840, 704),
+        ("mobilenetv2", (3, 32, 32), 100, [1, 1, 1], 2_879_744, 25_700, 2_387_840, 6464),
+        ("femnist_cnn", (1, 28, 28), 62, [1, 1, 1], 3_200_384, 15_934, 2_413_568, 4032),
+    ],
+)
+def test_parameter_counts(
+    model: str,
+    shape: tuple[int, int, int],
+    classes: int,
+    sizes: list[int],
+    encoder: int,
+    last: int,
+    image_encoder: int,
+    label_map: int,
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    found = numbers_of(modular(sizes, [512, 256], model=model, shape=shape, classes=classes))
+    paths = 192 * num_paths(sizes) + num_paths(sizes)
+    router = {"router.images": image_encoder, "router.labels": label_map, "router.paths": paths}
+    expected = {f"encoder{n + 1}": encoder for n in range(sizes[0])}
+    expected |= {f"block2_{n + 1}": 131_328 for n in range(sizes[1])}
+    expected |= {f"block3_{n + 1}": last for n in range(sizes[2])}
+    assert found == expected | {"router": sum(router.values())} | router
+    if sizes == [2, 2, 2]:
+        assert sum(expected.values()) == 6_027_284
+        assert sum(expected.values()) + found["router"] == 8_417_758
