@@ -141,9 +141,10 @@ class FedMN(Method):
         samples = cohort.num_samples.double().view(-1, 1)
         weights = keep.double().expand(len(cohort), -1)
         total = None
-        if self.params.aggregation != "count":
+        aggregation = self.params.aggregation if self.negotiates(cohort.round) else "normalised"
+        if aggregation != "count":
             weights = weights * samples
-        if self.params.aggregation == "sum" and self.negotiates(cohort.round):
+        if aggregation == "sum":
             total = samples.sum().expand(len(self.layers))
         mean = LayerMean(weights, self.layers, server["theta"], total)
         for positions, block in up:
