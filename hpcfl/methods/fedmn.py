@@ -11,6 +11,8 @@ blocks down; after training all of these go up. A client starts from the server'
 another client's.
 
 Choices the paper leaves open:
+  start        projections and blocks are drawn for ReLU (He et al., 2015): PyTorch's default is smaller, and
+               the means over blocks shrink signals once more, so that training stood still for many rounds
   gradient     V_i is drawn once a round; its derivative is that of v_i (straight-through), with z_i's taken
                on the mini-batch, which estimates the mean; the number of open paths is a constant
   dead ends    a path from a block without input is closed; where nothing would reach the next layer, the
@@ -70,7 +72,7 @@ class FedMN(Method):
     Params = FedMNParams
     shared_parts = ("theta",)
     # its means over encoders and blocks pass on only a part of each step
-    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.2}
+    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
     schedule_uses_rounds = True
     names_layers = False
     params: FedMNParams

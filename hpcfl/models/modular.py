@@ -26,7 +26,7 @@ class Encoder(nn.Module):
     def __init__(self, network: Network, width: int) -> None:
         super().__init__()
         self.body = network.body
-        self.project = nn.Linear(network.num_features, width)
+        self.project = _linear_for_relu(network.num_features, width)
 
     def forward(self, x: Tensor) -> Tensor:
         embedding: Tensor = self.project(self.body(x)).relu()
@@ -74,7 +74,8 @@ class ModularNetwork(nn.Module):
         outputs = [*widths[1:], num_classes]
         for layer, (inputs, width) in enumerate(zip(widths, outputs, strict=True), start=2):
             for number in range(1, sizes[layer - 1] + 1):
-                self.add_module(f"block{layer}_{number}", nn.Linear(inputs, width))
+                make = nn.Linear if layer == len(sizes) else _linear_for_relu
+                self.add_module(f"block{layer}_{number}", make(inputs, width))
         self.add_module(ROUTER, Router(networks[-1], num_classes, num_paths(sizes)))
         if with_classifier:
             self.add_module(CLASSIFIER, nn.Linear(widths[0], num_classes))
@@ -134,6 +135,13 @@ class ModularNetwork(nn.Module):
 def num_paths(sizes: Sequence[int]) -> int:
     """Return E = sum_l n_l n_{l+1} + n_L."""
     return sum(a * b for a, b in itertools.pairwise(sizes)) + sizes[-1]
+
+
+def _linear_for_relu(inputs: int, outputs: int) -> nn.Linear:
+    """Return a layer drawn so that ReLU keeps the signal's size: means over blocks shrink it already."""
+    linear = nn.Linear(inputs, outputs)
+    nn.init.kaiming_uniform_(linear.weight, nonlinearity="relu")
+    return linear
 
 
 def _combine(outputs: Tensor, weights: Tensor, hard: bool) -> tuple[Tensor, Tensor]:
