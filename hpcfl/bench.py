@@ -74,7 +74,7 @@ def _report_step(repeats: int) -> None:
     shard = _random_shard()
     train = TrainConfig(batch_size=32, lr=0.01, local_epochs=1)
     workplace = _workplace(context, shard, train, {})
-    theta, buffers = context.initial_parameters([0]), context.initial_buffers([0])
+    theta, buffers = context.initial_parameters([0]), context.layout.flatten(context.network)[1].unsqueeze(0)
     network = copy.deepcopy(context.network).train()
     optimiser = torch.optim.SGD(network.parameters(), lr=train.lr)
     x, y = shard.samples("train", 0)
@@ -103,7 +103,7 @@ def _report_step(repeats: int) -> None:
 
 
 def _report_branches(repeats: int) -> None:
-    """Compare a local round of pFedMB (an epoch on alpha, one on the branches) with 5 branches and with 1."""
+    """Compare a local round of pFedMB with 5 branches (an epoch on alpha, one on them) and two with 1."""
     context = _context(1, "lenet_small", batchnorm=False)
     shard = _random_shard()
     train = TrainConfig(batch_size=64, lr=0.01, local_epochs=1)
@@ -114,7 +114,8 @@ def _report_branches(repeats: int) -> None:
         down = method.send(method.initial_server(), Cohort(0, (0,), context.num_samples))
 
         def work() -> None:
-            method.work(Clients(workplace, [0], 0), down)
+            for _ in range(1 if branches > 1 else 2):
+                method.work(Clients(workplace, [0], 0), down)
 
         return work
 

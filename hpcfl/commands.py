@@ -83,7 +83,9 @@ def _describe(config: Config, method: Method, num_train: np.ndarray) -> list[str
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
     train = config.train
     cohort = train.cohort_size(len(num_train))
-    steps = [len(minibatches(count, train.batch_size)) * train.local_epochs for count in num_train.tolist()]
+    steps = [
+        len(minibatches(count, train.batch_size)) * method.epochs_a_round for count in num_train.tolist()
+    ]
     work = np.mean(steps) * cohort * train.rounds
     lines = [
         f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})",

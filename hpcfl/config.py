@@ -210,6 +210,11 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         made["train"],
         made["run"],
     )
+    if config.partition == "given" and config.data.subset_per_class is not None:
+        raise UserError(
+            f"data.subset_per_class={config.data.subset_per_class} does not go with partition given, "
+            "whose clients keep all their samples; drop it, or choose another partition"
+        )
     if config.run.eval_split == "val" and not config.data.val_fraction:
         raise UserError("run.eval_split=val needs validation samples: set data.val_fraction, such as 0.2")
     if config.data.path is not None and SOURCES[source].path_names is None:

@@ -81,6 +81,7 @@ def build(config: Config, world: World) -> Experiment:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     _refuse_small_blocks(config, method)
+    _refuse_single_samples(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
     clients = world.shard(len(parts))
     shard = Shard.build(arrays, parts, clients, mean, std, device)
@@ -101,6 +102,22 @@ def build(config: Config, world: World) -> Experiment:
         np.array([len(getattr(part, split)) for part in parts]),
         "batched" if batched else "loop",
     )
+
+
+def _refuse_single_samples(config: Config, method: Method) -> None:
+    """Refuse clients of one training sample where BatchNorm cannot make statistics of one."""
+    num_samples = method.context.num_samples
+    client = int(num_samples.argmin())
+    if num_samples[client] > 1:
+        return
+    network = copy.deepcopy(method.context.network).train()
+    try:
+        network(torch.zeros(1, *method.context.image_shape))
+    except ValueError as error:
+        raise UserError(
+            f"model.name={config.model} cannot train on one sample, and client {client} has no more: give "
+            "clients more samples, or use a model without BatchNorm"
+        ) from error
 
 
 def _refuse_small_blocks(config: Config, method: Method) -> None:

@@ -43,7 +43,8 @@ class Message:
 
     `shared` tensors [...] are the same for every client, `rows` [C, ...] have one row a client. `keep[name]`
     says which layers of a tensor [..., P] travel: bool [L] if known to everyone, bool [C, L] if chosen client
-    by client; without it all do. What did not travel arrives as zero.
+    by client; without it all do. What did not travel arrives as zero, except in a shared tensor whose layers
+    are chosen client by client: it arrives whole.
     """
 
     shared: dict[str, Tensor] = field(default_factory=dict)
@@ -196,6 +197,12 @@ class Channel:
         received = Message(num_clients=own.stop - own.start)
         for entry in _Entry.decode(world.broadcast_bytes(header)):
             keep = self._static_keep(entry, 1 if entry.shared else len(cohort))
+            if entry.is_chosen:
+                chosen = torch.empty(len(cohort), len(self._layers), dtype=torch.uint8)
+                if message is not None:
+                    chosen.copy_(message.keep[entry.name])
+                world.broadcast(chosen)
+                received.keep[entry.name] = chosen[own].bool()
             if entry.shared:
                 size = int(self._row_sizes(entry, keep, 1)[0])
                 flat = torch.empty(size, dtype=entry.dtype)
@@ -205,16 +212,10 @@ class Channel:
                 received.shared[entry.name] = self._unpack(flat, entry, keep, 1)[0]
             else:
                 if entry.is_chosen:
-                    chosen = torch.empty(len(cohort), len(self._layers), dtype=torch.uint8)
-                    if message is not None:
-                        chosen.copy_(message.keep[entry.name])
-                    world.broadcast(chosen)
                     keep = chosen.bool()
                 rows = message.rows[entry.name] if message is not None else None
                 received.rows[entry.name] = self._scatter(entry, rows, keep, cohort, own)
-            if entry.is_chosen and keep is not None:
-                received.keep[entry.name] = keep[own]
-            elif entry.keep is not None:
+            if entry.keep is not None:
                 received.keep[entry.name] = torch.tensor(entry.keep)
         return received
 

@@ -160,7 +160,8 @@ class Simulation:
         nothing = torch.zeros(0, dtype=torch.float64)
         uploads, losses, steps = [], [nothing], [nothing]
         for part, clients in groups:
-            uploads.append(self.method.work(clients, down.select(part)))
+            # brought to the CPU group by group, so that a GPU never holds a whole cohort's
+            uploads.append(_stack([self.method.work(clients, down.select(part))]))
             clients.commit()
             steps.append(clients.steps.double().cpu())
             losses.append((clients.loss_sum / clients.steps.clamp(min=1)).cpu())

@@ -419,7 +419,7 @@ def test_running_statistics_are_those_of_the_local_and_the_heads_passes(schedule
     layout, purpose = run.method.layout, "batches" if schedule == "interleaved" else "batches1"
     for client in range(4):
         alone = Clients(run.place, [client], 0)
-        alone.buffers = run.method.context.initial_buffers([client])
+        alone.buffers = run.method.initial_buffers([client])
         own = alone.sgd(
             run.method.context.initial_parameters([client]), trained=layout.body, purpose=purpose
         ).theta

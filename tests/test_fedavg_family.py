@@ -62,7 +62,7 @@ def test_a_round_of_fedavg_is_the_mean_of_what_clients_trained(batchnorm: str) -
     clients = range(4)
     start, statistics = (
         run.method.context.initial_parameters(clients),
-        run.method.context.initial_buffers(clients),
+        run.method.initial_buffers(clients),
     )
     models, statistics = trained_from(run, start, statistics)
     weights = (samples / samples.sum()).unsqueeze(1)
@@ -134,7 +134,7 @@ def test_local_clients_train_alone_when_sampled_and_send_nothing(participation: 
     clients = range(4)
     theta, buffers = (
         run.method.context.initial_parameters(clients),
-        run.method.context.initial_buffers(clients),
+        run.method.initial_buffers(clients),
     )
     for number in range(3):
         sampled = list(run.simulation.cohort(number).clients)
@@ -203,7 +203,7 @@ def test_two_rounds_of_fedbn_by_hand() -> None:
     weights = (samples / samples.sum()).unsqueeze(1)
     theta, buffers = (
         run.method.context.initial_parameters(clients),
-        run.method.context.initial_buffers(clients),
+        run.method.initial_buffers(clients),
     )
     for number in range(2):
         theta, buffers = trained_from(run, theta, buffers, number)

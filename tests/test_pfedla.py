@@ -430,7 +430,7 @@ def test_local_statistics_never_leave_the_client() -> None:
     sent = run.method.send(run.server, cohort_of(run.method, range(4)))
     assert set(sent.rows) == {"theta"}
     assert sent.shared == {}
-    assert (run.clients["buffers"] != run.method.context.initial_buffers()).any(dim=1).all()
+    assert (run.clients["buffers"] != run.method.initial_buffers()).any(dim=1).all()
     assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
 
 
@@ -438,7 +438,7 @@ def test_mixed_statistics_are_kept_by_the_server_and_carry_the_weights_of_their_
     run = Run(*DIVERSE, "model.batchnorm=true", "train.buffers=mixed", "train.participation=0.5")
     assert "buffers" not in run.clients
     seen = {client for number in range(3) for client in run.simulation.cohort(number).clients}
-    initial = run.method.context.initial_buffers()
+    initial = run.method.initial_buffers()
     for client, row in enumerate(run.server["buffers"]):
         assert torch.equal(row, initial) != (client in seen)
     alpha = run.method.alpha(run.server, range(4))

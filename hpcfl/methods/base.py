@@ -46,6 +46,7 @@ class Context:
         """Training samples of each client, int64 [N]."""
         self.num_clients = len(num_samples)
         self.num_classes = num_classes
+        self.image_shape = image_shape
         self.train = train
         self.seed = seed
         self.model_name = model
@@ -54,8 +55,10 @@ class Context:
         )
         """The model with weights of a draw: a client's own, or -1 for those common to all."""
         self.network = self.build_network(-1)
+        self.weights_are_given = getattr(model_options, "weights", None) is not None
+        """Whether a file holds the initial weights, so that all draws are alike."""
         self.layout = ParameterLayout(self.network)
-        self._theta, self._buffers = self.layout.flatten(self.network)
+        self._theta, _ = self.layout.flatten(self.network)
 
     def initial_parameters(self, clients: Sequence[int] | None = None, own: bool = False) -> Tensor:
         """Return the initial weights: [P], or [C, P] for some clients, common to all unless `own`."""
@@ -65,10 +68,6 @@ class Context:
             rows = [self.layout.flatten(self.build_network(client))[0] for client in clients]
             return torch.stack(rows) if rows else self._theta.new_empty(0, self.layout.size)
         return self._theta.expand(len(clients), -1).clone()
-
-    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
-        """Return the initial running statistics: [U], or [C, U] for some clients."""
-        return self._buffers.clone() if clients is None else self._buffers.expand(len(clients), -1).clone()
 
 
 class Method:
@@ -179,13 +178,13 @@ class Method:
 
     def initial_server(self) -> State:
         """Return the whole server state, running statistics included."""
-        statistics = {BUFFERS: self._initial_buffers()} if self._averages_buffers else {}
+        statistics = {BUFFERS: self.initial_buffers()} if self._averages_buffers else {}
         return self.server_state() | statistics
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
         own = self.buffers == "local" and self.layout.buffer_size
-        statistics = {BUFFERS: self._initial_buffers().expand(len(clients), -1).clone()} if own else {}
+        statistics = {BUFFERS: self.initial_buffers(clients)} if own else {}
         return self.client_state(clients) | statistics
 
     def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
@@ -251,8 +250,15 @@ class Method:
         """Most numbers of one client in a tensor that travels."""
         return self.layout.size
 
-    def _initial_buffers(self) -> Tensor:
-        return self.layout.flatten(self.network)[1]
+    @property
+    def epochs_a_round(self) -> int:
+        """Passes of a client over its training data in a round."""
+        return self.context.train.local_epochs
+
+    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
+        """Return the initial running statistics: [U], or [C, U] for some clients."""
+        buffers = self.layout.flatten(self.network)[1]
+        return buffers if clients is None else buffers.expand(len(clients), -1).clone()
 
     @property
     def _averages_buffers(self) -> bool:

@@ -142,6 +142,14 @@ class FedAFK(Method):
     def client_history(self, clients: Clients) -> State:
         return {"coefficient": clients["coefficient"]}
 
+    def memory(self) -> dict[str, int]:
+        return {"extractor": 4 * self.layout.body.stop}
+
+    @property
+    def epochs_a_round(self) -> int:
+        updates = 2 + self.params.mixing if self.params.schedule == "sequential" else 1
+        return super().epochs_a_round * updates + self.params.head_epochs
+
     def mix(self, coefficient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
         """Return phi_p with the local head [C, P] from a [C], local and shared models [C, P] (eq. 3)."""
         body = self.layout.body

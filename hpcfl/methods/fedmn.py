@@ -28,11 +28,11 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, Strict
 from torch import Tensor
 
 from hpcfl.clients import Clients
@@ -40,17 +40,20 @@ from hpcfl.errors import UserError
 from hpcfl.messages import BUFFERS, Cohort, LayerMean, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, num_paths
-from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.parameters import ParameterLayout, Tensors, columns
 from hpcfl.randomness import stream_seed, torch_stream
-from hpcfl.training import Batch, Forward, cross_entropy_loss
+from hpcfl.training import Batch, Forward
+
+Blocks = Annotated[int, Strict(), Field(ge=1, le=64)]
+Width = Annotated[int, Strict(), Field(ge=1, le=2**16)]
 
 
 class FedMNParams(Params):
     """Hyper-parameters of FedMN."""
 
-    architecture: list[PositiveInt] = Field([2, 2, 2])
+    architecture: list[Blocks] = Field([2, 2, 2])
     """Encoders, then blocks of each layer (paper: [2, 2, 2] for CIFAR, [3, 3, 3] for EMNIST)."""
-    widths: list[PositiveInt] | None = None
+    widths: list[Width] | None = None
     """Outputs of an encoder, then of a block in each layer but the last; default: 512, then 256 each (as in
     the authors' code), or the body's features and half as many where they are fewer."""
     routing: Literal["straight", "soft", "open"] = "straight"
@@ -119,18 +122,17 @@ class FedMN(Method):
 
     def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
         active = self.active_layers(_unpacked(requests["paths"], num_paths(self.params.architecture)))
-        theta = server["theta"].expand(len(cohort), -1)
-        return Message(rows={"parts": theta}, keep={"parts": active})
+        return Message(shared={"parts": server["theta"]}, keep={"parts": active})
 
     def train(self, clients: Clients, down: Message) -> Message:
         if not self.negotiates(clients.round):
-            theta = clients.sgd(down["theta"], gradient=self._gradient(clients, {})).theta
+            theta = clients.sgd(down["theta"]).theta
             if self.buffers == "local":
                 for statistics in clients.buffers:
                     self._hand_on(self.layout.buffer_views(statistics))
             return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
-        # what did not travel is zero
-        start = down["theta"] + down["parts"]
+        # the router came with the download, zero elsewhere; blocks that this client did not ask for are none
+        start = down["theta"] + down["parts"] * columns(self.layers, down.keep["parts"])
         theta = clients.sgd(start, gradient=self._gradient(clients, clients.notes)).theta
         keep = self.active_layers(clients.notes["decision"].cpu()) | self._is_router
         return Message(rows={"theta": theta}, keep={"theta": keep})
@@ -147,7 +149,8 @@ class FedMN(Method):
         if aggregation != "count":
             weights = weights * samples
         if aggregation == "sum":
-            total = samples.sum().expand(len(self.layers))
+            # the classifier of the pretraining, which nobody trains any more, keeps its numbers
+            total = samples.sum() * torch.tensor([layer.name != CLASSIFIER for layer in self.layers])
         mean = LayerMean(weights, self.layers, server["theta"], total)
         for positions, block in up:
             mean.add(positions, block.rows["theta"])
@@ -165,12 +168,14 @@ class FedMN(Method):
         return Message(shared={"theta": server["theta"]})
 
     def personalised(self, clients: Clients, down: Message) -> State:
+        if not self._is_modular(clients):
+            return {"theta": down["theta"]}
         logits = self.logits(clients, down)
         decision = self._decision((logits / self.temperature(clients.round - 1)).sigmoid(), logits)
         return {"theta": down["theta"], "decision": decision.to(clients.device)}
 
     def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
-        decision = model["decision"][position] if self._is_modular(clients) else None
+        decision = model["decision"][position] if "decision" in model else None
 
         def probabilities(network: ModularNetwork, x: Tensor) -> Tensor:
             return network(x, decision, self._is_hard).softmax(dim=1)
@@ -179,10 +184,12 @@ class FedMN(Method):
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
         model = self.personalised(clients, down)
-        fixed = {"decision": model["decision"]} if self._is_modular(clients) else {}
-        gradient = self._gradient(clients, fixed)
+        gradient = self._gradient(clients, {"decision": model["decision"]}) if "decision" in model else None
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
         return model | {"theta": theta}
+
+    def memory(self) -> dict[str, int]:
+        return {"modular network": 4 * self.layout.size}
 
     def temperature(self, round: int) -> float:
         """Return tau of a round, counted from 0; rounds of pretraining are left out."""
@@ -235,7 +242,7 @@ class FedMN(Method):
         return torch.stack(rows)
 
     def _gradient(self, clients: Clients, fixed: Tensors) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
-        """Return the gradient of training with decisions and slopes [C, E]; without, the classifier's."""
+        """Return the gradient of training with fixed decisions [C, E], and slopes where the router learns."""
 
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             tensors = {"theta": theta} | {name: tensor[batch.rows] for name, tensor in fixed.items()}
@@ -246,8 +253,6 @@ class FedMN(Method):
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         theta = tensors["theta"]
-        if "decision" not in tensors:
-            return cross_entropy_loss(forward, tensors, batch)
         decision = tensors["decision"].detach()
         if "slope" in tensors and self.params.routing != "open":
             logits = forward.call("router", theta, batch.x, batch.y).mean(dim=0)

@@ -100,7 +100,7 @@ class PFedLA(Method):
         moments = initial_moments(hypernetworks, self.params.optimiser)
         state = {"theta": self.context.initial_parameters(clients, own)}
         if self._mixes_buffers:
-            state[BUFFERS] = self.context.initial_buffers(clients)
+            state[BUFFERS] = self.initial_buffers(clients)
         state |= {HYPERNETWORKS + name: tensor for name, tensor in hypernetworks.items()}
         return state | {OPTIMISER + name: tensor for name, tensor in moments.items()}
 

@@ -32,6 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.clients import Clients
+from hpcfl.errors import UserError
 from hpcfl.messages import Cohort, LayerMean, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.training import Batch, cross_entropy_loss
@@ -62,7 +63,7 @@ class PFedMB(Method):
     Params = PFedMBParams
     extra_labels = ("alpha",)
     # B branches of weight 1/B move their mixture by 1/B of a step
-    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.25}
+    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
     params: PFedMBParams
 
     def __init__(self, context: Context, params: PFedMBParams) -> None:
@@ -70,6 +71,11 @@ class PFedMB(Method):
         batchnorm = self.layout.batchnorm_modules
         self.branched = torch.tensor([layer.name not in batchnorm for layer in self.layers])
         self.kept = "logits" if params.constraint == "softmax" else "alpha"
+        if params.branches > 1 and context.weights_are_given:
+            raise UserError(
+                f"method.branches={params.branches} needs branches that start differently, and model.weights "
+                "starts all alike; drop model.weights, or use method.branches=1"
+            )
 
     def server_state(self) -> State:
         draws = [self.context.initial_parameters([-1 - b], own=True) for b in range(self.params.branches)]
@@ -77,7 +83,7 @@ class PFedMB(Method):
 
     def client_state(self, clients: Sequence[int]) -> State:
         start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches
-        rows = 1 if self.params.shared_alpha else len(self.layers)
+        rows = 1 if self.params.shared_alpha else int(self.branched.sum())
         return {self.kept: torch.full((len(clients), rows, self.params.branches), start)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
@@ -93,38 +99,54 @@ class PFedMB(Method):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         rows = up.collect()
         samples = cohort.num_samples.double().view(-1, 1, 1)
-        weights = samples.expand(-1, self.params.branches, len(self.layers))
-        if self.params.aggregation == "alpha":
-            weights = weights * self._of_all_layers(rows["alpha"]).mT
-        mean = LayerMean(weights, self.layers, server["branches"])
-        mean.add(slice(None), self._together(Message(rows=rows)))
+        alpha = rows.pop("alpha")
+        if self.params.aggregation == "plain":
+            alpha = torch.ones_like(alpha)
+        mean = LayerMean(samples * self._of_all_layers(alpha).mT, self.layers, server["branches"])
+        for position in range(len(cohort)):
+            one = slice(position, position + 1)
+            mean.add(one, self._together(Message(rows={name: part[one] for name, part in rows.items()})))
         server["branches"] = mean.value
 
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))}
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
-        branches, kept = self._routine(clients, self._together(down), epochs, "finetune")
+        trains_alpha = self.params.finetune == "routine"
+        branches, kept = self._routine(clients, self._together(down), epochs, "finetune", trains_alpha)
         return {"theta": self.mix(self.alpha(kept), branches)}
 
     def client_history(self, clients: Clients) -> State:
         return {"alpha": self.alpha(clients[self.kept])}
 
+    def memory(self) -> dict[str, int]:
+        return {"branches": 4 * self.row_size}
+
     @property
     def row_size(self) -> int:
         return self.params.branches * self.layout.size
 
+    @property
+    def epochs_a_round(self) -> int:
+        return super().epochs_a_round * (2 if self._alpha_moves else 1)
+
+    @property
+    def _alpha_moves(self) -> bool:
+        return self.params.branches > 1 and self.params.alpha_lr > 0
+
     def alpha(self, kept: Tensor) -> Tensor:
-        """Return alpha [C, L, B] from what clients keep, [C, L or 1, B]."""
+        """Return alpha [C, L, B] from what clients keep: rows for branched layers, or one for all of them."""
         return self._of_all_layers(self._on_simplex(kept))
 
     def _on_simplex(self, kept: Tensor) -> Tensor:
         return kept.softmax(dim=-1) if self.params.constraint == "softmax" else kept
 
     def _of_all_layers(self, alpha: Tensor) -> Tensor:
-        """Return [C, L, B] from [C, L or 1, B]; BatchNorm uses the first branch."""
+        """Return [C, L, B] from [C, branched layers or 1, B]; BatchNorm uses the first branch."""
         first = torch.eye(1, self.params.branches, dtype=alpha.dtype, device=alpha.device)
-        return torch.where(self.branched.to(alpha.device).view(-1, 1), alpha, first)
+        everywhere = first.repeat(len(alpha), len(self.layers), 1)
+        everywhere[:, self.branched] = alpha
+        return everywhere
 
     def mix(self, alpha: Tensor, branches: Tensor) -> Tensor:
         """Return the mixed models [C, P] from alpha [C, L, B] and branches [C, B, P] (eq. 1)."""
@@ -153,11 +175,16 @@ class PFedMB(Method):
         return torch.cat(parts, dim=-1).mT
 
     def _routine(
-        self, clients: Clients, branches: Tensor, epochs: int | None = None, purpose: str = "batches"
+        self,
+        clients: Clients,
+        branches: Tensor,
+        epochs: int | None = None,
+        purpose: str = "batches",
+        trains_alpha: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Train alpha, then the branches [C, B, P] (Algorithm 1); return branches and what clients keep."""
         kept = clients[self.kept]
-        if purpose == "batches" or self.params.finetune == "routine":
+        if trains_alpha and self._alpha_moves:
             kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
         alpha = self.alpha(kept)
 
