@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from hpcfl.errors import UserError
 from hpcfl.models import MODELS, Network, build_network
-from hpcfl.models.torchvision_networks import _torchvision_models
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import stream_seed
+from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training import Forward
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
@@ -218,7 +218,7 @@ def torchvisions(name: str, seed: int = 0, classes: int = 10) -> nn.Module:
     """Return torchvision's own network, drawn from a seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network: nn.Module = getattr(_torchvision_models(), TORCHVISION[name])(num_classes=classes)
+        network: nn.Module = getattr(torchvision_part("models"), TORCHVISION[name])(num_classes=classes)
         return network
 
 
