@@ -396,6 +396,7 @@ def _in_words(annotation: Any) -> str:
     if get_origin(annotation) is list:
         return f"a list, each entry {_in_words(get_args(annotation)[0])}"
     if get_origin(annotation) is Annotated:
-        kind, *limits = get_args(annotation)
+        kind, *given = get_args(annotation)
+        limits = [limit for item in given for limit in getattr(item, "metadata", [item])]
         return f"{_in_words(kind)} {_bounds(limits)}".strip()
     return words.get(annotation, str(annotation))
