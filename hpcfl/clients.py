@@ -21,7 +21,6 @@ from hpcfl.training import (
     LoopEngine,
     Loss,
     TrainConfig,
-    class_probabilities,
     cross_entropy_loss,
     minibatches,
     same_size_groups,
@@ -229,4 +228,5 @@ class Clients:
 
     def probabilities(self, model: Tensors, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] of one client's model."""
-        return self.outputs(model, position, class_probabilities, x)
+        theta, buffers = model["theta"][position], model["buffers"][position]
+        return self._place.evaluator.probabilities(theta, buffers, x)

@@ -37,6 +37,12 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     """Read the source and deal its samples to the clients; the same on every rank. May raise UserError."""
     data = config.data
     arrays = load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
+    return arrays, deal(config, arrays)
+
+
+def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
+    """Return each client's samples as indices into the arrays. May raise UserError."""
+    data = config.data
     chosen = np.arange(len(arrays.y))
     if data.subset_per_class is not None:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
@@ -53,7 +59,7 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
         owner=None if arrays.owner is None else arrays.owner[chosen],
         is_test=None if arrays.is_test is None else arrays.is_test[chosen],
     )
-    return arrays, [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
+    return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
 def make_method(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> Method:

@@ -8,11 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hpcfl.world import World, open_world
 
@@ -30,6 +31,14 @@ def clean_environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
     path = os.pathsep.join(filter(None, [str(REPOSITORY), kept.get("PYTHONPATH")]))
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Make float64 torch's default type for a test."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,18 @@ SMALL = (
 )
 """Four clients with 28 training digits each, three rounds."""
 
+UNEQUAL = (
+    "data.partition.name=dirichlet",
+    "data.per_client=null",
+    "data.subset_per_class=15",
+    "data.partition.min_samples=5",
+    "data.partition.beta=2.0",
+)
+"""Makes the clients of `SMALL` unequal in size."""
+
+UNEQUAL_FEW = (*UNEQUAL, "data.subset_per_class=10")
+"""The same of fewer samples."""
+
 
 class Run:
     """A finished serial run of `SMALL` with some keys changed; `kind` stands in for the method's class.
@@ -86,6 +98,11 @@ class Run:
             clients = Clients(self.place, [client], rounds)
             models.append(self.method.evaluated(clients, down.select(slice(client, client + 1))))
         return {name: torch.cat([model[name] for model in models]) for name in models[0]}
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Draw from N(0, 1)."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def make_network(name: str = "digits_cnn", *, seed: int = 0, side: int = 8, **options: object) -> nn.Module:

@@ -14,9 +14,9 @@ import yaml
 from conftest import REPOSITORY
 
 from hpcfl.config import Config, flatten, load_config
-from hpcfl.data.partitions import ClientIndices, class_table, partition
-from hpcfl.data.sources import SOURCES, Arrays, subset_per_class
-from hpcfl.experiment import make_method
+from hpcfl.data.partitions import ClientIndices, class_table
+from hpcfl.data.sources import SOURCES, Arrays
+from hpcfl.experiment import deal, make_method
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
 
@@ -78,28 +78,10 @@ def pool(config: Config) -> Arrays:
     data = config.data
     shape, sizes = POOLS[f"{data.source} {data.split}" if data.source == "emnist" else data.source]
     y = np.random.default_rng(0).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    if data.subset_per_class is not None:
-        y = y[subset_per_class(y, data.subset_per_class, config.data_seed)]
     x = np.broadcast_to(np.uint8(0), (len(y), *shape))
     owner = np.arange(len(y)) * 600 // len(y) if data.source == "femnist" else None
     zeros, ones = (0.0,) * shape[0], (1.0,) * shape[0]
     return Arrays(x, y, len(sizes), 255.0, zeros, ones, owner)
-
-
-def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
-    data = config.data
-    return partition(
-        config.partition,
-        arrays.y,
-        arrays.num_classes,
-        num_clients=data.clients,
-        per_client=data.per_client,
-        test_fraction=data.test_fraction,
-        val_fraction=data.val_fraction,
-        seed=config.data_seed,
-        options=config.partition_options.model_dump(),
-        owner=arrays.owner,
-    )
 
 
 def split_sizes(parts: list[ClientIndices]) -> list[int]:

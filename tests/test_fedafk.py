@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import in_mpi_world
-from harness import Run
+from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -29,27 +29,9 @@ from hpcfl.randomness import torch_stream
 from hpcfl.training import Batch, cross_entropy_loss, minibatches
 from hpcfl.world import World
 
-UNEQUAL = (
-    "data.partition.name=dirichlet",
-    "data.per_client=null",
-    "data.subset_per_class=10",
-    "data.partition.min_samples=5",
-    "data.partition.beta=2.0",
-)
 OURS = "method.name=fedafk"
 BODY, HEAD, BATCHNORM = 13_056, 650, 96
 """Trainable numbers of digits_cnn: conv1, conv2 and fc1; fc2; and both BatchNorm modules."""
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def cohort_of(run: Run, *clients: int) -> Cohort:
@@ -73,7 +55,7 @@ def fixed_head(run: Run) -> Tensor:
     "keys",
     [
         ("method.coefficient=1", "method.coefficient_lr=0", "method.transfer=0"),
-        ("method.coefficient=0.3", "method.coefficient_lr=1", "method.transfer=2", *UNEQUAL),
+        ("method.coefficient=0.3", "method.coefficient_lr=1", "method.transfer=2", *UNEQUAL_FEW),
         ("method.mixing=false", "train.momentum=0.9", "train.weight_decay=0.01", "train.participation=0.5"),
         ("method.schedule=sequential", "method.head_epochs=0"),
     ],
@@ -187,7 +169,7 @@ def test_bytes_are_the_bodys_each_way(batchnorm: str) -> None:
 
 
 def test_a_coefficient_of_one_and_no_transfer_is_alternating_local_training() -> None:
-    run = Run(OURS, "method.coefficient=1", "method.coefficient_lr=0", "method.transfer=0", *UNEQUAL)
+    run = Run(OURS, "method.coefficient=1", "method.coefficient_lr=0", "method.transfer=0", *UNEQUAL_FEW)
     layout = run.method.layout
     theta = run.method.context.initial_parameters(range(4))
     for client in range(4):
@@ -373,7 +355,7 @@ class SlowTwin:
 @pytest.mark.parametrize(
     "keys",
     [
-        (*UNEQUAL, "train.momentum=0.9", "train.weight_decay=0.01"),
+        (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01"),
         ("model.batchnorm=true", "method.temperature=2", "method.transfer=0.5"),
         ("method.schedule=sequential", "train.local_epochs=2", "method.head_epochs=2"),
         ("method.mixing=false", "model.batchnorm=true", "train.participation=0.5", "method.head_epochs=0"),
@@ -445,7 +427,7 @@ def test_unsampled_clients_are_unchanged_to_the_bit() -> None:
 @pytest.mark.parametrize("batchnorm", ["false", "true"])
 @pytest.mark.usefixtures("double")
 def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
-    keys = (*UNEQUAL, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "method.coefficient_lr=1")
+    keys = (*UNEQUAL_FEW, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "method.coefficient_lr=1")
     loop = Run(*keys, "run.engine=loop")
     batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
     assert batched.place.engine.clients_at_once == 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from bits import run_here
 from conftest import in_mpi_world
-from harness import SMALL, Run, paths_by_hand
+from harness import SMALL, UNEQUAL, Run, paths_by_hand
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -34,20 +34,6 @@ FLAT = ("method.name=fedmn", "model.name=mlp", "model.hidden=[8]")
 """FedMN on small encoders."""
 NARROW = (*FLAT, "method.widths=[6,5]")
 WITH_BATCHNORM = ("method.name=fedmn", "model.name=digits_cnn", "model.batchnorm=true")
-UNEQUAL = (
-    "data.partition.name=dirichlet",
-    "data.per_client=null",
-    "data.subset_per_class=15",
-    "data.partition.min_samples=5",
-    "data.partition.beta=2.0",
-)
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 class Watched(FedMN):

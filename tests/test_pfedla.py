@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from harness import OneClient, Run
+from harness import UNEQUAL, OneClient, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -24,13 +24,6 @@ from hpcfl.randomness import torch_stream
 from hpcfl.training import Batch, cross_entropy_loss, minibatches
 
 HEADS_BIAS = "hypernetworks/heads.bias"
-UNEQUAL = (
-    "data.partition.name=dirichlet",
-    "data.per_client=null",
-    "data.subset_per_class=15",
-    "data.partition.min_samples=5",
-    "data.partition.beta=2.0",
-)
 DIVERSE = ("method.initial_models=own", "method.head_init=default", "method.hypernetwork_lr=0.01")
 """From the first round on, models and weights differ."""
 
@@ -42,13 +35,6 @@ STARTS = [
     ("relu", "uniform"),
 ]
 """Each way to make weights with each first head that gives it a gradient."""
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import in_mpi_world
-from harness import Run
+from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -25,26 +25,8 @@ from hpcfl.randomness import torch_stream
 from hpcfl.training import Batch, cross_entropy_loss, minibatches
 from hpcfl.world import World
 
-UNEQUAL = (
-    "data.partition.name=dirichlet",
-    "data.per_client=null",
-    "data.subset_per_class=10",
-    "data.partition.min_samples=5",
-    "data.partition.beta=2.0",
-)
 OURS = "method.name=pfedmb"
 DIGITS_CNN, LAYERS, BATCHNORM = 13_706, 4, 96
-
-
-@pytest.fixture
-def double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def work(run: Run, client: int, server: State | None = None) -> tuple[Message, Clients]:
@@ -94,7 +76,7 @@ def alpha_of(run: Run) -> Tensor:
     ],
 )
 def test_one_branch_is_fedavg_to_the_bit(keys: tuple[str, ...]) -> None:
-    common = (*UNEQUAL, "train.lr=0.1", *(key for key in keys if not key.startswith("method.")))
+    common = (*UNEQUAL_FEW, "train.lr=0.1", *(key for key in keys if not key.startswith("method.")))
     fedavg = Run(*common, "method.name=fedavg")
     ours = Run(*common, *keys, OURS, "method.branches=1")
     assert len(set(ours.method.context.num_samples.tolist())) > 1
@@ -247,10 +229,10 @@ class SlowTwin:
 @pytest.mark.parametrize(
     "keys",
     [
-        UNEQUAL,
+        UNEQUAL_FEW,
         ("method.constraint=simplex", "train.momentum=0.9", "method.alpha_lr=0.3"),
         ("method.shared_alpha=true", "train.participation=0.5", "train.lr_decay=0.5"),
-        ("method.aggregation=plain", "method.branches=2", "train.weight_decay=0.01", *UNEQUAL),
+        ("method.aggregation=plain", "method.branches=2", "train.weight_decay=0.01", *UNEQUAL_FEW),
     ],
 )
 @pytest.mark.usefixtures("double")
@@ -270,7 +252,7 @@ def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str,
 @pytest.mark.parametrize("batchnorm", ["false", "true"])
 @pytest.mark.usefixtures("double")
 def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
-    keys = (*UNEQUAL, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "train.finetune_epochs=1")
+    keys = (*UNEQUAL_FEW, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "train.finetune_epochs=1")
     loop = Run(*keys, "run.engine=loop")
     batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
     assert batched.place.engine.clients_at_once == 3
@@ -324,7 +306,7 @@ def test_clients_of_one_mind_make_eq_5_the_plain_mean_of_every_branch_that_has_a
 
 
 def test_the_mean_takes_alpha_from_after_its_step() -> None:
-    run = Run(OURS, *UNEQUAL, "train.rounds=1", "method.alpha_lr=20")
+    run = Run(OURS, *UNEQUAL_FEW, "train.rounds=1", "method.alpha_lr=20")
     start = run.method.initial_server()
     uploads = []
     for client in range(4):
@@ -450,7 +432,7 @@ def test_a_diverged_run_has_weights_that_are_no_numbers_and_no_error() -> None:
 
 
 def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
-    run = Run(OURS, *UNEQUAL, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
+    run = Run(OURS, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
     mask, start = run.method.layout.is_batchnorm(), run.method.initial_server()
     samples = run.method.context.num_samples
     run.place.state["logits"].zero_()
