@@ -5,12 +5,16 @@ Shapes: C clients of the group, P trainable numbers, U running statistics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
@@ -131,21 +135,42 @@ class Clients:
         """Return one client's (x [n, ...], y [n]) of a split: "train", "val" or "test"."""
         return self._place.shard.samples(split, self._local[position])
 
-    def batches(self, purpose: str = "batches", epochs: int | None = None) -> Iterator[Batch]:
+    def batches(
+        self,
+        purpose: str = "batches",
+        epochs: int | None = None,
+        *,
+        steps: int | None = None,
+        samples: Sequence[Tensor] | None = None,
+    ) -> Iterator[Batch]:
         """Yield mini-batches of the training split in an order given by (seed, purpose, round, client).
 
         Clients whose current mini-batch has the same size come in one Batch; `epochs` defaults to
-        `train.local_epochs`.
+        `train.local_epochs`, or with `steps`, each client does so many mini-batches, whatever its epochs.
+        `samples` are those to go through, int64 [at least 1] a client; default: all.
         """
         shard, train = self._place.shard, self._place.train
-        counts = self.num_samples.tolist()
-        cuts = [minibatches(count, train.batch_size) for count in counts]
+        if samples is None:
+            samples = [torch.arange(n) for n in self.num_samples.tolist()]
+        cuts = [minibatches(len(chosen), train.batch_size) for chosen in samples]
         streams = [torch_stream(self._place.seed, purpose, self.round, client) for client in self.ids]
         offsets = shard.offset["train"][self._local]
-        for _ in range(train.local_epochs if epochs is None else epochs):
-            orders = [torch.randperm(n, generator=stream) for n, stream in zip(counts, streams, strict=True)]
+        done = [0] * len(self)
+        for epoch in count():
+            if epoch == (train.local_epochs if epochs is None else epochs) and steps is None:
+                return
+            if steps is not None and all(n >= steps for n in done):
+                return
+            orders = [
+                chosen[torch.randperm(len(chosen), generator=stream)]
+                for chosen, stream in zip(samples, streams, strict=True)
+            ]
             for step in range(max(map(len, cuts), default=0)):
-                spans = [cut[step] if step < len(cut) else (0, 0) for cut in cuts]
+                spans = [
+                    cut[step] if step < len(cut) and (steps is None or n < steps) else (0, 0)
+                    for cut, n in zip(cuts, done, strict=True)
+                ]
+                done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
                 for _size, members in same_size_groups([stop - start for start, stop in spans]):
                     index = torch.stack([orders[m][slice(*spans[m])] for m in members])
                     position = (index + offsets[members, None]).to(self.device)
@@ -153,6 +178,19 @@ class Clients:
                     rows = slice(None) if everyone else torch.tensor(members, device=self.device)
                     x = shard.x[position[0]].unsqueeze(0) if len(members) == 1 else shard.x[position]
                     yield Batch(rows, x, shard.y[position], index.to(self.device))
+
+    def divided(self, purpose: str, share: float, round: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+        """Divide each client's training samples at random: a `share` of them (at least one), and the rest.
+
+        Returns sample indices as `batches` takes them, the same for the same (seed, purpose, round, client).
+        """
+        first, rest = [], []
+        for client, size in zip(self.ids, self.num_samples.tolist(), strict=True):
+            order = torch.randperm(size, generator=torch_stream(self._place.seed, purpose, round, client))
+            cut = max(1, math.floor(share * size + 0.5))
+            first.append(order[:cut])
+            rest.append(order[cut:])
+        return first, rest
 
     def gradient(self, loss: Loss, tensors: Tensors, batch: Batch) -> tuple[Tensors, Tensor]:
         """Differentiate a per-client loss on a batch with respect to tensors [len(batch), ...].
@@ -176,17 +214,19 @@ class Clients:
         extra_gradient: Callable[[Tensor, slice | Tensor], Tensor] | None = None,
         trained: slice = slice(None),
         purpose: str = "batches",
+        samples: Sequence[Tensor] | None = None,
     ) -> Trained:
         """Train by SGD from theta [C, ..., P], which is left as it was.
 
         `gradient(theta, batch)` returns the gradient and losses on a batch (default: of the cross-entropy of
         models [C, P]). `extra_gradient(theta, rows)` is added to it (a proximal pull, say): theta
-        [len(rows), ...] are the current weights of the group's clients `rows`. `trained`: see Descent.
+        [len(rows), ...] are the current weights of the group's clients `rows`. `trained`: see Descent;
+        `samples`: see `batches`.
         """
         descent = self.descent(theta, lr=lr, trained=trained)
-        gradient = gradient or self._plain_gradient
+        gradient = gradient or self.plain_gradient
         steps_before = self.steps.clone()
-        for batch in self.batches(purpose, epochs):
+        for batch in self.batches(purpose, epochs, samples=samples):
             weights = descent.theta[batch.rows]
             slope, losses = gradient(weights, batch)
             if extra_gradient is not None:
@@ -214,9 +254,20 @@ class Clients:
         self.steps[batch.rows] += 1
         self.loss_sum[batch.rows] += losses
 
-    def _plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the gradient of the cross-entropy of models [len(batch.rows), P], and the losses.
+
+        The next call may overwrite the gradient.
+        """
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
         return gradients["theta"], losses
+
+    @contextmanager
+    def statistics_aside(self) -> Iterator[None]:
+        """Forget what passes inside do to the running statistics: those of a model that is not evaluated."""
+        kept = self.buffers.clone()
+        yield
+        self.buffers = kept
 
     def outputs(self, model: Tensors, position: int, call: Callable[..., Tensor], *samples: Tensor) -> Tensor:
         """Return call(network, *samples) of one client's model (`theta` and `buffers`, a row a client).
@@ -225,6 +276,22 @@ class Clients:
         """
         theta, buffers = model["theta"][position], model["buffers"][position]
         return self._place.evaluator.outputs(theta, buffers, call, *samples)
+
+    def over_training_set(
+        self, model: Tensors, call: Callable[..., Tensor], samples: Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Return call(network, x, y) of each client's model on its training samples, [C, most, ...].
+
+        The network is in evaluation mode; rows beyond a client's number of samples are zero. `samples`: as
+        `batches` takes them; of all, `Batch.pick` finds the rows of a mini-batch.
+        """
+        rows = []
+        for position in range(len(self)):
+            x, y = self.samples("train", position)
+            if samples is not None:
+                x, y = x[samples[position]], y[samples[position]]
+            rows.append(self.outputs(model, position, call, x, y))
+        return pad_sequence(rows, batch_first=True)
 
     def probabilities(self, model: Tensors, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] of one client's model."""

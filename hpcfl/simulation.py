@@ -374,7 +374,7 @@ class Simulation:
         """Bring some tensors of the cohort's evaluated models to the server, block by block. Collective."""
         models = [
             Message(
-                rows={name: rows for name, rows in model.items() if rows.shape[1] and is_wanted(name)},
+                rows={name: rows for name, rows in model.items() if rows.numel() and is_wanted(name)},
                 num_clients=len(clients),
             )
             for clients, model in self._evaluated_models(cohort)

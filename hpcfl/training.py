@@ -68,6 +68,12 @@ class Batch:
     y: Tensor
     index: Tensor
 
+    def pick(self, table: Tensor) -> Tensor:
+        """Return what a table [clients of the group, samples, ...] says of these samples, [C, B, ...]."""
+        chosen = table[self.rows]
+        clients = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
+        return chosen[clients, self.index]
+
 
 class Forward:
     """A network as a function of a flat vector, as losses see it: one client, no client axis.
@@ -220,6 +226,11 @@ class BatchedEngine:
 def class_probabilities(network: nn.Module, x: Tensor) -> Tensor:
     """Return class probabilities [n, K] of a network that gives logits."""
     return network(x).softmax(dim=1)
+
+
+def sample_losses(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample [n]."""
+    return cross_entropy(network(x), y, reduction="none")
 
 
 def minibatches(num_samples: int, batch_size: int) -> list[tuple[int, int]]:

@@ -105,7 +105,7 @@ MISTAKES = [
     ),
     (
         ["method.name=fedafk", "model.name=mlp", "model.hidden=[]"],
-        "method.name=fedafk mixes feature extractors and model.name=mlp has none here; use a model with",
+        "method.name=fedafk tells a feature extractor from a head, and model.name=mlp has no layers before",
     ),
     (["run.max_elements=100"], "run.max_elements=100 is too small"),
     (["no_such_file.yaml"], "cannot read configuration file no_such_file.yaml"),

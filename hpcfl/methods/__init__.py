@@ -1,4 +1,7 @@
-"""All methods by name. A method is a file of this folder, called as the method."""
+"""All methods by name. A method is a file of this folder, called as the method.
+
+Files whose names begin with an underscore hold what several methods have in common.
+"""
 
 import importlib
 import pkgutil
@@ -16,7 +19,9 @@ def _find(name: str) -> type[Method]:
 
 
 METHODS: dict[str, type[Method]] = {
-    module.name: _find(module.name) for module in pkgutil.iter_modules(__path__) if module.name != "base"
+    module.name: _find(module.name)
+    for module in pkgutil.iter_modules(__path__)
+    if module.name != "base" and not module.name.startswith("_")
 }
 
 __all__ = ["METHODS", "Context", "Method", "Params"]

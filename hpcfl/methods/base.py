@@ -60,6 +60,18 @@ class Context:
         self.layout = ParameterLayout(self.network)
         self._theta, _ = self.layout.flatten(self.network)
 
+    def refuse_equal_starts(self, count: int, key: str) -> None:
+        """Raise UserError where `different_starts` would be equal; `method.key` asked for so many."""
+        if count > 1 and self.weights_are_given:
+            raise UserError(
+                f"method.{key}={count} needs models that start differently, and model.weights starts all "
+                f"alike; drop model.weights, or use method.{key}=1"
+            )
+
+    def different_starts(self, count: int) -> Tensor:
+        """Return initial weights [count, P] of draws of their own; the first are the common ones."""
+        return self.initial_parameters(range(-1, -1 - count, -1), own=True)
+
     def initial_parameters(self, clients: Sequence[int] | None = None, own: bool = False) -> Tensor:
         """Return the initial weights: [P], or [C, P] for some clients, common to all unless `own`."""
         if clients is None:
@@ -91,6 +103,12 @@ class Method:
     extra_labels: ClassVar[tuple[str, ...]] = ()
     """Names of sent tensors that are not made of the network's layers."""
 
+    needs_body: ClassVar[bool] = False
+    """Whether the method tells a network's feature extractor from its head, so that it needs both."""
+
+    averages_buffers_itself: ClassVar[bool] = False
+    """Whether `download` and `aggregate` look after averaged running statistics, under the name BUFFERS."""
+
     names_layers: ClassVar[bool] = True
     """Whether layers that do not travel to a single client must be named; not if it asked for the others."""
 
@@ -106,6 +124,16 @@ class Method:
             raise UserError(
                 f"train.buffers={self.buffers} does not go with method.name={self.name}; "
                 f"allowed: {', '.join(self.buffer_policies)}"
+            )
+        if self.needs_body:
+            self.refuse_without_body()
+
+    def refuse_without_body(self) -> None:
+        """Raise UserError where the network has no layers before its head."""
+        if not self.body_layers.any():
+            raise UserError(
+                f"method.name={self.name} tells a feature extractor from a head, and model.name="
+                f"{self.context.model_name} has no layers before its head here; use a model that has"
             )
 
     # Hooks of a method
@@ -191,7 +219,7 @@ class Method:
         """Return the download of a cohort."""
         message = self.scored(server, cohort) if for_evaluation else self.download(server, cohort)
         message.num_clients = len(cohort)
-        if self._averages_buffers:
+        if self._averages_buffers and not self.averages_buffers_itself:
             message.shared[BUFFERS] = server[BUFFERS]
         return message
 
@@ -225,7 +253,7 @@ class Method:
     def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server from a cohort's upload. Collective through the upload."""
         statistics = WeightedMean(cohort.num_samples)
-        if self._averages_buffers:
+        if self._averages_buffers and not self.averages_buffers_itself:
             up.observe(lambda positions, block: statistics.add(positions, block.rows[BUFFERS]))
         self.aggregate(server, cohort, up)
         up.drain()
@@ -278,3 +306,29 @@ def weighted_mean(up: Upload, name: str, weights: Tensor) -> Tensor:
         mean.add(positions, block.rows[name])
     assert mean.value is not None
     return mean.value
+
+
+def mean_of_clusters(rows: Tensor, weights: Tensor, cluster: Tensor, old: Tensor) -> Tensor:
+    """Return the weighted means [k, ...] of each cluster's rows [S, ...]; `cluster` [S] says whose is whose.
+
+    Weights [S] are normalised over the members; a cluster without members keeps its row of `old` [k, ...].
+    """
+    means = old.clone()
+    for number in cluster.unique().tolist():
+        members = cluster == number
+        mean = WeightedMean(weights[members])
+        mean.add(slice(None), rows[members])
+        assert mean.value is not None
+        means[number] = mean.value
+    return means
+
+
+def statistics_of_models(clients: Clients, count: int) -> Tensor:
+    """Return running statistics [C, count, U] for several models a client: received ones, or its own."""
+    statistics = clients.buffers
+    return statistics if statistics.dim() == 3 else statistics.unsqueeze(1).expand(-1, count, -1)
+
+
+def pull_towards(anchor: Tensor, strength: float) -> Callable[[Tensor, slice | Tensor], Tensor]:
+    """Return the gradient of strength / 2 ||theta - anchor||^2, anchor [C, P], for `Clients.sgd`."""
+    return lambda theta, rows: strength * (theta - anchor[rows])

@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
 from hpcfl.clients import Clients
-from hpcfl.errors import UserError
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State, weighted_mean
 from hpcfl.parameters import Tensors
@@ -66,15 +65,11 @@ class FedAFK(Method):
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     Params = FedAFKParams
     buffer_policies = ("local",)
+    needs_body = True
     params: FedAFKParams
 
     def __init__(self, context: Context, params: FedAFKParams) -> None:
         super().__init__(context, params)
-        if not self.body_layers.any():
-            raise UserError(
-                f"method.name={self.name} mixes feature extractors and model.name={context.model_name} has "
-                "none here; use a model with layers before its head"
-            )
         # without running statistics, the plain loss is the same and faster
         self._aside = self._loss_aside if self.layout.buffer_size else cross_entropy_loss
         self._fixed_head = context.initial_parameters([FIXED_HEAD], own=True)[0, self.layout.head]

@@ -8,24 +8,15 @@ partial participation costs Local the same training as everybody else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hpcfl.clients import Clients
 from hpcfl.messages import Message
-from hpcfl.methods.base import Method, State
+from hpcfl.methods._own_model import OwnModel
 
 
-class Local(Method):
+class Local(OwnModel):
     name = "local"
     summary = "every client trains alone"
-    buffer_policies = ("local",)
-
-    def client_state(self, clients: Sequence[int]) -> State:
-        return {"theta": self.context.initial_parameters(clients)}
 
     def train(self, clients: Clients, down: Message) -> Message:
         clients["theta"] = clients.sgd(clients["theta"]).theta
         return Message()
-
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": clients["theta"]}

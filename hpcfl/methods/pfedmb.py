@@ -32,7 +32,6 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.clients import Clients
-from hpcfl.errors import UserError
 from hpcfl.messages import Cohort, LayerMean, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.training import Batch, cross_entropy_loss
@@ -71,15 +70,10 @@ class PFedMB(Method):
         batchnorm = self.layout.batchnorm_modules
         self.branched = torch.tensor([layer.name not in batchnorm for layer in self.layers])
         self.kept = "logits" if params.constraint == "softmax" else "alpha"
-        if params.branches > 1 and context.weights_are_given:
-            raise UserError(
-                f"method.branches={params.branches} needs branches that start differently, and model.weights "
-                "starts all alike; drop model.weights, or use method.branches=1"
-            )
+        context.refuse_equal_starts(params.branches, "branches")
 
     def server_state(self) -> State:
-        draws = [self.context.initial_parameters([-1 - b], own=True) for b in range(self.params.branches)]
-        return {"branches": torch.cat(draws)}
+        return {"branches": self.context.different_starts(self.params.branches)}
 
     def client_state(self, clients: Sequence[int]) -> State:
         start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches

@@ -1,0 +1,80 @@
+"""APFL. Deng et al., Adaptive personalized federated learning, 2020.
+
+With vbar = a_i v_i + (1 - a_i) w_i, a mini-batch does
+
+    w_i <- w_i - lr g(w_i)                                                      (Algorithm 1)
+    v_i <- v_i - lr a_i g(vbar)
+    a_i <- a_i - lr_a <v_i - w_i, g(vbar)>, clipped to [0, 1]                   (eq. 10)
+    w   <- weighted mean of w_i, which start each round as the received w
+
+Choices: weights are mixed, not logits; g(vbar) is taken once, after the step of w_i, and serves v_i and a_i;
+a_i moves at every mini-batch, without momentum; running statistics are vbar's and stay with the client;
+evaluated is vbar after local training, so that an unsampled client's is that of its last round.
+a_i fixed at 1 makes v_i local training, at 0 vbar is the client's copy of FedAvg's model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Message
+from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods.base import Params, State
+from hpcfl.methods.fedavg import FedAvg
+
+
+class APFLParams(Params):
+    """Hyper-parameters of APFL."""
+
+    alpha: float = Field(0.5, ge=0, le=1)
+    """First a_i, the share of the client's own model: 1 is local training, 0 the global model."""
+    alpha_lr: float | None = Field(None, ge=0)
+    """Step size of a_i; 0 keeps it as it is, default: `train.lr`, as in the paper."""
+
+
+class APFL(OwnModel, FedAvg):
+    name = "apfl"
+    summary = "each client's own model and the global one, mixed by a learnt weight"
+    Params = APFLParams
+    params: APFLParams
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        own = self.context.initial_parameters(clients)
+        alpha = torch.full((len(clients),), self.params.alpha)
+        return super().client_state(clients) | {"own": own, "alpha": alpha}
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        shared, own = clients.descent(down["theta"]), clients.descent(clients["own"])
+        alpha = clients["alpha"].clone()
+        alpha_lr = clients.lr if self.params.alpha_lr is None else self.params.alpha_lr * clients.lr_decay
+        for batch in clients.batches():
+            rows = batch.rows
+            with clients.statistics_aside():
+                gradient, _ = clients.plain_gradient(shared.theta[rows], batch)
+            shared.step(rows, gradient)
+            share, models = alpha[rows], (own.theta[rows], shared.theta[rows])
+            gradient, losses = clients.plain_gradient(self.mix(share, *models), batch)
+            slope = ((models[0] - models[1]) * gradient).sum(dim=1)
+            alpha[rows] = (share - alpha_lr * slope).clamp(0.0, 1.0)
+            own.step(rows, share.unsqueeze(1) * gradient)
+            clients.record(batch, losses)
+        clients["own"], clients["alpha"] = own.theta, alpha
+        clients["theta"] = self.mix(alpha, own.theta, shared.theta)
+        return Message(rows={"theta": shared.theta})
+
+    def client_history(self, clients: Clients) -> State:
+        return {"alpha": clients["alpha"]}
+
+    @property
+    def epochs_a_round(self) -> int:
+        return 2 * super().epochs_a_round
+
+    @staticmethod
+    def mix(alpha: Tensor, own: Tensor, shared: Tensor) -> Tensor:
+        """Return vbar [C, P] from a_i [C] and both models [C, P]."""
+        return torch.lerp(shared, own, alpha.unsqueeze(1))

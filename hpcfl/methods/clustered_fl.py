@@ -1,0 +1,118 @@
+"""Clustered FL. Sattler et al., Clustered federated learning: model-agnostic distributed multitask
+optimization under privacy constraints, IEEE TNNLS 2020.
+
+    d_i     = E epochs of SGD on L_i from its cluster's model, minus that model
+    theta_c <- theta_c + mean of d_i over the sampled clients of cluster c      (Algorithm 3)
+
+A cluster c splits in two when || mean d_i || < eps_1 and max || d_i || > eps_2 over its clients (eq. 34, 35):
+its clients are parted so that the largest cosine similarity of updates across the parts is small; both
+parts go on from the same model.
+
+Choices: the split is complete linkage on cosine similarities (authors' code) or, with
+`method.linkage=single`, the partition of least largest similarity (Algorithm 1); norms and similarities are
+those of each client's last update since its cluster came to be, so that under partial participation a cluster
+waits until it has heard of all its clients; clients are known by their ids throughout; means are uniform, as
+in the paper; each cluster averages running statistics of its own; evaluated is the newest model of the
+client's cluster.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from hpcfl.clients import Clients
+from hpcfl.messages import BUFFERS, Cohort, Message, Upload
+from hpcfl.methods.base import Method, Params, State, mean_of_clusters
+
+
+class ClusteredFLParams(Params):
+    """Hyper-parameters of Clustered FL; both norms scale with `train.lr`, local epochs and the network."""
+
+    eps_1: float = Field(0.4, ge=0)
+    """A cluster's mean update must be shorter than this (authors: 0.4); 0 never splits."""
+    eps_2: float = Field(1.6, ge=0)
+    """Its longest update must be longer than this (authors: 1.6)."""
+    first_round: int = Field(20, ge=0)
+    """Rounds without a split (authors: 20)."""
+    linkage: Literal["complete", "single"] = "complete"
+    """How clients are parted: authors' code, or the paper's Algorithm 1."""
+
+
+class ClusteredFL(Method):
+    name = "clustered_fl"
+    summary = "FedAvg that splits its clients in two where their updates disagree"
+    Params = ClusteredFLParams
+    averages_buffers_itself = True
+    params: ClusteredFLParams
+
+    def server_state(self) -> State:
+        clients, size = self.context.num_clients, self.layout.size
+        return {
+            "theta": self.context.initial_parameters().unsqueeze(0),
+            "cluster": torch.zeros(clients, dtype=torch.int64),
+            "updates": torch.zeros(clients, size),
+            "is_known": torch.zeros(clients, dtype=torch.int64),
+        }
+
+    def initial_server(self) -> State:
+        state = super().initial_server()
+        return state | ({BUFFERS: state[BUFFERS].unsqueeze(0)} if BUFFERS in state else {})
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        of_cohort = server["cluster"][list(cohort.clients)]
+        return Message(rows={name: server[name][of_cohort] for name in ("theta", BUFFERS) if name in server})
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": clients.sgd(down["theta"]).theta - down["theta"]})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        rows, members = up.collect(), list(cohort.clients)
+        of_cohort, uniform = server["cluster"][members], torch.ones(len(cohort))
+        moved = mean_of_clusters(rows["theta"], uniform, of_cohort, torch.zeros_like(server["theta"]))
+        server["theta"] = server["theta"] + moved
+        if BUFFERS in server:
+            server[BUFFERS] = mean_of_clusters(rows[BUFFERS], uniform, of_cohort, server[BUFFERS])
+        server["updates"][members] = rows["theta"]
+        server["is_known"][members] = 1
+        if cohort.round >= self.params.first_round:
+            for number in of_cohort.unique().tolist():
+                self._split(server, number)
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": down["theta"]}
+
+    def history(self, server: State) -> State:
+        return {"cluster": server["cluster"]}
+
+    def memory(self) -> dict[str, int]:
+        return {"updates": 4 * self.context.num_clients * self.layout.size}
+
+    def _split(self, server: State, number: int) -> None:
+        """Give some clients of a cluster a number of their own, if their updates disagree."""
+        members = (server["cluster"] == number).nonzero().squeeze(1)
+        if len(members) <= 2 or not server["is_known"][members].all():
+            return
+        updates = server["updates"][members]
+        if updates.mean(dim=0).norm() >= self.params.eps_1 or updates.norm(dim=1).max() <= self.params.eps_2:
+            return
+        leaving = members[bipartition(updates, self.params.linkage)]
+        server["cluster"][leaving] = len(server["theta"])
+        server["is_known"][members] = 0
+        for name in ("theta", BUFFERS):
+            if name in server:
+                server[name] = torch.cat([server[name], server[name][number : number + 1]])
+
+
+def bipartition(updates: Tensor, linkage: str) -> Tensor:
+    """Part clients by the cosine similarity of their updates [n, P]: bool [n], who is not with the first."""
+    from sklearn.cluster import AgglomerativeClustering
+
+    directions = normalize(updates.double(), dim=1)
+    distances = (1 - directions @ directions.T).clamp(min=0).fill_diagonal_(0)
+    parts = AgglomerativeClustering(2, metric="precomputed", linkage=linkage).fit_predict(distances.numpy())
+    return torch.from_numpy(parts != parts[0])

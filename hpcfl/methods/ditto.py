@@ -1,0 +1,49 @@
+"""Ditto. Li et al., Ditto: fair and robust federated learning through personalization, ICML 2021.
+
+    v_i     <- epochs of SGD on L_i(v) + lambda/2 ||v - w||^2 from v_i           (Algorithm 1)
+    theta_i <- E epochs of SGD on L_i from w
+    w       <- weighted mean of theta_i
+
+Choices: w is the received model, not the client's newly trained one; the two passes are independent and see
+the same mini-batches; weights of the mean are training-set sizes (the authors': uniform); running statistics
+are v_i's and stay with the client, theta_i trains on batch statistics and keeps none; evaluated is v_i.
+Training costs twice FedAvg's, traffic once. lambda = 0 makes v_i local training, to the bit.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Message
+from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods.base import Params, pull_towards
+from hpcfl.methods.fedavg import FedAvg
+
+
+class DittoParams(Params):
+    """Hyper-parameters of Ditto."""
+
+    pull: float = Field(1.0, ge=0)
+    """Strength lambda of the pull towards w (authors' choice among 0.05, 0.1, 1, 2); 0 is local training."""
+    personal_epochs: int | None = Field(None, ge=0)
+    """Epochs of v_i in a round; default: as many as `train.local_epochs`."""
+
+
+class Ditto(OwnModel, FedAvg):
+    name = "ditto"
+    summary = "each client's own model, pulled towards a FedAvg model beside it"
+    Params = DittoParams
+    params: DittoParams
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        w, epochs = down["theta"], self.params.personal_epochs
+        pull = pull_towards(w, self.params.pull)
+        clients["theta"] = clients.sgd(clients["theta"], epochs=epochs, extra_gradient=pull).theta
+        with clients.statistics_aside():
+            return Message(rows={"theta": clients.sgd(w).theta})
+
+    @property
+    def epochs_a_round(self) -> int:
+        own = self.params.personal_epochs
+        return super().epochs_a_round + (super().epochs_a_round if own is None else own)

@@ -1,0 +1,115 @@
+"""FedALA. Zhang et al., FedALA: adaptive local aggregation for personalized federated learning, AAAI 2023.
+
+    hat_i   = w in the lower layers, theta_i + (w - theta_i) * W_i in the top ones              (eq. 4)
+    W_i    <- clip(W_i - lr_W dL_i/dhat_i * (w - theta_i), 0, 1), on a random part of the data  (eq. 5)
+    theta_i <- E epochs of SGD on L_i from hat_i
+    w       <- weighted mean of theta_i
+
+theta_i is the client's model after its last training, * is elementwise. W_i starts at 1, which is FedAvg, and
+is kept from round to round: the first time it is learnt until the losses of its last passes hardly differ
+any more, later by one pass a round.
+
+Choices: the top is counted in layers (the authors' code: in tensors); a client whose theta_i equals w learns
+nothing yet, since no W_i would change anything; W_i is learnt on batch statistics without moving the
+running ones; evaluated is hat_i from the newest w, after a pass that is forgotten, also of unsampled clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import Message
+from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.fedavg import FedAvg
+
+
+class FedALAParams(Params):
+    """Hyper-parameters of FedALA."""
+
+    adaptive_layers: int = Field(1, ge=1)
+    """Top layers with weights of their own (authors: p = 1, the last layer)."""
+    weights_lr: float = Field(1.0, ge=0)
+    """Step size of W_i (authors: 1); 0 never learns it, which is FedAvg."""
+    share: float = Field(0.8, gt=0, le=1)
+    """Share s of the training data that a round learns W_i on (authors: 0.8)."""
+    threshold: float = Field(0.1, ge=0)
+    """Standard deviation of pass losses under which first learning ends (paper: 0.01, code: 0.1)."""
+    last_passes: int = Field(10, ge=2)
+    """How many losses that deviation is taken of (code: 10)."""
+    most_passes: int = Field(50, ge=1)
+    """Passes after which first learning ends anyway (the authors set no limit)."""
+
+
+class FedALA(FedAvg):
+    name = "fedala"
+    summary = "FedAvg whose clients learn, weight by weight, how much of it to take over"
+    Params = FedALAParams
+    shared_parts = ()
+    params: FedALAParams
+
+    def __init__(self, context: Context, params: FedALAParams) -> None:
+        super().__init__(context, params)
+        if params.adaptive_layers > len(self.layers):
+            raise UserError(
+                f"method.adaptive_layers={params.adaptive_layers} is more than the model has; "
+                f"allowed: 1 to {len(self.layers)}"
+            )
+        self._top = slice(self.layers[-params.adaptive_layers].start, self.layout.size)
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        theta = self.context.initial_parameters(clients)
+        learnt = torch.zeros(len(clients), dtype=torch.int64)
+        return {"theta": theta, "weights": torch.ones_like(theta[:, self._top]), "learnt": learnt}
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        clients["weights"], clients["learnt"] = self._learn(clients, down["theta"])
+        start = self.combined(clients["weights"], clients["theta"], down["theta"])
+        clients["theta"] = clients.sgd(start).theta
+        return Message(rows={"theta": clients["theta"]})
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        weights, _ = self._learn(clients, down["theta"])
+        return {"theta": self.combined(weights, clients["theta"], down["theta"])}
+
+    def combined(self, weights: Tensor, own: Tensor, shared: Tensor) -> Tensor:
+        """Return hat_i [C, P] from W_i [C, numbers of the top], own and received models [C, P] (eq. 4)."""
+        theta = shared.clone(memory_format=torch.contiguous_format)
+        theta[:, self._top] = torch.lerp(own[:, self._top], shared[:, self._top], weights)
+        return theta
+
+    def _learn(self, clients: Clients, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return W_i [C, numbers of the top] after this round's passes, and who has learnt it so far [C]."""
+        own, weights, learnt = clients["theta"], clients["weights"].clone(), clients["learnt"]
+        apart = (shared - own)[:, self._top]
+        active = (apart != 0).any(dim=1)
+        chosen, _ = clients.divided("adaptive aggregation", self.params.share, clients.round)
+        losses: list[Tensor] = []
+        while active.any() and len(losses) < self.params.most_passes:
+            losses.append(torch.zeros(len(clients), dtype=torch.float64, device=apart.device))
+            purpose = f"adaptive aggregation/{len(losses)}"
+            for batch in clients.batches(purpose, 1, samples=chosen):
+                rows = batch.rows
+                start = self.combined(weights[rows], own[rows], shared[rows])
+                with clients.statistics_aside():
+                    gradient, values = clients.plain_gradient(start, batch)
+                moved = (weights[rows] - self.params.weights_lr * gradient[:, self._top] * apart[rows]).clamp(
+                    0, 1
+                )
+                weights[rows] = torch.where(active[rows].unsqueeze(1), moved, weights[rows])
+                losses[-1][rows] += values * batch.y.shape[1]
+            active = active & (learnt == 0) & ~self._is_settled(losses, chosen)
+        return weights, learnt | (apart != 0).any(dim=1)
+
+    def _is_settled(self, losses: list[Tensor], chosen: Sequence[Tensor]) -> Tensor:
+        """Return whose mean losses of the last passes hardly differ, bool [C]; at first nobody's."""
+        last = torch.stack(losses[-self.params.last_passes :])
+        if len(last) < self.params.last_passes:
+            return torch.zeros(last.shape[1], dtype=torch.bool, device=last.device)
+        sizes = torch.tensor([len(samples) for samples in chosen], device=last.device)
+        return (last / sizes).std(dim=0, correction=0) < self.params.threshold

@@ -1,0 +1,68 @@
+"""FedBABU. Oh et al., FedBABU: toward enhanced representation for federated image classification, ICLR 2022.
+
+    phi_i <- E epochs of SGD on L_i(phi_i, h_0) from phi, the head h_0 frozen   (Algorithm 1)
+    phi   <- weighted mean of phi_i
+    to evaluate, each client trains a copy of (phi, h_0) for `train.finetune_epochs` and throws it away
+
+Choices: h_0 is the common initial head, drawn from the run's seed on every rank, so it never travels; it
+takes no part in momentum or weight decay; weights of the mean are training-set sizes (the authors': uniform);
+BatchNorm keeps running statistics, averaged like parameters (the authors' uses none).
+`train.finetune_epochs=0` scores the model before fine-tuning, the paper's initial accuracy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.base import Context, Params, State, weighted_mean
+from hpcfl.methods.fedavg import FedAvg
+
+
+class FedBABUParams(Params):
+    """Hyper-parameters of FedBABU."""
+
+    finetune: Literal["all", "head", "body"] = "all"
+    """What fine-tuning trains (the paper compares the three and reports `all`)."""
+
+
+class FedBABU(FedAvg):
+    name = "fedbabu"
+    summary = "a shared body under one fixed random head, fine-tuned before each evaluation"
+    Params = FedBABUParams
+    train_defaults: ClassVar[dict[str, Any]] = {"finetune_epochs": 5}
+    needs_body = True
+    params: FedBABUParams
+
+    def __init__(self, context: Context, params: FedBABUParams) -> None:
+        super().__init__(context, params)
+        self._head = context.initial_parameters()[self.layout.head]
+        self._finetuned = {"all": slice(None), "head": self.layout.head, "body": self.layout.body}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"theta": server["theta"]}, keep={"theta": self.body_layers})
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        theta = clients.sgd(self._with_head(down), trained=self.layout.body).theta
+        return Message(rows={"theta": theta}, keep={"theta": self.body_layers})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        mean = weighted_mean(up, "theta", cohort.num_samples)
+        server["theta"][self.layout.body] = mean[self.layout.body]
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": self._with_head(down)}
+
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        trained = self._finetuned[self.params.finetune]
+        theta = clients.sgd(self._with_head(down), epochs=epochs, trained=trained, purpose="finetune").theta
+        return {"theta": theta}
+
+    def _with_head(self, down: Message) -> Tensor:
+        theta = down["theta"].clone(memory_format=torch.contiguous_format)
+        theta[:, self.layout.head] = self._head.to(theta)
+        return theta

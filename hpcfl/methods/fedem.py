@@ -1,0 +1,139 @@
+"""FedEM. Marfoq et al., Federated multi-task learning under a mixture of distributions, NeurIPS 2021.
+
+For M components theta_m, losses l and each training sample s of the client,
+
+    q_s(m)    proportional to pi_i(m) exp(-l(theta_m; s));  pi_i(m) <- mean over s of q_s(m)    (eq. 8, 9)
+    theta_m,i <- E epochs of SGD on mean over s of q_s(m) l(theta; s) from theta_m              (eq. 10)
+    theta_m   <- weighted mean of theta_m,i
+
+All components go down and up, pi_i stays with the client. Evaluated is argmax sum_m pi_i(m) softmax(f_m(x))
+with the newest components and the client's last pi_i; a client that was never sampled has 1/M.
+
+Choices: q is taken once a round, with all received components in evaluation mode, before any of them is
+trained; every component sees the same mini-batches; the first component is everybody's common start, the
+others are drawn on their own (equal ones would never part); each component averages running statistics
+of its own. M = 1 is FedAvg to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from hpcfl.clients import Clients
+from hpcfl.messages import BUFFERS, Message
+from hpcfl.methods.base import Context, Params, State, statistics_of_models
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.parameters import Tensors
+from hpcfl.training import Batch, Forward, sample_losses
+
+
+class FedEMParams(Params):
+    """Hyper-parameters of FedEM."""
+
+    components: int = Field(3, ge=1)
+    """Number of components M (authors: 3); 1 is FedAvg."""
+
+
+class FedEM(FedAvg):
+    name = "fedem"
+    summary = "a mixture of global models, weighed by each client"
+    Params = FedEMParams
+    buffer_policies = ("average",)
+    shared_parts: ClassVar[tuple[str, ...]] = ("theta",)
+    params: FedEMParams
+
+    def __init__(self, context: Context, params: FedEMParams) -> None:
+        super().__init__(context, params)
+        context.refuse_equal_starts(params.components, "components")
+
+    def server_state(self) -> State:
+        return {"theta": self.context.different_starts(self.params.components)}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        num_components = self.params.components
+        return {"weights": torch.full((len(clients), num_components), 1 / num_components)}
+
+    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
+        return (
+            super().initial_buffers(clients).unsqueeze(-2).repeat_interleave(self.params.components, dim=-2)
+        )
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        clients.buffers = statistics_of_models(clients, self.params.components)
+        shares = self.sample_shares(clients, down["theta"])
+        samples = clients.num_samples.to(shares.device).view(-1, 1)
+        clients["weights"] = shares.sum(dim=1) / samples
+        return Message(rows={"theta": self._maximise(clients, down["theta"], shares)})
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        clients.buffers = statistics_of_models(clients, self.params.components)
+        return {"theta": down["theta"], "weights": clients["weights"]}
+
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        clients.buffers = statistics_of_models(clients, self.params.components)
+        shares = self.sample_shares(clients, down["theta"])
+        theta = self._maximise(clients, down["theta"], shares, epochs, "finetune")
+        return {"theta": theta, "weights": clients["weights"]}
+
+    def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
+        """Return the mixture's probabilities [n, K]: of `theta` [C, M, P] with `weights` [C, M]."""
+        scores = [
+            clients.probabilities({"theta": theta, BUFFERS: buffers}, position, x)
+            for theta, buffers in zip(model["theta"].unbind(1), model[BUFFERS].unbind(1), strict=True)
+        ]
+        return torch.einsum("m,mnk->nk", model["weights"][position], torch.stack(scores))
+
+    @property
+    def row_size(self) -> int:
+        return self.params.components * self.layout.size
+
+    @property
+    def epochs_a_round(self) -> int:
+        return super().epochs_a_round * self.params.components
+
+    def sample_shares(self, clients: Clients, theta: Tensor) -> Tensor:
+        """Return q [C, most samples, M] for components [C, M, P] (eq. 8); zero beyond a client's samples."""
+        losses = [
+            clients.over_training_set({"theta": theta[:, m], BUFFERS: clients.buffers[:, m]}, sample_losses)
+            for m in range(self.params.components)
+        ]
+        scores = clients["weights"].log().unsqueeze(1) - torch.stack(losses, dim=2)
+        is_sample = torch.arange(scores.shape[1]) < clients.num_samples.unsqueeze(1)
+        return scores.softmax(dim=2) * is_sample.to(scores.device).unsqueeze(2)
+
+    def _maximise(
+        self,
+        clients: Clients,
+        theta: Tensor,
+        shares: Tensor,
+        epochs: int | None = None,
+        purpose: str = "batches",
+    ) -> Tensor:
+        """Train the components [C, M, P] on their shares of the samples (eq. 10)."""
+        statistics, trained, ended = clients.buffers, [], []
+        for m in range(self.params.components):
+
+            def gradient(
+                weights: Tensor, batch: Batch, share: Tensor = shares[..., m]
+            ) -> tuple[Tensor, Tensor]:
+                tensors = {"theta": weights, "share": batch.pick(share)}
+                gradients, losses = clients.gradient(_weighted_loss, tensors, batch)
+                return gradients["theta"], losses
+
+            clients.buffers = statistics[:, m].clone()
+            component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
+            trained.append(component.theta)
+            ended.append(clients.buffers)
+        clients.buffers = torch.stack(ended, dim=1)
+        return torch.stack(trained, dim=1)
+
+
+def _weighted_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+    losses = cross_entropy(forward.logits(tensors["theta"], batch.x), batch.y, reduction="none")
+    return (tensors["share"].detach() * losses).mean()

@@ -1,0 +1,144 @@
+"""FedFomo. Zhang et al., Personalized federated learning with first order model optimization, ICLR 2021.
+
+    w_n      = (L_i(theta_prev) - L_i(theta_n)) / ||theta_n - theta_prev||, L_i on held-out samples    (eq. 4)
+    theta_i <- sum_n max(w_n, 0) theta_n / sum_n max(w_n, 0)                                           (eq. 5)
+    theta_i <- E epochs of SGD on L_i
+
+theta_prev is the client's model before its last training, theta_n its model after it and M models of other
+clients, as these last sent them. The server adds the raw w_n to row i of a matrix and sends client i the M
+clients that rank highest there, or with probability eps random ones (section 3.2).
+
+Choices: candidates are the received models and the client's own, always; where no weight is positive the
+client goes on from its own model (the authors' code: from theta_prev); `method.held_out` of the training
+samples, the same ones in all rounds, serve for w_n alone and are never trained on; clients that rank alike
+come in random order; running statistics stay with the client, which judges all models with its own; evaluated
+is the model after the client's last training (PFLlib). M = 0 is local training on the samples not held out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import BUFFERS, Cohort, Message, Upload
+from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods.base import Context, Params, State
+from hpcfl.randomness import torch_stream
+from hpcfl.training import sample_losses
+
+
+class FedFomoParams(Params):
+    """Hyper-parameters of FedFomo."""
+
+    models: int = Field(5, ge=0)
+    """Models M that a client gets (PFLlib: 5); 0 is local training, N - 1 all there are."""
+    held_out: float = Field(0.2, gt=0, lt=1)
+    """Share of the training samples that models are judged on (authors: 0.2)."""
+    epsilon: float = Field(0.3, ge=0, le=1)
+    """Probability of random models in the first round (authors: 0.3); 1 explores for ever."""
+    epsilon_decay: float = Field(0.05, ge=0)
+    """What that probability loses each round (authors: 0.05)."""
+
+
+class FedFomo(OwnModel):
+    name = "fedfomo"
+    summary = "each client's own model, moved towards others' that do better on its data"
+    Params = FedFomoParams
+    extra_labels = ("weights",)
+    params: FedFomoParams
+
+    def __init__(self, context: Context, params: FedFomoParams) -> None:
+        super().__init__(context, params)
+        others = context.num_clients - 1
+        if params.models > others:
+            raise UserError(
+                f"method.models={params.models} is more than the other clients; allowed: 0 to {others}, as "
+                f"there are {context.num_clients} clients"
+            )
+        if context.num_samples.min() < 2:
+            raise UserError(
+                f"method.name={self.name} holds out training samples, and a client has only one; "
+                "give each two or more"
+            )
+
+    def server_state(self) -> State:
+        clients = self.context.num_clients
+        return {
+            "models": self.context.initial_parameters(range(clients)),
+            "affinity": torch.zeros(clients, clients),
+        }
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        return super().client_state(clients) | {"previous": self.context.initial_parameters(clients)}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        ids = torch.stack([self.chosen(server["affinity"][i], i, cohort.round) for i in cohort.clients])
+        return Message(rows={"models": server["models"][ids], "ids": ids})
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        held_out, trained_on = clients.divided("held out", self.params.held_out)
+        candidates = torch.cat([clients["theta"].unsqueeze(1), down["models"]], dim=1)
+        weights = self.weights(clients, candidates, held_out)
+        start = self.combined(candidates, weights)
+        clients["previous"] = start
+        clients["theta"] = clients.sgd(start, samples=trained_on).theta
+        return Message(rows={"theta": clients["theta"], "weights": weights[:, 1:]})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        assert up.sent is not None
+        ids = up.sent.rows["ids"]
+        for positions, block in up:
+            members = list(cohort.clients[positions])
+            server["models"][members] = block.rows["theta"]
+            for client, chosen, weights in zip(members, ids[positions], block.rows["weights"], strict=True):
+                server["affinity"][client, chosen] += weights
+
+    def history(self, server: State) -> State:
+        return {"affinity": server["affinity"]}
+
+    def memory(self) -> dict[str, int]:
+        return {"models": 4 * self.context.num_clients * self.layout.size}
+
+    @property
+    def row_size(self) -> int:
+        return max(1, self.params.models) * self.layout.size
+
+    def chosen(self, affinity: Tensor, client: int, round: int) -> Tensor:
+        """Return the ids [M] of the models that a client gets, from its row of the matrix [N]."""
+        stream = torch_stream(self.context.seed, "fedfomo", round, client)
+        explores = torch.rand((), generator=stream) < self.params.epsilon - round * self.params.epsilon_decay
+        others = torch.randperm(self.context.num_clients, generator=stream)
+        others = others[others != client]
+        if not explores:
+            others = others[affinity[others].argsort(descending=True, stable=True)]
+        return others[: self.params.models]
+
+    def weights(self, clients: Clients, candidates: Tensor, held_out: list[Tensor]) -> Tensor:
+        """Return w_n [C, 1 + M] of candidates [C, 1 + M, P] (eq. 4); 0 for a model equal to theta_prev."""
+        previous = clients["previous"]
+        before = self._losses(clients, previous, held_out)
+        after = [self._losses(clients, candidates[:, n], held_out) for n in range(candidates.shape[1])]
+        distance = (candidates - previous.unsqueeze(1)).norm(dim=2)
+        gain = before.unsqueeze(1) - torch.stack(after, dim=1)
+        return torch.where(distance > 0, gain / distance, 0.0)
+
+    @staticmethod
+    def combined(candidates: Tensor, weights: Tensor) -> Tensor:
+        """Return the candidates' weighted mean [C, P] (eq. 5); the first, where no weight is positive."""
+        positive = weights.clamp(min=0)
+        total = positive.sum(dim=1, keepdim=True)
+        shares = torch.where(total > 0, positive / total, torch.eye(1, weights.shape[1]).to(weights))
+        return torch.einsum("cn,cnp->cp", shares, candidates)
+
+    @staticmethod
+    def _losses(clients: Clients, theta: Tensor, held_out: list[Tensor]) -> Tensor:
+        """Return the mean losses [C] of models [C, P] on held-out samples, in evaluation mode."""
+        model = {"theta": theta, BUFFERS: clients.buffers}
+        losses = clients.over_training_set(model, sample_losses, held_out)
+        sizes = torch.tensor([len(samples) for samples in held_out], device=losses.device)
+        return losses.sum(dim=1) / sizes

@@ -1,0 +1,25 @@
+"""FedPer. Arivazhagan et al., Federated learning with personalization layers, 2019.
+
+    (phi_i, h_i) <- E epochs of SGD on L_i from (phi, h_i), body and head together
+    phi          <- weighted mean of phi_i                                      (Algorithms 1, 2)
+
+Choices: the head is the network's last linear layer (the paper's ResNets also try blocks before it); all
+heads start alike and are never reset; running statistics are averaged with the body (`train.buffers=local`
+keeps them with the client); evaluated is the newest phi with the client's own head.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hpcfl.methods._own_layers import OwnLayers
+
+
+class FedPer(OwnLayers):
+    name = "fedper"
+    summary = "a shared body under each client's own head, trained together"
+    own_part = "head"
+    needs_body = True
+
+    def shared_layers(self) -> Tensor:
+        return self.body_layers

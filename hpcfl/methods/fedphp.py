@@ -1,0 +1,108 @@
+"""FedPHP. Li et al., FedPHP: federated personalization with inherited private models, ECML PKDD 2021.
+
+    theta_i <- E epochs of SGD on (1 - lambda) L_i(theta) + lambda R(theta, p_i) from w
+    p_i     <- mu_i p_i + (1 - mu_i) theta_i,  mu_i = min(0.9, 0.9 c_i / (p T))
+    w       <- weighted mean of theta_i
+
+c_i is how often client i was sampled before, p T how often it will be in expectation. R is the maximum mean
+discrepancy between the features of theta and of p_i (Gaussian kernels), or the distillation of p_i's logits.
+
+Choices: p_i gives no gradient and is in evaluation mode, with running statistics of its own; these are
+inherited as its weights are, and theta_i's start from them; a client's first round has no p_i, so lambda is 0
+there and p_i becomes theta_i; features are not normalised; evaluated is p_i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div
+
+from hpcfl.clients import Clients
+from hpcfl.messages import BUFFERS, Message
+from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods.base import Params, State
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.parameters import Tensors
+from hpcfl.training import Batch, Forward
+
+MOST = 0.9
+"""Largest share that a private model keeps of itself in a round."""
+
+
+class FedPHPParams(Params):
+    """Hyper-parameters of FedPHP."""
+
+    transfer: float = Field(0.1, ge=0, le=1)
+    """Share lambda of R in the loss (authors: 0.05, 0.1); 0 trains as FedAvg does, 1 on R alone."""
+    regulariser: Literal["mmd", "distillation"] = "mmd"
+    """What R compares: features by maximum mean discrepancy, or logits by distillation."""
+    bandwidths: list[PositiveFloat] = Field([10.0, 15.0, 20.0, 50.0], min_length=1)
+    """Widths of the Gaussian kernels of `mmd`; far below the features' distances nothing is compared."""
+    temperature: float = Field(4.0, gt=0)
+    """Temperature of `distillation`."""
+
+
+class FedPHP(OwnModel, FedAvg):
+    name = "fedphp"
+    summary = "each client's moving average of its models, which teaches the next one"
+    Params = FedPHPParams
+    schedule_uses_rounds = True
+    needs_body = True
+    params: FedPHPParams
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        return super().client_state(clients) | {"count": torch.zeros(len(clients), dtype=torch.int64)}
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        private, statistics = clients["theta"], clients.buffers.clone()
+        count = clients["count"]
+        taught = clients.over_training_set({"theta": private, BUFFERS: statistics}, self._teach)
+        share = self.params.transfer * (count > 0)
+
+        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            tensors = {"theta": theta, "taught": batch.pick(taught), "share": share[batch.rows]}
+            gradients, losses = clients.gradient(self._loss, tensors, batch)
+            return gradients["theta"], losses
+
+        theta = clients.sgd(down["theta"], gradient=gradient).theta
+        train = self.context.train
+        kept = (MOST * count / (train.participation * train.rounds)).clamp(max=MOST).unsqueeze(1).to(theta)
+        clients["theta"] = torch.lerp(theta, private, kept)
+        clients.buffers = torch.lerp(clients.buffers, statistics, kept)
+        clients["count"] = count + 1
+        return Message(rows={"theta": theta})
+
+    def _teach(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        part = network.get_submodule("body") if self.params.regulariser == "mmd" else network
+        taught: Tensor = part(x)
+        return taught
+
+    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        features = forward.features(tensors["theta"], batch.x)
+        logits = forward.head(tensors["theta"], features)
+        taught, share = tensors["taught"].detach(), tensors["share"].detach()
+        if self.params.regulariser == "mmd":
+            away = discrepancy(features, taught, self.params.bandwidths)
+        else:
+            heat = self.params.temperature
+            taught = (taught / heat).softmax(dim=1)
+            away = heat**2 * kl_div((logits / heat).log_softmax(dim=1), taught, reduction="batchmean")
+        return (1 - share) * cross_entropy(logits, batch.y) + share * away
+
+
+def discrepancy(one: Tensor, other: Tensor, bandwidths: Sequence[float]) -> Tensor:
+    """Return the squared maximum mean discrepancy of two samples [B, F], summed over Gaussian kernels.
+
+    Gretton et al., A kernel two-sample test, 2012, eq. 5, with kernels exp(-||a - b||^2 / (2 width)).
+    """
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        squared = (a.unsqueeze(1) - b.unsqueeze(0)).square().sum(dim=2)
+        return torch.stack([(-squared / (2 * width)).exp().mean() for width in bandwidths]).sum()
+
+    return kernel(one, one) + kernel(other, other) - 2 * kernel(one, other)

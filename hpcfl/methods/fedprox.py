@@ -1,0 +1,37 @@
+"""FedProx. Li et al., Federated optimization in heterogeneous networks, MLSys 2020.
+
+    theta_i <- E epochs of SGD on L_i(theta) + mu/2 ||theta - w||^2 from w,
+               that is, steps theta <- theta - lr (g + mu (theta - w))          (eq. 2)
+    w       <- weighted mean of theta_i
+
+Choices: w is the received model, unchanged while the client trains; the pull covers parameters, not running
+statistics; every client does all its epochs (the paper's inexact solutions, gamma, are not simulated).
+mu = 0 is FedAvg to the bit.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Message
+from hpcfl.methods.base import Params, pull_towards
+from hpcfl.methods.fedavg import FedAvg
+
+
+class FedProxParams(Params):
+    """Hyper-parameters of FedProx."""
+
+    mu: float = Field(0.01, ge=0)
+    """Strength of the pull (paper's grid: 0.001, 0.01, 0.1, 1); 0 is FedAvg, large values stop training."""
+
+
+class FedProx(FedAvg):
+    name = "fedprox"
+    summary = "FedAvg whose clients are pulled towards the global model"
+    Params = FedProxParams
+    params: FedProxParams
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        w = down["theta"]
+        return Message(rows={"theta": clients.sgd(w, extra_gradient=pull_towards(w, self.params.mu)).theta})

@@ -1,0 +1,46 @@
+"""FedRep. Collins et al., Exploiting shared representations for personalized federated learning, ICML 2021.
+
+    h_i   <- epochs of SGD on L_i(phi, h_i) from h_i, phi frozen
+    phi_i <- epochs of SGD on L_i(phi_i, h_i) from phi, h_i frozen              (Algorithm 1)
+    phi   <- weighted mean of phi_i
+
+Choices: frozen numbers take no part in momentum or weight decay; a client's own head and its running
+statistics as in FedPer; weights of the mean are training-set sizes (the paper's are uniform); no last round
+of heads alone and no augmentation, which the authors' script adds; evaluated is the newest phi with the
+client's own head, as it was after its last training.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.methods.base import Params
+from hpcfl.methods.fedper import FedPer
+
+
+class FedRepParams(Params):
+    """Hyper-parameters of FedRep."""
+
+    head_epochs: int | None = Field(None, ge=0)
+    """Epochs of the head alone (authors: 10); 0 never trains it, default: as many as `train.local_epochs`."""
+    body_epochs: int = Field(1, ge=0)
+    """Epochs of the body after that (authors: 1 for CIFAR-10, 5 for CIFAR-100); 0 never trains it."""
+
+
+class FedRep(FedPer):
+    name = "fedrep"
+    summary = "a shared body under each client's own head, trained by turns"
+    Params = FedRepParams
+    params: FedRepParams
+
+    def local_training(self, clients: Clients, theta: Tensor) -> Tensor:
+        body, head = self.layout.body, self.layout.head
+        theta = clients.sgd(theta, epochs=self.params.head_epochs, trained=head, purpose="head").theta
+        return clients.sgd(theta, epochs=self.params.body_epochs, trained=body).theta
+
+    @property
+    def epochs_a_round(self) -> int:
+        heads = self.params.head_epochs
+        return (super().epochs_a_round if heads is None else heads) + self.params.body_epochs

@@ -1,0 +1,141 @@
+"""FedRoD. Chen and Chao, On bridging generic and personalized federated learning for image classification,
+ICLR 2022.
+
+    G = g(z), z = phi(x);   phi, g <- SGD on CE(G + log n_c, y)         balanced softmax        (eq. 5)
+    personal logits = stopgrad(G) + p_i(stopgrad(z));  p_i <- SGD on their CE                   (eq. 6)
+    phi, g <- weighted mean of the clients'
+
+n_c counts the client's training samples of class c. Evaluated is argmax G + p_i(z), without log n_c, from the
+newest phi and g: heads are linear, so it is one network whose head is g + p_i.
+
+Choices: both losses share a mini-batch, a forward pass and a step size; p_i starts as a copy of g's first
+weights (PFLlib) and stays with the client. `method.hyper_head` makes p_i = H(share of each class; psi), H a
+network with one hidden layer whose psi travels and is averaged beside phi and g. A class that the client has
+no sample of has log n_c = -inf, so that it does not compete; n_c counts all samples, so no label is absent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import vmap
+from torch.nn.functional import cross_entropy
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Cohort, Message, Upload, WeightedMean
+from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.parameters import Tensors
+from hpcfl.randomness import torch_stream
+from hpcfl.training import Batch, Forward
+
+
+class FedRoDParams(Params):
+    """Hyper-parameters of FedRoD."""
+
+    hyper_head: bool = False
+    """Whether a shared network makes personal heads from class shares (the paper's hypernetwork variant)."""
+    hidden: int = Field(32, ge=1)
+    """Width of that network's hidden layer (FL-bench: 32)."""
+
+
+class FedRoD(FedAvg):
+    name = "fedrod"
+    summary = "a generic model by balanced softmax, plus each client's own head"
+    Params = FedRoDParams
+    shared_parts = ()
+    extra_labels = ("hypernetwork",)
+    needs_body = True
+    params: FedRoDParams
+
+    def __init__(self, context: Context, params: FedRoDParams) -> None:
+        super().__init__(context, params)
+        head, hidden = self.layout.head.stop - self.layout.head.start, params.hidden
+        self._shapes = [(hidden, context.num_classes), (hidden,), (head, hidden), (head,)]
+
+    def server_state(self) -> State:
+        psi = {"hypernetwork": self._first_psi()} if self.params.hyper_head else {}
+        return super().server_state() | psi
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        if self.params.hyper_head:
+            return {}
+        return {"head": self.context.initial_parameters(clients)[:, self.layout.head]}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={name: server[name] for name in ("theta", "hypernetwork") if name in server})
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        # what makes the personal head: the head itself, or the network that generates it
+        own = "hypernetwork" if self.params.hyper_head else "head"
+        counts = self.class_counts(clients)
+        generic = clients.descent(down["theta"])
+        personal = clients.descent(down[own] if own in down else clients[own])
+        for batch in clients.batches():
+            tensors = {"theta": generic.theta[batch.rows], own: personal.theta[batch.rows]}
+            gradients, losses = clients.gradient(self._loss, tensors | {"counts": counts[batch.rows]}, batch)
+            generic.step(batch.rows, gradients["theta"])
+            personal.step(batch.rows, gradients[own])
+            clients.record(batch, losses)
+        if own in down:
+            return Message(rows={"theta": generic.theta, own: personal.theta})
+        clients[own] = personal.theta
+        return Message(rows={"theta": generic.theta})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        names = [name for name in ("theta", "hypernetwork") if name in server]
+        means = {name: WeightedMean(cohort.num_samples) for name in names}
+        for positions, block in up:
+            for name, mean in means.items():
+                mean.add(positions, block.rows[name])
+        server.update({name: mean.value for name, mean in means.items() if mean.value is not None})
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        theta = down["theta"].clone(memory_format=torch.contiguous_format)
+        if self.params.hyper_head:
+            theta[:, self.layout.head] += vmap(self.generated)(
+                down["hypernetwork"], self.class_counts(clients)
+            )
+        else:
+            theta[:, self.layout.head] += clients["head"]
+        return {"theta": theta}
+
+    @property
+    def row_size(self) -> int:
+        return max(super().row_size, sum(map(math.prod, self._shapes)))
+
+    def class_counts(self, clients: Clients) -> Tensor:
+        """Return each client's training samples by class, [C, K] in the models' type."""
+        everyone, classes = range(len(clients)), self.context.num_classes
+        counts = [clients.samples("train", n)[1].bincount(minlength=classes) for n in everyone]
+        return torch.stack(counts).to(clients.buffers.dtype)
+
+    def generated(self, psi: Tensor, counts: Tensor) -> Tensor:
+        """Return the personal head [numbers of the head] that H(share of each class [K]; psi) makes."""
+        parts = psi.split([math.prod(shape) for shape in self._shapes])
+        weight1, bias1, weight2, bias2 = (p.view(s) for p, s in zip(parts, self._shapes, strict=True))
+        return weight2 @ (weight1 @ (counts / counts.sum()) + bias1).relu() + bias2
+
+    def _first_psi(self) -> Tensor:
+        """Draw psi as PyTorch draws linear layers: U(-1, 1) / sqrt(inputs)."""
+        stream = torch_stream(self.context.seed, "hyper head")
+        inputs = [self.context.num_classes] * 2 + [self.params.hidden] * 2
+        drawn = [
+            torch.empty(math.prod(shape)).uniform_(-1, 1, generator=stream) / math.sqrt(n)
+            for shape, n in zip(self._shapes, inputs, strict=True)
+        ]
+        return torch.cat(drawn)
+
+    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        theta, counts = tensors["theta"], tensors["counts"].detach()
+        features = forward.features(theta, batch.x)
+        generic = forward.head(theta, features)
+        head = tensors["head"] if "head" in tensors else self.generated(tensors["hypernetwork"], counts)
+        with_head = torch.cat([theta.detach()[self.layout.body], head])
+        personal = generic.detach() + forward.head(with_head, features.detach())
+        balanced = generic + counts.log()
+        return cross_entropy(balanced, batch.y) + cross_entropy(personal, batch.y)

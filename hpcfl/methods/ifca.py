@@ -1,0 +1,87 @@
+"""IFCA. Ghosh et al., An efficient framework for clustered federated learning, NeurIPS 2020.
+
+    c_i     <- argmin_j L_i(theta_j) over the client's training samples        (Algorithm 1)
+    theta_i <- E epochs of SGD on L_i from theta_{c_i}
+    theta_j <- weighted mean of theta_i over the sampled clients with c_i = j; without any, theta_j stays
+
+All k models go down; one model and the number c_i come up. Evaluated is the model of least training loss
+among the newest ones (the authors' script chooses by the loss on test data).
+
+Choices: models are averaged (the paper's other variant averages gradients); weights are training-set sizes;
+the first model is everybody's common start, the others are drawn on their own (equal models would never
+part); ties go to the lowest number; losses are taken in evaluation mode, with running statistics that each
+model has of its own; no restarts until clusters are balanced. k = 1 is FedAvg to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.messages import BUFFERS, Cohort, Message, Upload
+from hpcfl.methods.base import Context, Method, Params, State, mean_of_clusters, statistics_of_models
+from hpcfl.training import sample_losses
+
+
+class IFCAParams(Params):
+    """Hyper-parameters of IFCA."""
+
+    clusters: int = Field(2, ge=1)
+    """Number of models k (authors: 2 for rotated CIFAR-10, 4 for MNIST); 1 is FedAvg."""
+
+
+class IFCA(Method):
+    name = "ifca"
+    summary = "several global models, of which each client picks the one that fits it"
+    Params = IFCAParams
+    averages_buffers_itself = True
+    params: IFCAParams
+
+    def __init__(self, context: Context, params: IFCAParams) -> None:
+        super().__init__(context, params)
+        context.refuse_equal_starts(params.clusters, "clusters")
+
+    def server_state(self) -> State:
+        return {"theta": self.context.different_starts(self.params.clusters)}
+
+    def initial_server(self) -> State:
+        state = super().initial_server()
+        if BUFFERS in state:
+            state[BUFFERS] = state[BUFFERS].repeat(self.params.clusters, 1)
+        return state
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared=dict(server))
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        chosen, start = self._choose(clients, down)
+        return Message(rows={"theta": clients.sgd(start).theta, "cluster": chosen})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        rows = up.collect()
+        for name in server:
+            server[name] = mean_of_clusters(rows[name], cohort.num_samples, rows["cluster"], server[name])
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": self._choose(clients, down)[1]}
+
+    def memory(self) -> dict[str, int]:
+        return {"models": 4 * self.row_size}
+
+    @property
+    def row_size(self) -> int:
+        return self.params.clusters * self.layout.size
+
+    def _choose(self, clients: Clients, down: Message) -> tuple[Tensor, Tensor]:
+        """Return each client's cluster [C] and its model [C, P], whose statistics become the clients'."""
+        models, statistics = down["theta"], statistics_of_models(clients, self.params.clusters)
+        losses = []
+        for number in range(self.params.clusters):
+            model = {"theta": models[:, number], BUFFERS: statistics[:, number]}
+            losses.append(clients.over_training_set(model, sample_losses).sum(dim=1))
+        chosen = torch.stack(losses, dim=1).argmin(dim=1)
+        everyone = torch.arange(len(clients), device=chosen.device)
+        clients.buffers = statistics[everyone, chosen]
+        return chosen, models[everyone, chosen]

@@ -1,0 +1,50 @@
+"""LG-FedAvg. Liang et al., Think locally, act globally: federated learning with local and global
+representations, 2020.
+
+    theta_i    <- E epochs of SGD on L_i from {own lower layers, received upper layers}, all together
+    upper part <- weighted mean of the clients' upper layers                    (Algorithm 1)
+
+Choices: "upper" are the last `method.global_layers` layers, those nearest to the output; running statistics
+stay with the client, as its lower layers do; clients start from the common initial weights, not from a model
+that FedAvg trained before, as in the authors' experiments; evaluated are the own lower layers under the
+newest upper ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.errors import UserError
+from hpcfl.methods._own_layers import OwnLayers
+from hpcfl.methods.base import Context, Params
+
+
+class LGFedAvgParams(Params):
+    """Hyper-parameters of LG-FedAvg."""
+
+    global_layers: int = Field(2, ge=1)
+    """Layers that travel, counted from the output (FedRep's authors: the last 2); all of them is FedAvg."""
+
+
+class LGFedAvg(OwnLayers):
+    name = "lg_fedavg"
+    summary = "each client's own lower layers under shared upper ones"
+    Params = LGFedAvgParams
+    own_part = "lower_layers"
+    buffer_policies = ("local", "average")
+    params: LGFedAvgParams
+
+    def __init__(self, context: Context, params: LGFedAvgParams) -> None:
+        num_layers = len(context.layout.layers())
+        if params.global_layers > num_layers:
+            raise UserError(
+                f"method.global_layers={params.global_layers} is more than the model's {num_layers} layers; "
+                f"allowed: 1 to {num_layers}"
+            )
+        super().__init__(context, params)
+
+    def shared_layers(self) -> Tensor:
+        number = torch.arange(len(self.layers))
+        return number >= len(self.layers) - self.params.global_layers

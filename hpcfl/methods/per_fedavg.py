@@ -1,0 +1,92 @@
+"""Per-FedAvg. Fallah et al., Personalized federated learning with theoretical guarantees: a model-agnostic
+meta-learning approach, NeurIPS 2020.
+
+With independent mini-batches A, B and C, a client does from w
+
+    u <- w - alpha g(w; A),  d = g(u; B)                                        (Algorithm 1)
+    w <- w - beta d                                                 first-order (`first_order`)
+    w <- w - beta (d - alpha H d),
+         H d = (g(w + delta d; C) - g(w - delta d; C)) / (2 delta)  Hessian-free (`hessian_free`)
+
+and the server takes the weighted mean. Evaluated is w after `method.adaptation_steps` steps of size alpha on
+mini-batches of the client's training data, thrown away afterwards; never on test data.
+
+Choices: beta is `train.lr`; A, B and C go through the training data in orders of their own, so that a local
+epoch is one pass of B; weights of the mean are training-set sizes; running statistics are those of g(u; B);
+`train.finetune_epochs` replaces the adaptation by whole epochs of size alpha. alpha = 0 is FedAvg on B.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Message
+from hpcfl.methods.base import Params, State
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training import Batch
+
+
+class PerFedAvgParams(Params):
+    """Hyper-parameters of Per-FedAvg; `train.lr` is beta."""
+
+    variant: Literal["first_order", "hessian_free"] = "first_order"
+    """Whether second derivatives are left out, or taken as differences of gradients."""
+    alpha: float = Field(0.01, ge=0)
+    """Step size of the adaptation (paper: 0.01); 0 is FedAvg."""
+    delta: float = Field(0.001, gt=0)
+    """How far from w `hessian_free` takes its differences; too small drowns them in rounding."""
+    adaptation_steps: int = Field(1, ge=0)
+    """Steps before an evaluation (paper: 1); 0 scores w itself."""
+
+
+class PerFedAvg(FedAvg):
+    name = "per_fedavg"
+    summary = "a global model made to be good after one local step (MAML)"
+    Params = PerFedAvgParams
+    shared_parts = ()
+    params: PerFedAvgParams
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        outer = clients.descent(down["theta"])
+        orders = [clients.batches("adaptation"), clients.batches()]
+        if self.params.variant == "hessian_free":
+            orders.append(clients.batches("curvature"))
+        for adaptation, batch, *curvature in zip(*orders, strict=True):
+            w = outer.theta[batch.rows]
+            adapted = w - self.params.alpha * self._slope(clients, w, adaptation)
+            slope, losses = clients.plain_gradient(adapted, batch)
+            if curvature:
+                direct = slope.clone()
+                slope = direct - self.params.alpha * self._hessian_times(direct, clients, w, curvature[0])
+            outer.step(batch.rows, slope)
+            clients.record(batch, losses)
+        return Message(rows={"theta": outer.theta})
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        adapted = clients.descent(down["theta"], lr=self.params.alpha)
+        for batch in clients.batches("evaluation", steps=self.params.adaptation_steps):
+            adapted.step(batch.rows, self._slope(clients, adapted.theta[batch.rows], batch))
+        return {"theta": adapted.theta}
+
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
+        return {"theta": theta}
+
+    @property
+    def epochs_a_round(self) -> int:
+        return super().epochs_a_round * (4 if self.params.variant == "hessian_free" else 2)
+
+    @staticmethod
+    def _slope(clients: Clients, theta: Tensor, batch: Batch) -> Tensor:
+        with clients.statistics_aside():
+            return clients.plain_gradient(theta, batch)[0]
+
+    def _hessian_times(self, direction: Tensor, clients: Clients, w: Tensor, batch: Batch) -> Tensor:
+        step = self.params.delta * direction
+        # the next gradient may overwrite this one
+        ahead = self._slope(clients, w + step, batch).clone()
+        return (ahead - self._slope(clients, w - step, batch)) / (2 * self.params.delta)

@@ -1,0 +1,139 @@
+"""pFedHN. Shamsian et al., Personalized federated learning using hypernetworks, ICML 2021.
+
+    theta_i = H(v_i; phi)                                                       (eq. 2)
+    Delta_i = theta_i - (theta_i after E epochs of SGD on L_i)
+    phi    <- phi - lr_h (d theta_i / d phi)^T Delta_i, v_i likewise            (Algorithm 1)
+
+H and the embeddings v_i stay on the server. Evaluated is theta_i as generated, before any local training. In
+the variant pFedHN-PC (`method.private_head`) H generates the body, and each client keeps a head of its own.
+
+Choices: the paper's server does one step a client; a cohort's steps are done one after the other in the order
+of clients, all Delta_i being those of the models sent (`method.server_step=mean`: one step with the mean);
+momentum and weight decay of an embedding act when its client is sampled; running statistics cannot be
+generated and stay with the client; unlike the authors', the generator begins with everybody's common weights
+(`method.start=drawn` draws its head), since drawn scales of BatchNorm would be near zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.models.generators import EMBEDDING, Generator
+
+HYPERNETWORK, VELOCITY = "hypernetwork/", "velocity/"
+
+
+class PFedHNParams(Params):
+    """Hyper-parameters of pFedHN."""
+
+    private_head: bool = False
+    """Whether each client keeps its own head and only the body is generated (pFedHN-PC)."""
+    embedding: int | None = Field(None, ge=1)
+    """Length of v_i; default: 1 + N // 4 (authors)."""
+    hidden: int = Field(100, ge=1)
+    """Width of the hypernetwork (authors: 100)."""
+    hidden_layers: int = Field(3, ge=0)
+    """Hidden layers after the first (authors: 3)."""
+    hypernetwork_lr: float = Field(0.01, ge=0)
+    """Step size lr_h (authors: 0.01); 0 leaves all models as they began."""
+    hypernetwork_momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum of the server's SGD (authors: 0.9)."""
+    hypernetwork_weight_decay: float = Field(0.001, ge=0)
+    """Weight decay of the server's SGD (authors: 0.001)."""
+    clip: float = Field(50.0, gt=0)
+    """Longest gradient of the hypernetwork (authors: 50)."""
+    server_step: Literal["sequential", "mean"] = "sequential"
+    """One step a client of the cohort, or one with the mean of their gradients."""
+    start: Literal["common", "drawn"] = "common"
+    """Whether all models begin with the common initial weights, or as a drawn generator makes them."""
+
+
+class PFedHN(Method):
+    name = "pfedhn"
+    summary = "a hypernetwork on the server generates each client's model"
+    Params = PFedHNParams
+    buffer_policies = ("local",)
+    params: PFedHNParams
+
+    def __init__(self, context: Context, params: PFedHNParams) -> None:
+        super().__init__(context, params)
+        if context.weights_are_given:
+            raise UserError(f"method.name={self.name} generates all weights itself; drop model.weights")
+        if params.private_head:
+            self.refuse_without_body()
+        self._generated = self.layout.body if params.private_head else slice(0, self.layout.size)
+        embedding = 1 + context.num_clients // 4 if params.embedding is None else params.embedding
+        self.generator = Generator(
+            context.num_clients, self._generated.stop, embedding, params.hidden, params.hidden_layers
+        )
+
+    def server_state(self) -> State:
+        start = self.context.initial_parameters()[self._generated] if self.params.start == "common" else None
+        state = self.generator.initial(self.context.seed, start)
+        velocity = {VELOCITY + name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        return {HYPERNETWORK + name: tensor for name, tensor in state.items()} | velocity
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        head = self.context.initial_parameters(clients)[:, self.layout.head]
+        return {"head": head} if self.params.private_head else {}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        theta = torch.zeros(len(cohort), self.layout.size)
+        theta[:, self._generated] = self.generator.generate(self._part(server, HYPERNETWORK), cohort.clients)
+        return Message(rows={"theta": theta}, keep=self._keep())
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        start = self._with_head(clients, down)
+        theta = clients.sgd(start).theta
+        if self.params.private_head:
+            clients["head"] = theta[:, self.layout.head]
+        return Message(rows={"theta": start - theta}, keep=self._keep())
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        if self.params.server_step == "mean":
+            self._step(server, cohort.clients, up.collect()["theta"] / len(cohort))
+            return
+        for positions, block in up:
+            for client, delta in zip(cohort.clients[positions], block.rows["theta"], strict=True):
+                self._step(server, [client], delta.unsqueeze(0))
+
+    def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": self._with_head(clients, down)}
+
+    def memory(self) -> dict[str, int]:
+        return {"hypernetwork and its momentum": 2 * 4 * self.generator.size}
+
+    def _keep(self) -> State:
+        return {"theta": self.body_layers} if self.params.private_head else {}
+
+    def _with_head(self, clients: Clients, down: Message) -> Tensor:
+        if not self.params.private_head:
+            return down["theta"]
+        return torch.cat([down["theta"][:, self.layout.body], clients["head"]], dim=1)
+
+    @staticmethod
+    def _part(server: State, prefix: str) -> State:
+        return {
+            name.removeprefix(prefix): tensor for name, tensor in server.items() if name.startswith(prefix)
+        }
+
+    def _step(self, server: State, clients: Sequence[int], deltas: Tensor) -> None:
+        """Move the hypernetwork and some clients' embeddings against deltas [S, P], by clipped SGD."""
+        weights, velocity = self._part(server, HYPERNETWORK), self._part(server, VELOCITY)
+        gradients = self.generator.gradients(weights, clients, deltas[:, self._generated])
+        norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+        shrink = (self.params.clip / norm).clamp(max=1.0)
+        for name, gradient in gradients.items():
+            rows = list(clients) if name == EMBEDDING else slice(None)
+            step = gradient * shrink + self.params.hypernetwork_weight_decay * weights[name][rows]
+            velocity[name][rows] = self.params.hypernetwork_momentum * velocity[name][rows] + step
+            weights[name][rows] -= self.params.hypernetwork_lr * velocity[name][rows]

@@ -1,0 +1,72 @@
+"""pFedMe. Dinh et al., Personalized federated learning with Moreau envelopes, NeurIPS 2020.
+
+From w_i = theta_i = w, each mini-batch D of the client does
+
+    theta_i <- theta_i - lr_p (g(theta_i; D) + lambda (theta_i - w_i)), K times  (eq. 7)
+    w_i     <- w_i - lr lambda (w_i - theta_i)                                   (Algorithm 1)
+    w       <- (1 - beta) w + beta weighted mean of w_i
+
+Choices: the paper's R inner rounds are the mini-batches of `train.local_epochs`; theta_i goes on from one
+mini-batch to the next and starts a round at w; no extra weight decay (the authors' code adds 0.001); momentum
+and weight decay of `train.*` act on theta_i; only sampled clients train; weights are training-set sizes (the
+paper's: uniform); evaluated is theta_i, with running statistics of its own (in public code, by an alias,
+w_i).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods.base import Params, State, pull_towards, weighted_mean
+from hpcfl.methods.fedavg import FedAvg
+
+
+class PFedMeParams(Params):
+    """Hyper-parameters of pFedMe; `train.lr` is the step size of w_i."""
+
+    pull: float = Field(15.0, ge=0)
+    """Strength lambda of the envelope (authors: 15): small lets theta_i go its own way, 0 never moves w."""
+    steps: int = Field(5, ge=0)
+    """Inner steps K on one mini-batch (authors: 5); with 0 nothing ever moves."""
+    personal_lr: float = Field(0.05, gt=0)
+    """Step size lr_p of theta_i (authors: 0.09 and 0.1); lr_p lambda above 2 diverges."""
+    beta: float = Field(1.0, gt=0)
+    """Server's step (authors: 1 and 2); 1 is the mean of w_i."""
+
+
+class PFedMe(OwnModel, FedAvg):
+    name = "pfedme"
+    summary = "each client's own model on a spring to the global one (Moreau envelope)"
+    Params = PFedMeParams
+    # lr lambda is how far w_i follows theta_i in one mini-batch
+    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.005}
+    params: PFedMeParams
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        w = down["theta"].clone(memory_format=torch.contiguous_format)
+        own = clients.descent(w, lr=self.params.personal_lr * clients.lr_decay)
+        pull = pull_towards(w, self.params.pull)
+        for batch in clients.batches():
+            for _ in range(self.params.steps):
+                theta = own.theta[batch.rows]
+                gradient, losses = clients.plain_gradient(theta, batch)
+                own.step(batch.rows, gradient + pull(theta, batch.rows))
+                clients.record(batch, losses)
+            # the pull on w_i is the opposite of that on theta_i
+            w[batch.rows] += clients.lr * pull(own.theta[batch.rows], batch.rows)
+        clients["theta"] = own.theta
+        return Message(rows={"theta": w})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        mean = weighted_mean(up, "theta", cohort.num_samples)
+        server["theta"] = torch.lerp(server["theta"], mean, self.params.beta)
+
+    @property
+    def epochs_a_round(self) -> int:
+        return super().epochs_a_round * self.params.steps
