@@ -1,4 +1,4 @@
-"""The commands beside running: `list`, `plan`, `data fetch`."""
+"""The commands beside running: `list`, `plan`, `data fetch`; `bench` and `table` have files of their own."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hpcfl.experiment import load_data, make_method
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
 from hpcfl.models import MODELS
+from hpcfl.table import table
 from hpcfl.training import minibatches
 
 
@@ -68,14 +69,16 @@ def data(arguments: Sequence[str]) -> None:
     print(f"{options.name} is in {fetch(options.name, options.root, options.split)}")
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str]], bool | None]] = {
     "list": list_everything,
     "plan": plan,
     "data": data,
     "bench": bench,
+    "table": table,
 }
+"""A command returns whether a request to stop ended it early."""
 
-COLLECTIVE_COMMANDS = ("bench",)
+COLLECTIVE_COMMANDS = ("bench", "table")
 """Commands that all ranks run; the others are rank 0's."""
 
 

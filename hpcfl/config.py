@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
@@ -142,18 +143,24 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 
 
 def parse(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the nested keys of a YAML file with `key.sub=value` overrides put in.
-
-    Where an override names another method, partition or model than the file, options of the file's that the
-    new one does not know are dropped: naming it is enough.
-    """
-    tree = {} if path is None else _read_yaml(path)
+    """Return the nested keys of a YAML file with `key.sub=value` overrides put in (see `lay_over`)."""
+    tree = {} if path is None else read_yaml(path)
     tree.pop(ENVIRONMENT, None)
-    pairs = [_split(override) for override in overrides]
+    return lay_over(tree, overrides)
+
+
+def lay_over(tree: Mapping[str, Any], more: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+    """Return nested keys with others, or `key.sub=value` words, put in.
+
+    Where these name another method, partition or model, options that the new one does not know are dropped:
+    naming it is enough.
+    """
+    changed = copy.deepcopy(dict(tree))
+    pairs = flatten(more).items() if isinstance(more, Mapping) else [_split(override) for override in more]
     for key, value in pairs:
-        _drop_foreign_options(tree, key, str(value))
+        _drop_foreign_options(changed, key, str(value))
     for key, value in pairs:
-        node = tree
+        node = changed
         *groups, last = key.split(".")
         for group in groups:
             if node.get(group) is None:
@@ -162,7 +169,7 @@ def parse(path: Path | None, overrides: Sequence[str]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 raise UserError(f"{key}={value}: {group} is set to {node!r} and cannot hold keys")
         node[last] = value
-    return tree
+    return changed
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:
@@ -295,7 +302,8 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
         holder[group] = {name: v for name, v in there.items() if name in options[value].model_fields}
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the nested keys of a YAML file; UserError where there are none."""
     try:
         tree = yaml.safe_load(path.read_text())
     except OSError as error:

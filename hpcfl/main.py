@@ -3,6 +3,7 @@
 mpirun -n 9 python -m hpcfl.main                                 pFedLA on the bundled digits
 mpirun -n 9 python -m hpcfl.main CONFIG.yaml key.sub=value ...   any run; without mpirun: serially
 hpcfl list | plan | data fetch | bench                           other commands; each has --help
+mpirun -n 9 python -m hpcfl.main table TABLE.yaml                a whole comparison and its table
 
 Running the same command again resumes. Exit codes: 0 finished; 2 bad configuration or input;
 75 stopped early with a checkpoint, run again to continue; anything else is a fault.
@@ -21,12 +22,9 @@ from hpcfl.arguments import RunOptions, command_line, parse_run
 from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS
 from hpcfl.config import Config, load_config
 from hpcfl.errors import UserError
-from hpcfl.experiment import build
 from hpcfl.process import StopFlag
-from hpcfl.progress import Progress, print_warning
-from hpcfl.runfolder import RunFolder
-from hpcfl.simulation import Simulation
-from hpcfl.summary import next_command, print_summary
+from hpcfl.progress import print_warning
+from hpcfl.run import run
 from hpcfl.world import World, abort_on_exception, agreed, open_world
 
 FINISHED, BAD_INPUT, STOPPED = 0, 2, 75
@@ -43,12 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not speaks:
                 at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
             at_exit.enter_context(warnings.catch_warnings())
+            warnings.showwarning = lambda message, *_args, **_kwargs: print_warning(str(message))
             if not arguments or arguments[0] not in COMMANDS:
                 return _run(arguments, world, at_exit)
-            warnings.showwarning = lambda message, *_args, **_kwargs: print_warning(str(message))
-            speaker = world.is_server or arguments[0] in COLLECTIVE_COMMANDS
-            agreed(world, lambda: COMMANDS[arguments[0]](arguments[1:]) if speaker else None)
-            return FINISHED
+            takes_part = world.is_server or arguments[0] in COLLECTIVE_COMMANDS
+            stopped = agreed(world, lambda: COMMANDS[arguments[0]](arguments[1:]) if takes_part else False)
+            return STOPPED if stopped else FINISHED
     except UserError as error:
         if speaks:
             print(f"hpcfl: error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
@@ -58,30 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str], world: World, at_exit: ExitStack) -> int:
     stop = StopFlag()
     at_exit.callback(stop.restore)
-    noted: list[str] = []
-    warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
     options, config = agreed(world, lambda: _configure(arguments))
-    folder = RunFolder(options.out or Path("runs") / config.run_name(), config) if world.is_server else None
-    agreed(world, lambda: folder.check(options.fresh) if folder else None)
-    experiment = agreed(world, lambda: build(config, world))
-    place = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
-    places = [entry.decode() for entry in world.gather_bytes(place.encode()) or []]
-    command = command_line(arguments, world.size)
-    layout = experiment.method.layout
-    agreed(world, lambda: folder.open(options.fresh, layout, places, at_exit, command) if folder else None)
-    progress = Progress(folder.log if folder else None, options.quiet)
-    at_exit.callback(progress.close)
-    warnings.showwarning = lambda message, *_args, **_kwargs: progress.warn(str(message))
-    for text in [*noted, *(folder.warnings if folder else ())]:
-        progress.warn(text)
-    for text in folder.notes if folder else ():
-        progress.say(text)
-    simulation = Simulation(experiment, world, stop, progress, folder)
-    outcome = simulation.run()
-    progress.close()
-    if folder is not None:
-        suggestion = next_command(options, config, world.size)
-        print_summary(outcome, simulation.ledger, config, folder.path, suggestion, progress)
+    outcome = run(config, options, world, stop, command_line(arguments, world.size))
     return STOPPED if outcome == "stopped" else FINISHED
 
 

@@ -1,4 +1,4 @@
-"""The papers' experiments under configs/: every file loads, and its clients and its method can be made.
+"""The experiments under configs/: every file loads, and its clients and its methods can be made.
 
 The sets themselves are not here, so pools stand in that have their image shapes and as many labels.
 """
@@ -17,8 +17,10 @@ from hpcfl.config import Config, flatten, load_config
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import SOURCES, Arrays
 from hpcfl.experiment import deal, make_method
+from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
+from hpcfl.table import Table
 
 FOLDER = REPOSITORY / "configs"
 
@@ -63,6 +65,8 @@ EXPECTED = {
 }
 """Clients, those in a round, and classes a client, as the papers have them; None where they are drawn."""
 
+TABLES = sorted(str(path.relative_to(FOLDER)) for path in (FOLDER / "tables").iterdir())
+
 
 def load(name: str, *overrides: str) -> Config:
     """Load a file as a user does: a folder that the source is read from is named on the command line."""
@@ -90,7 +94,7 @@ def split_sizes(parts: list[ClientIndices]) -> list[int]:
 
 
 def test_every_file_is_expected() -> None:
-    assert {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")} == set(EXPECTED)
+    assert {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")} == {*EXPECTED, *TABLES}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -117,11 +121,40 @@ def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name:
     assert split_sizes(deal(config, pool(config))) == pytest.approx([40000, 10000, 10000], abs=40)
 
 
+def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
+    cells = Table(FOLDER / "tables" / "baselines.yaml", [], None).cells
+    assert {cell.config.method for cell in cells} == set(METHODS)
+    assert {cell.config.run.seed for cell in cells} == {0, 1, 2}
+    assert len({cell.folder for cell in cells}) == len(cells)
+    arrays = pool(cells[0].config)
+    parts = deal(cells[0].config, arrays)
+    assert [len(part.train) + len(part.test) for part in parts] == [600] * 10
+    assert set((class_table(arrays.y, parts, arrays.num_classes) > 0).sum(axis=1)) == {4}
+    data = cells[0].config.tree()["data"]
+    for cell in cells[: len(cells) // 3]:
+        assert cell.config.tree()["data"] == data
+        assert make_method(cell.config, arrays, parts).context.num_clients == 10
+
+
+SETTING = r"(?:method|data|model|train|run)\.\w+=[\w\[][\w.,\]]*(?<![.,])"
+
+
+def comments(name: str) -> str:
+    return str(re.findall(r"^#.*", (FOLDER / name).read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_resolves_with_all_settings_that_its_comments_name(name: str) -> None:
+    settings = re.findall(SETTING, comments(name))
+    for cell in Table(FOLDER / name, settings, None).cells:
+        flat = flatten(cell.config.tree())
+        for key, _, value in (setting.partition("=") for setting in settings):
+            assert flat[key] == yaml.safe_load(value)
+
+
 def settings_in_comments() -> list[tuple[str, str]]:
     """Return what the files' comments offer to type, as (file, key=value)."""
-    setting = r"(?:method|data|model|train|run)\.\w+=[\w\[][\w.,\]]*(?<![.,])"
-    comments = {name: re.findall(r"^#.*", (FOLDER / name).read_text(), re.MULTILINE) for name in EXPECTED}
-    return [(name, found) for name, lines in comments.items() for found in re.findall(setting, str(lines))]
+    return [(name, found) for name in EXPECTED for found in re.findall(SETTING, comments(name))]
 
 
 @pytest.mark.parametrize(("name", "setting"), settings_in_comments())

@@ -1,0 +1,60 @@
+"""One run from a configuration to its folder: the path that a run and a cell of a table take."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+
+from hpcfl.arguments import RunOptions
+from hpcfl.config import Config
+from hpcfl.experiment import build
+from hpcfl.process import StopFlag
+from hpcfl.progress import Progress
+from hpcfl.runfolder import RunFolder
+from hpcfl.simulation import Outcome, Simulation
+from hpcfl.summary import next_command, print_summary
+from hpcfl.world import World, agreed
+
+
+def run(
+    config: Config, options: RunOptions, world: World, stop: StopFlag, command: str, is_cell: bool = False
+) -> Outcome:
+    """Start a run in its folder, or go on with it. Collective; may raise UserError.
+
+    Args:
+        config: what is run.
+        options: where, and whether to start over; its file and overrides are only suggested again.
+        world: the ranks.
+        stop: ends the run at a round boundary.
+        command: what was typed.
+        is_cell: the run is one of many: print only how its rounds go.
+    """
+    with ExitStack() as at_exit:
+        at_exit.enter_context(warnings.catch_warnings())
+        noted: list[str] = []
+        warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
+        path = options.out or Path("runs") / config.run_name()
+        folder = RunFolder(path, config) if world.is_server else None
+        agreed(world, lambda: folder.check(options.fresh) if folder else None)
+        experiment = agreed(world, lambda: build(config, world))
+        place = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
+        places = [entry.decode() for entry in world.gather_bytes(place.encode()) or []]
+        layout = experiment.method.layout
+        agreed(
+            world, lambda: folder.open(options.fresh, layout, places, at_exit, command) if folder else None
+        )
+        progress = Progress(folder.log if folder else None, options.quiet)
+        at_exit.callback(progress.close)
+        warnings.showwarning = lambda message, *_args, **_kwargs: progress.warn(str(message))
+        for text in [*noted, *(folder.warnings if folder else ())]:
+            progress.warn(text)
+        for text in folder.notes if folder else ():
+            (folder.log if folder and is_cell else progress.say)(text)
+        simulation = Simulation(experiment, world, stop, progress, folder)
+        outcome = simulation.run()
+        progress.close()
+        if folder is not None and not is_cell:
+            suggestion = next_command(options, config, world.size)
+            print_summary(outcome, simulation.ledger, config, folder.path, suggestion, progress)
+        return outcome

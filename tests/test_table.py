@@ -1,0 +1,573 @@
+"""`hpcfl table`: cells are ordinary runs, figures theirs; it goes on, shares the work, and refuses."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from bits import differing, run_here, tiny_settings, write_digits
+from conftest import in_mpi_world, run_tree
+
+from hpcfl.config import ENVIRONMENT
+from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.table import COLUMNS, Table
+
+pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own")
+
+ROUNDS = 3
+TABLE = """
+title: Two methods on digits
+seeds: [0, 1]
+settings:
+  train: {lr: 0.05}
+  run: {eval_every: 2}
+rows:
+  - {method: {name: fedavg}}
+  - label: HeurpFedLA, k = 2
+    method: {name: heurpfedla, k: 2}
+    train: {participation: 0.6, lr: 0.1}
+    tuned: train.lr of 0.05, 0.1
+"""
+FEDAVG = ["method.name=fedavg", "train.lr=0.05"]
+HEURPFEDLA = ["method.name=heurpfedla", "method.k=2", "train.participation=0.6", "train.lr=0.1"]
+ALONE = {
+    "fedavg-s0": [*FEDAVG, "run.seed=0"],
+    "heurpfedla-k-2-s0": [*HEURPFEDLA, "run.seed=0"],
+    "fedavg-s1": [*FEDAVG, "run.seed=1"],
+    "heurpfedla-k-2-s1": [*HEURPFEDLA, "run.seed=1"],
+}
+"""What the cells are, in their order, when typed as single runs."""
+COHORTS = {"fedavg": 7, "heurpfedla-k-2": 4}
+SPEEDS = dict.fromkeys(("client_steps_per_s", "wall_s"))
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the table and the settings of all its cells."""
+    folder = tmp_path_factory.mktemp("words")
+    write_digits(folder / "digits.npz")
+    (folder / "two.yaml").write_text(TABLE)
+    return [str(folder / "two.yaml"), *tiny_settings(folder / "digits.npz")]
+
+
+@pytest.fixture(scope="module")
+def whole(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    assert table(folder, *words, "--quiet") == FINISHED
+    return folder
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "out"))
+
+
+def table(folder: Path, *words: str) -> int:
+    return main(["table", *words, "--out", str(folder)])
+
+
+def figures(folder: Path) -> list[dict[str, str]]:
+    """Return the rows of table.csv."""
+    with (folder / "table.csv").open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def files(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Return the bytes and the time of change of every file of every cell."""
+    found = [path for path in sorted(folder.glob("*/*")) if path.is_file()]
+    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in found}
+
+
+def refused(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> str:
+    """Return the one line with which a command is refused."""
+    capsys.readouterr()
+    assert table(folder, *words) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("hpcfl: error: ")
+    assert (err.endswith("\n"), err.count("\n")) == (True, 1)
+    return err
+
+
+def printed_table(out: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith("|")]
+
+
+# What the cells are, and the table
+
+
+def test_a_cell_is_the_run_by_itself(words: list[str], whole: Path, tmp_path: Path) -> None:
+    assert sorted(path.name for path in whole.iterdir()) == sorted([*ALONE, "table.csv", "table.md"])
+    for name, settings in ALONE.items():
+        assert run_here(tmp_path / name, [*words[1:], "run.eval_every=2", *settings]) == FINISHED
+        assert not differing(whole / name, tmp_path / name)
+        trees = [yaml.safe_load((base / name / "config.yaml").read_text()) for base in (whole, tmp_path)]
+        environments = [tree.pop(ENVIRONMENT) for tree in trees]
+        assert trees[0] == trees[1]
+        assert environments[0]["command"].startswith("python -m hpcfl.main table ")
+
+
+def test_the_figures_are_those_of_the_folders(whole: Path) -> None:
+    rows = figures(whole)
+    assert tuple(rows[0]) == COLUMNS
+    assert [row["label"] for row in rows] == ["fedavg", "HeurpFedLA, k = 2"]
+    assert [row["tuned"] for row in rows] == ["", "train.lr of 0.05, 0.1"]
+    for row, (slug, cohort) in zip(rows, COHORTS.items(), strict=True):
+        metrics = [rows_of(whole / f"{slug}-s{seed}" / "metrics.csv") for seed in (0, 1)]
+        last = {name: np.array([float(lines[-1][name]) for lines in metrics]) for name in metrics[0][0]}
+        assert [len(lines) for lines in metrics] == [2, 2]
+        assert float(row["accuracy_mean"]) == pytest.approx(last["accuracy_mean"].mean())
+        assert float(row["accuracy_std_over_seeds"]) == pytest.approx(np.ptp(last["accuracy_mean"]) / 2**0.5)
+        assert (row["seeds"], row["missing_seeds"]) == ("2", "0")
+        assert (row["rounds"], row["eval_split"]) == (str(ROUNDS), "test")
+        assert float(row["wall_s"]) == pytest.approx(last["wall_s"].mean())
+        speeds = [[float(line["client_steps_per_s"]) for line in lines] for lines in metrics]
+        expected = np.mean([2 / (1 / first + 1 / second) for first, second in speeds])
+        assert float(row["client_steps_per_s"]) == pytest.approx(expected)
+        for way in ("down", "up"):
+            counted = [count_bytes(whole / f"{slug}-s{seed}", way) for seed in (0, 1)]
+            mean = np.mean(counted, axis=0) / (ROUNDS * cohort)
+            assert [int(row[f"bytes_{way}"]), int(row[f"other_bytes_{way}"])] == mean.round().tolist()
+    assert int(rows[0]["other_bytes_down"]) > 0
+
+
+def count_bytes(folder: Path, way: str) -> tuple[int, int]:
+    """Return a run's bytes of trainable numbers, and of anything else, from bytes.csv."""
+    lines = [line for line in rows_of(folder / "bytes.csv") if line["direction"] == way]
+    other = sum(int(line["bytes"]) for line in lines if line["layer"].startswith("("))
+    return sum(int(line["bytes"]) for line in lines) - other, other
+
+
+def test_the_table_is_made_of_the_files(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed, accuracy in enumerate((0.5, 0.7)):
+        path = copied / f"fedavg-s{seed}" / "metrics.csv"
+        lines = rows_of(path)
+        # of 7 clients in 3 rounds
+        lines[-1] |= {"accuracy_mean": str(accuracy), "bytes_down": "25221", "bytes_up": str(21 * (2 + seed))}
+        lines[-1] |= {"buffer_bytes_down": "42", "index_bytes_down": "21", "buffer_bytes_up": "0"}
+        for line, speed in zip(lines, (60, 30), strict=True):
+            line["client_steps_per_s"] = str(speed)
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(lines)
+    assert table(copied, *words) == FINISHED
+    out = capsys.readouterr().out
+    markdown = (copied / "table.md").read_text()
+    assert markdown in out
+    title, _, setting, _, header, rule, first, second = markdown.splitlines()
+    assert title == "# Two methods on digits"
+    assert setting.startswith(
+        "Seeds 0, 1; rounds 3; clients 7; accuracy on the test split after the last round"
+    )
+    columns = [cell.strip() for cell in header.strip("|").split("|")]
+    assert columns == [
+        "method",
+        "accuracy",
+        "seeds",
+        "bytes down",
+        "bytes up",
+        "client steps/s",
+        "tuned on validation samples",
+    ]
+    assert rule == "| --- " * len(columns) + "|"
+    # the sample deviation of 0.5 and 0.7 is 0.2 / sqrt 2
+    assert first == "| fedavg | 60.0 ± 14.1 % | 2 | 1,201 + 3 | 2 | 40 |  |"
+    assert second.startswith("| HeurpFedLA, k = 2 | ")
+    assert second.endswith(" | train.lr of 0.05, 0.1 |")
+
+
+def test_rows_of_other_lengths_say_so(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = tmp_path / "longer.yaml"
+    longer.write_text(TABLE.replace("lr: 0.1}", "lr: 0.1, rounds: 4}"))
+    others = [word for word in words[1:] if word != f"train.rounds={ROUNDS}"]
+    assert table(tmp_path / "out", str(longer), *others, "data.clients=2", "--part", "9/9") == FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("Seeds 0, 1; rounds 30 or 4; clients 2; ")]
+    header, _, first, second = (line.split(" | ") for line in lines if line.startswith("|"))
+    assert header[-2] == "rounds"
+    assert (first[-2], second[-2]) == ("30", "4")
+
+
+def test_one_seed_has_no_deviation(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for slug in COHORTS:
+        shutil.rmtree(copied / f"{slug}-s1")
+    one_seed = copied.parent / "one.yaml"
+    one_seed.write_text(TABLE.replace("[0, 1]", "[0]"))
+    assert table(copied, str(one_seed), *words[1:]) == FINISHED
+    accuracy = float(figures(copied)[0]["accuracy_mean"])
+    assert f"| fedavg | {100 * accuracy:.1f} % | 1 |" in capsys.readouterr().out
+    assert figures(copied)[0]["accuracy_std_over_seeds"] == ""
+
+
+def test_a_row_is_laid_over_the_settings_and_the_command_line_over_both(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        """
+        title: A hypernetwork with and without
+        seeds: [4]
+        settings:
+          method: {name: heurpfedla, k: 2, hypernetwork_lr: 0.5}
+          data: {partition: {name: dirichlet, beta: 0.3}}
+          train: {lr: 0.2, rounds: 9}
+        rows:
+          - {}
+          - {label: no k, method: {name: pfedla}, train: {rounds: 8}}
+          - {method: {name: fedavg}, data: {partition: {name: classes}}, train: {lr: 0.4}}
+        """
+    )
+    read = Table(path, ["train.lr=0.3", "data.clients=5"], None)
+    trees = [cell.config.tree() for cell in read.cells]
+    assert [cell.folder for cell in read.cells] == [
+        Path("runs/mine") / name for name in ("heurpfedla-s4", "no-k-s4", "fedavg-s4")
+    ]
+    assert [tree["method"]["name"] for tree in trees] == ["heurpfedla", "pfedla", "fedavg"]
+    assert (trees[0]["method"]["k"], trees[0]["method"]["hypernetwork_lr"]) == (2, 0.5)
+    assert trees[1]["method"]["hypernetwork_lr"] == 0.5
+    assert [tree["data"]["partition"]["name"] for tree in trees] == ["dirichlet", "dirichlet", "classes"]
+    assert [(tree["train"]["rounds"], tree["train"]["lr"]) for tree in trees] == [
+        (9, 0.3),
+        (8, 0.3),
+        (9, 0.3),
+    ]
+    assert {(tree["run"]["seed"], tree["data"]["clients"]) for tree in trees} == {(4, 5)}
+
+
+# Going on
+
+
+def test_the_same_command_again_does_nothing(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(copied)
+    markdown = (copied / "table.md").read_text()
+    assert table(copied, *words) == FINISHED
+    assert files(copied) == before
+    out = capsys.readouterr().out
+    assert out.startswith(f"4 of 4 cells are finished, in {copied}\n\n{markdown}")
+    assert "cell 1/4" not in out
+    assert "missing" not in out
+
+
+def test_two_parts_make_the_whole(
+    words: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    assert table(folder, *words, "--part", "1/2") == FINISHED
+    out = capsys.readouterr().out
+    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 1/4:", "cell 3/4:"]
+    assert "cell 3/4: fedavg seed 1  time left 0:00:" in out
+    assert printed_table(out)[3] == "| HeurpFedLA, k = 2 | missing | 0 |  |  |  | train.lr of 0.05, 0.1 |"
+    assert "2 of 4 cells are missing\n" in out
+    assert (
+        out.splitlines()[-1]
+        == f"  python -m hpcfl.main {shlex.join(['table', *words, '--out', str(folder)])}"
+    )
+    assert figures(folder)[1]["accuracy_mean"] == ""
+    before = files(folder)
+    assert table(folder, *words, "--part=2/2") == FINISHED
+    out = capsys.readouterr().out
+    assert "missing" not in out
+    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 2/4:", "cell 4/4:"]
+    assert before.items() <= files(folder).items()
+    assert [row | SPEEDS for row in figures(folder)] == [row | SPEEDS for row in figures(whole)]
+    for name in ALONE:
+        assert not differing(whole / name, folder / name)
+
+
+def test_parts_run_at_the_same_time(words: list[str], whole: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hpcfl.main", "table", *words, "--quiet", "--out", str(tmp_path / "out")]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda part: run_tree([*command, "--part", part]), ("1/2", "2/2")))
+    before = files(tmp_path / "out")
+    assert table(tmp_path / "out", *words) == FINISHED
+    assert files(tmp_path / "out") == before
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
+        [*ALONE, "table.csv", "table.md"]
+    )
+    for name in ALONE:
+        assert not differing(whole / name, tmp_path / "out" / name)
+
+
+def test_the_suggested_command_finishes_the_table(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert table(tmp_path / "out", *words, "--part", "4/4") == FINISHED
+    suggested = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert main(suggested[3:]) == FINISHED
+    assert [row["missing_seeds"] for row in figures(tmp_path / "out")] == ["0", "0"]
+
+
+def test_stopped_at_every_round_boundary(
+    words: list[str],
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "out"
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+    codes = [table(folder, *words) for _ in range(ROUNDS * len(ALONE))]
+    assert codes == [STOPPED] * (ROUNDS * len(ALONE) - 1) + [FINISHED]
+    out = capsys.readouterr().out
+    assert out.count("stopped early with a checkpoint; go on with\n") == codes.count(STOPPED)
+    for name in ALONE:
+        assert not differing(whole / name, folder / name)
+
+
+def test_a_signal_stops_the_table_and_not_only_the_cell(
+    words: list[str], whole: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+
+    def look(number: int, frame: FrameType | None) -> None:
+        if (folder / "heurpfedla-k-2-s0" / "metrics.csv").exists():
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    previous = signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        assert table(folder, *words) == STOPPED
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert sorted(path.name for path in folder.glob("*-s?")) == ["fedavg-s0", "heurpfedla-k-2-s0"]
+    assert table(folder, *words) == FINISHED
+    for name in ALONE:
+        assert not differing(whole / name, folder / name)
+
+
+@pytest.mark.parametrize("lost", ["clients.csv", "metrics.csv", "config.yaml"])
+def test_a_cell_without_its_last_file_is_run_to_its_end(
+    words: list[str], whole: Path, copied: Path, lost: str
+) -> None:
+    if lost == "metrics.csv":
+        # as a run leaves it that is killed before its last evaluation
+        lines = (copied / "fedavg-s0" / lost).read_text().splitlines(keepends=True)
+        (copied / "fedavg-s0" / lost).write_text("".join(lines[:-1]))
+    else:
+        (copied / "fedavg-s0" / lost).unlink()
+    if lost == "config.yaml":
+        shutil.rmtree(copied / "fedavg-s0")
+    before = {name: what for name, what in files(copied).items() if not name.startswith("fedavg-s0/")}
+    assert table(copied, *words, "--quiet") == FINISHED
+    assert not differing(whole / "fedavg-s0", copied / "fedavg-s0")
+    assert before.items() <= files(copied).items()
+
+
+def test_more_rounds_go_on(words: list[str], copied: Path, tmp_path: Path) -> None:
+    assert table(copied, *words, "train.rounds=4", "--quiet") == FINISHED
+    assert [row["rounds"] for row in figures(copied)] == ["4", "4"]
+    alone = [*words[1:], "run.eval_every=2", *ALONE["fedavg-s0"], "train.rounds=4"]
+    assert run_here(tmp_path / "alone", alone) == FINISHED
+    assert not differing(tmp_path / "alone", copied / "fedavg-s0")
+
+
+def test_cells_of_other_settings_are_refused_and_fresh_starts_only_them_over(
+    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = tmp_path / "changed.yaml"
+    changed.write_text(TABLE.replace("lr: 0.1}", "lr: 0.2}"))
+    before = files(copied)
+    for part in ("1/2", "2/2"):
+        message = refused(capsys, copied, str(changed), *words[1:], "--part", part)
+        assert f"{changed}, row 2 (HeurpFedLA, k = 2), seed 0: {copied}" in message
+        assert "(train.lr: 0.1 there, 0.2 here)" in message
+        assert "--fresh" in message
+    assert files(copied) == before
+    assert table(copied, str(changed), *words[1:], "--fresh") == FINISHED
+    assert capsys.readouterr().out.startswith("2 of 4 cells are finished")
+    after = files(copied)
+    assert {name: after[name] for name in before if name.startswith("fedavg")} == {
+        name: what for name, what in before.items() if name.startswith("fedavg")
+    }
+    olds = sorted(path.name for path in copied.glob("*.old*"))
+    assert olds == ["heurpfedla-k-2-s0.old1", "heurpfedla-k-2-s1.old1"]
+    old, new = (copied / name / "checkpoint.h5" for name in (olds[0], "heurpfedla-k-2-s0"))
+    assert old.read_bytes() == before["heurpfedla-k-2-s0/checkpoint.h5"][0] != new.read_bytes()
+    assert table(copied, str(changed), *words[1:], "--fresh") == FINISHED
+    assert files(copied) == after
+
+
+def test_quiet_prints_nothing(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert table(tmp_path / "out", *words, "--quiet", "--part", "1/4") == FINISHED
+    assert tuple(capsys.readouterr()) == ("", "")
+    assert [row["seeds"] for row in figures(tmp_path / "out")] == ["1", "0"]
+
+
+# Mistakes
+
+LAST_ROW = "  - label: HeurpFedLA, k = 2\n"
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    "an unknown key in settings": (
+        "{lr: 0.05}",
+        "{lrate: 0.05}",
+        "row 1 (fedavg): train.lrate=0.05 is an unknown key",
+    ),
+    "an unknown key in the last row": (
+        "lr: 0.1}",
+        "lrate: 0.1}",
+        "(HeurpFedLA, k = 2): train.lrate=0.1 is an",
+    ),
+    "an impossible value": ("lr: 0.1}", "lr: -1}", "row 2 (HeurpFedLA, k = 2): train.lr=-1 is not possible"),
+    "an unknown method": ("name: heurpfedla", "name: heurfedla", "did you mean heurpfedla?"),
+    "a method refused for its model": ("k: 2}", "k: 9}", "method.k=9 is more than the model's 6 layers"),
+    "a group that is none": (
+        "train: {participation: 0.6, lr: 0.1}",
+        "train: 3",
+        "train is set to 3 and cannot hold keys",
+    ),
+    "an unknown word of a row": ("tuned:", "tunde:", "row 2 (HeurpFedLA, k = 2): tunde is an unknown key"),
+    "an unknown word": ("seeds: [0, 1]", "seed: [0, 1]", "seeds is missing; a table has title, seeds,"),
+    "a group in the wrong place": ("settings:", "train: {lr: 1}\nsettings:", "train is an unknown key"),
+    "an unknown group of settings": (
+        "  run: {",
+        "  runs: {",
+        "settings: runs is an unknown key; allowed: method",
+    ),
+    "a label twice": ("HeurpFedLA, k = 2", "fedavg", "row 2 (fedavg): row 1 (fedavg) has the same label"),
+    "a folder twice": (
+        "HeurpFedLA, k = 2",
+        "FedAvg!",
+        "row 2 (FedAvg!): row 1 (fedavg) has the same label or",
+    ),
+    "a label of two lines": (
+        "HeurpFedLA, k = 2",
+        '"a\\nb"',
+        "label='a\\nb' is not possible: it must be one line",
+    ),
+    "a label that is a number": ("HeurpFedLA, k = 2", "7", "row 2 (7): label=7 is not possible"),
+    "no title": (
+        "title: Two methods on digits",
+        "title: ''",
+        "title='' is not possible: it must be one line",
+    ),
+    "no seeds": ("[0, 1]", "[]", "seeds=[] is not possible"),
+    "a seed twice": ("[0, 1]", "[1, 1]", "seeds=[1, 1] is not possible"),
+    "a negative seed": ("[0, 1]", "[0, -1]", "seeds.1=-1 is not possible"),
+    "a seed of a row": (
+        "tuned:",
+        "run: {seed: 3}\n    tuned:",
+        "run.seed=3: the table's list of seeds sets it",
+    ),
+    "a row that is none": (LAST_ROW, "  - fedprox\n" + LAST_ROW, "row 2: the row='fedprox' is not possible"),
+    "not YAML": ("[0, 1]", "[0, 1", "is not YAML"),
+}
+"""By what is wrong: what of TABLE is replaced, by what, and what is said."""
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_told_before_anything_starts(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    old, new, said = MISTAKES[what]
+    assert TABLE.count(old) == 1
+    path = tmp_path / "mistaken.yaml"
+    path.write_text(TABLE.replace(old, new))
+    message = refused(capsys, tmp_path / "out", str(path), *words[1:])
+    assert str(path) in message
+    assert said in message
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--part", "0/2"], "--part 0/2 is not possible; give K/N with K from 1 to N"),
+        (["--part", "3/2"], "--part 3/2 is not possible"),
+        (["--part", "2"], "--part 2 is not possible"),
+        (["--part"], "argument --part: expected one argument"),
+        (["--colour"], "unrecognized arguments: --colour; see hpcfl table --help"),
+        (["train.round=4"], "row 1 (fedavg): train.round=4 is an unknown key"),
+        (["run.seed=4"], "run.seed=4: the table's list of seeds sets it"),
+        (["data.clients=99999"], "row 1 (fedavg), seed 0: "),
+        (["other.yaml"], "more than one configuration file"),
+    ],
+)
+def test_a_mistake_on_the_command_line(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    assert said in refused(capsys, tmp_path / "out", *words, *more)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_file_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "give a table file, such as configs/tables/" in refused(capsys, tmp_path / "out", "train.lr=1")
+    assert "no_such.yaml: No such file" in refused(capsys, tmp_path / "out", "no_such.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cell_that_something_else_lies_in_is_refused(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out" / "fedavg-s1").mkdir(parents=True)
+    (tmp_path / "out" / "fedavg-s1" / "draft.txt").write_text("Dear")
+    for fresh in ([], ["--fresh"]):
+        assert "is there and is no run folder" in refused(capsys, tmp_path / "out", *words, *fresh)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["fedavg-s1"]
+
+
+# Under mpirun
+
+
+def test_three_ranks_make_the_same_table(
+    words: list[str], whole: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+) -> None:
+    command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--out", tmp_path / "out"]
+    done = mpirun(3, *command)
+    assert done.stderr == ""
+    assert [line for line in done.stdout.splitlines() if line.startswith("# ")] == ["# Two methods on digits"]
+    for name in ALONE:
+        assert not differing(whole / name, tmp_path / "out" / name)
+    assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
+    wrong = mpirun(3, *command, "train.lr=9", check=False)
+    assert wrong.returncode == BAD_INPUT
+    assert (wrong.stdout, wrong.stderr.count("\n")) == ("", 1)
+    assert "train.lr: 0.05 there, 9.0 here" in wrong.stderr
+
+
+def test_ranks_stop_together_and_go_on(
+    words: list[str], whole: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+) -> None:
+    command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--part", "1/4", "--out", tmp_path / "out"]
+    end = {"SLURM_JOB_END_TIME": str(int(time.time()))}
+    stopped = mpirun(2, *command, check=False, env=end)
+    assert stopped.returncode == STOPPED
+    assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 python -m hpcfl.main table ")
+    assert mpirun(2, *command).returncode == FINISHED
+    assert not differing(whole / "fedavg-s0", tmp_path / "out" / "fedavg-s0")
+
+
+def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["table", "--help"])
+    assert leaving.value.code == FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 40
+    assert max(map(len, lines)) <= 100
