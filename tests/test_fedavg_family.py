@@ -1,9 +1,6 @@
-"""FedAvg, FedAvg with fine-tuning, local training and FedBN."""
+"""FedAvg, FedAvg with fine-tuning and local training."""
 
 from __future__ import annotations
-
-import re
-import warnings
 
 import pytest
 import torch
@@ -12,7 +9,7 @@ from torch import Tensor
 
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload, count_bytes
+from hpcfl.messages import Cohort, Message, Upload
 
 UNEQUAL = (
     "data.partition.name=dirichlet",
@@ -20,13 +17,7 @@ UNEQUAL = (
     "data.subset_per_class=15",
     "data.partition.min_samples=5",
 )
-BATCHNORM = 32 + 64
 STATISTICS = 32 + 64
-WITH_BATCHNORM = 13_802
-
-
-def everyone(run: Run) -> Cohort:
-    return Cohort(0, tuple(range(run.num_clients)), run.method.context.num_samples)
 
 
 def trained_from(run: Run, theta: Tensor, buffers: Tensor, round: int = 0) -> tuple[Tensor, Tensor]:
@@ -147,69 +138,3 @@ def test_local_clients_train_alone_when_sampled_and_send_nothing(participation: 
     evaluated = run.evaluated()
     assert torch.equal(evaluated["theta"], theta)
     assert torch.equal(evaluated["buffers"], buffers)
-
-
-def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so() -> None:
-    with pytest.warns(UserWarning, match=re.escape("so fedbn is fedavg here; model.batchnorm=true adds it")):
-        ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
-    fedavg = Run(*UNEQUAL, "method.name=fedavg", "train.participation=0.75")
-    assert set(ours.server) == set(fedavg.server)
-    assert torch.equal(ours.server["theta"], fedavg.server["theta"])
-    assert torch.equal(ours.evaluated()["theta"], fedavg.evaluated()["theta"])
-    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
-
-
-def test_fedbn_keeps_batchnorm_with_the_client_and_sends_the_rest() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run = Run("method.name=fedbn", "model.batchnorm=true", "train.participation=0.5")
-    mask = run.method.layout.is_batchnorm()
-    assert mask.sum() == BATCHNORM
-    rounds = torch.zeros(4, dtype=torch.int64)
-    for number in range(3):
-        rounds[list(run.simulation.cohort(number).clients)] += 1
-    moved = 4 * (WITH_BATCHNORM - BATCHNORM)
-    assert torch.equal(run.bytes_by_client, moved * rounds.unsqueeze(1).expand(-1, 2))
-    counted = count_bytes(
-        run.method.send(run.server, everyone(run)),
-        run.method.layers,
-        [layer.name for layer in run.method.layers],
-    )
-    assert dict(
-        zip([layer.name for layer in run.method.layers], counted.parameters[0].tolist(), strict=True)
-    ) == {
-        "conv1": 4 * 160,
-        "bn1": 0,
-        "conv2": 4 * 4640,
-        "bn2": 0,
-        "fc1": 4 * 8256,
-        "fc2": 4 * 650,
-    }
-    assert counted.buffers.tolist() == counted.indices.tolist() == [0] * 4
-    initial = run.method.context.initial_parameters()
-    for client in range(4):
-        assert torch.equal(run.clients["batchnorm"][client], initial[mask]) == (rounds[client] == 0)
-    assert torch.equal(run.server["theta"][mask], initial[mask])
-    evaluated = run.evaluated()
-    assert torch.equal(evaluated["theta"][:, mask], run.clients["batchnorm"])
-    assert torch.equal(evaluated["theta"][:, ~mask], run.server["theta"][~mask].expand(4, -1))
-    assert torch.equal(evaluated["buffers"], run.clients["buffers"])
-
-
-def test_two_rounds_of_fedbn_by_hand() -> None:
-    run = Run("method.name=fedbn", "model.batchnorm=true", "train.rounds=2", *UNEQUAL)
-    clients, mask = range(4), run.method.layout.is_batchnorm()
-    samples = run.method.context.num_samples
-    weights = (samples / samples.sum()).unsqueeze(1)
-    theta, buffers = (
-        run.method.context.initial_parameters(clients),
-        run.method.initial_buffers(clients),
-    )
-    for number in range(2):
-        theta, buffers = trained_from(run, theta, buffers, number)
-        own = theta[:, mask]
-        theta = (weights * theta).sum(dim=0).expand(4, -1).clone()
-        theta[:, mask] = own
-    evaluated = run.evaluated()
-    torch.testing.assert_close(evaluated["theta"], theta, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(evaluated["buffers"], buffers, rtol=1e-4, atol=1e-5)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from bits import differing, method_settings, run_here, tiny_settings, write_digits
+from bits import MEETS_ALL_SOON, differing, method_settings, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY, clean_environment, in_mpi_world, kill_tree
 
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
@@ -24,7 +24,7 @@ from hpcfl.methods import METHODS
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="starts worlds of its own")
 
 ROUNDS = 3
-LONG_ROUNDS = 40
+LONG_ROUNDS = 60
 PATIENCE_S = 120
 
 LONG = [
@@ -40,7 +40,7 @@ LONG = [
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
-    return tiny_settings(digits)
+    return [*tiny_settings(digits), *MEETS_ALL_SOON]
 
 
 @pytest.fixture(scope="module")
@@ -82,42 +82,43 @@ def completed_rounds(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("method", [*METHODS, "fedmn-pretrained"])
-def test_stopped_at_every_round_boundary(
+def test_stopped_or_prolonged_at_every_round_boundary(
     undisturbed: Callable[[str], Path],
     settings: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     method: str,
 ) -> None:
+    """The last boundary is the end of a shorter run, where a method can be prolonged."""
     expected = undisturbed(method)
+    uses_rounds = METHODS[method.partition("-")[0]].schedule_uses_rounds
+    shorter = ROUNDS if uses_rounds else ROUNDS - 1
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
     for done in range(1, ROUNDS):
-        assert run_here(tmp_path / "run", [*settings, *short(method)]) == STOPPED
+        code = run_here(tmp_path / "run", [*settings, *short(method), f"train.rounds={shorter}"])
+        assert code == (FINISHED if done == shorter else STOPPED)
         assert completed_rounds(tmp_path / "run") == done
     assert run_here(tmp_path / "run", [*settings, *short(method)]) == FINISHED
     assert not differing(expected, tmp_path / "run")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_prolonged_round_by_round(
-    undisturbed: Callable[[str], Path],
-    settings: list[str],
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    method: str,
+def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
+    undisturbed: Callable[[str], Path], settings: list[str], tmp_path: Path
 ) -> None:
-    grown = [
-        run_here(tmp_path / "run", [*settings, *short(method), f"train.rounds={rounds}"])
-        for rounds in range(1, ROUNDS + 1)
-    ]
-    if METHODS[method].schedule_uses_rounds:
-        assert grown == [FINISHED, BAD_INPUT, BAD_INPUT]
-        first, second = capfd.readouterr().err.splitlines()
-        assert "train.rounds" in first
-        assert "train.rounds" in second
-    else:
-        assert grown == [FINISHED] * ROUNDS
-        assert not differing(undisturbed(method), tmp_path / "run")
+    for rounds in range(1, ROUNDS + 1):
+        keys = [*settings, *short("heurpfedla"), f"train.rounds={rounds}"]
+        assert run_here(tmp_path / "run", keys) == FINISHED
+    assert not differing(undisturbed("heurpfedla"), tmp_path / "run")
+
+
+@pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.schedule_uses_rounds])
+def test_schedules_over_all_rounds_cannot_be_prolonged(
+    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
+) -> None:
+    assert run_here(tmp_path / "run", [*settings, *short(method), "train.rounds=1"]) == FINISHED
+    assert run_here(tmp_path / "run", [*settings, *short(method), "train.rounds=2"]) == BAD_INPUT
+    (error,) = capfd.readouterr().err.splitlines()
+    assert "train.rounds" in error
 
 
 def test_killed_between_the_last_checkpoint_and_clients_csv(

@@ -24,6 +24,7 @@ from hpcfl.training import (
     cross_entropy_loss,
     minibatches,
     same_size_groups,
+    sample_losses,
 )
 
 # mini-batches of 4: 13 ends with five (a last one of one joins), 11 with three, 8 with four, 3 and 2 are one
@@ -125,6 +126,150 @@ def test_a_clients_order_depends_on_round_and_purpose_but_not_on_its_group() -> 
     assert torch.equal(order([0, 1, 2, 3, 4], 0, "batches"), alone)
     assert not torch.equal(order([0], 1, "batches"), alone)
     assert not torch.equal(order([0], 0, "finetune"), alone)
+
+
+def rows_of(batch: Batch) -> list[int]:
+    """Return which of five clients a batch is for."""
+    return list(range(5)) if isinstance(batch.rows, slice) else batch.rows.tolist()
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_steps_are_so_many_mini_batches_of_every_client_over_as_many_passes_as_it_takes(
+    batched: bool,
+) -> None:
+    place = make_place(make_network(), SIZES, settings(), clients_at_once=5 if batched else None)
+
+    def seen(**keys: int) -> list[list[list[int]]]:
+        found: list[list[list[int]]] = [[] for _ in SIZES]
+        for batch in Clients(place, range(5), round=1).batches("some", **keys):
+            for position, client in enumerate(rows_of(batch)):
+                found[client].append(batch.index[position].tolist())
+        return found
+
+    # three, three, two, one and one mini-batch a pass
+    passes = seen(epochs=4)
+    assert [len(of_client) for of_client in passes] == [12, 12, 8, 4, 4]
+    for steps in (0, 1, 3, 4):
+        assert seen(steps=steps) == [of_client[:steps] for of_client in passes]
+    alone = [batch.index[0].tolist() for batch in Clients(place, [3], round=1).batches("some", steps=4)]
+    assert alone == passes[3]
+
+
+def test_batches_go_through_given_samples_only() -> None:
+    place = make_place(make_network(), SIZES, settings())
+    samples = [torch.tensor(numbers) for numbers in ([0, 2, 12, 7, 4, 11], [10], [7, 1], [2, 0, 1], [1])]
+    seen: list[list[int]] = [[] for _ in SIZES]
+    sizes = []
+    for batch in Clients(place, range(5), round=0).batches("some", epochs=2, samples=samples):
+        sizes.append((batch.index.shape[1], rows_of(batch)))
+        for position, client in enumerate(rows_of(batch)):
+            x, y = place.shard.samples("train", client)
+            assert torch.equal(batch.x[position], x[batch.index[position]])
+            assert torch.equal(batch.y[position], y[batch.index[position]])
+            seen[client] += batch.index[position].tolist()
+    # first mini-batches of 4, 1, 2, 3 and 1; only the first client has a second one
+    assert sizes == 2 * [(4, [0]), (3, [3]), (2, [2]), (1, [1, 4]), (2, [0])]
+    for found, chosen in zip(seen, samples, strict=True):
+        assert sorted(found[: len(chosen)]) == sorted(found[len(chosen) :]) == sorted(chosen.tolist())
+    stream = torch_stream(place.seed, "some", 0, 0)
+    assert seen[0][:6] == samples[0][torch.randperm(6, generator=stream)].tolist()
+    assert seen[0][6:] == samples[0][torch.randperm(6, generator=stream)].tolist()
+
+
+def test_training_on_given_samples_sees_no_others() -> None:
+    network = make_network()
+    place, theta = make_place(network, [8], settings()), spread(network, 1)[0]
+    chosen = [torch.tensor([1, 6, 3])]
+    trained = Clients(place, [0], 0).sgd(theta, samples=chosen)
+    assert trained.steps.tolist() == [3]
+    x, y = place.shard.samples("train", 0)
+    for sample in (0, 2, 4, 5, 7):
+        x[sample].neg_()
+        y[sample] = 9 - y[sample]
+    assert torch.equal(Clients(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
+    x[6].neg_()
+    assert not torch.equal(Clients(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
+
+
+@pytest.mark.parametrize(
+    ("share", "sizes"),
+    [(0.5, [7, 6, 4, 2, 1]), (0.8, [10, 9, 6, 2, 2]), (0.01, [1] * 5), (1.0, list(SIZES))],
+)
+def test_clients_divide_their_samples_by_a_stream_of_their_own(share: float, sizes: list[int]) -> None:
+    place = make_place(make_network(), SIZES, settings())
+    first, rest = Clients(place, range(5), round=3).divided("purpose", share)
+    assert [len(samples) for samples in first] == sizes
+    for part, other, size in zip(first, rest, SIZES, strict=True):
+        assert sorted([*part.tolist(), *other.tolist()]) == list(range(size))
+    # the same in every round and group, unless the round is given
+    again = Clients(place, [2, 0], round=5).divided("purpose", share)[0]
+    assert torch.equal(again[0], first[2])
+    assert torch.equal(again[1], first[0])
+    later, elsewhere = (
+        Clients(place, [0], round=3).divided(*key) for key in (("purpose", share, 3), ("other", share))
+    )
+    for other in (later, elsewhere):
+        assert not torch.equal(torch.cat([other[0][0], other[1][0]]), torch.cat([first[0], rest[0]]))
+
+
+def test_a_table_of_samples_is_picked_from_by_client_and_sample() -> None:
+    table = torch.arange(3 * 13 * 2).view(3, 13, 2)
+    index = torch.tensor([[12, 0, 5], [3, 3, 1]])
+    some = Batch(torch.tensor([2, 0]), torch.empty(2, 3), torch.empty(2, 3), index)
+    expected = [
+        [table[client, sample].tolist() for sample in row]
+        for client, row in zip([2, 0], index.tolist(), strict=True)
+    ]
+    assert some.pick(table).tolist() == expected
+    everyone = Batch(slice(None), torch.empty(2, 3), torch.empty(2, 3), index)
+    assert everyone.pick(table[:2, :, 0]).tolist() == [[24, 0, 10], [32, 32, 28]]
+
+
+def test_a_forward_pass_over_the_training_set_finds_its_rows_in_every_mini_batch() -> None:
+    network = make_network(batchnorm=True)
+    place = make_place(network, SIZES, settings(), clients_at_once=5)
+    theta, buffers = spread(network, 5)
+    buffers = buffers + torch.rand(buffers.shape)
+    clients, kept = everyone(place), buffers.clone()
+    model = {"theta": theta, "buffers": buffers}
+    table = clients.over_training_set(model, sample_losses)
+    assert table.shape == (5, 13)
+    layout, twin = ParameterLayout(network), copy.deepcopy(network).eval()
+    for client, size in enumerate(SIZES):
+        x, y = place.shard.samples("train", client)
+        state = layout.views(theta[client]) | layout.buffer_views(buffers[client])
+        twin.load_state_dict(state, strict=False)
+        expected = cross_entropy(twin(x), y, reduction="none").detach()
+        torch.testing.assert_close(table[client, :size], expected, rtol=1e-5, atol=1e-6)
+        assert table[client, size:].count_nonzero() == 0
+    assert torch.equal(buffers, kept)
+    for batch in clients.batches(epochs=1):
+        for position, client in enumerate(rows_of(batch)):
+            assert torch.equal(batch.pick(table)[position], table[client, batch.index[position]])
+    samples = [torch.tensor(numbers) for numbers in ([12, 3, 3], [0], [7, 1], [2], [1, 0])]
+    some = clients.over_training_set(model, sample_losses, samples)
+    assert some.shape == (5, 3)
+    for client, chosen in enumerate(samples):
+        torch.testing.assert_close(some[client, : len(chosen)], table[client, chosen], rtol=1e-5, atol=1e-6)
+        assert some[client, len(chosen) :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
+    network = make_network(batchnorm=True)
+    place = make_place(network, [8, 6], settings(), clients_at_once=2 if batched else None)
+    theta, buffers = spread(network, 2)
+    ids = [0, 1] if batched else [0]
+    clients = Clients(place, ids, 0)
+    clients.buffers = buffers[ids].clone()
+    batches = list(clients.batches(epochs=1))
+    with clients.statistics_aside():
+        for batch in batches:
+            clients.plain_gradient(theta[ids][batch.rows], batch)
+        assert not torch.equal(clients.buffers, buffers[ids])
+    assert torch.equal(clients.buffers, buffers[ids])
+    clients.plain_gradient(theta[ids], batches[0])
+    assert not torch.equal(clients.buffers, buffers[ids])
 
 
 # The engines agree

@@ -4,7 +4,7 @@ With vbar = a_i v_i + (1 - a_i) w_i, a mini-batch does
 
     w_i <- w_i - lr g(w_i)                                                      (Algorithm 1)
     v_i <- v_i - lr a_i g(vbar)
-    a_i <- a_i - lr_a <v_i - w_i, g(vbar)>, clipped to [0, 1]                   (eq. 10)
+    a_i <- a_i - lr_a <v_i - w_i, g(vbar)>, clipped to [0, 1]
     w   <- weighted mean of w_i, which start each round as the received w
 
 Choices: weights are mixed, not logits; g(vbar) is taken once, after the step of w_i, and serves v_i and a_i;
@@ -60,8 +60,8 @@ class APFL(OwnModel, FedAvg):
             share, models = alpha[rows], (own.theta[rows], shared.theta[rows])
             gradient, losses = clients.plain_gradient(self.mix(share, *models), batch)
             slope = ((models[0] - models[1]) * gradient).sum(dim=1)
-            alpha[rows] = (share - alpha_lr * slope).clamp(0.0, 1.0)
             own.step(rows, share.unsqueeze(1) * gradient)
+            alpha[rows] = (share - alpha_lr * slope).clamp(0.0, 1.0)
             clients.record(batch, losses)
         clients["own"], clients["alpha"] = own.theta, alpha
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)

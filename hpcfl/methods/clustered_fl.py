@@ -4,7 +4,7 @@ optimization under privacy constraints, IEEE TNNLS 2020.
     d_i     = E epochs of SGD on L_i from its cluster's model, minus that model
     theta_c <- theta_c + mean of d_i over the sampled clients of cluster c      (Algorithm 3)
 
-A cluster c splits in two when || mean d_i || < eps_1 and max || d_i || > eps_2 over its clients (eq. 34, 35):
+A cluster c splits in two when || mean d_i || < eps_1 and max || d_i || > eps_2 over its clients:
 its clients are parted so that the largest cosine similarity of updates across the parts is small; both
 parts go on from the same model.
 
@@ -98,7 +98,9 @@ class ClusteredFL(Method):
         if len(members) <= 2 or not server["is_known"][members].all():
             return
         updates = server["updates"][members]
-        if updates.mean(dim=0).norm() >= self.params.eps_1 or updates.norm(dim=1).max() <= self.params.eps_2:
+        mean, longest = updates.mean(dim=0).norm(), updates.norm(dim=1).max()
+        # neither holds of a diverged client's updates, which are no numbers
+        if not (mean < self.params.eps_1 and longest > self.params.eps_2):
             return
         leaving = members[bipartition(updates, self.params.linkage)]
         server["cluster"][leaving] = len(server["theta"])

@@ -1,7 +1,7 @@
 """FedALA. Zhang et al., FedALA: adaptive local aggregation for personalized federated learning, AAAI 2023.
 
-    hat_i   = w in the lower layers, theta_i + (w - theta_i) * W_i in the top ones              (eq. 4)
-    W_i    <- clip(W_i - lr_W dL_i/dhat_i * (w - theta_i), 0, 1), on a random part of the data  (eq. 5)
+    hat_i   = w in the lower layers, theta_i + (w - theta_i) * W_i in the top ones
+    W_i    <- clip(W_i - lr_W dL_i/dhat_i * (w - theta_i), 0, 1), on a random part of the data   (Algorithm 1)
     theta_i <- E epochs of SGD on L_i from hat_i
     w       <- weighted mean of theta_i
 
@@ -78,7 +78,7 @@ class FedALA(FedAvg):
         return {"theta": self.combined(weights, clients["theta"], down["theta"])}
 
     def combined(self, weights: Tensor, own: Tensor, shared: Tensor) -> Tensor:
-        """Return hat_i [C, P] from W_i [C, numbers of the top], own and received models [C, P] (eq. 4)."""
+        """Return hat_i [C, P] from W_i [C, numbers of the top], own and received models [C, P]."""
         theta = shared.clone(memory_format=torch.contiguous_format)
         theta[:, self._top] = torch.lerp(own[:, self._top], shared[:, self._top], weights)
         return theta

@@ -1,10 +1,10 @@
 """FedAMP. Huang et al., Personalized cross-silo federated learning on non-IID data, AAAI 2021.
 
-    u_i     = (1 - sum_{j != i} xi_ij) theta_i + sum_{j != i} xi_ij theta_j                     (eq. 5)
-    theta_i <- E epochs of SGD on L_i(theta) + lambda / (2 alpha) ||theta - u_i||^2 from u_i    (eq. 6)
+    u_i     = (1 - sum_{j != i} xi_ij) theta_i + sum_{j != i} xi_ij theta_j
+    theta_i <- E epochs of SGD on L_i(theta) + lambda / (2 alpha) ||theta - u_i||^2 from u_i    (Algorithm 1)
 
 with xi_ij = alpha A'(||theta_i - theta_j||^2), A(x) = 1 - exp(-x / sigma), or in the heuristic variant
-(HeurFedAMP, `method.weights=cosine`) xi_ij proportional to exp(sigma cos(theta_i, theta_j)) (eq. 9).
+(HeurFedAMP, `method.weights=cosine`) xi_ij proportional to exp(sigma cos(theta_i, theta_j)).
 
 Choices: squared distances are divided by their mean over all pairs of clients (`method.scale=none`: as they
 are, where with a whole network's distances A' is soon 0 and FedAMP local training); theta_j of a client that

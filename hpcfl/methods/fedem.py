@@ -2,8 +2,8 @@
 
 For M components theta_m, losses l and each training sample s of the client,
 
-    q_s(m)    proportional to pi_i(m) exp(-l(theta_m; s));  pi_i(m) <- mean over s of q_s(m)    (eq. 8, 9)
-    theta_m,i <- E epochs of SGD on mean over s of q_s(m) l(theta; s) from theta_m              (eq. 10)
+    q_s(m)    proportional to pi_i(m) exp(-l(theta_m; s));  pi_i(m) <- mean over s of q_s(m)
+    theta_m,i <- E epochs of SGD on mean over s of q_s(m) l(theta; s) from theta_m    (Algorithm 1)
     theta_m   <- weighted mean of theta_m,i
 
 All components go down and up, pi_i stays with the client. Evaluated is argmax sum_m pi_i(m) softmax(f_m(x))
@@ -98,7 +98,7 @@ class FedEM(FedAvg):
         return super().epochs_a_round * self.params.components
 
     def sample_shares(self, clients: Clients, theta: Tensor) -> Tensor:
-        """Return q [C, most samples, M] for components [C, M, P] (eq. 8); zero beyond a client's samples."""
+        """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""
         losses = [
             clients.over_training_set({"theta": theta[:, m], BUFFERS: clients.buffers[:, m]}, sample_losses)
             for m in range(self.params.components)
@@ -115,7 +115,7 @@ class FedEM(FedAvg):
         epochs: int | None = None,
         purpose: str = "batches",
     ) -> Tensor:
-        """Train the components [C, M, P] on their shares of the samples (eq. 10)."""
+        """Train the components [C, M, P] on their shares of the samples."""
         statistics, trained, ended = clients.buffers, [], []
         for m in range(self.params.components):
 

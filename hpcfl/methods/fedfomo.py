@@ -1,7 +1,7 @@
 """FedFomo. Zhang et al., Personalized federated learning with first order model optimization, ICLR 2021.
 
-    w_n      = (L_i(theta_prev) - L_i(theta_n)) / ||theta_n - theta_prev||, L_i on held-out samples    (eq. 4)
-    theta_i <- sum_n max(w_n, 0) theta_n / sum_n max(w_n, 0)                                           (eq. 5)
+    w_n      = (L_i(theta_prev) - L_i(theta_n)) / ||theta_n - theta_prev||, L_i on held-out samples
+    theta_i <- sum_n max(w_n, 0) theta_n / sum_n max(w_n, 0)
     theta_i <- E epochs of SGD on L_i
 
 theta_prev is the client's model before its last training, theta_n its model after it and M models of other
@@ -119,7 +119,7 @@ class FedFomo(OwnModel):
         return others[: self.params.models]
 
     def weights(self, clients: Clients, candidates: Tensor, held_out: list[Tensor]) -> Tensor:
-        """Return w_n [C, 1 + M] of candidates [C, 1 + M, P] (eq. 4); 0 for a model equal to theta_prev."""
+        """Return w_n [C, 1 + M] of candidates [C, 1 + M, P]; 0 for a model equal to theta_prev."""
         previous = clients["previous"]
         before = self._losses(clients, previous, held_out)
         after = [self._losses(clients, candidates[:, n], held_out) for n in range(candidates.shape[1])]
@@ -129,7 +129,7 @@ class FedFomo(OwnModel):
 
     @staticmethod
     def combined(candidates: Tensor, weights: Tensor) -> Tensor:
-        """Return the candidates' weighted mean [C, P] (eq. 5); the first, where no weight is positive."""
+        """Return the candidates' weighted mean [C, P]; the first, where no weight is positive."""
         positive = weights.clamp(min=0)
         total = positive.sum(dim=1, keepdim=True)
         shares = torch.where(total > 0, positive / total, torch.eye(1, weights.shape[1]).to(weights))

@@ -1,7 +1,7 @@
 """FedPHP. Li et al., FedPHP: federated personalization with inherited private models, ECML PKDD 2021.
 
     theta_i <- E epochs of SGD on (1 - lambda) L_i(theta) + lambda R(theta, p_i) from w
-    p_i     <- mu_i p_i + (1 - mu_i) theta_i,  mu_i = min(0.9, 0.9 c_i / (p T))
+    p_i     <- mu_i p_i + (1 - mu_i) theta_i,  mu_i = min(0.9, 0.9 c_i / (p T))    (Algorithm 1)
     w       <- weighted mean of theta_i
 
 c_i is how often client i was sampled before, p T how often it will be in expectation. R is the maximum mean
@@ -98,7 +98,7 @@ class FedPHP(OwnModel, FedAvg):
 def discrepancy(one: Tensor, other: Tensor, bandwidths: Sequence[float]) -> Tensor:
     """Return the squared maximum mean discrepancy of two samples [B, F], summed over Gaussian kernels.
 
-    Gretton et al., A kernel two-sample test, 2012, eq. 5, with kernels exp(-||a - b||^2 / (2 width)).
+    The biased statistic of Gretton et al., A kernel two-sample test, 2012; exp(-||a - b||^2 / 2 width).
     """
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """FedRoD. Chen and Chao, On bridging generic and personalized federated learning for image classification,
 ICLR 2022.
 
-    G = g(z), z = phi(x);   phi, g <- SGD on CE(G + log n_c, y)         balanced softmax        (eq. 5)
-    personal logits = stopgrad(G) + p_i(stopgrad(z));  p_i <- SGD on their CE                   (eq. 6)
+    G = g(z), z = phi(x);   phi, g <- SGD on CE(G + log n_c, y)         balanced softmax
+    personal logits = stopgrad(G) + p_i(stopgrad(z));  p_i <- SGD on their CE
     phi, g <- weighted mean of the clients'
 
 n_c counts the client's training samples of class c. Evaluated is argmax G + p_i(z), without log n_c, from the

@@ -1,6 +1,6 @@
 """pFedHN. Shamsian et al., Personalized federated learning using hypernetworks, ICML 2021.
 
-    theta_i = H(v_i; phi)                                                       (eq. 2)
+    theta_i = H(v_i; phi)
     Delta_i = theta_i - (theta_i after E epochs of SGD on L_i)
     phi    <- phi - lr_h (d theta_i / d phi)^T Delta_i, v_i likewise            (Algorithm 1)
 

@@ -2,7 +2,7 @@
 
 From w_i = theta_i = w, each mini-batch D of the client does
 
-    theta_i <- theta_i - lr_p (g(theta_i; D) + lambda (theta_i - w_i)), K times  (eq. 7)
+    theta_i <- theta_i - lr_p (g(theta_i; D) + lambda (theta_i - w_i)), K times
     w_i     <- w_i - lr lambda (w_i - theta_i)                                   (Algorithm 1)
     w       <- (1 - beta) w + beta weighted mean of w_i
 

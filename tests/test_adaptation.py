@@ -1,0 +1,403 @@
+"""Per-FedAvg and FedALA: against rounds by hand with plain torch and autograd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+from harness import UNEQUAL_FEW, Run
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+from torch_twins import batches_of, mean_by_samples
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import BUFFERS, Channel, Cohort, Message
+from hpcfl.methods.base import State
+from hpcfl.randomness import torch_stream
+from hpcfl.training import minibatches
+from hpcfl.world import World
+
+PER_FEDAVG, FEDALA = "method.name=per_fedavg", "method.name=fedala"
+LINEAR = ("model.name=mlp", "model.hidden=[]")
+DIGITS_CNN, HEAD = 13_706, 650
+
+
+def loss(run: Run, theta: Tensor, x: Tensor, y: Tensor, statistics: Tensor | None = None) -> Tensor:
+    """Return the loss of a model [P] in training mode; statistics [U] move, if they are given."""
+    layout, network = run.method.layout, run.method.context.network.train()
+    if statistics is None:
+        statistics = run.method.initial_buffers()
+    return cross_entropy(
+        functional_call(network, layout.views(theta) | layout.buffer_views(statistics), x), y
+    )
+
+
+def slope(run: Run, theta: Tensor, x: Tensor, y: Tensor, statistics: Tensor | None = None) -> Tensor:
+    """Return the gradient of the loss."""
+    leaf = theta.clone().requires_grad_()
+    return torch.autograd.grad(loss(run, leaf, x, y, statistics), leaf)[0]
+
+
+def sent_to(run: Run, client: int, round: int, server: State | None = None) -> tuple[Clients, Message]:
+    """Return one client in a round and what the server sends it."""
+    cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
+    message = run.method.send(run.server if server is None else server, cohort)
+    return Clients(run.place, [client], round), Channel(World(), run.method.layers, 4).down(message, cohort)
+
+
+def spoil(run: Run, split: str) -> None:
+    """Replace every client's samples of a split by others."""
+    for client in range(run.num_clients):
+        x, y = run.place.shard.samples(split, client)
+        x.neg_()
+        y.copy_(9 - y)
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        (PER_FEDAVG, "method.alpha=0"),
+        (PER_FEDAVG, "method.alpha=0", "method.variant=hessian_free"),
+        (FEDALA, "method.weights_lr=0"),
+    ],
+)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("train.participation=0.5", "train.lr_decay=0.9", "train.weight_decay=0.01"),
+        ("model.batchnorm=true", "train.momentum=0.9"),
+        ("model.batchnorm=true", "train.buffers=local", "train.participation=0.75"),
+    ],
+)
+def test_without_a_step_size_both_are_fedavg_to_the_bit(ours: tuple[str, ...], keys: tuple[str, ...]) -> None:
+    fedavg, run = Run(*UNEQUAL_FEW, *keys, "method.name=fedavg"), Run(*UNEQUAL_FEW, *keys, *ours)
+    assert len(set(run.method.context.num_samples.tolist())) > 1
+    assert set(run.server) == set(fedavg.server)
+    assert all(torch.equal(run.server[name], tensor) for name, tensor in fedavg.server.items())
+    evaluated = run.evaluated()
+    assert all(torch.equal(evaluated[name], tensor) for name, tensor in fedavg.evaluated().items())
+    assert torch.equal(run.bytes_by_client, fedavg.bytes_by_client)
+    assert (run.server["theta"] - run.method.context.initial_parameters()).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        (PER_FEDAVG, "method.variant=hessian_free", "train.rounds=1", "method.adaptation_steps=5"),
+        (FEDALA, "method.last_passes=3", "train.rounds=2", "train.participation=0.75"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_engines_agree_in_float64(ours: tuple[str, ...]) -> None:
+    keys = (*UNEQUAL_FEW, *ours, "model.batchnorm=true")
+    loop, batched = Run(*keys, "run.engine=loop"), Run(*keys, "run.engine=batched", "run.clients_at_once=3")
+    pairs = [(batched.server, loop.server), (batched.clients, loop.clients)]
+    for found, expected in [*pairs, (batched.evaluated(), loop.evaluated())]:
+        assert set(found) == set(expected)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9)
+
+
+# Per-FedAvg
+
+
+def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: Tensor) -> Tensor:
+    """Return one client's model after a round of Algorithm 1; statistics [U] move."""
+    train, params = run.config.train, run.config.params
+    w = theta.clone()
+    optimiser = torch.optim.SGD(
+        [w], train.lr * train.lr_decay**round, momentum=train.momentum, weight_decay=train.weight_decay
+    )
+    orders = [batches_of(run, client, round, purpose) for purpose in ("adaptation", "batches", "curvature")]
+    for a, b, c in zip(*orders, strict=True):
+        u = w - params.alpha * slope(run, w, *a)
+        d = slope(run, u, *b, statistics)
+        w.grad = d
+        if params.variant == "hessian_free":
+            ahead, behind = (slope(run, w + sign * params.delta * d, *c) for sign in (1, -1))
+            w.grad = d - params.alpha * (ahead - behind) / (2 * params.delta)
+        optimiser.step()
+        assert not torch.equal(a[0], b[0])
+        assert not torch.equal(b[0], c[0])
+        assert not torch.equal(c[0], a[0])
+    return w
+
+
+@pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (*UNEQUAL_FEW, "model.batchnorm=true", "train.local_epochs=2"),
+        ("train.participation=0.5", "train.momentum=0.9", "train.weight_decay=0.01", "train.lr_decay=0.5"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> None:
+    run = Run(PER_FEDAVG, f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
+    start = run.method.initial_server()
+    theta, statistics = start["theta"], run.method.initial_buffers()
+    for number in range(2):
+        cohort = run.simulation.cohort(number)
+        moved = statistics.expand(len(cohort), -1).clone()
+        trained = [
+            meta_trained(run, client, number, theta, row)
+            for client, row in zip(cohort.clients, moved, strict=True)
+        ]
+        theta = mean_by_samples(run, cohort.clients, torch.stack(trained))
+        statistics = mean_by_samples(run, cohort.clients, moved)
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    if BUFFERS in run.server:
+        torch.testing.assert_close(run.server[BUFFERS], statistics, rtol=0, atol=1e-9)
+    assert run.clients == {}
+    assert run.config.params.delta == 0.001
+
+
+@pytest.mark.usefixtures("double")
+def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
+    common = (PER_FEDAVG, *LINEAR, "train.rounds=1", "train.batch_size=100", "train.lr=1", "method.alpha=0.5")
+    run = Run(*common)
+    start = run.method.initial_server()
+    x, y = run.place.shard.samples("train", 0)
+    w = start["theta"].clone().requires_grad_()
+    d = slope(run, w.detach() - 0.5 * slope(run, w.detach(), x, y), x, y)
+    gradient = torch.autograd.grad(loss(run, w, x, y), w, create_graph=True)[0]
+    product = torch.autograd.grad(gradient @ d, w)[0]
+    errors = []
+    for delta in (0.04, 0.02, 0.01):
+        free = Run(*common, "method.variant=hessian_free", f"method.delta={delta}").method
+        trained = free.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+        correction = trained - (start["theta"] - d)
+        errors.append(float((correction - 0.5 * product).norm()))
+    # central differences: a quarter of the error for half the distance
+    assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
+    assert errors[1] / errors[2] == pytest.approx(4, rel=0.1)
+    assert errors[2] < 0.01 * float(0.5 * product.norm())
+    first_order = run.method.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+    torch.testing.assert_close(first_order, start["theta"] - d, rtol=0, atol=1e-12)
+
+
+def test_the_step_is_taken_from_w_and_not_from_the_adapted_model() -> None:
+    run = Run(PER_FEDAVG, "method.alpha=0.5", "train.lr=1e-12", "train.rounds=1")
+    start = run.method.context.initial_parameters()
+    torch.testing.assert_close(run.server["theta"], start, rtol=0, atol=1e-7)
+    assert (run.evaluated()["theta"] - start).abs().amax(dim=1).min() > 0.01
+
+
+@pytest.mark.parametrize("steps", [0, 1, 6])
+@pytest.mark.usefixtures("double")
+def test_evaluation_takes_so_many_steps_on_training_data(steps: int) -> None:
+    run = Run(
+        PER_FEDAVG,
+        "model.batchnorm=true",
+        "train.rounds=1",
+        "method.alpha=0.1",
+        f"method.adaptation_steps={steps}",
+    )
+    evaluated, kept = run.evaluated(), run.server["theta"].clone()
+    for client in range(4):
+        theta = run.server["theta"]
+        # 28 samples are four mini-batches a pass
+        for x, y in islice(batches_of(run, client, 1, "evaluation", 2), steps):
+            theta = theta - 0.1 * slope(run, theta, x, y)
+        torch.testing.assert_close(evaluated["theta"][client], theta, rtol=0, atol=1e-12)
+    assert torch.equal(evaluated["theta"], kept.expand(4, -1)) == (steps == 0)
+    assert torch.equal(evaluated[BUFFERS], run.server[BUFFERS].expand(4, -1))
+    assert torch.equal(run.server["theta"], kept)
+    spoil(run, "test")
+    assert torch.equal(run.evaluated()["theta"], evaluated["theta"])
+    spoil(run, "train")
+    assert torch.equal(run.evaluated()["theta"], evaluated["theta"]) == (steps == 0)
+
+
+def test_fine_tuning_replaces_the_adaptation_by_epochs_of_its_step_size() -> None:
+    run = Run(PER_FEDAVG, "method.alpha=0.1", "train.rounds=1", "train.finetune_epochs=2")
+    tuned = run.evaluated()["theta"]
+    for client in range(4):
+        alone = Clients(run.place, [client], 1)
+        by_hand = alone.sgd(run.server["theta"].unsqueeze(0), epochs=2, lr=0.1, purpose="finetune").theta
+        assert torch.equal(tuned[client], by_hand[0])
+
+
+# FedALA
+
+
+@dataclass
+class SlowTwin:
+    """FedALA with autograd through the combined model; local training is `Clients.sgd`."""
+
+    run: Run
+
+    def __post_init__(self) -> None:
+        self.params, method = self.run.config.params, self.run.method
+        self.top = method.layers[-self.params.adaptive_layers].start
+        self.shared = method.context.initial_parameters()
+        self.statistics = method.initial_buffers()
+        self.own = method.context.initial_parameters(range(4))
+        self.weights = torch.ones_like(self.own[:, self.top :])
+        self.learnt = [False] * 4
+        self.passes: list[list[int]] = [[] for _ in range(4)]
+
+    def combined(self, client: int, weights: Tensor) -> Tensor:
+        apart = self.shared - self.own[client]
+        return torch.cat(
+            [self.shared[: self.top], self.own[client, self.top :] + apart[self.top :] * weights]
+        )
+
+    def one_pass(self, client: int, round: int, number: int, weights: Tensor) -> tuple[Tensor, float]:
+        """Return the weights after a pass over the round's share of samples, and its mean loss."""
+        seed, (x, y) = self.run.config.run.seed, self.run.place.shard.samples("train", client)
+        stream = torch_stream(seed, "adaptive aggregation", round, client)
+        samples = torch.randperm(len(y), generator=stream)[: int(self.params.share * len(y) + 0.5)]
+        stream = torch_stream(seed, f"adaptive aggregation/{number}", round, client)
+        samples, total = samples[torch.randperm(len(samples), generator=stream)], 0.0
+        for start, stop in minibatches(len(samples), self.run.config.train.batch_size):
+            batch, leaf = samples[start:stop], weights.clone().requires_grad_()
+            value = loss(self.run, self.combined(client, leaf), x[batch], y[batch])
+            weights = weights - self.params.weights_lr * torch.autograd.grad(value, leaf)[0]
+            weights = weights.clamp(0, 1)
+            total += float(value.detach()) * len(batch)
+        return weights, total / len(samples)
+
+    def learn(self, client: int, round: int) -> tuple[Tensor, int]:
+        """Return a client's weights after the passes of a round, and how many these are."""
+        weights, losses = self.weights[client], []
+        if torch.equal(self.own[client, self.top :], self.shared[self.top :]):
+            return weights, 0
+        while len(losses) < self.params.most_passes:
+            weights, mean = self.one_pass(client, round, len(losses) + 1, weights)
+            losses.append(mean)
+            last = losses[-self.params.last_passes :]
+            is_settled = len(last) == self.params.last_passes and np.std(last) < self.params.threshold
+            if self.learnt[client] or is_settled:
+                break
+        return weights, len(losses)
+
+    def round(self, number: int) -> None:
+        clients, ends, moved = self.run.simulation.cohort(number).clients, [], []
+        for client in clients:
+            self.weights[client], passes = self.learn(client, number)
+            self.passes[client].append(passes)
+            self.learnt[client] |= passes > 0
+            alone = Clients(self.run.place, [client], number)
+            alone.buffers = self.statistics.unsqueeze(0).clone()
+            ends.append(alone.sgd(self.combined(client, self.weights[client]).unsqueeze(0)).theta[0])
+            moved.append(alone.buffers[0])
+        self.own[list(clients)] = torch.stack(ends)
+        self.shared = mean_by_samples(self.run, clients, torch.stack(ends))
+        self.statistics = mean_by_samples(self.run, clients, torch.stack(moved))
+
+
+BRIEF = ("method.last_passes=2", "method.threshold=0.005", "method.weights_lr=30", "method.share=0.5")
+ENDLESS = ("method.threshold=0", "method.most_passes=3", "method.weights_lr=20", "method.adaptive_layers=2")
+
+
+@pytest.mark.parametrize(
+    ("keys", "fewest", "most"),
+    [
+        ((*UNEQUAL_FEW, "model.batchnorm=true", *BRIEF), 2, 49),
+        ((*LINEAR, "train.participation=0.5", "method.last_passes=4", "method.threshold=0.01"), 4, 49),
+        (ENDLESS, 3, 3),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedala_equal_a_slow_twin(keys: tuple[str, ...], fewest: int, most: int) -> None:
+    run = Run(FEDALA, "train.rounds=4", "train.lr=0.2", *keys)
+    twin = SlowTwin(run)
+    for number in range(4):
+        twin.round(number)
+    learning = [[passes for passes in of_client if passes] for of_client in twin.passes]
+    first = {passes[0] for passes in learning}
+    assert fewest <= min(first) <= max(first) <= most
+    assert (len(first) > 1) == (fewest < most)
+    assert all(later == [1] * len(later) for _, *later in learning)
+    torch.testing.assert_close(run.clients["weights"], twin.weights, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["theta"], twin.own, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["theta"], twin.shared, rtol=0, atol=1e-9)
+    assert run.clients["learnt"].tolist() == [int(learnt) for learnt in twin.learnt]
+    if BUFFERS in run.server:
+        torch.testing.assert_close(run.server[BUFFERS], twin.statistics, rtol=0, atol=1e-9)
+    hats = torch.stack([twin.combined(client, twin.learn(client, 4)[0]) for client in range(4)])
+    torch.testing.assert_close(run.evaluated()["theta"], hats, rtol=0, atol=1e-9)
+    rounds = torch.tensor([[len(passes)] * 2 for passes in twin.passes])
+    assert torch.equal(run.bytes_by_client, 8 * run.method.layout.size * rounds)
+    assert (run.clients["weights"] - 1).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("adaptive_layers", [1, 2])
+@pytest.mark.usefixtures("double")
+def test_one_step_of_the_weights_is_autograds_through_the_combined_model(adaptive_layers: int) -> None:
+    run = Run(
+        FEDALA,
+        f"method.adaptive_layers={adaptive_layers}",
+        "method.weights_lr=30",
+        "method.share=1",
+        "method.most_passes=1",
+        "train.rounds=1",
+        "train.batch_size=100",
+    )
+    top = {1: DIGITS_CNN - HEAD, 2: 160 + 4640}[adaptive_layers]
+    weights = torch.rand(4, DIGITS_CNN - top, generator=torch.Generator().manual_seed(0))
+    run.clients["weights"].copy_(weights)
+    w, own = run.server["theta"], run.clients["theta"]
+    for client in range(4):
+        leaf = weights[client].clone().requires_grad_()
+        hat = torch.cat([w[:top], own[client, top:] + (w - own[client])[top:] * leaf])
+        loss(run, hat, *run.place.shard.samples("train", client)).backward()
+        assert leaf.grad is not None
+        expected = (leaf.detach() - 30 * leaf.grad).clamp(0, 1)
+        clients, down = sent_to(run, client, 1)
+        run.method.work(clients, down)
+        torch.testing.assert_close(clients["weights"][0], expected, rtol=0, atol=1e-9)
+        assert (expected - weights[client]).abs().max() > 0.01
+
+
+def test_weights_stay_between_zero_and_one_and_lower_layers_are_the_global_ones() -> None:
+    run = Run(FEDALA, "method.weights_lr=1e4", "method.adaptive_layers=2")
+    weights, top = run.clients["weights"], 160 + 4640
+    assert weights.shape == (4, DIGITS_CNN - top)
+    assert (weights.min(), weights.max()) == (0, 1)
+    hats = run.evaluated()["theta"]
+    assert torch.equal(hats[:, :top], run.server["theta"][:top].expand(4, -1))
+    assert (hats != run.server["theta"]).any(dim=1).all()
+    # every number lies between the client's and the global one
+    low, high = (pick(run.clients["theta"], run.server["theta"]) for pick in (torch.minimum, torch.maximum))
+    assert ((hats >= low - 1e-6) & (hats <= high + 1e-6))[:, top:].all()
+
+
+def test_a_client_whose_model_is_the_global_one_learns_nothing_yet() -> None:
+    run = Run(FEDALA, "train.rounds=1", "train.participation=0.5", "method.weights_lr=1e3")
+    sampled = run.simulation.cohort(0).clients
+    assert run.clients["learnt"].tolist() == [0] * 4
+    assert torch.equal(run.clients["weights"], torch.ones(4, HEAD))
+    moved = (run.clients["theta"] != run.method.context.initial_parameters()).any(dim=1)
+    assert moved.tolist() == [client in sampled for client in range(4)]
+    run.place.state["theta"][sampled[0]] = run.server["theta"]
+    hats = run.evaluated()["theta"]
+    equal = (hats == run.server["theta"]).all(dim=1)
+    # clients that were never sampled combine what they began with
+    assert equal.tolist() == [client == sampled[0] for client in range(4)]
+
+
+def test_an_evaluation_is_repeatable_on_training_data_and_changes_no_state() -> None:
+    run = Run(FEDALA, "model.batchnorm=true", "method.weights_lr=100", "train.participation=0.5")
+    kept = {name: tensor.clone() for name, tensor in (run.clients | run.server).items()}
+    first = run.evaluated()
+    spoil(run, "test")
+    second = run.evaluated()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert torch.equal(first[BUFFERS], run.server[BUFFERS].expand(4, -1))
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in (run.clients | run.server).items())
+    spoil(run, "train")
+    assert not torch.equal(run.evaluated()["theta"], first["theta"])
+
+
+def test_more_adaptive_layers_than_there_are_are_refused() -> None:
+    said = r"^method\.adaptive_layers=5 is more than the model has; allowed: 1 to 4$"
+    with pytest.raises(UserError, match=said):
+        Run(FEDALA, "method.adaptive_layers=5")
+    assert Run(FEDALA, "method.adaptive_layers=4", "train.rounds=1").clients["weights"].shape[1] == DIGITS_CNN

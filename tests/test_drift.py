@@ -1,0 +1,319 @@
+"""FedProx, SCAFFOLD and MOON: FedAvg whose clients are kept from drifting apart."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_mpi_world
+from harness import UNEQUAL_FEW, Run
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd
+
+from hpcfl.main import BAD_INPUT, main
+
+ONE_A_ROUND = "train.participation=0.25"
+
+
+def assert_same_bits(ours: Run, theirs: Run) -> None:
+    """Compare the server's models and what is evaluated; clients are unequal and some are not sampled."""
+    assert len(set(ours.method.context.num_samples.tolist())) > 1
+    for name, tensor in theirs.server.items():
+        assert torch.equal(ours.server[name], tensor)
+    evaluated = ours.evaluated()
+    assert all(torch.equal(evaluated[name], tensor) for name, tensor in theirs.evaluated().items())
+
+
+# Reductions to FedAvg
+
+
+@pytest.mark.parametrize("name", ["fedprox", "moon"])
+@pytest.mark.parametrize("keys", [SLIPPERY, ("train.buffers=local",)], ids=["average", "local"])
+def test_without_their_strength_fedprox_and_moon_are_fedavg_to_the_bit(
+    name: str, keys: tuple[str, ...]
+) -> None:
+    fedavg = Run(*SOME, *keys, "method.name=fedavg")
+    ours = Run(*SOME, *keys, f"method.name={name}", "method.mu=0")
+    assert_same_bits(ours, fedavg)
+    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
+    other = Run(*SOME, *keys, f"method.name={name}", "method.mu=1")
+    assert not torch.equal(other.server["theta"], fedavg.server["theta"])
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_scaffolds_first_round_is_fedavg_to_the_bit(rounds: int) -> None:
+    keys = (*SOME, "train.weight_decay=0.01", "train.lr_decay=0.9", f"train.rounds={rounds}")
+    fedavg, ours = (Run(*keys, f"method.name={name}") for name in ("fedavg", "scaffold"))
+    if rounds == 1:
+        assert_same_bits(ours, fedavg)
+    else:
+        assert (ours.server["theta"] - fedavg.server["theta"]).abs().max() > 1e-4
+
+
+# FedProx
+
+
+@pytest.mark.usefixtures("double")
+def test_fedprox_pulls_back_to_the_received_model_with_factor_one() -> None:
+    # one client does two steps of 14 of its 28 samples
+    keys = (ONE_A_ROUND, "train.rounds=1", "train.batch_size=14", "train.lr=0.1")
+    fedavg = Run(*keys, "method.name=fedavg")
+    fedprox = Run(*keys, "method.name=fedprox", "method.mu=0.7")
+    (client,) = fedprox.simulation.cohort(0).clients
+    w = fedprox.method.context.initial_parameters()
+    network = network_with(fedprox, w, torch.empty(0))
+    (x, y), _ = batches_of(fedprox, client, 0)
+    cross_entropy(network(x), y).backward()
+    # the first step is FedAvg's, since theta is w still
+    theta = w - 0.1 * torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
+    pull = 0.1 * 0.7 * (theta - w)
+    assert pull.abs().max() > 1e-4
+    torch.testing.assert_close(fedprox.server["theta"], fedavg.server["theta"] - pull, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedprox_equal_a_slow_twin_with_the_penalty_in_its_loss() -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedprox", "method.mu=0.5")
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    for number in range(3):
+        clients = run.simulation.cohort(number).clients
+        models, statistics = [], []
+        for client in clients:
+            network = network_with(run, theta, buffers)
+            received = [p.detach().clone() for p in network.parameters()]
+            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            for x, y in batches_of(run, client, number):
+                network.zero_grad()
+                pairs = zip(network.parameters(), received, strict=True)
+                distance = torch.stack([(p - w).square().sum() for p, w in pairs]).sum()
+                (cross_entropy(network(x), y) + 0.5 / 2 * distance).backward()
+                optimiser.step()
+            model, kept = run.method.layout.flatten(network)
+            models.append(model)
+            statistics.append(kept)
+        theta = mean_by_samples(run, clients, torch.stack(models))
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["buffers"], buffers, rtol=0, atol=1e-9)
+
+
+def test_a_strong_pull_of_fedprox_keeps_clients_near_the_received_model() -> None:
+    distances = []
+    for mu in (0, 1, 18):
+        run = Run(
+            "method.name=fedprox",
+            f"method.mu={mu}",
+            ONE_A_ROUND,
+            "train.rounds=1",
+            "train.local_epochs=5",
+        )
+        distances.append((run.server["theta"] - run.method.context.initial_parameters()).norm())
+    free, pulled, held = distances
+    assert pulled < 0.9 * free
+    # mu lr = 0.9: what is left is about the last gradient divided by mu
+    assert held < 0.15 * free
+
+
+# SCAFFOLD
+
+
+def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return w, running statistics, c and c_i; a client's new c_i is the mean of its plain gradients."""
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    c, own = torch.zeros_like(theta), torch.zeros(run.num_clients, len(theta))
+    train = run.config.train
+    for number in range(train.rounds):
+        clients = list(run.simulation.cohort(number).clients)
+        lr, models, statistics, counts, new = train.lr * train.lr_decay**number, [], [], [], own.clone()
+        for client in clients:
+            y_i, kept, gradients = theta, buffers, []
+            for x, y in batches_of(run, client, number):
+                network = network_with(run, y_i, kept)
+                cross_entropy(network(x), y).backward()
+                slope = torch.cat([p.grad.flatten() for p in network.parameters() if p.grad is not None])
+                gradients.append(slope + train.weight_decay * y_i)
+                kept = run.method.layout.flatten(network)[1]
+                y_i = y_i - lr * (gradients[-1] - own[client] + c)
+            new[client] = torch.stack(gradients).mean(dim=0)
+            models.append(y_i)
+            statistics.append(kept)
+            counts.append(len(gradients))
+        assert len(set(counts)) > 1
+        global_lr = run.config.params.global_lr
+        theta = theta + global_lr * mean_by_samples(run, clients, torch.stack(models) - theta)
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        own, c = new, new.mean(dim=0)
+    return theta, buffers, c, own
+
+
+@pytest.mark.parametrize("keys", [(), ("method.global_lr=0.5", "train.weight_decay=0.01")])
+@pytest.mark.usefixtures("double")
+def test_rounds_of_scaffold_equal_a_slow_twin_with_means_of_gradients(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, "method.name=scaffold", "train.lr_decay=0.8", *keys)
+    theta, buffers, c, own = scaffold_by_hand(run)
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["buffers"], buffers, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["variate"], c, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["variate"], own, rtol=0, atol=1e-9)
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+@pytest.mark.usefixtures("double")
+def test_scaffolds_server_variate_is_the_mean_of_all_clients_after_every_round(rounds: int) -> None:
+    keys = ("train.lr_decay=0.7", "train.local_epochs=2", "train.participation=0.5")
+    run = Run(*UNEQUAL_FEW, *keys, "method.name=scaffold", f"train.rounds={rounds}")
+    sampled = {client for number in range(rounds) for client in run.simulation.cohort(number).clients}
+    assert run.clients["variate"].any(dim=1).nonzero().flatten().tolist() == sorted(sampled)
+    mean = run.clients["variate"].mean(dim=0)
+    assert mean.abs().max() > 1e-3
+    torch.testing.assert_close(run.server["variate"], mean, rtol=0, atol=1e-14)
+
+
+def test_scaffold_keeps_the_variate_of_a_client_that_is_not_sampled_and_sends_two_models_a_way() -> None:
+    keys = ("method.name=scaffold", ONE_A_ROUND)
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    (sampled,) = three.simulation.cohort(2).clients
+    changed = (three.clients["variate"] != two.clients["variate"]).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [sampled]
+    moved = three.bytes_by_client - two.bytes_by_client
+    assert moved[sampled].tolist() == [2 * 4 * 13_706] * 2
+    assert moved.sum() == 4 * 4 * 13_706
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+def test_scaffold_refuses_momentum(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["method.name=scaffold", "train.momentum=0.9", "--out", str(tmp_path)]) == BAD_INPUT
+    assert capsys.readouterr() == (
+        "",
+        "hpcfl: error: train.momentum=0.9 does not go with method.name=scaffold, whose control variates are "
+        "means of plain gradients; allowed: 0\n",
+    )
+
+
+# MOON
+
+
+def contrast_by_hand(z: Tensor, z_w: Tensor, z_p: Tensor, temperature: float) -> Tensor:
+    """Return the mean of equation 3 over a batch."""
+    near, far = ((z * other).sum(dim=1) / (z.norm(dim=1) * other.norm(dim=1)) for other in (z_w, z_p))
+    near, far = ((cosine / temperature).exp() for cosine in (near, far))
+    return -(near / (near + far)).log().mean()
+
+
+def test_moons_contrast_worked_out() -> None:
+    moon = Run("method.name=moon", "train.rounds=1").method
+    assert moon.params.temperature == 0.5
+    z, z_w, z_p = torch.tensor(
+        [[[3.0, 4.0], [1.0, 0.0]], [[4.0, 3.0], [2.0, 0.0]], [[-4.0, 3.0], [-1.0, 0.0]]]
+    )
+    # cosines 0.96 and 0, then 1 and -1
+    expected = (math.log(1 + math.exp((0 - 0.96) / 0.5)) + math.log(1 + math.exp((-1 - 1) / 0.5))) / 2
+    assert moon.contrast(z, z_w, z_p).item() == pytest.approx(expected, rel=1e-6)
+    assert contrast_by_hand(z, z_w, z_p, 0.5).item() == pytest.approx(expected, rel=1e-6)
+    assert moon.contrast(z, z_p, z_w).item() == pytest.approx(expected + (0.96 + 2) / 0.5 / 2, rel=1e-6)
+
+
+@pytest.mark.usefixtures("double")
+def test_moons_contrast_is_flat_where_both_models_agree_and_finite_for_dead_features() -> None:
+    moon = Run("method.name=moon", "train.rounds=1").method
+    stream = torch.Generator().manual_seed(0)
+    z, other = torch.randn(2, 6, 5, generator=stream)
+    z.requires_grad_()
+    value = moon.contrast(z, other, other)
+    (slope,) = torch.autograd.grad(value, z)
+    assert value.item() == pytest.approx(math.log(2), rel=1e-12)
+    assert slope.abs().max() < 1e-16
+    dead = torch.zeros(6, 5, requires_grad=True)
+    (slope,) = torch.autograd.grad(moon.contrast(dead, other, torch.zeros(6, 5)), dead)
+    assert slope.isfinite().all()
+
+
+@pytest.mark.usefixtures("double")
+def test_moon_is_fedavg_for_as_long_as_every_client_takes_part_for_the_first_time() -> None:
+    one, two = (
+        [Run(*UNEQUAL_FEW, f"method.name={name}", f"train.rounds={rounds}") for name in ("moon", "fedavg")]
+        for rounds in (1, 2)
+    )
+    torch.testing.assert_close(one[0].server["theta"], one[1].server["theta"], rtol=0, atol=1e-12)
+    assert (two[0].server["theta"] - two[1].server["theta"]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        SLIPPERY,
+        ("train.buffers=local", "method.mu=5", "method.temperature=1", "train.local_epochs=2"),
+    ],
+    ids=["average", "local"],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, "method.name=moon", *keys)
+    layout, params = run.method.layout, run.config.params
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers(range(4))
+    previous: dict[int, tuple[Tensor, Tensor]] = {}
+    for number in range(3):
+        clients = list(run.simulation.cohort(number).clients)
+        for client in clients:
+            received = theta, buffers[client]
+            network = network_with(run, *received)
+            of_global, of_previous = (
+                network_with(run, *model).eval() for model in (received, previous.get(client, received))
+            )
+            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            for x, y in batches_of(run, client, number):
+                z = network.body(x)
+                with torch.no_grad():
+                    z_w, z_p = of_global.body(x), of_previous.body(x)
+                contrast = contrast_by_hand(z, z_w, z_p, params.temperature)
+                network.zero_grad()
+                (cross_entropy(network.head(z), y) + params.mu * contrast).backward()
+                optimiser.step()
+            previous[client] = layout.flatten(network)
+        theta = mean_by_samples(run, clients, torch.stack([previous[client][0] for client in clients]))
+        statistics = torch.stack([previous[client][1] for client in clients])
+        if run.method.buffers == "average":
+            buffers = mean_by_samples(run, clients, statistics).expand(4, -1)
+        else:
+            buffers[clients] = statistics
+    # someone came back after a round without them
+    cohorts = [set(run.simulation.cohort(number).clients) for number in range(3)]
+    assert (cohorts[0] - cohorts[1]) & cohorts[2]
+    evaluated = run.evaluated()
+    torch.testing.assert_close(evaluated["theta"], theta.expand(4, -1), rtol=0, atol=1e-9)
+    torch.testing.assert_close(evaluated["buffers"], buffers, rtol=0, atol=1e-9)
+    assert run.clients["count"].tolist() == [
+        sum(client in cohort for cohort in cohorts) for client in range(4)
+    ]
+    for client, (model, kept) in previous.items():
+        torch.testing.assert_close(run.clients["previous"][client], model, rtol=0, atol=1e-9)
+        torch.testing.assert_close(run.clients["previous_buffers"][client], kept, rtol=0, atol=1e-9)
+
+
+def test_moons_previous_model_is_that_of_the_last_participation() -> None:
+    keys = ("method.name=moon", ONE_A_ROUND)
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    (sampled,) = three.simulation.cohort(2).clients
+    rest = [client for client in range(4) if client != sampled]
+    # the mean of one client's model is this model
+    assert torch.equal(three.clients["previous"][sampled], three.server["theta"])
+    assert torch.equal(three.clients["previous"][rest], two.clients["previous"][rest])
+
+
+# Engines
+
+
+@pytest.mark.parametrize("name", ["fedprox", "scaffold", "moon"])
+@pytest.mark.usefixtures("double")
+def test_engines_agree_in_float64(name: str) -> None:
+    keys = (*UNEQUAL_FEW, "model.batchnorm=true", f"method.name={name}", "train.rounds=2")
+    loop = Run(*keys, "run.engine=loop")
+    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
+    for ours, theirs in ((batched.server, loop.server), (batched.clients, loop.clients)):
+        assert set(ours) == set(theirs)
+        for part, value in ours.items():
+            torch.testing.assert_close(value, theirs[part], rtol=0, atol=1e-9)

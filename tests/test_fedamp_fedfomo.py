@@ -1,0 +1,401 @@
+"""FedAMP and FedFomo, whose clients are sent others' models: numbers worked out, and rounds by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from by_hand import gradient, loss, method_of, step_size, work
+from harness import UNEQUAL_FEW, Run, random
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch_twins import batches_of, network_with
+
+from hpcfl.clients import Clients
+from hpcfl.errors import UserError
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.fedamp import FedAMP
+from hpcfl.methods.fedfomo import FedFomo
+from hpcfl.methods.local import Local
+from hpcfl.randomness import torch_stream
+from hpcfl.training import minibatches
+
+FEDAMP, FEDFOMO = "method.name=fedamp", "method.name=fedfomo"
+MLP = ("model.name=mlp", "model.hidden=[16]")
+SOME = (*MLP, *UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
+"""Two of four clients in a round, all of them unequal, and smaller steps each round."""
+
+ALONE = (*MLP, "data.clients=1", "data.partition.name=iid")
+
+
+def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+# FedAMP's weights
+
+ON_A_LINE = torch.tensor([[0.0, 7.0], [1.0, 7.0], [3.0, 7.0]])
+"""Three models with squared distances 1, 4 and 9."""
+
+
+@pytest.mark.parametrize(("scale", "mean"), [("none", 1.0), ("mean", 14 / 3)])
+def test_distance_weights_worked_out(scale: str, mean: float) -> None:
+    found = method_of(FedAMP, 3, sigma=2, alpha=0.5, scale=scale).attention(ON_A_LINE, (0, 2))
+    # alpha A'(x) = alpha / sigma exp(-x / sigma)
+    near, middle, far = (0.25 * math.exp(-squared / mean / 2) for squared in (1, 4, 9))
+    expected = [[1 - near - far, near, far], [far, middle, 1 - far - middle]]
+    assert_close(found, torch.tensor(expected), atol=1e-6)
+
+
+def test_scaled_weights_do_not_see_a_factor_on_all_distances() -> None:
+    models = random(4, 50)
+    scaled, plain = (method_of(FedAMP, scale=scale) for scale in ("mean", "none"))
+    everyone = (0, 1, 2, 3)
+    assert_close(scaled.attention(1000 * models, everyone), scaled.attention(models, everyone), atol=1e-6)
+    assert (plain.attention(0.1 * models, everyone) - plain.attention(models, everyone)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(("self_weight", "own"), [(None, 1 / 3), (0.6, 0.6), (1, 1.0)])
+def test_cosine_weights_worked_out(self_weight: float | None, own: float) -> None:
+    method = method_of(FedAMP, 3, weights="cosine", sigma=2, self_weight=self_weight)
+    models = torch.tensor([[2.0, 0.0], [3.0, 4.0], [0.0, 5.0]])
+    found = method.attention(models, (0, 1, 2))
+    # cosines 0.6, 0 and 0.8
+    a, b, c = (math.exp(2 * cosine) for cosine in (0.6, 0.0, 0.8))
+    rest = 1 - own
+    expected = [
+        [own, rest * a / (a + b), rest * b / (a + b)],
+        [rest * a / (a + c), own, rest * c / (a + c)],
+        [rest * b / (b + c), rest * c / (b + c), own],
+    ]
+    assert_close(found, torch.tensor(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("keys", [{}, {"scale": "none", "sigma": 0.1}, {"weights": "cosine"}])
+@pytest.mark.parametrize("models", [random(4, 50), random(1, 50).expand(4, -1)])
+def test_weights_are_shares(keys: dict[str, Any], models: Tensor) -> None:
+    found = method_of(FedAMP, **keys).attention(models, (1, 3))
+    assert_close(found.sum(dim=1), torch.ones(2), atol=1e-6)
+    assert found.min() >= 0
+    if torch.equal(models[0], models[1]):
+        assert_close(found, torch.full((2, 4), 0.25), atol=1e-6)
+
+
+def test_a_step_that_would_weigh_the_own_model_negatively_is_refused() -> None:
+    allowed = "among 4 clients; allowed: up to sigma / 3 = 0.25"
+    with pytest.raises(UserError, match=re.escape(allowed)) as caught:
+        method_of(FedAMP, sigma=0.75, alpha=0.26)
+    assert "\n" not in str(caught.value)
+    limit = method_of(FedAMP, sigma=0.75, alpha=0.25)
+    assert_close(limit.attention(torch.ones(4, 2), (2,)), torch.tensor([[1, 1, 0, 1]]) / 3, atol=1e-6)
+    method_of(FedAMP, alpha=100, weights="cosine")
+
+
+# FedAMP's rounds
+
+
+def weights_by_hand(run: Run, models: Tensor, client: int) -> Tensor:
+    """Return the weights [N] of all models in u of one client."""
+    params, others = run.method.params, [j for j in range(4) if j != client]
+    sigma = params.sigma
+    if params.weights == "cosine":
+        near = {
+            j: math.exp(sigma * float(torch.cosine_similarity(models[client], models[j], 0))) for j in others
+        }
+        weights = {j: 0.75 * value / sum(near.values()) for j, value in near.items()}
+    else:
+        squared = {(i, j): float((models[i] - models[j]).square().sum()) for i in range(4) for j in range(4)}
+        unit = sum(squared.values()) / 12 if params.scale == "mean" else 1.0
+        alpha = sigma / 4 if params.alpha is None else params.alpha
+        weights = {j: alpha / sigma * math.exp(-squared[client, j] / (unit or 1.0) / sigma) for j in others}
+    return torch.tensor([weights.get(j, 1 - sum(weights.values())) for j in range(4)])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("method.pull=3",),
+        ("method.scale=none", "method.sigma=0.7", "method.alpha=0.2"),
+        ("method.weights=cosine", "method.sigma=500"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_fedamps_rounds_by_hand(keys: tuple[str, ...]) -> None:
+    run = Run(FEDAMP, *SOME, "train.rounds=4", "method.pull=0.5", *keys)
+    models = run.method.context.initial_parameters(range(4))
+    for number in range(4):
+        clients = run.simulation.cohort(number).clients
+        weights = torch.stack([weights_by_hand(run, models, client) for client in clients])
+        around = weights @ models
+        for client, u in zip(clients, around, strict=True):
+            theta = u
+            for x, y in batches_of(run, client, number):
+                pull = run.method.params.pull * (theta - u)
+                theta = theta - step_size(run, number) * (gradient(run, theta, x, y) + pull)
+            models[client] = theta
+    # not a client's weights alone, and not everybody's mean
+    assert (weights[0] - 0.25).abs().max() > 0.01
+    assert weights[0].max() < 0.99
+    assert_close(run.server["models"], models)
+    assert_close(run.evaluated()["theta"], models)
+
+
+def test_what_weights_and_pull_are_changes_what_is_trained() -> None:
+    """Guard against a pull without a gradient, which makes FedAMP local training."""
+    common = (FEDAMP, *MLP, "train.rounds=2")
+    runs = [
+        Run(*common, *keys).clients["theta"]
+        for keys in (
+            (),
+            ("method.sigma=0.2",),
+            ("method.alpha=0.05",),
+            ("method.pull=0",),
+            ("method.weights=cosine",),
+            ("method.weights=cosine", "method.self_weight=0.6"),
+        )
+    ]
+    runs.append(Run(*MLP, "train.rounds=2", "method.name=local").clients["theta"])
+    for position, one in enumerate(runs):
+        for other in runs[:position]:
+            assert (one - other).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_far_apart_models_train_alone_without_a_scale(participation: float) -> None:
+    common = (*MLP, *UNEQUAL_FEW, f"train.participation={participation}")
+    run = Run(FEDAMP, *common, "method.scale=none", "method.sigma=1e-6", "method.pull=0")
+    local = Run(*common, "method.name=local")
+    assert torch.equal(run.clients["theta"], local.clients["theta"])
+    assert torch.equal(run.server["models"], local.clients["theta"])
+
+
+@pytest.mark.parametrize("weights", ["distance", "cosine"])
+def test_a_lone_client_of_fedamp_trains_alone(weights: str) -> None:
+    run = Run(FEDAMP, *ALONE, f"method.weights={weights}", "method.pull=0")
+    assert torch.equal(run.evaluated()["theta"], Run("method.name=local", *ALONE).evaluated()["theta"])
+
+
+# FedFomo's held-out samples
+
+
+def held_out_and_rest(run: Run, client: int, share: float = 0.2) -> tuple[Tensor, Tensor]:
+    """Return the training samples that models are judged on, and those trained on."""
+    size = int(run.method.context.num_samples[client])
+    order = torch.randperm(size, generator=torch_stream(0, "held out", 0, client))
+    cut = max(1, math.floor(share * size + 0.5))
+    return order[:cut], order[cut:]
+
+
+class LocalOnTheRest(Local):
+    """Local training that leaves the held-out samples alone."""
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        _, rest = clients.divided("held out", 0.2)
+        clients["theta"] = clients.sgd(clients["theta"], samples=rest).theta
+        return Message()
+
+
+@pytest.mark.parametrize(
+    "common", [SOME, ("model.batchnorm=true", "train.momentum=0.9", "train.weight_decay=0.01")]
+)
+def test_without_others_models_fedfomo_is_local_on_the_samples_not_held_out(common: tuple[str, ...]) -> None:
+    run = Run(FEDFOMO, *common, "method.models=0")
+    local = Run("method.name=local", *common, kind=LocalOnTheRest)
+    expected = local.evaluated()
+    assert all(torch.equal(value, expected[name]) for name, value in run.evaluated().items())
+    assert not torch.equal(expected["theta"], Run("method.name=local", *common).evaluated()["theta"])
+    assert run.bytes_by_client[:, 0].sum() == 0
+
+
+def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> None:
+    run = Run(FEDFOMO, *MLP, *UNEQUAL_FEW, "method.models=3", "method.held_out=0.3")
+    shard = run.place.shard
+    for client in (0, 3):
+        held_out, rest = (
+            int(shard.offset["train"][client]) + part for part in held_out_and_rest(run, client, 0.3)
+        )
+        images = shard.x.clone()
+        for number in (3, 4):
+            weights = work(run, client, number)[0].rows["weights"]
+            assert weights.abs().min() > 0
+            # other numbers in all samples that are trained on change no weight
+            shard.x[rest] = 0
+            assert torch.equal(work(run, client, number)[0].rows["weights"], weights)
+            shard.x[:] = images
+            # and no numbers in those that are not leave the training unharmed
+            shard.x[held_out] = torch.nan
+            up, clients = work(run, client, number)
+            assert up.rows["weights"].isnan().all()
+            assert clients["theta"].isfinite().all()
+            shard.x[held_out], shard.x[rest[:1]] = images[held_out], torch.nan
+            assert work(run, client, number)[1]["theta"].isnan().any()
+            shard.x[:] = images
+
+
+# FedFomo's weights
+
+
+def test_weights_are_gains_on_held_out_samples_by_distance() -> None:
+    run = Run(FEDFOMO, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=2", "method.models=3")
+    for client in (0, 3):
+        previous, buffers = (run.clients[name][client].clone() for name in ("previous", "buffers"))
+        own = run.clients["theta"][client].clone()
+        up, clients = work(run, client, 2)
+        x, y = run.place.shard.samples("train", client)
+        samples = held_out_and_rest(run, client)[0]
+
+        def judged(theta: Tensor) -> float:
+            with torch.no_grad():
+                network = network_with(run, theta, buffers).eval()  # noqa: B023
+                return float(cross_entropy(network(x[samples]), y[samples]))  # noqa: B023
+
+        ids = run.method.chosen(run.server["affinity"][client], client, 2)
+        candidates = [own, *run.server["models"][ids]]
+        gains = torch.tensor([judged(previous) - judged(theta) for theta in candidates])
+        distances = torch.stack([(theta - previous).square().sum().sqrt() for theta in candidates])
+        expected = gains / distances
+        torch.testing.assert_close(up.rows["weights"][0], expected[1:], rtol=1e-3, atol=1e-5)
+        assert expected.max() > 0
+        positive = expected.clamp(min=0) / expected.clamp(min=0).sum()
+        start = sum((w * theta for w, theta in zip(positive, candidates, strict=True)), torch.zeros(()))
+        torch.testing.assert_close(clients["previous"][0], start, rtol=0, atol=1e-5)
+
+
+def test_combining_worked_out() -> None:
+    method = method_of(FedFomo, models=2)
+    candidates = torch.tensor([[[1.0, 0.0], [0.0, 8.0], [4.0, 4.0]]]).expand(4, -1, -1)
+    weights = torch.tensor([[1.0, -5.0, 3.0], [0.0, 2.0, 0.0], [-1.0, -2.0, 0.0], [0.0, 0.0, 0.0]])
+    # the last two have no positive weight and go on from their own model
+    expected = [[3.25, 3.0], [0.0, 8.0], [1.0, 0.0], [1.0, 0.0]]
+    assert method.combined(candidates, weights).tolist() == expected
+
+
+def rest_of(run: Run, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a client's mini-batches of the samples that are not held out."""
+    x, y = run.place.shard.samples("train", client)
+    rest = held_out_and_rest(run, client)[1]
+    order = rest[torch.randperm(len(rest), generator=torch_stream(0, "batches", round, client))]
+    for start, stop in minibatches(len(rest), run.config.train.batch_size):
+        yield x[order[start:stop]], y[order[start:stop]]
+
+
+@pytest.mark.parametrize("keys", [("method.models=3",), ("method.models=2", "method.epsilon=0")])
+@pytest.mark.usefixtures("double")
+def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
+    run = Run(FEDFOMO, *SOME, "train.rounds=5", "train.lr=0.2", *keys)
+    models = run.method.context.initial_parameters(range(4))
+    own, previous, affinity = models.clone(), models.clone(), torch.zeros(4, 4)
+    kept = mixed = 0
+    for number in range(5):
+        sent = models.clone()
+        for client in run.simulation.cohort(number).clients:
+            x, y = run.place.shard.samples("train", client)
+            samples = held_out_and_rest(run, client)[0]
+            ids = run.method.chosen(affinity[client], client, number).tolist()
+            before = previous[client]
+            gains = {client: 0.0}
+            for n, theta in [(client, own[client]), *((n, sent[n]) for n in ids)]:
+                gain = loss(run, before, x[samples], y[samples]) - loss(run, theta, x[samples], y[samples])
+                distance = (theta - before).square().sum().sqrt()
+                gains[n] = float(gain / distance) if distance > 0 else 0.0
+            good = {n: value for n, value in gains.items() if value > 0}
+            kept, mixed = kept + (not good), mixed + (len(good) > 1)
+            theta = own[client]
+            if good:
+                of = {n: own[client] if n == client else sent[n] for n in good}
+                theta = torch.stack([value * of[n] for n, value in good.items()]).sum(dim=0)
+                theta = theta / sum(good.values())
+            previous[client] = theta
+            for x, y in rest_of(run, client, number):
+                theta = theta - step_size(run, number) * gradient(run, theta, x, y)
+            own[client] = models[client] = theta
+            for n in ids:
+                affinity[client, n] += gains[n]
+    assert kept > 0
+    assert mixed > 0
+    assert (affinity < 0).any()
+    assert_close(run.server["affinity"], affinity)
+    assert_close(run.server["models"], models)
+    assert_close(run.clients["previous"], previous)
+    assert_close(run.evaluated()["theta"], own)
+
+
+# What the server of FedFomo sends
+
+
+def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
+    method = method_of(FedFomo, models=2)
+    server = method.initial_server()
+    server["affinity"] += 10
+    models, start = random(3, method.layout.size), server["models"].clone()
+    weights = torch.tensor([[0.5, -2.0], [0.0, 1.0], [3.0, 4.0]])
+    sent = Message(rows={"ids": torch.tensor([[3, 1], [0, 2], [1, 0]])})
+    blocks = iter(
+        [
+            (part, Message(rows={"theta": models[part], "weights": weights[part]}))
+            for part in (slice(0, 2), slice(2, 3))
+        ]
+    )
+    method.aggregate(server, Cohort(0, (0, 1, 3), torch.tensor([5, 5, 5])), Upload(blocks, sent))
+    expected = [[10, 8, 10, 10.5], [10, 10, 11, 10], [10, 10, 10, 10], [14, 13, 10, 10]]
+    assert server["affinity"].tolist() == expected
+    # the models of clients that were not sampled stay available
+    assert torch.equal(server["models"], torch.stack([models[0], models[1], start[2], models[2]]))
+
+
+def test_the_models_sent_are_those_that_rank_highest_but_never_the_own() -> None:
+    method = method_of(FedFomo, 5, models=3, epsilon=0)
+    server = method.initial_server()
+    server["models"] = random(5, method.layout.size)
+    server["affinity"][2] = torch.tensor([0.5, -1.0, 9.0, 0.0, 3.0])
+    server["affinity"][4] = torch.tensor([-4.0, -3.0, -2.0, -1.0, 9.0])
+    for number in range(20):
+        down = method.download(server, Cohort(number, (2, 4), torch.tensor([5, 5])))
+        assert down["ids"].tolist() == [[4, 0, 3], [3, 2, 1]]
+        assert torch.equal(down["models"], server["models"][down["ids"]])
+
+
+def picks(epsilon: float, round: int = 0, decay: float = 0.05) -> Counter[int]:
+    """Return how often client 1 of four got which model in 400 draws, where model 3 ranks highest."""
+    method, affinity = (
+        method_of(FedFomo, models=1, epsilon=epsilon, epsilon_decay=decay),
+        torch.tensor([1.0, 8.0, 0.0, 2.0]),
+    )
+    found = Counter[int]()
+    for seed in range(400):
+        method.context.seed = seed
+        found[int(method.chosen(affinity, 1, round))] += 1
+    return found
+
+
+def test_random_models_are_sent_with_probability_epsilon_which_decays() -> None:
+    assert picks(0.0) == {3: 400}
+    always = picks(1.0, round=9, decay=0.0)
+    assert set(always) == {0, 2, 3}
+    # a standard deviation is 9.4
+    assert all(abs(count - 400 / 3) < 35 for count in always.values())
+    # two of three random picks are not the best: 400 * 2 / 3 * (0.9, 0.9 - 6 * 0.1, nothing)
+    for round, expected in ((0, 240), (6, 80), (9, 0), (50, 0)):
+        assert 400 - picks(0.9, round, decay=0.1)[3] == pytest.approx(expected, abs=35 if expected else 0)
+
+
+def test_clients_that_rank_alike_come_in_random_order() -> None:
+    method = method_of(FedFomo, models=1, epsilon=0)
+    assert {int(method.chosen(torch.zeros(4), 1, number)) for number in range(30)} == {0, 2, 3}
+
+
+def test_more_models_than_other_clients_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=re.escape("method.models=4 is more than the other clients; allowed: 0 to 3")
+    ):
+        method_of(FedFomo, models=4)
+    method_of(FedFomo, models=3)
+    with pytest.raises(UserError, match=re.escape("allowed: 0 to 0, as there are 1 clients")) as caught:
+        method_of(FedFomo, 1)
+    assert "\n" not in str(caught.value)
+    assert Run(FEDFOMO, *ALONE, "method.models=0", "train.rounds=1").evaluated()["theta"].isfinite().all()

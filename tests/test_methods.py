@@ -1,0 +1,549 @@
+"""What every method sends, keeps and scores, and that both engines train it alike.
+
+A method is under test by being in METHODS; what is expected of it stands in the tables TRAFFIC, STATE and
+SCORED below.
+
+Shapes: N clients, P trainable numbers, U running statistics, L layers, K classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import h5py
+import pytest
+import torch
+from bits import MEETS_ALL_SOON, method_settings, run_here, tiny_settings, write_digits
+from conftest import in_mpi_world
+from harness import OneClient, Run
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+from torch_twins import batches_of, network_with, train_by_torch
+
+from hpcfl.ledger import METRICS
+from hpcfl.methods import METHODS
+from hpcfl.methods.base import State
+from hpcfl.randomness import torch_stream
+
+pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs of one rank, and many")
+
+N, K, ROUNDS = 7, 10, 3
+SAMPLED = (1, 3, 2, 1, 2, 2, 1)
+"""Rounds of each client: the cohorts are {1, 3, 4, 5}, {0, 1, 2, 6} and {1, 2, 4, 5}."""
+
+LAYERS = {
+    "conv1": slice(0, 160),
+    "bn1": slice(160, 192),
+    "conv2": slice(192, 4832),
+    "bn2": slice(4832, 4896),
+    "fc1": slice(4896, 7008),
+    "fc2": slice(7008, 7658),
+}
+"""Where the layers of the runs' network lie in its P numbers."""
+BODY, HEAD = slice(0, 7008), LAYERS["fc2"]
+P, P_BODY, P_HEAD, P_BN, P_UPPER = 7658, 7008, 650, 32 + 64, 2112 + 650
+U = 2 * (16 + 32)
+
+COMPONENTS = CLUSTERS = 2
+BRANCHES = MODELS = 3
+P_BRANCHES = BRANCHES * (P - P_BN) + P_BN
+"""Batch normalisation has one branch; the other four layers have all."""
+HIDDEN = 8
+P_HYPER = HIDDEN * K + HIDDEN + P_HEAD * HIDDEN + P_HEAD
+
+ENCODER = P_BODY + (64 + 1) * 16
+ROUTER = P_BODY + (64 + 1) * 128 + (K + 1) * 64 + (128 + 64 + 1) * 8
+P_MODULAR = ENCODER + 2 * (16 + 1) * 8 + 2 * (8 + 1) * K + ROUTER
+"""FedMN's one encoder, two layers of two blocks, and the routing hypernetwork of eight paths."""
+
+VARIANTS = {
+    "fedphp-distillation": ["method.regulariser=distillation"],
+    "fedrod-hyper": ["method.hyper_head=true"],
+    "per_fedavg-hessian": ["method.variant=hessian_free"],
+    "pfedhn-private": ["method.private_head=true"],
+}
+CASES = [*METHODS, *VARIANTS]
+FIXED_CHOICES = {"heurpfedla": ["method.hypernetwork_lr=0"], "fedmn": ["method.routing=open"]}
+"""Where traffic depends on what was learnt: equal weights keep the first layer, open paths use all blocks."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(digits)
+    return [*tiny_settings(digits), *MEETS_ALL_SOON, f"train.rounds={ROUNDS}", "train.participation=0.6"]
+
+
+@pytest.fixture(scope="module")
+def folder(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function from a case to the folder of its run, in float32."""
+    base = tmp_path_factory.mktemp("methods")
+
+    @cache
+    def of(case: str) -> Path:
+        method = case.partition("-")[0]
+        keys = [*settings, *keys_of(case), *FIXED_CHOICES.get(method, []), f"run.eval_every={ROUNDS}"]
+        assert run_here(base / case, keys) == 0
+        return base / case
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def finished(settings: list[str]) -> Callable[[str, str], Run]:
+    """Return a function from a case and an engine to its run; in float64, under the fixture `double`."""
+
+    @cache
+    def of(case: str, engine: str) -> Run:
+        keys = ["data.per_client=null", *settings, *keys_of(case)]
+        return Run(*keys, f"run.engine={engine}", "run.clients_at_once=3")
+
+    return of
+
+
+def keys_of(case: str) -> list[str]:
+    return [*method_settings(case.partition("-")[0]), *VARIANTS.get(case, [])]
+
+
+def expected(name: str, table: Mapping[str, Any], case: str) -> Any:
+    """Return a case's entry of a table, or its method's."""
+    method = case.partition("-")[0]
+    if case not in table and method not in table:
+        pytest.fail(f"say what is expected of method {method} in {name} of {__file__}", pytrace=False)
+    return table.get(case, table.get(method))
+
+
+@pytest.mark.usefixtures("double")
+def test_sizes_are_those_of_the_network(finished: Callable[[str, str], Run]) -> None:
+    run = finished("fedavg", "loop")
+    layout = run.method.layout
+    assert {layer.name: slice(layer.start, layer.stop) for layer in layout.layers()} == LAYERS
+    assert (layout.size, layout.buffer_size, layout.body, layout.head) == (P, U, BODY, HEAD)
+    cohorts = [run.simulation.cohort(number).clients for number in range(ROUNDS)]
+    assert cohorts == [(1, 3, 4, 5), (0, 1, 2, 6), (1, 2, 4, 5)]
+
+
+# Traffic
+
+
+class Traffic(NamedTuple):
+    """What a sampled client gets and sends in a round: trainable numbers, running statistics, id bytes."""
+
+    down: int
+    up: int
+    statistics_down: int = 0
+    statistics_up: int = 0
+    ids_down: int = 0
+    ids_up: int = 0
+
+
+TRAFFIC = {
+    "local": Traffic(0, 0),
+    "fedavg": Traffic(P, P, U, U),
+    "fedavg_ft": Traffic(P, P, U, U),
+    "fedprox": Traffic(P, P, U, U),
+    "per_fedavg": Traffic(P, P, U, U),
+    "pfedme": Traffic(P, P),
+    "pfedhn": Traffic(P, P),
+    "pfedhn-private": Traffic(P_BODY, P_BODY),
+    "fedbn": Traffic(P - P_BN, P - P_BN),
+    "fedrep": Traffic(P_BODY, P_BODY, U, U),
+    "fedper": Traffic(P_BODY, P_BODY, U, U),
+    "fedbabu": Traffic(P_BODY, P_BODY, U, U),
+    "fedfomo": Traffic(MODELS * P, P + MODELS, ids_down=8 * MODELS),
+    "fedamp": Traffic(P, P),
+    "ifca": Traffic(CLUSTERS * P, P, CLUSTERS * U, U, ids_up=8),
+    "clustered_fl": Traffic(P, P, U, U),
+    "fedem": Traffic(COMPONENTS * P, COMPONENTS * P, COMPONENTS * U, COMPONENTS * U),
+    "ditto": Traffic(P, P),
+    "fedrod": Traffic(P, P, U, U),
+    "fedrod-hyper": Traffic(P + P_HYPER, P + P_HYPER, U, U),
+    "apfl": Traffic(P, P),
+    "fedphp": Traffic(P, P),
+    "fedala": Traffic(P, P, U, U),
+    "lg_fedavg": Traffic(P_UPPER, P_UPPER),
+    "scaffold": Traffic(2 * P, 2 * P, U, U),
+    # without the paper's projection
+    "moon": Traffic(P, P, U, U),
+    "pfedla": Traffic(P, P),
+    "heurpfedla": Traffic(P - 160, P, ids_down=8),
+    "fedafk": Traffic(P_BODY, P_BODY),
+    # eight paths are one byte
+    "fedmn": Traffic(P_MODULAR, P_MODULAR, 2 * U, 2 * U, ids_up=1),
+    "pfedmb": Traffic(P_BRANCHES, P_BRANCHES + 4 * BRANCHES, U, U),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_traffic(folder: Callable[[str], Path], case: str) -> None:
+    sent = expected("TRAFFIC", TRAFFIC, case)
+    with h5py.File(folder(case) / "checkpoint.h5", "r", locking=False) as file:
+        by_client = torch.from_numpy(file["ledger/client_bytes"][()])
+        (metrics,) = file["ledger/metrics"][()]
+    assert by_client.tolist() == [[4 * n * sent.down, 4 * n * sent.up] for n in SAMPLED]
+    counted = dict(zip(METRICS, metrics, strict=True))
+    totals = {
+        "bytes_down": 4 * sent.down,
+        "bytes_up": 4 * sent.up,
+        "buffer_bytes_down": 4 * sent.statistics_down,
+        "buffer_bytes_up": 4 * sent.statistics_up,
+        "index_bytes_down": sent.ids_down,
+        "index_bytes_up": sent.ids_up,
+    }
+    assert {name: counted[name] / sum(SAMPLED) for name in totals} == totals
+
+
+# State
+
+
+class Kept(NamedTuple):
+    """Shapes by name of what checkpoints hold of the server and of the clients."""
+
+    server: dict[str, tuple[int, ...]]
+    clients: dict[str, tuple[int, ...]]
+
+
+THETA = {"theta": (P,)}
+AVERAGED = {"buffers": (U,)}
+OWN_MODEL = {"theta": (N, P), "buffers": (N, U)}
+
+HYPERNETWORKS = {
+    "embedding": (N, 100),
+    "heads.bias": (N, len(LAYERS), N),
+    "heads.weight": (N, len(LAYERS), N, 100),
+    **{f"trunk{number}.bias": (N, 100) for number in (1, 2, 3)},
+    **{f"trunk{number}.weight": (N, 100, 100) for number in (1, 2, 3)},
+}
+PFEDLA = {
+    "theta": (N, P),
+    # written for readers
+    "alpha": (N, len(LAYERS), N),
+    **{f"hypernetworks/{name}": shape for name, shape in HYPERNETWORKS.items()},
+    **{
+        f"optimiser/{name}.{moment}": shape
+        for name, shape in HYPERNETWORKS.items()
+        for moment in ("first", "second")
+    },
+    "optimiser/steps": (N,),
+    "optimiser/heads.steps": (N, len(LAYERS)),
+}
+
+
+def of_generator(outputs: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of pFedHN's hypernetwork and of its momentum."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding": (N, 2),
+        "trunk1.weight": (10, 2),
+        "trunk1.bias": (10,),
+        "trunk2.weight": (10, 10),
+        "trunk2.bias": (10,),
+        "head.weight": (outputs, 10),
+        "head.bias": (outputs,),
+    }
+    return {f"{part}/{n}": shape for part in ("hypernetwork", "velocity") for n, shape in shapes.items()}
+
+
+STATE = {
+    "local": Kept({}, OWN_MODEL),
+    "fedavg": Kept(THETA | AVERAGED, {}),
+    "fedavg_ft": Kept(THETA | AVERAGED, {}),
+    "fedprox": Kept(THETA | AVERAGED, {}),
+    "per_fedavg": Kept(THETA | AVERAGED, {}),
+    "pfedme": Kept(THETA, OWN_MODEL),
+    "pfedhn": Kept(of_generator(P), {"buffers": (N, U)}),
+    "pfedhn-private": Kept(of_generator(P_BODY), {"buffers": (N, U), "head": (N, P_HEAD)}),
+    "fedbn": Kept(THETA, {"batchnorm": (N, P_BN), "buffers": (N, U)}),
+    "fedrep": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
+    "fedper": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
+    # h_0 stands in theta, which is where it began
+    "fedbabu": Kept(THETA | AVERAGED, {}),
+    "fedfomo": Kept({"models": (N, P), "affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
+    # u_i follows from the models
+    "fedamp": Kept({"models": (N, P)}, OWN_MODEL),
+    # a client's number follows from its data and the newest models
+    "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U)}, {}),
+    # each client's last update, which a cluster under partial participation waits for
+    "clustered_fl": Kept(
+        {"theta": (2, P), "buffers": (2, U), "cluster": (N,), "updates": (N, P), "is_known": (N,)}, {}
+    ),
+    # q_i follows from the data, pi_i and the newest components
+    "fedem": Kept({"theta": (COMPONENTS, P), "buffers": (COMPONENTS, U)}, {"weights": (N, COMPONENTS)}),
+    "ditto": Kept(THETA, OWN_MODEL),
+    # class counts follow from the data
+    "fedrod": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
+    "fedrod-hyper": Kept(THETA | AVERAGED | {"hypernetwork": (P_HYPER,)}, {}),
+    # theta is the evaluated mixture of `own` and a w_i that nobody keeps
+    "apfl": Kept(THETA, {"own": (N, P), "alpha": (N,)} | OWN_MODEL),
+    "fedphp": Kept(THETA, {"count": (N,)} | OWN_MODEL),
+    "fedala": Kept(THETA | AVERAGED, {"theta": (N, P), "weights": (N, P_HEAD), "learnt": (N,)}),
+    # the server's lower layers are the common start
+    "lg_fedavg": Kept(THETA, {"lower_layers": (N, P - P_UPPER), "buffers": (N, U)}),
+    "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
+    "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
+    "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
+    "heurpfedla": Kept(PFEDLA, OWN_MODEL),
+    # theta is phi_i with the head h_i
+    "fedafk": Kept(THETA, {"coefficient": (N,)} | OWN_MODEL),
+    # V_i follows from the data and the routing hypernetwork
+    "fedmn": Kept({"theta": (P_MODULAR,), "buffers": (2 * U,)}, {}),
+    "pfedmb": Kept({"branches": (BRANCHES, P), "buffers": (U,)}, {"logits": (N, 4, BRANCHES)}),
+}
+
+
+def shapes_in(group: h5py.Group) -> dict[str, tuple[int, ...]]:
+    shapes = {}
+
+    def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
+        if isinstance(item, h5py.Dataset):
+            shapes[name] = item.shape
+
+    group.visititems(note)
+    return shapes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_state(folder: Callable[[str], Path], case: str) -> None:
+    kept = expected("STATE", STATE, case)
+    with h5py.File(folder(case) / "checkpoint.h5", "r", locking=False) as file:
+        assert shapes_in(file["server"]) == kept.server
+        assert shapes_in(file["clients"]) == kept.clients
+
+
+# What is scored
+
+
+def the_same_for_all(run: Run) -> State:
+    return {name: run.server[name].expand(N, -1) for name in ("theta", "buffers")}
+
+
+def own(run: Run) -> State:
+    return {name: run.clients[name] for name in ("theta", "buffers")}
+
+
+def shared_with_own(*layers: str, name: str) -> Callable[[Run], State]:
+    """Return the function to the newest shared model with some layers of each client's own put in."""
+
+    def model(run: Run) -> State:
+        theta = run.server["theta"].repeat(N, 1)
+        theta[:, torch.cat([torch.arange(P)[LAYERS[layer]] for layer in layers])] = run.clients[name]
+        return {"theta": theta, "buffers": newest_statistics(run)}
+
+    return model
+
+
+def newest_statistics(run: Run) -> Tensor:
+    return run.clients["buffers"] if "buffers" in run.clients else run.server["buffers"].expand(N, -1)
+
+
+def adapted(run: Run) -> State:
+    """Train copies of the shared model for an epoch, with torch's own modules and optimiser."""
+    networks = [network_with(run, run.server["theta"], run.server["buffers"]) for _ in range(N)]
+    for client, network in enumerate(networks):
+        train_by_torch(run, client, ROUNDS, network, purpose="finetune", epochs=1)
+    theta, buffers = zip(*map(run.method.layout.flatten, networks), strict=True)
+    return {"theta": torch.stack(theta), "buffers": torch.stack(buffers)}
+
+
+def gradient(run: Run, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient [P] of one model on a mini-batch."""
+    network = network_with(run, theta, run.server["buffers"])
+    cross_entropy(network(x), y).backward()
+    return torch.cat([parameter.grad.view(-1) for parameter in network.parameters()])
+
+
+def after_a_step(run: Run) -> State:
+    """Take one step of size alpha on the first mini-batch of each client, without momentum."""
+    theta = run.server["theta"].repeat(N, 1)
+    for client, model in enumerate(theta):
+        x, y = next(batches_of(run, client, ROUNDS, "evaluation", epochs=1))
+        model -= 0.01 * gradient(run, model, x, y)
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
+def adaptively_aggregated(run: Run) -> State:
+    """Learn the head's weights for one more pass, or three for who had nothing to learn from yet."""
+    models = []
+    for client in range(N):
+        shared, ours = run.server["theta"], run.clients["theta"][client]
+        apart, weights = (shared - ours)[HEAD], run.clients["weights"][client].clone()
+        x, y = run.place.shard.samples("train", client)
+        stream = torch_stream(3, "adaptive aggregation", ROUNDS, client)
+        chosen = torch.randperm(len(y), generator=stream)[: max(1, int(0.8 * len(y) + 0.5))]
+        for number in range(1 if run.clients["learnt"][client] else 3):
+            stream = torch_stream(3, f"adaptive aggregation/{number + 1}", ROUNDS, client)
+            # at most two mini-batches of twelve, and none of one sample
+            for batch in chosen[torch.randperm(len(chosen), generator=stream)].split(12):
+                theta = torch.cat([shared[BODY], ours[HEAD] + weights * apart])
+                slope = gradient(run, theta, x[batch], y[batch])[HEAD]
+                weights = (weights - slope * apart).clamp(0, 1)
+        models.append(torch.cat([shared[BODY], ours[HEAD] + weights * apart]))
+    assert len(run.clients["learnt"].unique()) == 2
+    return {"theta": torch.stack(models), "buffers": newest_statistics(run)}
+
+
+def of_least_loss(run: Run) -> State:
+    """Choose among the newest models by the loss on all training data."""
+    chosen = []
+    for client in range(N):
+        x, y = run.place.shard.samples("train", client)
+        models = zip(run.server["theta"], run.server["buffers"], strict=True)
+        losses = [cross_entropy(network_with(run, *model).eval()(x), y) for model in models]
+        chosen.append(int(torch.stack(losses).argmin()))
+    assert set(chosen) == {0, 1}
+    return {name: run.server[name][chosen] for name in ("theta", "buffers")}
+
+
+def of_cluster(run: Run) -> State:
+    assert len(run.server["cluster"].unique()) == 2
+    return {name: run.server[name][run.server["cluster"]] for name in ("theta", "buffers")}
+
+
+def mixture(run: Run) -> State:
+    components = {name: run.server[name].expand(N, -1, -1) for name in ("theta", "buffers")}
+    return components | {"weights": run.clients["weights"]}
+
+
+def with_both_heads(run: Run) -> State:
+    theta = run.server["theta"].repeat(N, 1)
+    theta[:, HEAD] += run.clients["head"]
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
+def with_generated_head(run: Run) -> State:
+    theta = run.server["theta"].repeat(N, 1)
+    psi = run.server["hypernetwork"].split([HIDDEN * K, HIDDEN, P_HEAD * HIDDEN, P_HEAD])
+    for client, model in enumerate(theta):
+        _, y = run.place.shard.samples("train", client)
+        shares = y.bincount(minlength=K) / len(y)
+        hidden = linear(shares, psi[0].view(HIDDEN, K), psi[1]).relu()
+        model[HEAD] += linear(hidden, psi[2].view(P_HEAD, HIDDEN), psi[3])
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
+def mixed_by_hypernetworks(run: Run) -> State:
+    """Mix all models by each client's hypernetwork, which weighs them layer by layer."""
+    return {"theta": _mixed(run, _weights_of_hypernetworks(run)), "buffers": run.clients["buffers"]}
+
+
+def mixed_but_for_one_layer(run: Run) -> State:
+    """Mix all models likewise, but for the layer in which a client weighs itself most."""
+    weights = _weights_of_hypernetworks(run)
+    theta = _mixed(run, weights)
+    for client in range(N):
+        layer = LAYERS[list(LAYERS)[int(weights[client, :, client].argmax())]]
+        theta[client, layer] = run.clients["theta"][client, layer]
+    return {"theta": theta, "buffers": run.clients["buffers"]}
+
+
+def _weights_of_hypernetworks(run: Run) -> Tensor:
+    prefix = "hypernetworks/"
+    state = {n.removeprefix(prefix): t for n, t in run.server.items() if n.startswith(prefix)}
+    with torch.no_grad():
+        outputs = [OneClient(run.method.hypernetworks, state, client)() for client in range(N)]
+    return torch.stack(outputs).softmax(dim=2)
+
+
+def _mixed(run: Run, weights: Tensor) -> Tensor:
+    layers = enumerate(LAYERS.values())
+    return torch.cat([weights[:, number] @ run.server["theta"][:, part] for number, part in layers], dim=1)
+
+
+def generated(run: Run) -> State:
+    """Follow each client's embedding through pFedHN's hypernetwork."""
+    outputs = run.server["hypernetwork/embedding"]
+    for name in ("trunk1", "trunk2", "head"):
+        outputs = outputs.relu() if name == "trunk2" else outputs
+        weight, bias = (run.server[f"hypernetwork/{name}.{kind}"] for kind in ("weight", "bias"))
+        outputs = linear(outputs, weight, bias)
+    return {"theta": outputs, "buffers": run.clients["buffers"]}
+
+
+def generated_under_own_head(run: Run) -> State:
+    return generated(run) | {"theta": torch.cat([generated(run)["theta"], run.clients["head"]], dim=1)}
+
+
+def with_decision(run: Run) -> State:
+    """Decide by the mean logits of the training set, here for the newest routing hypernetwork."""
+    network, layout = copy.deepcopy(run.method.network).eval(), run.method.layout
+    weights = layout.views(run.server["theta"]) | layout.buffer_views(run.server["buffers"])
+    missing, unknown = network.load_state_dict(weights, strict=False)
+    assert not unknown
+    assert all(name.endswith("num_batches_tracked") for name in missing)
+    decisions = []
+    for client in range(N):
+        with torch.no_grad():
+            logits = network.router(*run.place.shard.samples("train", client)).mean(dim=0)
+        decisions.append(network.opened((logits > 0).to(logits.dtype), logits))
+    return the_same_for_all(run) | {"decision": torch.stack(decisions)}
+
+
+def mixed_branches(run: Run) -> State:
+    """Mix the newest branches by the client's weights; batch normalisation is the first branch's."""
+    branches, weights = run.server["branches"], run.clients["logits"].softmax(dim=2)
+    theta = branches[0].repeat(N, 1)
+    for number, name in enumerate(["conv1", "conv2", "fc1", "fc2"]):
+        theta[:, LAYERS[name]] = weights[:, number] @ branches[:, LAYERS[name]]
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
+SCORED: dict[str, Callable[[Run], State]] = {
+    "local": own,
+    "fedavg": the_same_for_all,
+    "fedavg_ft": adapted,
+    "fedprox": the_same_for_all,
+    "per_fedavg": after_a_step,
+    "pfedme": own,
+    "pfedhn": generated,
+    "pfedhn-private": generated_under_own_head,
+    "fedbn": shared_with_own("bn1", "bn2", name="batchnorm"),
+    "fedrep": shared_with_own("fc2", name="head"),
+    "fedper": shared_with_own("fc2", name="head"),
+    "fedbabu": adapted,
+    "fedfomo": own,
+    "fedamp": own,
+    "ifca": of_least_loss,
+    "clustered_fl": of_cluster,
+    "fedem": mixture,
+    "ditto": own,
+    "fedrod": with_both_heads,
+    "fedrod-hyper": with_generated_head,
+    "apfl": own,
+    "fedphp": own,
+    "fedala": adaptively_aggregated,
+    "lg_fedavg": shared_with_own("conv1", "bn1", "conv2", "bn2", name="lower_layers"),
+    "scaffold": the_same_for_all,
+    "moon": the_same_for_all,
+    "pfedla": mixed_by_hypernetworks,
+    "heurpfedla": mixed_but_for_one_layer,
+    "fedafk": own,
+    "fedmn": with_decision,
+    "pfedmb": mixed_branches,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("double")
+def test_scored_model(finished: Callable[[str, str], Run], case: str) -> None:
+    model = expected("SCORED", SCORED, case)
+    run = finished(case, "loop")
+    torch.testing.assert_close(run.evaluated(), model(run), rtol=1e-9, atol=1e-12)
+
+
+# Engines
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("double")
+def test_engines_agree(finished: Callable[[str, str], Run], case: str) -> None:
+    loop, batched = finished(case, "loop"), finished(case, "batched")
+    assert batched.place.engine.clients_at_once == 3
+    torch.testing.assert_close(batched.server, loop.server, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(batched.clients, loop.clients, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(batched.evaluated(), loop.evaluated(), rtol=1e-7, atol=1e-9)
+    # evaluations of the run itself, which were of several clients at once
+    scores = [torch.from_numpy(run.simulation.ledger.loss[-1]) for run in (batched, loop)]
+    torch.testing.assert_close(*scores, rtol=1e-7, atol=1e-9)

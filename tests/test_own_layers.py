@@ -1,0 +1,543 @@
+"""FedPer, FedRep, LG-FedAvg, FedBN, FedBABU and FedRoD: who keeps which layers, and how they are trained."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import in_mpi_world
+from harness import UNEQUAL, Run
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
+from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
+
+from hpcfl.clients import Clients
+from hpcfl.config import load_config
+from hpcfl.main import BAD_INPUT, main
+from hpcfl.messages import Channel, Cohort, Message, count_bytes
+from hpcfl.methods import METHODS, Context, Params
+from hpcfl.methods.fedbn import FedBN
+from hpcfl.models import MODELS
+from hpcfl.training import TrainConfig
+from hpcfl.world import World
+
+ROUNDS = 3
+DIGITS_CNN, HEAD, BATCHNORM = 13_706, 650, 96
+
+Names = Callable[[str], bool]
+
+
+def in_head(name: str) -> bool:
+    return name.startswith("head.")
+
+
+def in_batchnorm(name: str) -> bool:
+    return ".bn" in name
+
+
+def before_the_last(count: int) -> Names:
+    """Return which parameters stay if the last `count` of conv1, bn1, conv2, bn2, fc1, fc2 travel."""
+    stay = ("conv1", "bn1", "conv2", "bn2", "fc1", "fc2")[: 6 - count]
+    return lambda name: name.split(".")[1] in stay
+
+
+OWN_LAYERS: dict[str, Names] = {
+    "fedper": in_head,
+    "fedrep": in_head,
+    "lg_fedavg": before_the_last(2),
+    "fedbn": in_batchnorm,
+}
+"""Methods whose clients train layers of their own, and the names of these."""
+
+
+def numbers(run: Run, is_wanted: Names) -> Tensor:
+    """Return which numbers of the network have wanted names, bool [P]."""
+    parameters = run.method.context.network.named_parameters()
+    return torch.cat([torch.full((p.numel(),), is_wanted(name)) for name, p in parameters])
+
+
+def rounds_of(run: Run) -> Tensor:
+    """Return in how many rounds each client took part, int64 [N]."""
+    rounds = torch.zeros(run.num_clients, dtype=torch.int64)
+    for number in range(run.config.train.rounds):
+        rounds[list(run.simulation.cohort(number).clients)] += 1
+    return rounds
+
+
+def work(run: Run, client: int) -> tuple[Message, Message]:
+    """Train one client once more, as in round 0; return what it gets and what it sends."""
+    cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
+    channel = Channel(World(), run.method.layers, run.num_clients)
+    down = channel.down(run.method.send(run.server, cohort), cohort)
+    return down, run.method.work(Clients(run.place, [client], 0), down)
+
+
+# All of them
+
+
+Phases = list[tuple[str, int | None, str]]
+"""Passes of a client over its samples: the purpose of their order, epochs, and what is trained."""
+
+
+def rounds_by_hand(run: Run, stays: Tensor, phases: Phases) -> tuple[Tensor, Tensor]:
+    """Return the models [N, P] and statistics [N, U] to evaluate, if the numbers `stays` never travel."""
+    layout, everyone = run.method.layout, range(run.num_clients)
+    theta, own = run.method.context.initial_parameters(), run.method.context.initial_parameters(everyone)
+    statistics, own_statistics = run.method.initial_buffers(), run.method.initial_buffers(everyone)
+    for number in range(run.config.train.rounds):
+        clients = list(run.simulation.cohort(number).clients)
+        for client in clients:
+            is_local = run.method.buffers == "local"
+            network = network_with(
+                run,
+                torch.where(stays, own[client], theta),
+                own_statistics[client] if is_local else statistics,
+            )
+            for purpose, epochs, part in phases:
+                train_by_torch(run, client, number, network, part=part, purpose=purpose, epochs=epochs)
+            own[client], own_statistics[client] = layout.flatten(network)
+        theta = torch.where(stays, theta, mean_by_samples(run, clients, own[clients]))
+        statistics = mean_by_samples(run, clients, own_statistics[clients])
+    if run.method.buffers == "average":
+        own_statistics = statistics.expand(run.num_clients, -1)
+    return torch.where(stays, own, theta), own_statistics
+
+
+TOGETHER: Phases = [("batches", None, "")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "stays", "phases"),
+    [
+        (("method.name=fedper",), in_head, TOGETHER),
+        (("method.name=fedper", "train.buffers=local", "train.local_epochs=2"), in_head, TOGETHER),
+        (
+            ("method.name=fedrep", "method.head_epochs=2"),
+            in_head,
+            [("head", 2, "head."), ("batches", 1, "body.")],
+        ),
+        (
+            ("method.name=fedrep", "method.body_epochs=2", "train.buffers=local"),
+            in_head,
+            [("head", None, "head."), ("batches", 2, "body.")],
+        ),
+        (("method.name=lg_fedavg",), before_the_last(2), TOGETHER),
+        (("method.name=lg_fedavg", "method.global_layers=3"), before_the_last(3), TOGETHER),
+        (("method.name=fedbn",), in_batchnorm, TOGETHER),
+        (("method.name=fedbabu", "train.finetune_epochs=0"), in_head, [("batches", None, "body.")]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else "",
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], stays: Names, phases: Phases) -> None:
+    run = Run(*SOME, *SLIPPERY, *keys)
+    assert len(set(run.method.context.num_samples.tolist())) > 1
+    theta, buffers = rounds_by_hand(run, numbers(run, stays), phases)
+    evaluated = run.evaluated()
+    torch.testing.assert_close(evaluated["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(evaluated["buffers"], buffers, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "stays"), [*OWN_LAYERS.items(), ("fedbabu", in_head)])
+def test_what_stays_is_neither_counted_nor_read_from_the_server(name: str, stays: Names) -> None:
+    run = Run(*SOME, f"method.name={name}", "train.finetune_epochs=0")
+    mask = numbers(run, stays)
+    moved = 4 * int((~mask).sum())
+    assert torch.equal(run.bytes_by_client, moved * rounds_of(run).unsqueeze(1).expand(-1, 2))
+    assert torch.equal(run.server["theta"][mask], run.method.context.initial_parameters()[mask])
+    evaluated = run.evaluated()["theta"]
+    run.server["theta"][mask] = torch.nan
+    assert torch.equal(run.evaluated()["theta"], evaluated)
+    assert torch.equal(evaluated[:, ~mask], run.server["theta"][~mask].expand(4, -1))
+
+
+@pytest.mark.parametrize(("name", "stays"), OWN_LAYERS.items())
+def test_own_layers_move_when_their_client_is_sampled_and_only_then(name: str, stays: Names) -> None:
+    keys = (*SOME, "train.participation=0.25", f"method.name={name}")
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    part, mask = three.method.own_part, numbers(three, stays)
+    statistics = {"buffers"} if name in ("lg_fedavg", "fedbn") else set()
+    assert set(three.clients) == {part} | statistics
+    (sampled,) = three.simulation.cohort(2).clients
+    rest = [client for client in range(4) if client != sampled]
+    assert torch.equal(three.clients[part][rest], two.clients[part][rest])
+    assert (three.clients[part][sampled] != two.clients[part][sampled]).any()
+    assert torch.equal(three.evaluated()["theta"][:, mask], three.clients[part])
+    never = (rounds_of(three) == 0).nonzero().flatten()
+    initial = three.method.context.initial_parameters()[mask]
+    assert len(never) > 0
+    assert torch.equal(three.clients[part][never], initial.expand(len(never), -1))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("fedper",),
+        ("fedrep",),
+        ("lg_fedavg",),
+        ("fedbn",),
+        ("fedbabu",),
+        ("fedrod",),
+        ("fedrod", "method.hyper_head=true", "method.hidden=5"),
+    ],
+    ids="-".join,
+)
+@pytest.mark.usefixtures("double")
+def test_engines_agree_in_float64(keys: tuple[str, ...]) -> None:
+    name, *others = keys
+    keys = (*SOME, f"method.name={name}", *others, "train.rounds=2", "train.finetune_epochs=1")
+    loop = Run(*keys, "run.engine=loop")
+    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=2")
+    for ours, theirs in (
+        (batched.server, loop.server),
+        (batched.clients, loop.clients),
+        (batched.evaluated(), loop.evaluated()),
+    ):
+        assert set(ours) == set(theirs)
+        for part, value in ours.items():
+            torch.testing.assert_close(value, theirs[part], rtol=0, atol=1e-9)
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.needs_body])
+def test_a_model_that_is_nothing_but_a_head_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"method.name={name}", "model.name=mlp", "model.hidden=[]"]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(
+        f"hpcfl: error: method.name={name} tells a feature extractor from a head, and model"
+    )
+    assert err.count("\n") == 1
+
+
+def test_methods_that_need_a_body_say_so() -> None:
+    assert {name for name, method in METHODS.items() if method.needs_body} >= {
+        "fedper",
+        "fedrep",
+        "fedbabu",
+        "fedrod",
+    }
+
+
+# FedBN
+
+
+def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so() -> None:
+    with pytest.warns(UserWarning, match=re.escape("so fedbn is fedavg here; model.batchnorm=true adds it")):
+        ours = Run(*UNEQUAL, "method.name=fedbn", "train.participation=0.75")
+    fedavg = Run(*UNEQUAL, "method.name=fedavg", "train.participation=0.75")
+    assert set(ours.server) == set(fedavg.server)
+    assert torch.equal(ours.server["theta"], fedavg.server["theta"])
+    assert torch.equal(ours.evaluated()["theta"], fedavg.evaluated()["theta"])
+    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
+
+
+def test_fedbn_keeps_batchnorm_with_the_client_and_sends_the_rest() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run = Run("method.name=fedbn", "model.batchnorm=true", "train.participation=0.5")
+    everyone = Cohort(0, tuple(range(4)), run.method.context.num_samples)
+    names = [layer.name for layer in run.method.layers]
+    counted = count_bytes(run.method.send(run.server, everyone), run.method.layers, names)
+    assert dict(zip(names, counted.parameters[0].tolist(), strict=True)) == {
+        "conv1": 4 * 160,
+        "bn1": 0,
+        "conv2": 4 * 4640,
+        "bn2": 0,
+        "fc1": 4 * 8256,
+        "fc2": 4 * 650,
+    }
+    assert counted.buffers.tolist() == counted.indices.tolist() == [0] * 4
+    assert run.clients["batchnorm"].shape == run.clients["buffers"].shape == (4, BATCHNORM)
+    assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
+
+
+@pytest.mark.parametrize(
+    ("model", "without_bn_in_its_name", "size"),
+    [("resnet18", "layer2.0.downsample.1", 9600), ("mobilenetv2", "features.1.conv.0.1", 34_112)],
+)
+def test_fedbn_knows_batchnorm_by_its_type(model: str, without_bn_in_its_name: str, size: int) -> None:
+    options = MODELS[model].options()
+    samples = torch.tensor([2, 2])
+    context = Context(model, options, (3, 32, 32), 10, samples, TrainConfig.model_validate({}), 0)
+    method = FedBN(context, Params())
+    batchnorm = [m for m in context.network.modules() if isinstance(m, nn.BatchNorm2d)]
+    stays = [layer for layer, travels in zip(method.layers, method.travels, strict=True) if not travels]
+    assert len(stays) == len(batchnorm)
+    assert without_bn_in_its_name in {layer.name for layer in stays}
+    assert sum(p.numel() for m in batchnorm for p in m.parameters()) == size
+    assert sum(layer.size for layer in stays) == method.is_own.sum() == size
+
+
+# LG-FedAvg
+
+
+def test_lg_fedavg_that_shares_all_layers_is_fedavg_to_the_bit() -> None:
+    ours = Run(*SOME, *SLIPPERY, "method.name=lg_fedavg", "method.global_layers=6", "train.buffers=average")
+    fedavg = Run(*SOME, *SLIPPERY, "method.name=fedavg")
+    assert set(ours.server) == set(fedavg.server)
+    assert all(torch.equal(ours.server[name], tensor) for name, tensor in fedavg.server.items())
+    expected = fedavg.evaluated()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in ours.evaluated().items())
+    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
+    assert ours.clients["lower_layers"].shape == (4, 0)
+
+
+@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
+def test_lg_fedavg_with_more_layers_than_there_are_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["method.name=lg_fedavg", "method.global_layers=5", "--out", str(tmp_path)]
+    assert main(words) == BAD_INPUT
+    assert capsys.readouterr() == (
+        "",
+        "hpcfl: error: method.global_layers=5 is more than the model's 4 layers; allowed: 1 to 4\n",
+    )
+
+
+# FedRep
+
+
+@pytest.mark.parametrize("policy", ["average", "local"])
+def test_fedrep_without_head_epochs_trains_as_fedbabu_to_the_bit(policy: str) -> None:
+    keys = (*SOME, *SLIPPERY, "train.local_epochs=2", "train.finetune_epochs=0", f"train.buffers={policy}")
+    fedrep = Run(*keys, "method.name=fedrep", "method.head_epochs=0", "method.body_epochs=2")
+    fedbabu = Run(*keys, "method.name=fedbabu")
+    assert set(fedrep.server) == set(fedbabu.server)
+    assert all(torch.equal(fedrep.server[name], tensor) for name, tensor in fedbabu.server.items())
+    expected = fedbabu.evaluated()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in fedrep.evaluated().items())
+    assert torch.equal(fedrep.bytes_by_client, fedbabu.bytes_by_client)
+
+
+@pytest.mark.parametrize("trained", ["head", "body"])
+def test_a_phase_of_fedrep_leaves_the_other_part_as_it_is(trained: str) -> None:
+    epochs = {"head": 0, "body": 0} | {trained: 2}
+    # one client a round: the mean of its body is its body, to the bit
+    run = Run(
+        *SOME,
+        *SLIPPERY,
+        "train.participation=0.25",
+        "method.name=fedrep",
+        f"method.head_epochs={epochs['head']}",
+        f"method.body_epochs={epochs['body']}",
+    )
+    start, mask = run.method.context.initial_parameters(), numbers(run, in_head)
+    heads_moved = (run.clients["head"] != start[mask]).any(dim=1)
+    body_moved = (run.server["theta"] != start)[~mask]
+    if trained == "head":
+        assert torch.equal(heads_moved, rounds_of(run) > 0)
+        assert not body_moved.any()
+    else:
+        assert not heads_moved.any()
+        assert body_moved.float().mean() > 0.5
+
+
+def test_fedreps_epochs_are_those_of_both_phases() -> None:
+    run = Run("method.name=fedrep", "method.head_epochs=3", "method.body_epochs=2", "train.rounds=1")
+    assert run.method.epochs_a_round == 5
+    pending = run.simulation.ledger.tables()["pending"]
+    # 28 samples are four mini-batches of at most eight, for each of four clients
+    assert pending.values[0, pending.columns.index("steps")] == 5 * 4 * 4
+
+
+# FedBABU
+
+
+def test_fedbabus_head_is_the_initial_one_for_ever_and_for_everybody() -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedbabu", "train.finetune_epochs=0")
+    mask, start = numbers(run, in_head), run.method.context.initial_parameters()
+    evaluated = run.evaluated()["theta"]
+    assert torch.equal(evaluated[:, mask], start[mask].expand(4, -1))
+    assert torch.equal(evaluated, evaluated[:1].expand(4, -1))
+    assert (run.server["theta"] != start)[~mask].float().mean() > 0.5
+    assert run.clients == {}
+    for client in range(4):
+        down, up = work(run, client)
+        assert torch.equal(up.rows["theta"][0, mask], start[mask])
+        assert (up.rows["theta"][0, ~mask] != down["theta"][0, ~mask]).any()
+
+
+def test_fedbabu_tunes_five_epochs_by_default() -> None:
+    assert load_config(None, ["method.name=fedbabu"]).train.finetune_epochs == 5
+
+
+@pytest.mark.parametrize(("finetune", "part"), [("all", ""), ("head", "head."), ("body", "body.")])
+@pytest.mark.usefixtures("double")
+def test_fedbabu_tunes_what_it_is_told_to_on_a_copy(finetune: str, part: str) -> None:
+    keys = (f"method.finetune={finetune}", "train.finetune_epochs=2")
+    run = Run(*SOME, *SLIPPERY, "method.name=fedbabu", *keys)
+    before = {name: tensor.clone() for name, tensor in run.server.items()}
+    tuned = run.evaluated()
+    assert all(torch.equal(run.server[name], tensor) for name, tensor in before.items())
+    for client in range(4):
+        network = network_with(run, run.server["theta"], run.server["buffers"])
+        train_by_torch(run, client, ROUNDS, network, part=part, purpose="finetune", epochs=2)
+        theta, buffers = run.method.layout.flatten(network)
+        torch.testing.assert_close(tuned["theta"][client], theta, rtol=0, atol=1e-9)
+        torch.testing.assert_close(tuned["buffers"][client], buffers, rtol=0, atol=1e-9)
+    moves = numbers(run, lambda name: name.startswith(part))
+    assert (tuned["theta"] != run.server["theta"])[:, moves].float().mean() > 0.5
+    assert torch.equal(tuned["theta"][:, ~moves], run.server["theta"][~moves].expand(4, -1))
+
+
+# FedRoD
+
+
+def counts_of(run: Run, client: int) -> Tensor:
+    """Return a client's training samples by class, [K]."""
+    labels = run.place.shard.samples("train", client)[1].tolist()
+    return torch.tensor([float(labels.count(number)) for number in range(10)])
+
+
+def loaded(module: nn.Module, flat: Tensor) -> nn.Module:
+    """Fill a module from a vector of its parameters, in their order."""
+    nn.utils.vector_to_parameters(flat.clone(), module.parameters())
+    return module
+
+
+class FedRoDTwin:
+    """FedRoD with torch's SGD and modules of their own for g, p_i and H."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.is_hyper = run, run.config.params.hyper_head
+        start = run.method.initial_server()
+        self.theta, self.buffers, self.psi = start["theta"], start["buffers"], start.get("hypernetwork")
+        head = run.method.context.initial_parameters()[numbers(run, in_head)]
+        self.heads = [head] * run.num_clients
+
+    def personal(self, client: int) -> nn.Module:
+        """Return what makes a client's personal head: the head itself, or H."""
+        if self.psi is None:
+            return loaded(nn.Linear(64, 10), self.heads[client])
+        hidden = self.run.config.params.hidden
+        return loaded(nn.Sequential(nn.Linear(10, hidden), nn.ReLU(), nn.Linear(hidden, HEAD)), self.psi)
+
+    def personal_logits(self, client: int, module: nn.Module, features: Tensor) -> Tensor:
+        if self.psi is None:
+            logits: Tensor = module(features)
+            return logits
+        counts = counts_of(self.run, client)
+        head = module(counts / counts.sum())
+        return linear(features, head[:640].view(10, 64), head[640:])
+
+    def round(self, number: int) -> None:
+        clients = self.run.simulation.cohort(number).clients
+        ends = []
+        for client in clients:
+            network = network_with(self.run, self.theta, self.buffers)
+            personal, counts = self.personal(client), counts_of(self.run, client)
+            generic_sgd = torchs_sgd(self.run, list(network.parameters()), number)
+            personal_sgd = torchs_sgd(self.run, list(personal.parameters()), number)
+            for x, y in batches_of(self.run, client, number):
+                z = network.body(x)
+                generic = network.head(z)
+                shares = counts * generic.exp()
+                balanced = shares.gather(1, y.unsqueeze(1)).squeeze(1) / shares.sum(dim=1)
+                z, constant = z.detach(), generic.detach()
+                together = constant + self.personal_logits(client, personal, z)
+                network.zero_grad()
+                personal.zero_grad()
+                (-balanced.log()).mean().backward()
+                cross_entropy(together, y).backward()
+                generic_sgd.step()
+                personal_sgd.step()
+            own = nn.utils.parameters_to_vector(personal.parameters()).detach()
+            if self.psi is None:
+                self.heads[client] = own
+            ends.append((*self.run.method.layout.flatten(network), own))
+        theta, buffers, own_rows = (
+            mean_by_samples(self.run, clients, torch.stack(rows)) for rows in zip(*ends, strict=True)
+        )
+        self.theta, self.buffers = theta, buffers
+        self.psi = None if self.psi is None else own_rows
+
+    def probabilities(self, client: int, x: Tensor) -> Tensor:
+        network = network_with(self.run, self.theta, self.buffers).eval()
+        with torch.no_grad():
+            z = network.body(x)
+            logits = network.head(z) + self.personal_logits(client, self.personal(client), z)
+        return logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("train.rounds=1", "train.batch_size=64"),
+        SLIPPERY,
+        ("method.hyper_head=true", "method.hidden=5"),
+        ("method.hyper_head=true", "method.hidden=3", *SLIPPERY),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, "method.name=fedrod", *keys)
+    twin = FedRoDTwin(run)
+    for number in range(run.config.train.rounds):
+        twin.round(number)
+    torch.testing.assert_close(run.server["theta"], twin.theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["buffers"], twin.buffers, rtol=0, atol=1e-9)
+    if twin.psi is None:
+        torch.testing.assert_close(run.clients["head"], torch.stack(twin.heads), rtol=0, atol=1e-9)
+    else:
+        torch.testing.assert_close(run.server["hypernetwork"], twin.psi, rtol=0, atol=1e-9)
+        assert run.clients == {}
+    evaluated = run.evaluated()
+    for client in range(4):
+        x, _ = run.place.shard.samples("test", client)
+        ours = run.method.predict(Clients(run.place, list(range(4)), ROUNDS), evaluated, client, x)
+        torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
+
+
+def test_fedrods_generic_model_does_not_know_of_personal_heads() -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedrod")
+    _, usual = work(run, 0)
+    run.clients["head"] *= -3
+    _, other = work(run, 0)
+    assert set(usual.rows) == {"theta", "buffers"}
+    assert all(torch.equal(other.rows[name], rows) for name, rows in usual.rows.items())
+
+
+def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite() -> None:
+    run = Run("method.name=fedrod")
+    assert all(tensor.isfinite().all() for tensor in (*run.server.values(), *run.clients.values()))
+    for client in range(4):
+        absent = (counts_of(run, client) == 0).nonzero().flatten().tolist()
+        assert 0 < len(absent) < 10
+        down, up = work(run, client)
+        before, after = (network_with(run, m["theta"][0], torch.empty(0)).head for m in (down, up))
+        for old, new in zip(before.parameters(), after.parameters(), strict=True):
+            moved = (old != new).view(10, -1).any(dim=1)
+            assert moved.logical_not().nonzero().flatten().tolist() == absent
+
+
+def test_fedrod_sends_the_generic_model_and_the_maker_of_heads_both_ways() -> None:
+    # 10 class shares to 7 hidden numbers to the 650 of a head, with biases
+    hyper = 10 * 7 + 7 + 7 * HEAD + HEAD
+    heads = Run("method.name=fedrod", "train.rounds=1")
+    made = Run("method.name=fedrod", "method.hyper_head=true", "method.hidden=7", "train.rounds=1")
+    assert heads.bytes_by_client.tolist() == [[4 * DIGITS_CNN] * 2] * 4
+    assert made.bytes_by_client.tolist() == [[4 * (DIGITS_CNN + hyper)] * 2] * 4
+    assert (set(made.server), set(made.clients)) == ({"theta", "hypernetwork"}, set())
+    assert (set(heads.server), set(heads.clients)) == ({"theta"}, {"head"})
+    first = made.method.initial_server()["hypernetwork"].abs()
+    for numbers_drawn, inputs in ((first[: 10 * 7 + 7], 10), (first[10 * 7 + 7 :], 7)):
+        assert 0.9 < numbers_drawn.max() * math.sqrt(inputs) <= 1
+    evaluated = made.evaluated()["theta"]
+    assert len({tuple(row.tolist()) for row in evaluated[:, numbers(made, in_head)]}) == 4
+
+
+def test_fedrods_personal_heads_start_as_the_generic_one_and_stay_with_their_client() -> None:
+    keys = ("method.name=fedrod", "train.participation=0.25")
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    start = three.method.context.initial_parameters()[numbers(three, in_head)]
+    (sampled,) = three.simulation.cohort(2).clients
+    for client in range(4):
+        head = three.clients["head"][client]
+        assert torch.equal(head, start) == (rounds_of(three)[client] == 0)
+        assert torch.equal(head, two.clients["head"][client]) == (client != sampled)

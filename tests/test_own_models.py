@@ -1,0 +1,425 @@
+"""Methods whose clients keep a model of their own: Ditto, APFL, pFedMe and FedPHP, and what is common to all.
+
+Twins in plain torch go through whole rounds in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from by_hand import gradient, loss, method_of, step_size, work
+from harness import UNEQUAL_FEW, Run, random
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch_twins import batches_of, mean_by_samples, network_with, torchs_sgd
+
+from hpcfl.clients import Clients
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.fedphp import FedPHP, discrepancy
+from hpcfl.methods.pfedme import PFedMe
+
+DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
+DIGITS_CNN, WITH_BATCHNORM = 13_706, 13_802
+MLP = ("model.name=mlp", "model.hidden=[16]")
+SOME = (*UNEQUAL_FEW, "train.participation=0.5", "train.lr_decay=0.8")
+"""Two of four clients in a round, all of them unequal, and smaller steps each round."""
+
+BATCHNORM = ("model.batchnorm=true", "train.buffers=local", "train.momentum=0.9", "train.weight_decay=0.01")
+
+
+@cache
+def finished(*keys: str) -> Run:
+    """Return a run that several tests compare with; none may change it."""
+    return Run(*keys)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+# What is common to all
+
+
+ALL = {
+    "ditto": (DITTO,),
+    "apfl": (APFL,),
+    "pfedme": (PFEDME, "train.lr=0.05"),
+    "fedphp": (FEDPHP,),
+    "fedamp": ("method.name=fedamp",),
+    "fedamp-cosine": ("method.name=fedamp", "method.weights=cosine"),
+    "fedfomo": ("method.name=fedfomo", "method.models=2"),
+}
+"""Every method of this kind."""
+
+
+def after(case: str, rounds: int) -> Run:
+    """Run so many rounds, two of four clients in each; p T is 1.125, on which FedPHP's average depends."""
+    some = (f"train.rounds={rounds}", f"train.participation={1.125 / rounds}")
+    return finished(*ALL[case], *UNEQUAL_FEW, "model.batchnorm=true", *some)
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_unsampled_clients_keep_what_they_have_to_the_bit(case: str) -> None:
+    two, three = after(case, 2), after(case, 3)
+    sampled = list(three.simulation.cohort(2).clients)
+    rest = sorted(set(range(4)) - set(sampled))
+    assert len(sampled) == len(rest) == 2
+    # one of them has trained before
+    assert set(rest) & {c for number in (0, 1) for c in three.simulation.cohort(number).clients}
+    for earlier, later in ((two.clients, three.clients), (two.evaluated(), three.evaluated())):
+        assert {"theta", "buffers"} <= set(earlier)
+        for name, value in earlier.items():
+            assert torch.equal(later[name][rest], value[rest])
+        for name in ("theta", "buffers"):
+            assert (later[name] != earlier[name]).any(dim=1)[sampled].all()
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_one_model_travels_each_way_and_fedfomo_gets_several(case: str) -> None:
+    run = after(case, 3)
+    rounds = torch.zeros(4, 1, dtype=torch.int64)
+    for number in range(3):
+        rounds[list(run.simulation.cohort(number).clients)] += 1
+    # two models down, and up their weights beside the client's own model
+    numbers = [2 * WITH_BATCHNORM, WITH_BATCHNORM + 2] if case == "fedfomo" else [WITH_BATCHNORM] * 2
+    assert torch.equal(run.bytes_by_client, 4 * rounds * torch.tensor(numbers))
+
+
+@pytest.mark.parametrize("case", [*ALL, "fedphp-distillation"])
+@pytest.mark.usefixtures("double")
+def test_engines_agree_in_float64(case: str) -> None:
+    method = ALL.get(case, (FEDPHP, "method.regulariser=distillation"))
+    keys = (*method, *UNEQUAL_FEW, "train.rounds=2", "model.batchnorm=true")
+    loop = Run(*keys, "run.engine=loop")
+    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
+    for ours, theirs in ((batched.server, loop.server), (batched.clients, loop.clients)):
+        assert set(ours) == set(theirs)
+        for name, value in ours.items():
+            assert_close(value, theirs[name])
+
+
+@pytest.mark.parametrize("common", [SOME, BATCHNORM])
+@pytest.mark.parametrize(
+    ("own", "keys"),
+    [("theta", (DITTO, "method.pull=0")), ("own", (APFL, "method.alpha=1", "method.alpha_lr=0"))],
+)
+def test_without_a_tie_v_is_local_and_w_is_fedavg_to_the_bit(
+    own: str, keys: tuple[str, ...], common: tuple[str, ...]
+) -> None:
+    run = Run(*keys, *common)
+    local, fedavg = (finished(f"method.name={name}", *common) for name in ("local", "fedavg"))
+    assert torch.equal(run.clients[own], local.clients["theta"])
+    assert torch.equal(run.server["theta"], fedavg.server["theta"])
+    expected = local.evaluated()
+    for name, value in run.evaluated().items():
+        assert torch.equal(value, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("keys", "common"),
+    [
+        ((DITTO,), SOME),
+        ((APFL,), BATCHNORM),
+        ((FEDPHP, "method.transfer=0"), SOME),
+        ((FEDPHP, "method.transfer=0"), BATCHNORM),
+    ],
+)
+def test_what_clients_keep_does_not_touch_w(keys: tuple[str, ...], common: tuple[str, ...]) -> None:
+    run = Run(*keys, *common)
+    assert torch.equal(run.server["theta"], finished("method.name=fedavg", *common).server["theta"])
+    assert (run.evaluated()["theta"] - run.server["theta"]).abs().amax(dim=1).min() > 1e-3
+
+
+# Ditto
+
+
+@pytest.mark.parametrize(("key", "epochs"), [("null", 1), ("2", 2)])
+@pytest.mark.usefixtures("double")
+def test_dittos_rounds_by_hand(key: str, epochs: int) -> None:
+    run = Run(DITTO, *MLP, *SOME, "method.pull=2", f"method.personal_epochs={key}")
+    w = run.method.context.initial_parameters()
+    own = [w] * 4
+    for number in range(3):
+        cohort, lr = run.simulation.cohort(number), step_size(run, number)
+        ends = []
+        for client in cohort.clients:
+            for x, y in batches_of(run, client, number, epochs=epochs):
+                own[client] = own[client] - lr * (gradient(run, own[client], x, y) + 2 * (own[client] - w))
+            theta = w
+            for x, y in batches_of(run, client, number):
+                theta = theta - lr * gradient(run, theta, x, y)
+            ends.append(theta)
+        w = mean_by_samples(run, cohort.clients, torch.stack(ends))
+    assert_close(run.server["theta"], w)
+    assert_close(run.evaluated()["theta"], torch.stack(own))
+
+
+@pytest.mark.usefixtures("double")
+def test_ditto_pulls_towards_the_received_model() -> None:
+    run = Run(DITTO, *MLP, "train.batch_size=64", "train.rounds=2", "method.pull=3")
+    w, v, lr = run.server["theta"], run.clients["theta"][1], 0.05
+    _, clients = work(run, 1)
+    x, y = run.place.shard.samples("train", 1)
+    assert (v - w).abs().max() > 1e-3
+    # a pull towards the client's newly trained model would add 3 lr^2 g(w)
+    assert_close(clients["theta"][0], v - lr * (gradient(run, v, x, y) + 3 * (v - w)))
+    assert lr**2 * gradient(run, w, x, y).abs().max() > 1e-6
+
+
+def test_ditto_without_personal_epochs_leaves_v_as_it_was() -> None:
+    run = Run(DITTO, *MLP, "train.rounds=1", "method.personal_epochs=0")
+    assert torch.equal(run.clients["theta"], run.method.context.initial_parameters(range(4)))
+
+
+# APFL
+
+
+@pytest.mark.usefixtures("double")
+def test_apfls_rounds_by_hand_with_autograd_through_the_mixture() -> None:
+    run = Run(APFL, *MLP, *SOME, "method.alpha=0.6", "method.alpha_lr=0.5")
+    w = run.method.context.initial_parameters()
+    own, alpha = [w] * 4, [torch.tensor(0.6)] * 4
+    evaluated = [w] * 4
+    for number in range(3):
+        cohort, lr = run.simulation.cohort(number), step_size(run, number)
+        ends = []
+        for client in cohort.clients:
+            shared = w
+            for x, y in batches_of(run, client, number):
+                shared = shared - lr * gradient(run, shared, x, y)
+                a, v = alpha[client].clone().requires_grad_(), own[client].clone().requires_grad_()
+                of_a, of_v = torch.autograd.grad(loss(run, a * v + (1 - a) * shared, x, y), [a, v])
+                own[client] = v.detach() - lr * of_v
+                alpha[client] = (a.detach() - 0.5 * 0.8**number * of_a).clamp(0, 1)
+            evaluated[client] = alpha[client] * own[client] + (1 - alpha[client]) * shared
+            ends.append(shared)
+        w = mean_by_samples(run, cohort.clients, torch.stack(ends))
+    assert_close(run.server["theta"], w)
+    assert_close(run.clients["own"], torch.stack(own))
+    assert_close(run.clients["alpha"], torch.stack(alpha))
+    assert_close(run.evaluated()["theta"], torch.stack(evaluated))
+    assert (run.clients["alpha"] - 0.6).abs().max() > 0.01
+    # v is kept, and not the mixture in its place
+    assert (run.clients["own"] - run.clients["theta"]).abs().amax(dim=1).max() > 1e-3
+
+
+@pytest.mark.usefixtures("double")
+def test_one_step_of_apfl_moves_alpha_by_a_finite_difference() -> None:
+    run = Run(APFL, *MLP, "train.batch_size=64", "train.rounds=2", "train.lr=0.3")
+    for client in range(4):
+        v, alpha = run.clients["own"][client].clone(), float(run.clients["alpha"][client])
+        _, clients = work(run, client)
+        x, y = run.place.shard.samples("train", client)
+        shared = run.server["theta"] - 0.3 * gradient(run, run.server["theta"], x, y)
+        ends = [a * v + (1 - a) * shared for a in (alpha + 1e-5, alpha - 1e-5)]
+        above, below = (float(loss(run, end, x, y)) for end in ends)
+        slope = (alpha - float(clients["alpha"])) / 0.3
+        assert abs(slope) > 1e-3
+        assert slope == pytest.approx((above - below) / 2e-5, rel=1e-5)
+        of_mixture = gradient(run, alpha * v + (1 - alpha) * shared, x, y)
+        assert_close(clients["own"][0], v - 0.3 * alpha * of_mixture)
+
+
+def test_apfl_with_alpha_zero_evaluates_the_clients_copy_of_fedavgs_model() -> None:
+    run = Run(APFL, *MLP, *SOME, "method.alpha=0", "method.alpha_lr=0")
+    before = Run("method.name=fedavg", *MLP, *SOME, "train.rounds=2").server["theta"]
+    evaluated = run.evaluated()["theta"]
+    for client in run.simulation.cohort(2).clients:
+        trained = Clients(run.place, [client], 2).sgd(before.unsqueeze(0)).theta
+        assert torch.equal(evaluated[client], trained[0])
+    # alpha is a factor of v's gradient
+    assert torch.equal(run.clients["own"], run.method.context.initial_parameters(range(4)))
+
+
+def test_alpha_never_leaves_the_interval() -> None:
+    run = Run(APFL, "method.alpha_lr=1e5", "train.rounds=1")
+    assert run.clients["alpha"].min() == 0
+    run.place.state["alpha"].fill_(0.5)
+    # next to a ruined global model the client's own is worth everything
+    run.server["theta"] += random(DIGITS_CNN)
+    assert float(work(run, 0)[1]["alpha"]) == 1
+
+
+# pFedMe
+
+
+@pytest.mark.parametrize(
+    ("pull", "steps", "beta"),
+    [(15, 3, 1.0), (5, 2, 0.5), (0, 2, 1.0)],
+)
+@pytest.mark.usefixtures("double")
+def test_pfedmes_rounds_by_hand(pull: float, steps: int, beta: float) -> None:
+    keys = (f"method.pull={pull}", f"method.steps={steps}", f"method.beta={beta}", "train.lr=0.02")
+    run = Run(PFEDME, *MLP, *SOME, *keys, "method.personal_lr=0.03")
+    start = w = run.method.context.initial_parameters()
+    own = [w] * 4
+    for number in range(3):
+        cohort, lr, personal_lr = run.simulation.cohort(number), step_size(run, number), 0.03 * 0.8**number
+        ends = []
+        for client in cohort.clients:
+            theta = w_i = w
+            for x, y in batches_of(run, client, number):
+                for _ in range(steps):
+                    theta = theta - personal_lr * (gradient(run, theta, x, y) + pull * (theta - w_i))
+                w_i = w_i - lr * pull * (w_i - theta)
+            own[client] = theta
+            ends.append(w_i)
+        w = (1 - beta) * w + beta * mean_by_samples(run, cohort.clients, torch.stack(ends))
+    assert_close(run.server["theta"], w)
+    assert_close(run.evaluated()["theta"], torch.stack(own))
+    assert bool((w - start).abs().max() > 1e-3) == (pull > 0)
+
+
+def test_pfedme_evaluates_another_model_than_it_uploads() -> None:
+    uploads: dict[int, Tensor] = {}
+
+    class Captured(PFedMe):
+        def train(self, clients: Clients, down: Message) -> Message:
+            up = super().train(clients, down)
+            assert up.rows["theta"].data_ptr() != clients["theta"].data_ptr()
+            uploads.update(zip(clients.ids, up.rows["theta"].clone(), strict=True))
+            return up
+
+    run = Run(PFEDME, *MLP, "train.rounds=2", "method.steps=3", kind=Captured)
+    sent = torch.stack([uploads[client] for client in range(4)])
+    evaluated = run.evaluated()["theta"]
+    assert torch.equal(evaluated, run.clients["theta"])
+    assert (evaluated - sent).abs().amax(dim=1).min() > 1e-3
+    torch.testing.assert_close(run.server["theta"], sent.mean(dim=0), rtol=0, atol=1e-6)
+
+
+def test_pfedme_without_inner_steps_goes_nowhere() -> None:
+    run = Run(PFEDME, "train.rounds=1", "method.steps=0")
+    run.server["theta"] = random(DIGITS_CNN)
+    up, clients = work(run, 2)
+    assert torch.equal(up.rows["theta"][0], run.server["theta"])
+    assert torch.equal(clients["theta"][0], run.server["theta"])
+
+
+def test_pfedme_without_a_pull_never_moves_w() -> None:
+    run = Run(PFEDME, *MLP, "method.pull=0", "method.steps=1")
+    start = run.method.context.initial_parameters()
+    assert torch.equal(run.server["theta"], start)
+    assert (run.evaluated()["theta"] - start).abs().amax(dim=1).min() > 1e-3
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(1.0, 3.25), (0.5, 6.625), (2.0, -3.5)])
+def test_the_servers_step_of_pfedme_worked_out(beta: float, expected: float) -> None:
+    rows = torch.tensor([[1.0, 4.0], [2.0, 4.0], [8.0, 4.0]])
+    blocks = iter([(slice(0, 3), Message(rows={"theta": rows}, num_clients=3))])
+    server = {"theta": torch.tensor([10.0, 4.0])}
+    cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
+    method_of(PFedMe, beta=beta).aggregate(server, cohort, Upload(blocks))
+    # the mean is (10 * 1 + 20 * 2 + 10 * 8) / 40 = 3.25
+    assert server["theta"].tolist() == [expected, 4.0]
+
+
+# FedPHP
+
+
+def test_the_discrepancy_worked_out() -> None:
+    one, other = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [1.0]])
+
+    def by_hand(width: float) -> float:
+        """Return the means of exp(-d^2 / 2 width) over pairs: d is 0 or 2, 0, and 1 between the two."""
+        return (1 + math.exp(-4 / (2 * width))) / 2 + 1 - 2 * math.exp(-1 / (2 * width))
+
+    assert by_hand(0.5) == pytest.approx(0.773398, abs=1e-6)
+    for widths in ([0.5], [2.0], [0.5, 2.0, 10.0]):
+        assert float(discrepancy(one, other, widths)) == pytest.approx(sum(map(by_hand, widths)), abs=1e-6)
+    # lengths count in all dimensions: (3, 4) is 5 away
+    found = discrepancy(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]), [12.5])
+    assert float(found) == pytest.approx(2 - 2 / math.e, abs=1e-6)
+
+
+def test_equal_samples_have_no_discrepancy_in_any_order() -> None:
+    one, other = random(6, 3), random(6, 3, seed=1)
+    assert float(discrepancy(one, one.flip(0), [1.0, 10.0])) == pytest.approx(0, abs=1e-6)
+    assert float(discrepancy(one, other, [1.0, 10.0])) > 0.01
+
+
+def apart(regulariser: str, ours: tuple[Tensor, Tensor], known: tuple[Tensor, Tensor]) -> Tensor:
+    """Return R of (features, logits) pair by pair."""
+    if regulariser == "mmd":
+
+        def kernel(a: Tensor, b: Tensor) -> Tensor:
+            squared = torch.cdist(a, b) ** 2
+            return (-squared / 2).exp().mean() + (-squared / 8).exp().mean()
+
+        return kernel(ours[0], ours[0]) + kernel(known[0], known[0]) - 2 * kernel(ours[0], known[0])
+    target, log_share = (known[1] / 4).softmax(dim=1), (ours[1] / 4).log_softmax(dim=1)
+    return 16 * (target * (target.log() - log_share)).sum(dim=1).mean()
+
+
+@pytest.mark.parametrize("regulariser", ["mmd", "distillation"])
+@pytest.mark.usefixtures("double")
+def test_fedphps_rounds_by_hand_with_a_teacher_in_evaluation_mode(regulariser: str) -> None:
+    keys = (f"method.regulariser={regulariser}", "method.bandwidths=[1, 4]", "method.transfer=0.5")
+    run = Run(FEDPHP, *SOME, "model.batchnorm=true", *keys)
+    w = run.method.context.initial_parameters()
+    own, count = [(w, run.method.initial_buffers())] * 4, [0] * 4
+    for number in range(3):
+        cohort, ends = run.simulation.cohort(number), []
+        for client in cohort.clients:
+            private, statistics = own[client]
+            student, teacher = (network_with(run, theta, statistics) for theta in (w, private))
+            teacher.eval()
+            optimiser = torchs_sgd(run, list(student.parameters()), number)
+            share = 0.5 if count[client] else 0.0
+            for x, y in batches_of(run, client, number):
+                features = student.body(x)
+                logits = student.head(features)
+                known = teacher.body(x).detach()
+                term = apart(regulariser, (features, logits), (known, teacher.head(known).detach()))
+                optimiser.zero_grad()
+                ((1 - share) * cross_entropy(logits, y) + share * term).backward()
+                optimiser.step()
+            end = run.method.layout.flatten(student)
+            # p T = 0.5 * 3
+            kept = min(0.9, 0.9 * count[client] / 1.5)
+            own[client] = (kept * private + (1 - kept) * end[0], kept * statistics + (1 - kept) * end[1])
+            count[client] += 1
+            ends.append(end[0])
+        w = mean_by_samples(run, cohort.clients, torch.stack(ends))
+    assert max(count) > 1
+    assert_close(run.server["theta"], w)
+    evaluated = run.evaluated()
+    assert_close(evaluated["theta"], torch.stack([theta for theta, _ in own]))
+    assert_close(evaluated["buffers"], torch.stack([buffers for _, buffers in own]))
+    assert run.clients["count"].tolist() == count
+
+
+@pytest.mark.usefixtures("double")
+def test_private_models_are_moving_averages_of_what_a_client_trained() -> None:
+    ends: list[tuple[int, Tensor]] = []
+
+    class Captured(FedPHP):
+        def train(self, clients: Clients, down: Message) -> Message:
+            up = super().train(clients, down)
+            ends.extend(zip(clients.ids, up.rows["theta"].clone(), strict=True))
+            return up
+
+    run = Run(FEDPHP, *MLP, "train.rounds=8", "train.participation=0.25", "method.transfer=0", kind=Captured)
+    # 0.9 c / (p T) with p T = 2, and 0.9 at the most
+    shares = [0.0, 0.45, 0.9, 0.9, 0.9]
+    counts = [0] * 4
+    expected = run.method.context.initial_parameters(range(4))
+    for client, end in ends:
+        kept = shares[counts[client]]
+        expected[client] = kept * expected[client] + (1 - kept) * end
+        counts[client] += 1
+    assert max(counts) > 3
+    assert_close(run.evaluated()["theta"], expected)
+
+
+@pytest.mark.parametrize("regulariser", ["mmd", "distillation"])
+def test_a_clients_first_round_of_fedphp_is_fedavgs_to_the_bit(regulariser: str) -> None:
+    common = (*UNEQUAL_FEW, "train.rounds=1", "model.batchnorm=true", "train.buffers=local")
+    run = Run(FEDPHP, *common, f"method.regulariser={regulariser}", "method.transfer=1")
+    fedavg, local = (finished(f"method.name={name}", *common) for name in ("fedavg", "local"))
+    assert torch.equal(run.server["theta"], fedavg.server["theta"])
+    expected = local.evaluated()
+    assert all(torch.equal(value, expected[name]) for name, value in run.evaluated().items())

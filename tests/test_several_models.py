@@ -1,0 +1,638 @@
+"""Methods with several global models: IFCA, Clustered FL and FedEM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import UNEQUAL_FEW, Run, random
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from hpcfl.clients import Clients
+from hpcfl.config import load_config
+from hpcfl.data.sources import load_arrays
+from hpcfl.errors import UserError
+from hpcfl.experiment import build
+from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Upload, count_bytes
+from hpcfl.methods.base import State
+from hpcfl.methods.clustered_fl import bipartition
+from hpcfl.methods.fedem import FedEM
+from hpcfl.randomness import torch_stream
+from hpcfl.torchvision_parts import torchvision_part
+from hpcfl.training import minibatches
+from hpcfl.world import World
+
+IFCA, CLUSTERED, FEDEM = (f"method.name={name}" for name in ("ifca", "clustered_fl", "fedem"))
+LINEAR = ("model.name=mlp", "model.hidden=[]")
+DIGITS_CNN = 13_706
+
+
+def logits(run: Run, theta: Tensor, statistics: Tensor, x: Tensor, training: bool = False) -> Tensor:
+    """Return a plain torch network's logits; in training mode, statistics [U] move."""
+    layout, network = run.method.layout, run.method.context.network.train(training)
+    return functional_call(network, layout.views(theta) | layout.buffer_views(statistics), x)
+
+
+def sample_losses(run: Run, client: int, theta: Tensor, statistics: Tensor) -> Tensor:
+    """Return the losses [n] of a client's training samples, in evaluation mode."""
+    x, y = run.place.shard.samples("train", client)
+    return cross_entropy(logits(run, theta, statistics, x), y, reduction="none")
+
+
+def sent_to(run: Run, clients: Sequence[int], round: int) -> tuple[Clients, Message]:
+    """Return some clients in a round and what the server would send them now."""
+    cohort = Cohort(round, tuple(clients), run.method.context.num_samples[list(clients)])
+    down = Channel(World(), run.method.layers, run.num_clients).down(
+        run.method.send(run.server, cohort), cohort
+    )
+    return Clients(run.place, clients, round), down
+
+
+def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) -> None:
+    """Answer with what each of some clients sends, tensors by name."""
+    clients = sorted(rows)
+    stacked = {name: torch.stack([rows[client][name] for client in clients]) for name in rows[clients[0]]}
+    blocks = iter([(slice(0, len(clients)), Message(rows=stacked, num_clients=len(clients)))])
+    cohort = Cohort(round, tuple(clients), run.method.context.num_samples[clients])
+    run.method.receive(server, cohort, Upload(blocks))
+
+
+def planted(folder: Path, rules: Sequence[Sequence[int]]) -> tuple[str, ...]:
+    """Write a client for each rule, with digits whose class c is called rule[c]; return keys to use them."""
+    arrays = load_arrays("digits", root="")
+    x = (arrays.x / np.float32(16) - np.float32(0.3)) / np.float32(0.37)
+    order = np.random.default_rng(0).permutation(len(x))
+    for part, size in (("train", 30), ("test", 10)):
+        (folder / part).mkdir()
+        for client, rule in enumerate(rules):
+            mine, order = order[:size], order[size:]
+            np.savez(
+                folder / part / f"{client}.npz", data={"x": x[mine], "y": np.array(rule)[arrays.y[mine]]}
+            )
+    given = ("data.partition.name=given", "data.clients=null", "data.per_client=null")
+    return (*LINEAR, "data.source=pfllib", f"data.path={folder}", *given, "train.lr=0.1")
+
+
+PLAIN = list(range(10))
+MIRRORED = PLAIN[::-1]
+MIRRORED_AND_SWAPPED = [6, 5, 4, 9, 8, 7, *MIRRORED[6:]]
+
+
+# One model
+
+
+@pytest.mark.parametrize("one", [(IFCA, "method.clusters=1"), (FEDEM, "method.components=1")])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("train.participation=0.5", "train.lr_decay=0.9"),
+        ("model.batchnorm=true", "train.momentum=0.9", "train.finetune_epochs=1"),
+        ("model.batchnorm=true", "train.weight_decay=0.01", "train.participation=0.75"),
+    ],
+)
+def test_one_model_is_fedavg_to_the_bit(one: tuple[str, str], keys: tuple[str, ...]) -> None:
+    fedavg = Run(*UNEQUAL_FEW, *keys, "method.name=fedavg")
+    ours = Run(*UNEQUAL_FEW, *keys, *one)
+    assert len(set(ours.method.context.num_samples.tolist())) > 1
+    assert set(ours.server) == set(fedavg.server)
+    assert all(torch.equal(ours.server[name], tensor.unsqueeze(0)) for name, tensor in fedavg.server.items())
+    evaluated = ours.evaluated()
+    for name, tensor in fedavg.evaluated().items():
+        assert torch.equal(evaluated[name].view_as(tensor), tensor), name
+    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
+    assert (ours.server["theta"] - ours.method.context.initial_parameters()).abs().max() > 0.01
+
+
+def test_one_cluster_of_ifca_with_statistics_of_the_clients_is_fedavg_to_the_bit() -> None:
+    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.buffers=local", "train.participation=0.5")
+    fedavg, ours = Run(*keys, "method.name=fedavg"), Run(*keys, IFCA, "method.clusters=1")
+    assert torch.equal(ours.server["theta"][0], fedavg.server["theta"])
+    assert torch.equal(ours.clients["buffers"], fedavg.clients["buffers"])
+    assert torch.equal(ours.evaluated()["buffers"], fedavg.evaluated()["buffers"])
+
+
+@pytest.mark.usefixtures("double")
+def test_one_cluster_of_clustered_fl_is_fedavg_of_equal_clients() -> None:
+    keys = ("model.batchnorm=true", "train.participation=0.5")
+    fedavg = Run(*keys, "method.name=fedavg")
+    ours = Run(*keys, CLUSTERED, "method.eps_1=0", "method.eps_2=0", "method.first_round=0")
+    for name, tensor in fedavg.server.items():
+        torch.testing.assert_close(ours.server[name][0], tensor, rtol=0, atol=1e-12)
+    assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
+
+
+@pytest.mark.parametrize("ours", [(IFCA, "method.clusters=3"), (FEDEM,), (CLUSTERED,)])
+@pytest.mark.usefixtures("double")
+def test_engines_agree_in_float64(ours: tuple[str, ...]) -> None:
+    splits = ("method.eps_1=1e9", "method.eps_2=0", "method.first_round=0") if ours == (CLUSTERED,) else ()
+    keys = (*UNEQUAL_FEW, *ours, *splits, "train.rounds=2", "model.batchnorm=true", "train.finetune_epochs=1")
+    loop, batched = Run(*keys, "run.engine=loop"), Run(*keys, "run.engine=batched", "run.clients_at_once=3")
+    pairs = (
+        (batched.server, loop.server),
+        (batched.clients, loop.clients),
+        (batched.evaluated(), loop.evaluated()),
+    )
+    for ours_by_name, theirs in pairs:
+        assert set(ours_by_name) == set(theirs)
+        for name, value in ours_by_name.items():
+            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
+    assert len(loop.server["theta"]) > 1
+
+
+# Different starts
+
+
+@pytest.mark.parametrize("name", ["ifca", "fedem"])
+def test_models_start_apart_and_the_first_as_everybodys(name: str) -> None:
+    key = {"ifca": "clusters", "fedem": "components"}[name]
+    two, four = (
+        Run(f"method.name={name}", f"method.{key}={count}", "train.rounds=1", *LINEAR).method.initial_server()
+        for count in (2, 4)
+    )
+    start = four["theta"]
+    assert torch.equal(start[0], Run(*LINEAR, "train.rounds=1", IFCA).method.context.initial_parameters())
+    assert torch.equal(start[:2], two["theta"])
+    assert (torch.pdist(start, p=1) / start.shape[1]).min() > 0.01
+
+
+def test_given_weights_are_refused_where_models_would_start_alike(tmp_path: Path) -> None:
+    network = torchvision_part("models").mobilenet_v2()
+    torch.save(network.state_dict(), tmp_path / "weights.pt")
+    common = ["data.source=npz", "data.layout=NHWC", f"data.path={tmp_path / 'images.npz'}", "data.clients=2"]
+    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
+    np.savez(tmp_path / "images.npz", x=images, y=np.arange(20) % 10)
+    common += ["model.name=mobilenetv2", f"model.weights={tmp_path / 'weights.pt'}"]
+    for name, key in (("ifca", "clusters"), ("fedem", "components")):
+        said = rf"^method\.{key}=2 needs models that start differently, .* or use method\.{key}=1$"
+        with pytest.raises(UserError, match=said):
+            build(load_config(None, [*common, f"method.name={name}", f"method.{key}=2"]), World())
+    build(load_config(None, [*common, IFCA, "method.clusters=1"]), World())
+
+
+# IFCA
+
+
+def chosen_by_hand(run: Run, clients: Sequence[int]) -> list[int]:
+    """Return which model has the least loss over each client's training samples."""
+    models, statistics = (
+        run.server["theta"],
+        run.server.get(BUFFERS, torch.empty(len(run.server["theta"]), 0)),
+    )
+    losses = [
+        [sample_losses(run, client, *model).sum() for model in zip(models, statistics, strict=True)]
+        for client in clients
+    ]
+    return torch.tensor(losses).argmin(dim=1).tolist()
+
+
+@pytest.fixture(scope="module")
+def two_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Six clients, three of each group, alternating."""
+    return planted(tmp_path_factory.mktemp("two"), [PLAIN, MIRRORED] * 3)
+
+
+def test_ifca_finds_two_planted_groups(two_groups: tuple[str, ...]) -> None:
+    run = Run(*two_groups, IFCA, "train.rounds=4")
+    assert run.server["theta"].shape == (2, 650)
+    evaluated = run.evaluated()["theta"]
+    assert all(torch.equal(evaluated[client], run.server["theta"][client % 2]) for client in range(6))
+
+
+def test_ifca_chooses_by_the_loss_on_training_data(two_groups: tuple[str, ...]) -> None:
+    run = Run(*two_groups, IFCA, "train.rounds=4")
+    everyone, shard = range(6), run.place.shard
+
+    def chosen() -> list[int]:
+        trained = [run.method.work(*sent_to(run, [client], 4)).rows["cluster"] for client in everyone]
+        return torch.cat(trained).tolist()
+
+    assert chosen() == chosen_by_hand(run, everyone) == [0, 1] * 3
+    before = run.evaluated()["theta"]
+    for client in everyone:
+        _, y = shard.samples("test", client)
+        y.copy_(9 - y)
+    assert chosen() == [0, 1] * 3
+    assert torch.equal(run.evaluated()["theta"], before)
+    for client in everyone:
+        _, y = shard.samples("train", client)
+        y.copy_(9 - y)
+    assert chosen() == chosen_by_hand(run, everyone) == [1, 0] * 3
+    assert torch.equal(run.evaluated()["theta"], before[[1, 0] * 3])
+
+
+@pytest.mark.usefixtures("double")
+def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
+    run = Run(
+        *UNEQUAL_FEW,
+        IFCA,
+        "method.clusters=3",
+        "model.batchnorm=true",
+        "train.rounds=2",
+        "train.participation=0.75",
+    )
+    ended = dict(run.server)
+    start = run.method.initial_server()
+    theta, statistics = start["theta"], start[BUFFERS]
+    assert statistics.shape == (3, 96)
+    choices = set()
+    for number in range(2):
+        cohort = run.simulation.cohort(number)
+        run.server = {"theta": theta, BUFFERS: statistics}
+        chosen = chosen_by_hand(run, cohort.clients)
+        choices |= set(chosen)
+        models, moved = [], []
+        for client, cluster in zip(cohort.clients, chosen, strict=True):
+            alone = Clients(run.place, [client], number)
+            alone.buffers = statistics[cluster : cluster + 1].clone()
+            models.append(alone.sgd(theta[cluster : cluster + 1]).theta[0])
+            moved.append(alone.buffers[0])
+        theta, statistics = theta.clone(), statistics.clone()
+        for cluster in set(chosen):
+            members = [position for position, other in enumerate(chosen) if other == cluster]
+            weights = cohort.num_samples[members] / cohort.num_samples[members].sum()
+            theta[cluster] = torch.einsum("c,cp->p", weights, torch.stack(models)[members])
+            statistics[cluster] = torch.einsum("c,cu->u", weights, torch.stack(moved)[members])
+    torch.testing.assert_close(ended["theta"], theta, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ended[BUFFERS], statistics, rtol=0, atol=1e-12)
+    assert len(choices) > 1
+    run.server = ended
+    evaluated, chosen = run.evaluated(), chosen_by_hand(run, range(4))
+    assert torch.equal(evaluated["theta"], ended["theta"][chosen])
+    assert torch.equal(evaluated[BUFFERS], ended[BUFFERS][chosen])
+    # equal weights, of which one has statistics that fit
+    fit = ended[BUFFERS][chosen[0]]
+    run.server = {
+        "theta": ended["theta"][[chosen[0]] * 3],
+        BUFFERS: torch.stack([fit / 1000, fit, fit / 1000]),
+    }
+    assert chosen_by_hand(run, range(4)) == [1] * 4
+    assert torch.equal(run.evaluated()[BUFFERS], fit.expand(4, -1))
+
+
+def test_ifca_averages_by_samples_and_an_empty_cluster_keeps_its_model_to_the_bit() -> None:
+    run = Run(IFCA, "method.clusters=3", "train.rounds=1", "model.batchnorm=true")
+    run.method.context.num_samples = torch.tensor([10, 50, 30, 20])
+    server = run.method.initial_server()
+    before = {name: tensor.clone() for name, tensor in server.items()}
+    receive(
+        run,
+        server,
+        {
+            client: {
+                "theta": torch.full((DIGITS_CNN + 96,), value),
+                BUFFERS: torch.full((96,), -value),
+                "cluster": torch.tensor(cluster),
+            }
+            for client, value, cluster in ((0, 1.0, 0), (1, 7.0, 2), (2, 5.0, 0))
+        },
+    )
+    for name, sign in (("theta", 1), (BUFFERS, -1)):
+        # (10 * 1 + 30 * 5) / 40
+        torch.testing.assert_close(server[name][0], torch.full_like(server[name][0], sign * 4.0))
+        assert torch.equal(server[name][1], before[name][1])
+        assert torch.equal(server[name][2], torch.full_like(server[name][2], sign * 7.0))
+
+
+def test_traffic_of_several_models() -> None:
+    keys = ("train.rounds=1", "model.batchnorm=true")
+    ifca = Run(IFCA, *keys, "method.clusters=3")
+    fedem = Run(FEDEM, *keys, "method.components=4")
+    model = 4 * (DIGITS_CNN + 96)
+    assert ifca.bytes_by_client.tolist() == [[3 * model, model]] * 4
+    assert fedem.bytes_by_client.tolist() == [[4 * model, 4 * model]] * 4
+    for run, statistics_down, statistics_up, number in ((ifca, 3, 1, 8), (fedem, 4, 4, 0)):
+        clients, down = sent_to(run, [2], 1)
+        labels = [layer.name for layer in run.method.layers]
+        counted = count_bytes(down, run.method.layers, labels)
+        assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_down * 4 * 96], [0])
+        counted = count_bytes(run.method.work(clients, down), run.method.layers, labels)
+        assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_up * 4 * 96], [number])
+
+
+# Clustered FL
+
+
+def clustered(*keys: str, clients: int = 8) -> tuple[Run, State]:
+    """Return a method for clients of equal size whose thresholds are 0.4 and 1.6, and its server's start."""
+    network = () if "model.batchnorm=true" in keys else LINEAR
+    run = Run(*network, CLUSTERED, "train.rounds=1", f"data.clients={clients}", "method.first_round=2", *keys)
+    return run, run.method.initial_server()
+
+
+def updates(*vectors: Sequence[float], clients: Sequence[int] | None = None) -> dict[int, State]:
+    """Return an upload: an update for each client, given by its first numbers."""
+    rows = {}
+    for client, vector in zip(clients or range(len(vectors)), vectors, strict=True):
+        theta = torch.zeros(650)
+        theta[: len(vector)] = torch.tensor(vector)
+        rows[client] = {"theta": theta}
+    return rows
+
+
+RIGHT, LEFT = (2.0, 0.0, 0.1), (-2.0, 0.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "clusters"),
+    [
+        pytest.param([RIGHT, LEFT, RIGHT, LEFT], [0, 1, 0, 1], id="short mean of long updates"),
+        pytest.param([(1.5,), (-1.5,), (1.5,), (-1.5,)], [0] * 4, id="short updates"),
+        pytest.param([(1.7,), (-1.5,), (1.5,), (-1.5,)], [0, 1, 0, 1], id="one long update"),
+        pytest.param([RIGHT, LEFT, RIGHT, RIGHT], [0] * 4, id="long mean"),
+        pytest.param([(3.0,), (-2.2,)], [0, 0], id="two clients"),
+        pytest.param([RIGHT, LEFT, (0.0, 2.0)], [0, 1, 0], id="three clients"),
+        pytest.param([(torch.nan,), LEFT, RIGHT, LEFT], [0] * 4, id="a diverged client"),
+    ],
+)
+def test_a_cluster_splits_if_its_mean_is_short_and_its_longest_update_long(
+    vectors: list[tuple[float, ...]], clusters: list[int]
+) -> None:
+    run, server = clustered("method.eps_1=0.8", clients=len(vectors))
+    receive(run, server, updates(*vectors), round=2)
+    assert server["cluster"].tolist() == clusters
+    assert len(server["theta"]) == 1 + max(clusters)
+    assert torch.equal(run.method.history(server)["cluster"], server["cluster"])
+
+
+def test_no_split_without_eps_1_or_before_the_first_round() -> None:
+    opposed = updates(RIGHT, LEFT, RIGHT, LEFT, *[(1.8, 0.0, -0.1), (-1.8, 0.0, -0.1)] * 2)
+    run, server = clustered()
+    for number in (0, 1):
+        receive(run, server, opposed, round=number)
+        assert server["cluster"].tolist() == [0] * 8
+    receive(run, server, opposed, round=2)
+    assert server["cluster"].tolist() == [0, 1] * 4
+    run, server = clustered("method.eps_1=0", "method.eps_2=0")
+    exactly_zero = updates(*[(2.0,), (-2.0,)] * 4)
+    receive(run, server, exactly_zero, round=5)
+    assert torch.equal(server["theta"][0], run.method.context.initial_parameters())
+    assert server["cluster"].tolist() == [0] * 8
+
+
+def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:
+    run, server = clustered()
+    start = run.method.context.initial_parameters()
+    right, up, down = (2.0,), (-2.0, 1.5), (-2.0, -1.5)
+    receive(run, server, updates(right, right, right, right, up, up, down, down), round=2)
+    assert server["cluster"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert torch.equal(server["theta"], start.expand(2, -1))
+    # cluster 0 agrees, cluster 1 does not: positions 2 and 3 in it are clients 6 and 7
+    receive(run, server, updates(right, right, right, right, *[(0.0, 2.0)] * 2, *[(0.0, -2.0)] * 2), round=3)
+    assert server["cluster"].tolist() == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert torch.equal(server["theta"][1:], start.expand(2, -1))
+    moved = start.clone()
+    moved[0] += 2
+    assert torch.equal(server["theta"][0], moved)
+    sent = run.method.send(server, Cohort(4, (1, 4, 7), torch.ones(3)))["theta"]
+    assert torch.equal(sent, server["theta"][[0, 1, 2]])
+
+
+def test_parts_go_on_from_the_mean_of_both_with_its_statistics() -> None:
+    run, server = clustered("model.batchnorm=true", clients=4)
+    start = server["theta"][0].clone()
+    rows = {}
+    for client, value in enumerate((2.0, 3.0, -2.0, -2.5)):
+        theta = torch.zeros_like(start)
+        theta[7] = value
+        rows[client] = {"theta": theta, BUFFERS: torch.full((96,), value)}
+    receive(run, server, rows, round=2)
+    assert server["cluster"].tolist() == [0, 0, 1, 1]
+    moved = start.clone()
+    moved[7] += 0.125
+    torch.testing.assert_close(server["theta"], moved.expand(2, -1))
+    torch.testing.assert_close(server[BUFFERS], torch.full((2, 96), 0.125))
+    assert torch.equal(server["theta"][0], server["theta"][1])
+    assert torch.equal(server[BUFFERS][0], server[BUFFERS][1])
+    before = {name: tensor.clone() for name, tensor in server.items()}
+    receive(run, server, {client: rows[client] for client in (0, 1)}, round=3)
+    torch.testing.assert_close(server[BUFFERS][0], torch.full((96,), 2.5))
+    for name in ("theta", BUFFERS):
+        assert torch.equal(server[name][1], before[name][1])
+        assert not torch.equal(server[name][0], before[name][0])
+
+
+def test_a_cluster_waits_until_it_has_heard_of_all_its_clients_since_it_came_to_be() -> None:
+    run, server = clustered(clients=6)
+    receive(run, server, updates(RIGHT, LEFT, RIGHT, clients=[0, 1, 2]), round=2)
+    receive(run, server, updates(LEFT, RIGHT, clients=[1, 4]), round=3)
+    assert server["cluster"].tolist() == [0] * 6
+    receive(run, server, updates(LEFT, LEFT, clients=[3, 5]), round=4)
+    assert server["cluster"].tolist() == [0, 1, 0, 1, 0, 1]
+    # the odd ones disagree, also with what client 5 had last sent, but that was before the split
+    receive(run, server, updates((2.0, 0.5), (0.0, -0.5), clients=[1, 3]), round=5)
+    assert server["cluster"].tolist() == [0, 1, 0, 1, 0, 1]
+    receive(run, server, updates((-2.0, 0.0), clients=[5]), round=6)
+    assert server["cluster"].tolist() == [0, 1, 0, 2, 0, 2]
+
+
+def test_means_of_clustered_fl_are_uniform_over_the_sampled_members() -> None:
+    run, server = clustered(clients=4)
+    run.method.context.num_samples = torch.tensor([10, 1, 30, 1])
+    server["cluster"] = torch.tensor([0, 1, 0, 0])
+    server["theta"] = torch.zeros(2, 650)
+    receive(run, server, updates((1.0,), (8.0,), (3.0,), clients=[0, 1, 2]))
+    assert server["theta"][:, 0].tolist() == [2.0, 8.0]
+    assert server["theta"][:, 1:].count_nonzero() == 0
+
+
+def on_circle(*degrees: float) -> Tensor:
+    """Return vectors of various lengths at some angles."""
+    angles = torch.tensor(degrees).deg2rad()
+    lengths = torch.linspace(1, 5, len(degrees)).unsqueeze(1)
+    return lengths * torch.stack([angles.cos(), angles.sin()], dim=1)
+
+
+def test_bipartitions_worked_out() -> None:
+    # gaps of 9, 11, 10, 12 and 18 degrees
+    vectors = on_circle(0, 9, 20, 30, 42, 60)
+    assert bipartition(vectors, "single").tolist() == [False] * 5 + [True]
+    # 9 joins 0, 30 joins 20, 60 joins 42 at 18; then 30 degrees are less than 40
+    assert bipartition(vectors, "complete").tolist() == [False] * 4 + [True] * 2
+    order = [5, 0, 4, 1, 3, 2]
+    assert bipartition(vectors[order], "complete").tolist() == [False, True, False, True, True, True]
+    assert bipartition(torch.tensor([[1e-3, 0.0], [-5.0, 0.0], [9.0, 1.0]]), "complete").tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_single_linkage_has_the_least_largest_similarity_across_the_parts() -> None:
+    for seed in range(5):
+        vectors = random(6, 4, seed=seed)
+        similarity = cosine_similarity(vectors.unsqueeze(0), vectors.unsqueeze(1), dim=-1)
+
+        def largest(part: Tensor, similarity: Tensor = similarity) -> float:
+            return float(similarity[part][:, ~part].max())
+
+        others = [torch.tensor([False, *rest]) for rest in product([False, True], repeat=5) if any(rest)]
+        best = min(others, key=largest)
+        assert torch.equal(bipartition(vectors, "single"), best)
+
+
+def test_clustered_fl_finds_three_planted_groups_in_two_splits(tmp_path: Path) -> None:
+    keys = planted(tmp_path, [PLAIN, MIRRORED, MIRRORED_AND_SWAPPED] * 3)
+    splits = ("method.eps_1=0.27", "method.eps_2=0.45", "method.first_round=2")
+    once = Run(*keys, CLUSTERED, *splits, "train.rounds=3")
+    assert once.server["cluster"].tolist() == [0, 1, 1] * 3
+    assert torch.equal(once.server["theta"][0], once.server["theta"][1])
+    twice = Run(*keys, CLUSTERED, *splits, "train.rounds=9")
+    assert twice.server["cluster"].tolist() == [0, 1, 2] * 3
+    assert torch.equal(twice.evaluated()["theta"], twice.server["theta"][[0, 1, 2] * 3])
+    assert torch.pdist(twice.server["theta"]).min() > 0.1
+    assert twice.bytes_by_client.tolist() == [[9 * 4 * 650] * 2] * 9
+
+
+# FedEM
+
+
+class SlowTwin:
+    """FedEM with a plain torch network and torch's SGD."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.train = run, run.config.train
+        start = run.method.initial_server()
+        self.count = run.config.params.components
+        self.theta = start["theta"]
+        self.statistics = start.get(BUFFERS, torch.empty(self.count, 0))
+        self.weights = [torch.full((self.count,), 1 / self.count) for _ in range(run.num_clients)]
+
+    def shares(self, client: int) -> Tensor:
+        """Return q [n, M] for the models as received."""
+        models = zip(self.theta, self.statistics, strict=True)
+        likelihoods = [(-sample_losses(self.run, client, *model)).exp() for model in models]
+        joint = self.weights[client] * torch.stack(likelihoods, dim=1)
+        return joint / joint.sum(dim=1, keepdim=True)
+
+    def trained(self, client: int, round: int, number: int, share: Tensor) -> tuple[Tensor, Tensor]:
+        """Return one component and its statistics after local training, weighed by share [n]."""
+        x, y = self.run.place.shard.samples("train", client)
+        theta, statistics = self.theta[number].clone().requires_grad_(), self.statistics[number].clone()
+        lr = self.train.lr * self.train.lr_decay**round
+        optimiser = torch.optim.SGD(
+            [theta], lr, momentum=self.train.momentum, weight_decay=self.train.weight_decay
+        )
+        stream = torch_stream(self.run.config.run.seed, "batches", round, client)
+        for _ in range(self.train.local_epochs):
+            order = torch.randperm(len(y), generator=stream)
+            for start, stop in minibatches(len(y), self.train.batch_size):
+                chosen = order[start:stop]
+                optimiser.zero_grad()
+                outputs = logits(self.run, theta, statistics, x[chosen], training=True)
+                losses = cross_entropy(outputs, y[chosen], reduction="none")
+                ((share[chosen] * losses).sum() / len(chosen)).backward()
+                optimiser.step()
+        return theta.detach(), statistics
+
+    def round(self, number: int) -> None:
+        cohort = self.run.simulation.cohort(number)
+        theta, statistics = torch.zeros_like(self.theta), torch.zeros_like(self.statistics)
+        for client, size in zip(cohort.clients, cohort.num_samples, strict=True):
+            shares = self.shares(client).detach()
+            self.weights[client] = shares.mean(dim=0)
+            for m in range(self.count):
+                model, moved = self.trained(client, number, m, shares[:, m])
+                theta[m] += size / cohort.num_samples.sum() * model
+                statistics[m] += size / cohort.num_samples.sum() * moved
+        self.theta, self.statistics = theta, statistics
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (*UNEQUAL_FEW, "model.batchnorm=true", "train.local_epochs=2"),
+        ("train.participation=0.5", "train.momentum=0.9", "train.weight_decay=0.01", "train.lr_decay=0.5"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedem_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*keys, FEDEM, "train.rounds=2", "train.lr=0.1")
+    twin = SlowTwin(run)
+    for number in range(2):
+        twin.round(number)
+    torch.testing.assert_close(run.server["theta"], twin.theta, rtol=0, atol=1e-9)
+    if BUFFERS in run.server:
+        torch.testing.assert_close(run.server[BUFFERS], twin.statistics, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["weights"], torch.stack(twin.weights), rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["weights"].sum(dim=1), torch.ones(4), rtol=0, atol=1e-12)
+    sampled = {client for number in range(2) for client in run.simulation.cohort(number).clients}
+    for client, weights in enumerate(run.clients["weights"]):
+        assert ((weights - 1 / 3).abs().max() > 0.01) == (client in sampled)
+
+
+class ByNumbers(FedEM):
+    """Components whose every sample has losses as given, by way of the bias of a linear model."""
+
+    def server_state(self) -> State:
+        theta = torch.zeros(self.params.components, self.layout.size)
+        # class 0 has probability 1/2 or 9/10, the others share the rest
+        theta[0, -10], theta[1, -10] = torch.tensor(9.0).log(), torch.tensor(81.0).log()
+        return {"theta": theta}
+
+
+@pytest.mark.usefixtures("double")
+def test_weights_of_components_worked_out() -> None:
+    run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", kind=ByNumbers)
+    run.server = run.method.initial_server()
+    _, y = run.place.shard.samples("train", 1)
+    # 0.75 * 0.5 to 0.25 * 0.9 for class 0, 0.75 * 0.5 / 9 to 0.25 * 0.1 / 9 for the others
+    zero, other = torch.tensor([0.375, 0.225]) / 0.6, torch.tensor([0.375, 0.025]) / 0.4
+    expected = torch.where((y == 0).unsqueeze(1), zero, other)
+    run.clients["weights"][1] = torch.tensor([0.75, 0.25])
+    clients, down = sent_to(run, [1], 0)
+    run.method.work(clients, down)
+    torch.testing.assert_close(clients["weights"], expected.mean(dim=0, keepdim=True), rtol=0, atol=1e-12)
+    assert 0 < (y == 0).sum() < len(y)
+
+
+def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
+    run = Run(FEDEM, "model.batchnorm=true", "train.rounds=1")
+    # components that are sure of themselves
+    run.server["theta"].mul_(3)
+    weights = run.clients["weights"][3].copy_(torch.tensor([0.6, 0.3, 0.1]))
+    clients, down = sent_to(run, [3], 1)
+    model = run.method.evaluated(clients, down)
+    x, _ = run.place.shard.samples("test", 3)
+    outputs = torch.stack(
+        [logits(run, run.server["theta"][m], run.server[BUFFERS][m], x) for m in range(3)]
+    ).detach()
+    expected = torch.einsum("m,mnk->nk", weights, outputs.softmax(dim=-1))
+    found = run.method.predict(clients, model, 0, x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    of_logits = torch.einsum("m,mnk->nk", weights, outputs).softmax(dim=-1)
+    assert (found - of_logits).abs().max() > 1e-3
+
+
+def test_clients_keep_their_weights_until_they_are_sampled_again() -> None:
+    keys = (FEDEM, "train.participation=0.5", "train.finetune_epochs=1", *LINEAR)
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    sampled = list(three.simulation.cohort(2).clients)
+    kept = (three.clients["weights"] == two.clients["weights"]).all(dim=1)
+    assert kept.tolist() == [client not in sampled for client in range(4)]
+    weights, components = three.clients["weights"].clone(), three.server["theta"].clone()
+    tuned = three.evaluated()
+    assert torch.equal(tuned["weights"], weights)
+    assert torch.equal(three.clients["weights"], weights)
+    assert torch.equal(three.server["theta"], components)
+    assert (tuned["theta"] - components).abs().flatten(1).amax(dim=1).min() > 1e-3
+
+
+class EqualComponents(FedEM):
+    """All components start as the first."""
+
+    def server_state(self) -> State:
+        theta = super().server_state()["theta"]
+        return {"theta": theta[:1].expand_as(theta).clone()}
+
+
+def test_equal_components_would_never_part() -> None:
+    equal, ours = (Run(FEDEM, *LINEAR, kind=kind) for kind in (EqualComponents, FedEM))
+    assert torch.pdist(equal.server["theta"]).max() < 1e-5
+    assert (equal.clients["weights"] - 1 / 3).abs().max() < 1e-6
+    assert torch.pdist(ours.server["theta"]).min() > 0.1
