@@ -180,14 +180,15 @@ class Clients:
                     yield Batch(rows, x, shard.y[position], index.to(self.device))
 
     def divided(self, purpose: str, share: float, round: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-        """Divide each client's training samples at random: a `share` of them (at least one), and the rest.
+        """Divide each client's training samples at random: a `share` of them, and the rest.
 
-        Returns sample indices as `batches` takes them, the same for the same (seed, purpose, round, client).
+        Returns sample indices as `batches` takes them, the same for the same (seed, purpose, round, client);
+        the first part has one at least, and so has the other of two samples or more, if `share` is below 1.
         """
         first, rest = [], []
         for client, size in zip(self.ids, self.num_samples.tolist(), strict=True):
             order = torch.randperm(size, generator=torch_stream(self._place.seed, purpose, round, client))
-            cut = max(1, math.floor(share * size + 0.5))
+            cut = max(1, min(math.floor(share * size + 0.5), size if share == 1 else size - 1))
             first.append(order[:cut])
             rest.append(order[cut:])
         return first, rest

@@ -87,7 +87,7 @@ def test_weights_are_shares(keys: dict[str, Any], models: Tensor) -> None:
 
 
 def test_a_step_that_would_weigh_the_own_model_negatively_is_refused() -> None:
-    allowed = "among 4 clients; allowed: up to sigma / 3 = 0.25"
+    allowed = "among 4 clients; allowed: up to method.sigma / 3"
     with pytest.raises(UserError, match=re.escape(allowed)) as caught:
         method_of(FedAMP, sigma=0.75, alpha=0.26)
     assert "\n" not in str(caught.value)
@@ -230,8 +230,10 @@ def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> N
             # and no numbers in those that are not leave the training unharmed
             shard.x[held_out] = torch.nan
             up, clients = work(run, client, number)
-            assert up.rows["weights"].isnan().all()
+            assert (up.rows["weights"] == 0).all()
             assert clients["theta"].isfinite().all()
+            tuned = run.method.finetune(Clients(run.place, [client], number), Message(), 1)
+            assert tuned["theta"].isfinite().all()
             shard.x[held_out], shard.x[rest[:1]] = images[held_out], torch.nan
             assert work(run, client, number)[1]["theta"].isnan().any()
             shard.x[:] = images
@@ -273,6 +275,15 @@ def test_combining_worked_out() -> None:
     # the last two have no positive weight and go on from their own model
     expected = [[3.25, 3.0], [0.0, 8.0], [1.0, 0.0], [1.0, 0.0]]
     assert method.combined(candidates, weights).tolist() == expected
+    # a model without a weight may be no numbers
+    candidates = torch.tensor([[[1.0, 2.0], [torch.nan, 0.0]]])
+    assert method.combined(candidates, torch.tensor([[0.0, 0.0]])).tolist() == [[1.0, 2.0]]
+
+
+def test_however_much_is_held_out_a_sample_is_left_to_train_on() -> None:
+    run = Run(FEDFOMO, *MLP, "method.models=1", "method.held_out=0.99", "train.rounds=1")
+    held_out, rest = Clients(run.place, [0], 0).divided("held out", 0.99)
+    assert (len(held_out[0]), len(rest[0])) == (27, 1)
 
 
 def rest_of(run: Run, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:

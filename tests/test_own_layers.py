@@ -205,8 +205,11 @@ def test_engines_agree_in_float64(keys: tuple[str, ...]) -> None:
 
 @pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.needs_body])
-def test_a_model_that_is_nothing_but_a_head_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"method.name={name}", "model.name=mlp", "model.hidden=[]"]) == BAD_INPUT
+def test_a_model_that_is_nothing_but_a_head_is_refused(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [f"method.name={name}", "model.name=mlp", "model.hidden=[]", "train.rounds=1"]
+    assert main([*words, "--out", str(tmp_path)]) == BAD_INPUT
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(

@@ -10,8 +10,9 @@ is kept from round to round: the first time it is learnt until the losses of its
 any more, later by one pass a round.
 
 Choices: the top is counted in layers (the authors' code: in tensors); a client whose theta_i equals w learns
-nothing yet, since no W_i would change anything; W_i is learnt on batch statistics without moving the
-running ones; evaluated is hat_i from the newest w, after a pass that is forgotten, also of unsampled clients.
+nothing yet, since no W_i would change anything; W_i is learnt on batch statistics without moving the running
+ones; evaluated is hat_i from the newest w, after passes that are forgotten, also of clients that are not
+sampled (one that never was learns from its start each time).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class FedAMP(OwnModel):
         if params.weights == "distance" and self._alpha * others > params.sigma:
             raise UserError(
                 f"method.alpha={params.alpha} weighs a client's own model negatively among "
-                f"{context.num_clients} clients; allowed: up to sigma / {others} = {params.sigma / others:g}"
+                f"{context.num_clients} clients; allowed: up to method.sigma / {others}"
             )
 
     def server_state(self) -> State:
@@ -86,12 +86,10 @@ class FedAMP(OwnModel):
         rows = torch.arange(len(clients))
         if self.params.weights == "cosine":
             similarity = torch.stack([cosine_similarity(models, models[i : i + 1]) for i in clients])
-            near = (self.params.sigma * (similarity - 1)).exp()
-            near[rows, list(clients)] = 0
+            similarity[rows, list(clients)] = -torch.inf
             share = 1 / len(models) if self.params.self_weight is None else self.params.self_weight
-            weights = (
-                (1 - share) * near / near.sum(dim=1, keepdim=True).clamp(min=torch.finfo(near.dtype).tiny)
-            )
+            # a client alone has nobody to share with
+            weights = (1 - share) * (self.params.sigma * similarity).softmax(dim=1).nan_to_num(0.0)
         else:
             squared = torch.stack([(models - models[i]).square().sum(dim=1) for i in clients])
             if self.params.scale == "mean":

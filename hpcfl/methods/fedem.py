@@ -75,6 +75,9 @@ class FedEM(FedAvg):
         clients.buffers = statistics_of_models(clients, self.params.components)
         return {"theta": down["theta"], "weights": clients["weights"]}
 
+    def client_history(self, clients: Clients) -> State:
+        return {"weights": clients["weights"]}
+
     def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
         clients.buffers = statistics_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])

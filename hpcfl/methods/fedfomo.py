@@ -98,6 +98,11 @@ class FedFomo(OwnModel):
             for client, chosen, weights in zip(members, ids[positions], block.rows["weights"], strict=True):
                 server["affinity"][client, chosen] += weights
 
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        _, trained_on = clients.divided("held out", self.params.held_out)
+        theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
+        return {"theta": theta}
+
     def history(self, server: State) -> State:
         return {"affinity": server["affinity"]}
 
@@ -125,7 +130,8 @@ class FedFomo(OwnModel):
         after = [self._losses(clients, candidates[:, n], held_out) for n in range(candidates.shape[1])]
         distance = (candidates - previous.unsqueeze(1)).norm(dim=2)
         gain = before.unsqueeze(1) - torch.stack(after, dim=1)
-        return torch.where(distance > 0, gain / distance, 0.0)
+        # a diverged model has no weight
+        return torch.where(distance > 0, gain / distance, 0.0).nan_to_num(0.0, 0.0, 0.0)
 
     @staticmethod
     def combined(candidates: Tensor, weights: Tensor) -> Tensor:
@@ -133,7 +139,8 @@ class FedFomo(OwnModel):
         positive = weights.clamp(min=0)
         total = positive.sum(dim=1, keepdim=True)
         shares = torch.where(total > 0, positive / total, torch.eye(1, weights.shape[1]).to(weights))
-        return torch.einsum("cn,cnp->cp", shares, candidates)
+        chosen = torch.where(shares.unsqueeze(2) > 0, candidates, 0.0)
+        return torch.einsum("cn,cnp->cp", shares, chosen)
 
     @staticmethod
     def _losses(clients: Clients, theta: Tensor, held_out: list[Tensor]) -> Tensor:

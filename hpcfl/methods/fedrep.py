@@ -4,10 +4,10 @@
     phi_i <- epochs of SGD on L_i(phi_i, h_i) from phi, h_i frozen              (Algorithm 1)
     phi   <- weighted mean of phi_i
 
-Choices: frozen numbers take no part in momentum or weight decay; a client's own head and its running
-statistics as in FedPer; weights of the mean are training-set sizes (the paper's are uniform); no last round
-of heads alone and no augmentation, which the authors' script adds; evaluated is the newest phi with the
-client's own head, as it was after its last training.
+Choices: frozen numbers take no part in momentum or weight decay; running statistics move in both phases, and
+go where FedPer's do; weights of the mean are training-set sizes (the paper's are uniform); no last round of
+heads alone and no augmentation, which the authors' script adds; evaluated is the newest phi with the client's
+own head, as it was after its last training.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class IFCA(Method):
         for number in range(self.params.clusters):
             model = {"theta": models[:, number], BUFFERS: statistics[:, number]}
             losses.append(clients.over_training_set(model, sample_losses).sum(dim=1))
-        chosen = torch.stack(losses, dim=1).argmin(dim=1)
+        # a diverged model has no loss, and argmin would take it
+        chosen = torch.stack(losses, dim=1).nan_to_num(nan=torch.inf).argmin(dim=1)
         everyone = torch.arange(len(clients), device=chosen.device)
         clients.buffers = statistics[everyone, chosen]
         return chosen, models[everyone, chosen]

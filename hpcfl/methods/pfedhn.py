@@ -9,9 +9,10 @@ the variant pFedHN-PC (`method.private_head`) H generates the body, and each cli
 
 Choices: the paper's server does one step a client; a cohort's steps are done one after the other in the order
 of clients, all Delta_i being those of the models sent (`method.server_step=mean`: one step with the mean);
-momentum and weight decay of an embedding act when its client is sampled; running statistics cannot be
-generated and stay with the client; unlike the authors', the generator begins with everybody's common weights
-(`method.start=drawn` draws its head), since drawn scales of BatchNorm would be near zero.
+gradients are clipped on the server only (the authors' also in clients); momentum and weight decay of an
+embedding act when its client is sampled; running statistics cannot be generated and stay with the client;
+unlike the authors', the generator begins with everybody's common weights (`method.start=drawn` draws its
+head), since drawn scales of BatchNorm would be near zero.
 """
 
 from __future__ import annotations
