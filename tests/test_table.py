@@ -303,7 +303,7 @@ def test_two_parts_make_the_whole(
 def test_parts_run_at_the_same_time(words: list[str], whole: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hpcfl.main", "table", *words, "--quiet", "--out", str(tmp_path / "out")]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda part: run_tree([*command, "--part", part]), ("1/2", "2/2")))
+        list(pool.map(lambda part: run_tree([*command, "--part", part], timeout=400), ("1/2", "2/2")))
     before = files(tmp_path / "out")
     assert table(tmp_path / "out", *words) == FINISHED
     assert files(tmp_path / "out") == before
