@@ -69,7 +69,7 @@ def variant_cases() -> dict[str, list[str]]:
         "fedrod-hyper": ["method.hyper_head=true"],
         "heurpfedla-k2": ["method.k=2"],
         "per_fedavg-hessian": ["method.variant=hessian_free"],
-        "pfedhn-private": ["method.private_head=true", "method.server_step=mean"],
+        "pfedhn-private": ["method.private_head=true", "method.server_step=sequential"],
         "pfedmb-simplex": ["method.constraint=simplex", "method.shared_alpha=true"],
     }
     cases |= {name: [*method_settings(name.partition("-")[0]), *keys] for name, keys in special.items()}

@@ -232,6 +232,7 @@ def test_one_mean_step_is_torchs_sgd_on_the_mean_product() -> None:
 @pytest.mark.usefixtures("double")
 def test_sequential_steps_are_torchs_sgd_one_client_after_the_other() -> None:
     run, server = method_of(
+        "method.server_step=sequential",
         "method.hypernetwork_momentum=0.9",
         "method.hypernetwork_weight_decay=0.01",
         "method.hypernetwork_lr=0.1",

@@ -7,12 +7,13 @@
 H and the embeddings v_i stay on the server. Evaluated is theta_i as generated, before any local training. In
 the variant pFedHN-PC (`method.private_head`) H generates the body, and each client keeps a head of its own.
 
-Choices: the paper's server does one step a client; a cohort's steps are done one after the other in the order
-of clients, all Delta_i being those of the models sent (`method.server_step=mean`: one step with the mean);
-gradients are clipped on the server only (the authors' also in clients); momentum and weight decay of an
-embedding act when its client is sampled; running statistics cannot be generated and stay with the client;
-unlike the authors', the generator begins with everybody's common weights (`method.start=drawn` draws its
-head), since drawn scales of BatchNorm would be near zero.
+Choices: the paper's server does one step for one client a round; ours does one with the mean over a cohort
+(`method.server_step=sequential`: one a client, in the order of clients, all Delta_i being those of the models
+sent, which with ten clients and momentum diverges at the same lr_h); gradients are clipped on the server only
+(the authors' also in clients); momentum and weight decay of an embedding act when its client is sampled;
+running statistics cannot be generated and stay with the client; unlike the authors', the generator begins
+with everybody's common weights (`method.start=drawn` draws its head), since drawn scales of BatchNorm would
+be near zero.
 """
 
 from __future__ import annotations
@@ -44,16 +45,16 @@ class PFedHNParams(Params):
     """Width of the hypernetwork (authors: 100)."""
     hidden_layers: int = Field(3, ge=0)
     """Hidden layers after the first (authors: 3)."""
-    hypernetwork_lr: float = Field(0.01, ge=0)
-    """Step size lr_h (authors: 0.01); 0 leaves all models as they began."""
+    hypernetwork_lr: float = Field(0.1, ge=0)
+    """Step size lr_h (authors: 0.01, one client a step); 0 leaves all models as they began."""
     hypernetwork_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of the server's SGD (authors: 0.9)."""
     hypernetwork_weight_decay: float = Field(0.001, ge=0)
     """Weight decay of the server's SGD (authors: 0.001)."""
     clip: float = Field(50.0, gt=0)
     """Longest gradient of the hypernetwork (authors: 50)."""
-    server_step: Literal["sequential", "mean"] = "sequential"
-    """One step a client of the cohort, or one with the mean of their gradients."""
+    server_step: Literal["mean", "sequential"] = "mean"
+    """One step with the mean of the cohort's gradients, or one a client, which needs a smaller lr_h."""
     start: Literal["common", "drawn"] = "common"
     """Whether all models begin with the common initial weights, or as a drawn generator makes them."""
 
