@@ -193,7 +193,13 @@ def test_training_on_given_samples_sees_no_others() -> None:
 
 @pytest.mark.parametrize(
     ("share", "sizes"),
-    [(0.5, [7, 6, 4, 2, 1]), (0.8, [10, 9, 6, 2, 2]), (0.01, [1] * 5), (1.0, list(SIZES))],
+    [
+        (0.5, [7, 6, 4, 2, 1]),
+        (0.8, [10, 9, 6, 2, 1]),
+        (0.99, [12, 10, 7, 2, 1]),
+        (0.01, [1] * 5),
+        (1.0, list(SIZES)),
+    ],
 )
 def test_clients_divide_their_samples_by_a_stream_of_their_own(share: float, sizes: list[int]) -> None:
     place = make_place(make_network(), SIZES, settings())
