@@ -32,7 +32,8 @@ class APFLParams(Params):
     """Hyper-parameters of APFL."""
 
     alpha: float = Field(0.5, ge=0, le=1)
-    """First a_i, the share of the client's own model: 1 is local training, 0 the global model."""
+    """First a_i, the share of the client's own model; with `alpha_lr=0`, 1 is local training, 0 the client's
+    copy of the global model."""
     alpha_lr: float | None = Field(None, ge=0)
     """Step size of a_i; 0 keeps it as it is, default: `train.lr`, as in the paper."""
 

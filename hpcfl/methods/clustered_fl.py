@@ -1,5 +1,5 @@
 """Clustered FL. Sattler et al., Clustered federated learning: model-agnostic distributed multitask
-optimization under privacy constraints, IEEE TNNLS 2020.
+optimization under privacy constraints, IEEE TNNLS 2021.
 
     d_i     = E epochs of SGD on L_i from its cluster's model, minus that model
     theta_c <- theta_c + mean of d_i over the sampled clients of cluster c      (Algorithm 3)

@@ -25,7 +25,8 @@ class DittoParams(Params):
     """Hyper-parameters of Ditto."""
 
     pull: float = Field(1.0, ge=0)
-    """Strength lambda of the pull towards w (authors' choice among 0.05, 0.1, 1, 2); 0 is local training."""
+    """Strength lambda of the pull towards w (authors' choice among 0.05, 0.1, 1, 2); 0 is local training,
+    lr lambda above 2 diverges."""
     personal_epochs: int | None = Field(None, ge=0)
     """Epochs of v_i in a round; default: as many as `train.local_epochs`."""
 

@@ -92,6 +92,9 @@ class FedEM(FedAvg):
         ]
         return torch.einsum("m,mnk->nk", model["weights"][position], torch.stack(scores))
 
+    def memory(self) -> dict[str, int]:
+        return {"components": 4 * self.row_size}
+
     @property
     def row_size(self) -> int:
         return self.params.components * self.layout.size

@@ -40,7 +40,7 @@ class FedFomoParams(Params):
     held_out: float = Field(0.2, gt=0, lt=1)
     """Share of the training samples that models are judged on (authors: 0.2)."""
     epsilon: float = Field(0.3, ge=0, le=1)
-    """Probability of random models in the first round (authors: 0.3); 1 explores for ever."""
+    """Probability of random models in the first round (authors: 0.3); 0 sends the best alone."""
     epsilon_decay: float = Field(0.05, ge=0)
     """What that probability loses each round (authors: 0.05)."""
 

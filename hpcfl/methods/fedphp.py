@@ -8,8 +8,9 @@ c_i is how often client i was sampled before, p T how often it will be in expect
 discrepancy between the features of theta and of p_i (Gaussian kernels), or the distillation of p_i's logits.
 
 Choices: p_i gives no gradient and is in evaluation mode, with running statistics of its own; these are
-inherited as its weights are, and theta_i's start from them; a client's first round has no p_i, so lambda is 0
-there and p_i becomes theta_i; features are not normalised; evaluated is p_i.
+inherited as its weights are, and theta_i's start from them; kernels have fixed bandwidths (PFLlib's) and
+distillation is at one temperature on both sides, times its square; a client's first round has no p_i, so
+lambda is 0 there and p_i becomes theta_i; features are not normalised; evaluated is p_i.
 """
 
 from __future__ import annotations
