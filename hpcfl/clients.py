@@ -263,6 +263,15 @@ class Clients:
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
         return gradients["theta"], losses
 
+    def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
+        """Return for `sgd` the gradient of `theta` of a loss that also reads constants `known` of a batch."""
+
+        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            gradients, losses = self.gradient(loss, {"theta": theta} | known(batch), batch)
+            return gradients["theta"], losses
+
+        return gradient
+
     @contextmanager
     def statistics_aside(self) -> Iterator[None]:
         """Forget what passes inside do to the running statistics: those of a model that is not evaluated."""

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, kl_div
 
 from hpcfl.parameters import ParameterLayout, Tensors
 
@@ -122,6 +122,15 @@ Loss = Callable[[Forward, Tensors, Batch], Tensor]
 def cross_entropy_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of `theta`: the loss of plain local training."""
     return cross_entropy(forward.logits(tensors["theta"], batch.x), batch.y)
+
+
+def distillation_loss(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Return the mean over a batch of KL(softmax teacher || softmax student), both [B, K].
+
+    Both are divided by the temperature before softmax, and the loss is multiplied by its square.
+    """
+    known = (teacher / temperature).softmax(dim=1)
+    return temperature**2 * kl_div((student / temperature).log_softmax(dim=1), known, reduction="batchmean")
 
 
 class Engine(Protocol):

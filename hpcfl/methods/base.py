@@ -301,11 +301,18 @@ class Method:
 
 def weighted_mean(up: Upload, name: str, weights: Tensor) -> Tensor:
     """Return the mean over a cohort's rows `name` [S, ...] with weights [S], normalised over the cohort."""
-    mean = WeightedMean(weights)
+    return weighted_means(up, {name: weights})[name]
+
+
+def weighted_means(up: Upload, weights: State) -> State:
+    """Return `weighted_mean` of several names, with weights [S] of their own, in one reading."""
+    means = {name: WeightedMean(of_clients) for name, of_clients in weights.items()}
     for positions, block in up:
-        mean.add(positions, block.rows[name])
-    assert mean.value is not None
-    return mean.value
+        for name, mean in means.items():
+            mean.add(positions, block.rows[name])
+    values = {name: mean.value for name, mean in means.items() if mean.value is not None}
+    assert len(values) == len(weights)
+    return values
 
 
 def mean_of_clusters(rows: Tensor, weights: Tensor, cluster: Tensor, old: Tensor) -> Tensor:

@@ -29,13 +29,13 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State, weighted_mean
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward, cross_entropy_loss
+from hpcfl.training import Batch, Forward, cross_entropy_loss, distillation_loss
 
 FIXED_HEAD = -2
 """The draw of initial weights that h_0 is taken from; clients are 0 and up, the common start is -1."""
@@ -159,9 +159,7 @@ class FedAFK(Method):
 
     def transfer_loss(self, teacher: Tensor, features: Tensor) -> Tensor:
         """Return the mean over a batch of KL(softmax teacher || softmax features), both [B, F] (eq. 8)."""
-        heat = self.params.temperature
-        known = (teacher / heat).softmax(dim=1)
-        return heat**2 * kl_div((features / heat).log_softmax(dim=1), known, reduction="batchmean")
+        return distillation_loss(teacher, features, self.params.temperature)
 
     def _local_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         features = forward.features(tensors["theta"], batch.x)

@@ -125,13 +125,10 @@ class FedEM(FedAvg):
         statistics, trained, ended = clients.buffers, [], []
         for m in range(self.params.components):
 
-            def gradient(
-                weights: Tensor, batch: Batch, share: Tensor = shares[..., m]
-            ) -> tuple[Tensor, Tensor]:
-                tensors = {"theta": weights, "share": batch.pick(share)}
-                gradients, losses = clients.gradient(_weighted_loss, tensors, batch)
-                return gradients["theta"], losses
+            def known(batch: Batch, share: Tensor = shares[..., m]) -> Tensors:
+                return {"share": batch.pick(share)}
 
+            gradient = clients.gradient_beside(_weighted_loss, known)
             clients.buffers = statistics[:, m].clone()
             component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
             trained.append(component.theta)

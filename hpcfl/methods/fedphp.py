@@ -21,7 +21,7 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, kl_div
+from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
 from hpcfl.messages import BUFFERS, Message
@@ -29,7 +29,7 @@ from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward
+from hpcfl.training import Batch, Forward, distillation_loss
 
 MOST = 0.9
 """Largest share that a private model keeps of itself in a round."""
@@ -65,12 +65,10 @@ class FedPHP(OwnModel, FedAvg):
         taught = clients.over_training_set({"theta": private, BUFFERS: statistics}, self._teach)
         share = self.params.transfer * (count > 0)
 
-        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            tensors = {"theta": theta, "taught": batch.pick(taught), "share": share[batch.rows]}
-            gradients, losses = clients.gradient(self._loss, tensors, batch)
-            return gradients["theta"], losses
+        def known(batch: Batch) -> Tensors:
+            return {"taught": batch.pick(taught), "share": share[batch.rows]}
 
-        theta = clients.sgd(down["theta"], gradient=gradient).theta
+        theta = clients.sgd(down["theta"], gradient=clients.gradient_beside(self._loss, known)).theta
         train = self.context.train
         kept = (MOST * count / (train.participation * train.rounds)).clamp(max=MOST).unsqueeze(1).to(theta)
         clients["theta"] = torch.lerp(theta, private, kept)
@@ -90,9 +88,7 @@ class FedPHP(OwnModel, FedAvg):
         if self.params.regulariser == "mmd":
             away = discrepancy(features, taught, self.params.bandwidths)
         else:
-            heat = self.params.temperature
-            taught = (taught / heat).softmax(dim=1)
-            away = heat**2 * kl_div((logits / heat).log_softmax(dim=1), taught, reduction="batchmean")
+            away = distillation_loss(taught, logits, self.params.temperature)
         return (1 - share) * cross_entropy(logits, batch.y) + share * away
 
 

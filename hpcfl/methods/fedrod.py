@@ -26,8 +26,8 @@ from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload, WeightedMean
-from hpcfl.methods.base import Context, Params, State
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.base import Context, Params, State, weighted_means
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
@@ -88,11 +88,7 @@ class FedRoD(FedAvg):
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         names = [name for name in ("theta", "hypernetwork") if name in server]
-        means = {name: WeightedMean(cohort.num_samples) for name in names}
-        for positions, block in up:
-            for name, mean in means.items():
-                mean.add(positions, block.rows[name])
-        server.update({name: mean.value for name, mean in means.items() if mean.value is not None})
+        server.update(weighted_means(up, dict.fromkeys(names, cohort.num_samples)))
 
     def personalised(self, clients: Clients, down: Message) -> State:
         theta = down["theta"].clone(memory_format=torch.contiguous_format)

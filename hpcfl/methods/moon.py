@@ -63,12 +63,10 @@ class Moon(FedAvg):
             "z_p": clients.over_training_set(previous, _features),
         }
 
-        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            known = {name: batch.pick(table) for name, table in tables.items()}
-            gradients, losses = clients.gradient(self._loss, {"theta": theta} | known, batch)
-            return gradients["theta"], losses
+        def known(batch: Batch) -> Tensors:
+            return {name: batch.pick(table) for name, table in tables.items()}
 
-        theta = clients.sgd(down["theta"], gradient=gradient).theta
+        theta = clients.sgd(down["theta"], gradient=clients.gradient_beside(self._loss, known)).theta
         clients["previous"], clients["count"] = theta, clients["count"] + 1
         if self.layout.buffer_size:
             clients["previous_buffers"] = clients.buffers.clone()

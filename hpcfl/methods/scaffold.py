@@ -24,8 +24,8 @@ from torch import Tensor
 
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload, WeightedMean
-from hpcfl.methods.base import Context, Params, State
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.base import Context, Params, State, weighted_means
 from hpcfl.methods.fedavg import FedAvg
 
 
@@ -75,11 +75,6 @@ class Scaffold(FedAvg):
         return Message(rows={"theta": theta, "variate": change})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        models, changes = WeightedMean(cohort.num_samples), WeightedMean(torch.ones(len(cohort)))
-        for positions, block in up:
-            models.add(positions, block.rows["theta"])
-            changes.add(positions, block.rows["variate"])
-        assert models.value is not None
-        assert changes.value is not None
-        server["theta"] = torch.lerp(server["theta"], models.value, self.params.global_lr)
-        server["variate"] = server["variate"] + len(cohort) / self.context.num_clients * changes.value
+        means = weighted_means(up, {"theta": cohort.num_samples, "variate": torch.ones(len(cohort))})
+        server["theta"] = torch.lerp(server["theta"], means["theta"], self.params.global_lr)
+        server["variate"] = server["variate"] + len(cohort) / self.context.num_clients * means["variate"]
