@@ -179,16 +179,18 @@ class Clients:
                     x = shard.x[position[0]].unsqueeze(0) if len(members) == 1 else shard.x[position]
                     yield Batch(rows, x, shard.y[position], index.to(self.device))
 
-    def divided(self, purpose: str, share: float, round: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+    def divided(
+        self, purpose: str, share: float, *, fewest: tuple[int, int], round: int = 0
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Divide each client's training samples at random: a `share` of them, and the rest.
 
-        Returns sample indices as `batches` takes them, the same for the same (seed, purpose, round, client);
-        the first part has one at least, and so has the other of two samples or more, if `share` is below 1.
+        Returns sample indices as `batches` takes them, the same for the same (seed, purpose, round, client).
+        The parts have the `fewest` samples at least, of clients that have as many as both together.
         """
         first, rest = [], []
         for client, size in zip(self.ids, self.num_samples.tolist(), strict=True):
             order = torch.randperm(size, generator=torch_stream(self._place.seed, purpose, round, client))
-            cut = max(1, min(math.floor(share * size + 0.5), size if share == 1 else size - 1))
+            cut = max(fewest[0], min(math.floor(share * size + 0.5), size - fewest[1]))
             first.append(order[:cut])
             rest.append(order[cut:])
         return first, rest

@@ -86,13 +86,13 @@ def _describe(config: Config, method: Method, num_train: np.ndarray) -> list[str
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
     train = config.train
     cohort = train.cohort_size(len(num_train))
-    steps = [
+    gradients = [
         len(minibatches(count, train.batch_size)) * method.epochs_a_round for count in num_train.tolist()
     ]
-    work = np.mean(steps) * cohort * train.rounds
+    work = np.mean(gradients) * cohort * train.rounds
     lines = [
         f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})",
         f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, {train.local_epochs} local epochs: "
-        f"about {work:,.0f} client steps",
+        f"about {work:,.0f} gradients of mini-batches",
     ]
     return lines + [f"server memory, {part}: {count:,} bytes" for part, count in method.memory().items()]

@@ -239,7 +239,7 @@ class SlowTwin:
         self.statistics = method.initial_buffers()
         self.own = method.context.initial_parameters(range(4))
         self.weights = torch.ones_like(self.own[:, self.top :])
-        self.learnt = [False] * 4
+        self.stage = [0] * 4
         self.passes: list[list[int]] = [[] for _ in range(4)]
 
     def combined(self, client: int, weights: Tensor) -> Tensor:
@@ -266,14 +266,14 @@ class SlowTwin:
     def learn(self, client: int, round: int) -> tuple[Tensor, int]:
         """Return a client's weights after the passes of a round, and how many these are."""
         weights, losses = self.weights[client], []
-        if torch.equal(self.own[client, self.top :], self.shared[self.top :]):
+        if self.stage[client] == 0 or torch.equal(self.own[client, self.top :], self.shared[self.top :]):
             return weights, 0
         while len(losses) < self.params.most_passes:
             weights, mean = self.one_pass(client, round, len(losses) + 1, weights)
             losses.append(mean)
             last = losses[-self.params.last_passes :]
             is_settled = len(last) == self.params.last_passes and np.std(last) < self.params.threshold
-            if self.learnt[client] or is_settled:
+            if self.stage[client] == 2 or is_settled:
                 break
         return weights, len(losses)
 
@@ -282,7 +282,7 @@ class SlowTwin:
         for client in clients:
             self.weights[client], passes = self.learn(client, number)
             self.passes[client].append(passes)
-            self.learnt[client] |= passes > 0
+            self.stage[client] = 2 if passes else max(1, self.stage[client])
             alone = Clients(self.run.place, [client], number)
             alone.buffers = self.statistics.unsqueeze(0).clone()
             ends.append(alone.sgd(self.combined(client, self.weights[client]).unsqueeze(0)).theta[0])
@@ -300,7 +300,7 @@ ENDLESS = ("method.threshold=0", "method.most_passes=3", "method.weights_lr=20",
     ("keys", "fewest", "most"),
     [
         ((*UNEQUAL_FEW, "model.batchnorm=true", *BRIEF), 2, 49),
-        ((*LINEAR, "train.participation=0.5", "method.last_passes=4", "method.threshold=0.01"), 4, 49),
+        ((*LINEAR, "train.participation=0.75", "method.last_passes=4", "method.threshold=0.01"), 4, 49),
         (ENDLESS, 3, 3),
     ],
 )
@@ -318,7 +318,7 @@ def test_rounds_of_fedala_equal_a_slow_twin(keys: tuple[str, ...], fewest: int, 
     torch.testing.assert_close(run.clients["weights"], twin.weights, rtol=0, atol=1e-9)
     torch.testing.assert_close(run.clients["theta"], twin.own, rtol=0, atol=1e-9)
     torch.testing.assert_close(run.server["theta"], twin.shared, rtol=0, atol=1e-9)
-    assert run.clients["learnt"].tolist() == [int(learnt) for learnt in twin.learnt]
+    assert run.clients["stage"].tolist() == twin.stage
     if BUFFERS in run.server:
         torch.testing.assert_close(run.server[BUFFERS], twin.statistics, rtol=0, atol=1e-9)
     hats = torch.stack([twin.combined(client, twin.learn(client, 4)[0]) for client in range(4)])
@@ -372,15 +372,26 @@ def test_weights_stay_between_zero_and_one_and_lower_layers_are_the_global_ones(
 def test_a_client_whose_model_is_the_global_one_learns_nothing_yet() -> None:
     run = Run(FEDALA, "train.rounds=1", "train.participation=0.5", "method.weights_lr=1e3")
     sampled = run.simulation.cohort(0).clients
-    assert run.clients["learnt"].tolist() == [0] * 4
+    assert run.clients["stage"].tolist() == [int(client in sampled) for client in range(4)]
     assert torch.equal(run.clients["weights"], torch.ones(4, HEAD))
     moved = (run.clients["theta"] != run.method.context.initial_parameters()).any(dim=1)
     assert moved.tolist() == [client in sampled for client in range(4)]
     run.place.state["theta"][sampled[0]] = run.server["theta"]
     hats = run.evaluated()["theta"]
     equal = (hats == run.server["theta"]).all(dim=1)
-    # clients that were never sampled combine what they began with
-    assert equal.tolist() == [client == sampled[0] for client in range(4)]
+    assert equal.tolist() == [client != sampled[1] for client in range(4)]
+
+
+def test_a_client_that_has_not_trained_yet_takes_the_global_model_over_when_it_does() -> None:
+    keys = ("train.participation=0.25", "method.weights_lr=1e3", "method.most_passes=3")
+    before, run = (Run(FEDALA, f"train.rounds={rounds}", *keys) for rounds in (1, 2))
+    (newcomer,) = run.simulation.cohort(1).clients
+    assert newcomer not in run.simulation.cohort(0).clients
+    assert (before.server["theta"] != before.clients["theta"][newcomer]).any()
+    assert run.clients["stage"][newcomer] == 1
+    assert torch.equal(run.clients["weights"][newcomer], torch.ones(HEAD))
+    clients, down = sent_to(before, newcomer, 1)
+    assert torch.equal(run.clients["theta"][newcomer], clients.sgd(down["theta"]).theta[0])
 
 
 def test_an_evaluation_is_repeatable_on_training_data_and_changes_no_state() -> None:
@@ -394,6 +405,13 @@ def test_an_evaluation_is_repeatable_on_training_data_and_changes_no_state() -> 
     assert all(torch.equal(tensor, kept[name]) for name, tensor in (run.clients | run.server).items())
     spoil(run, "train")
     assert not torch.equal(run.evaluated()["theta"], first["theta"])
+
+
+def test_batchnorm_gets_two_samples_however_small_the_share() -> None:
+    # the last BatchNorm sees one number a channel and sample of images as small as these
+    keys = ("model.name=resnet18", "train.rounds=2", "method.most_passes=2", "method.weights_lr=100")
+    weights = Run(FEDALA, *keys, "method.share=0.001").clients["weights"]
+    assert (weights < 1).any(dim=1).all()
 
 
 def test_more_adaptive_layers_than_there_are_are_refused() -> None:

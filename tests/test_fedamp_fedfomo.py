@@ -19,11 +19,13 @@ from torch_twins import batches_of, network_with
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
 from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods import Context
 from hpcfl.methods.fedamp import FedAMP
-from hpcfl.methods.fedfomo import FedFomo
+from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
+from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
-from hpcfl.training import minibatches
+from hpcfl.training import TrainConfig, minibatches
 
 FEDAMP, FEDFOMO = "method.name=fedamp", "method.name=fedfomo"
 MLP = ("model.name=mlp", "model.hidden=[16]")
@@ -102,7 +104,7 @@ def test_a_step_that_would_weigh_the_own_model_negatively_is_refused() -> None:
 def weights_by_hand(run: Run, models: Tensor, client: int) -> Tensor:
     """Return the weights [N] of all models in u of one client."""
     params, others = run.method.params, [j for j in range(4) if j != client]
-    sigma = params.sigma
+    sigma = params.sigma or 1.0
     if params.weights == "cosine":
         near = {
             j: math.exp(sigma * float(torch.cosine_similarity(models[client], models[j], 0))) for j in others
@@ -165,6 +167,26 @@ def test_what_weights_and_pull_are_changes_what_is_trained() -> None:
             assert (one - other).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("weights", ["distance", "cosine"])
+def test_a_diverged_client_stays_alone(weights: str) -> None:
+    method = method_of(FedAMP, weights=weights)
+    models, cohort = random(4, method.layout.size), Cohort(1, (0, 2, 3), torch.ones(3))
+    models[2, 5] = torch.nan
+    sent = method.send({"models": models}, cohort)["theta"]
+    others = models[[0, 1, 3]]
+    assert_close(sent[[0, 2]], method.attention(others, (0, 2)) @ others)
+    torch.testing.assert_close(sent[1], models[2], rtol=0, atol=0, equal_nan=True)
+    models.fill_(torch.inf)
+    assert torch.equal(method.send({"models": models}, cohort)["theta"], models[:3])
+
+
+def test_sigma_suits_the_weights_by_default() -> None:
+    models = random(4, 50)
+    for weights, sigma in (("distance", 1.0), ("cosine", 25.0)):
+        default, chosen = method_of(FedAMP, weights=weights), method_of(FedAMP, weights=weights, sigma=sigma)
+        assert torch.equal(default.attention(models, range(4)), chosen.attention(models, range(4)))
+
+
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_far_apart_models_train_alone_without_a_scale(participation: float) -> None:
     common = (*MLP, *UNEQUAL_FEW, f"train.participation={participation}")
@@ -195,7 +217,7 @@ class LocalOnTheRest(Local):
     """Local training that leaves the held-out samples alone."""
 
     def train(self, clients: Clients, down: Message) -> Message:
-        _, rest = clients.divided("held out", 0.2)
+        _, rest = clients.divided("held out", 0.2, fewest=(1, 1))
         clients["theta"] = clients.sgd(clients["theta"], samples=rest).theta
         return Message()
 
@@ -282,8 +304,21 @@ def test_combining_worked_out() -> None:
 
 def test_however_much_is_held_out_a_sample_is_left_to_train_on() -> None:
     run = Run(FEDFOMO, *MLP, "method.models=1", "method.held_out=0.99", "train.rounds=1")
-    held_out, rest = Clients(run.place, [0], 0).divided("held out", 0.99)
+    held_out, rest = Clients(run.place, [0], 0).divided("held out", 0.99, fewest=(1, 1))
     assert (len(held_out[0]), len(rest[0])) == (27, 1)
+
+
+@pytest.mark.parametrize(("model", "fewest"), [("digits_cnn", 2), ("resnet18", 3)])
+def test_a_client_needs_samples_to_judge_on_and_to_train_on(model: str, fewest: int) -> None:
+    """The last BatchNorm of a ResNet18 sees one number a channel and sample, on images as small as these."""
+
+    def fedfomo(count: int) -> FedFomo:
+        options, sizes = MODELS[model].options(), torch.tensor([9, count, 9, 9])
+        return FedFomo(Context(model, options, (1, 8, 8), 10, sizes, TrainConfig(), 0), FedFomoParams())
+
+    with pytest.raises(UserError, match=f"a client has only {fewest - 1}; give each {fewest} or more$"):
+        fedfomo(fewest - 1)
+    assert fedfomo(fewest).num_models == 3
 
 
 def rest_of(run: Run, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -400,6 +435,11 @@ def test_clients_that_rank_alike_come_in_random_order() -> None:
     assert {int(method.chosen(torch.zeros(4), 1, number)) for number in range(30)} == {0, 2, 3}
 
 
+@pytest.mark.parametrize(("clients", "models"), [(1, 0), (4, 3), (9, 5)])
+def test_by_default_clients_get_five_models_or_all_there_are(clients: int, models: int) -> None:
+    assert method_of(FedFomo, clients).num_models == models
+
+
 def test_more_models_than_other_clients_are_refused() -> None:
     with pytest.raises(
         UserError, match=re.escape("method.models=4 is more than the other clients; allowed: 0 to 3")
@@ -407,6 +447,6 @@ def test_more_models_than_other_clients_are_refused() -> None:
         method_of(FedFomo, models=4)
     method_of(FedFomo, models=3)
     with pytest.raises(UserError, match=re.escape("allowed: 0 to 0, as there are 1 clients")) as caught:
-        method_of(FedFomo, 1)
+        method_of(FedFomo, 1, models=5)
     assert "\n" not in str(caught.value)
     assert Run(FEDFOMO, *ALONE, "method.models=0", "train.rounds=1").evaluated()["theta"].isfinite().all()

@@ -282,7 +282,7 @@ STATE = {
     # theta is the evaluated mixture of `own` and a w_i that nobody keeps
     "apfl": Kept(THETA, {"own": (N, P), "alpha": (N,)} | OWN_MODEL),
     "fedphp": Kept(THETA, {"count": (N,)} | OWN_MODEL),
-    "fedala": Kept(THETA | AVERAGED, {"theta": (N, P), "weights": (N, P_HEAD), "learnt": (N,)}),
+    "fedala": Kept(THETA | AVERAGED, {"theta": (N, P), "weights": (N, P_HEAD), "stage": (N,)}),
     # the server's lower layers are the common start
     "lg_fedavg": Kept(THETA, {"lower_layers": (N, P - P_UPPER), "buffers": (N, U)}),
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
@@ -368,7 +368,7 @@ def after_a_step(run: Run) -> State:
 
 
 def adaptively_aggregated(run: Run) -> State:
-    """Learn the head's weights for one more pass, or three for who had nothing to learn from yet."""
+    """Learn the head's weights: none before any training, three passes the first time, one later."""
     models = []
     for client in range(N):
         shared, ours = run.server["theta"], run.clients["theta"][client]
@@ -376,7 +376,7 @@ def adaptively_aggregated(run: Run) -> State:
         x, y = run.place.shard.samples("train", client)
         stream = torch_stream(3, "adaptive aggregation", ROUNDS, client)
         chosen = torch.randperm(len(y), generator=stream)[: max(1, int(0.8 * len(y) + 0.5))]
-        for number in range(1 if run.clients["learnt"][client] else 3):
+        for number in range((0, 3, 1)[run.clients["stage"][client]]):
             stream = torch_stream(3, f"adaptive aggregation/{number + 1}", ROUNDS, client)
             # at most two mini-batches of twelve, and none of one sample
             for batch in chosen[torch.randperm(len(chosen), generator=stream)].split(12):
@@ -384,7 +384,7 @@ def adaptively_aggregated(run: Run) -> State:
                 slope = gradient(run, theta, x[batch], y[batch])[HEAD]
                 weights = (weights - slope * apart).clamp(0, 1)
         models.append(torch.cat([shared[BODY], ours[HEAD] + weights * apart]))
-    assert len(run.clients["learnt"].unique()) == 2
+    assert len(run.clients["stage"].unique()) > 1
     return {"theta": torch.stack(models), "buffers": newest_statistics(run)}
 
 

@@ -56,8 +56,8 @@ ALL = {
 
 
 def after(case: str, rounds: int) -> Run:
-    """Run so many rounds, two of four clients in each; p T is 1.125, on which FedPHP's average depends."""
-    some = (f"train.rounds={rounds}", f"train.participation={1.125 / rounds}")
+    """Run so many rounds, two of four clients in each."""
+    some = (f"train.rounds={rounds}", "train.participation=0.5")
     return finished(*ALL[case], *UNEQUAL_FEW, "model.batchnorm=true", *some)
 
 
@@ -177,9 +177,11 @@ def test_ditto_without_personal_epochs_leaves_v_as_it_was() -> None:
 # APFL
 
 
+@pytest.mark.parametrize("alpha_moves", ["round", "step"])
 @pytest.mark.usefixtures("double")
-def test_apfls_rounds_by_hand_with_autograd_through_the_mixture() -> None:
-    run = Run(APFL, *MLP, *SOME, "method.alpha=0.6", "method.alpha_lr=0.5")
+def test_apfls_rounds_by_hand_with_autograd_through_the_mixture(alpha_moves: str) -> None:
+    keys = ("method.alpha=0.6", "method.alpha_lr=0.5", f"method.alpha_moves={alpha_moves}")
+    run = Run(APFL, *MLP, *SOME, *keys, "train.local_epochs=2")
     w = run.method.context.initial_parameters()
     own, alpha = [w] * 4, [torch.tensor(0.6)] * 4
     evaluated = [w] * 4
@@ -188,12 +190,13 @@ def test_apfls_rounds_by_hand_with_autograd_through_the_mixture() -> None:
         ends = []
         for client in cohort.clients:
             shared = w
-            for x, y in batches_of(run, client, number):
+            for step, (x, y) in enumerate(batches_of(run, client, number)):
                 shared = shared - lr * gradient(run, shared, x, y)
                 a, v = alpha[client].clone().requires_grad_(), own[client].clone().requires_grad_()
                 of_a, of_v = torch.autograd.grad(loss(run, a * v + (1 - a) * shared, x, y), [a, v])
                 own[client] = v.detach() - lr * of_v
-                alpha[client] = (a.detach() - 0.5 * 0.8**number * of_a).clamp(0, 1)
+                if step == 0 or alpha_moves == "step":
+                    alpha[client] = (a.detach() - 0.5 * 0.8**number * of_a).clamp(0, 1)
             evaluated[client] = alpha[client] * own[client] + (1 - alpha[client]) * shared
             ends.append(shared)
         w = mean_by_samples(run, cohort.clients, torch.stack(ends))
@@ -234,8 +237,9 @@ def test_apfl_with_alpha_zero_evaluates_the_clients_copy_of_fedavgs_model() -> N
     assert torch.equal(run.clients["own"], run.method.context.initial_parameters(range(4)))
 
 
-def test_alpha_never_leaves_the_interval() -> None:
-    run = Run(APFL, "method.alpha_lr=1e5", "train.rounds=1")
+@pytest.mark.parametrize("alpha_moves", ["round", "step"])
+def test_alpha_never_leaves_the_interval(alpha_moves: str) -> None:
+    run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", "train.rounds=2")
     assert run.clients["alpha"].min() == 0
     run.place.state["alpha"].fill_(0.5)
     # next to a ruined global model the client's own is worth everything
@@ -413,6 +417,14 @@ def test_private_models_are_moving_averages_of_what_a_client_trained() -> None:
         counts[client] += 1
     assert max(counts) > 3
     assert_close(run.evaluated()["theta"], expected)
+
+
+def test_how_often_a_client_is_sampled_counts_whole_clients() -> None:
+    # two of four clients a round, though 0.4 of four is less
+    few = Run(FEDPHP, *MLP, "train.rounds=3", "train.participation=0.4")
+    half = Run(FEDPHP, *MLP, "train.rounds=3", "train.participation=0.5")
+    assert len(few.simulation.cohort(0)) == 2
+    assert torch.equal(few.evaluated()["theta"], half.evaluated()["theta"])
 
 
 @pytest.mark.parametrize("regulariser", ["mmd", "distillation"])

@@ -376,12 +376,13 @@ class Given(NetworkOptions):
     weights: str = "weights.pt"
 
 
-def test_given_weights_are_refused() -> None:
+def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
     context = Context("digits_cnn", Given(), (1, 8, 8), 10, torch.tensor([4, 4]), TrainConfig(), 0)
-    with pytest.raises(
-        UserError, match=r"^method\.name=pfedhn generates all weights itself; drop model\.weights$"
-    ):
-        PFedHN(context, PFedHNParams())
+    common = PFedHN(context, PFedHNParams())
+    sent = common.send(common.initial_server(), Cohort(0, (0, 1), torch.ones(2)))["theta"]
+    torch.testing.assert_close(sent, context.initial_parameters([0, 1]), rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match=r"^method\.start=drawn .* drop model\.weights, or use method\.st"):
+        PFedHN(context, PFedHNParams(start="drawn"))
 
 
 @pytest.mark.parametrize("head", ["false", "true"])

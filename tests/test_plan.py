@@ -86,7 +86,7 @@ def test_network_and_work(capsys: pytest.CaptureFixture[str]) -> None:
     # 28 training samples are batches of 9, 9 and 10: a last one of one sample joins the one before it
     assert lines[-2:] == [
         "model digits_cnn: 13,706 trainable numbers (conv1 160, conv2 4,640, fc1 8,256, fc2 650)",
-        "10 rounds of 3 of 5 clients, 3 local epochs: about 270 client steps",
+        "10 rounds of 3 of 5 clients, 3 local epochs: about 270 gradients of mini-batches",
     ]
 
 

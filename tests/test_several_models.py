@@ -375,6 +375,31 @@ def test_no_split_without_eps_1_or_before_the_first_round() -> None:
     assert server["cluster"].tolist() == [0] * 8
 
 
+def test_a_run_without_a_split_says_so_and_history_holds_the_norms_to_choose_from() -> None:
+    keys = (*LINEAR, CLUSTERED, "data.clients=4", "method.first_round=1", "method.eps_2=100")
+    said = (
+        "^method.name=clustered_fl has split no cluster in 2 rounds, .*mean update .*eps_1=0.4.*eps_2=100.0"
+    )
+    with pytest.warns(UserWarning, match=said):
+        run = Run(*keys, "train.rounds=2")
+    norms = run.method.history(run.server)
+    assert torch.equal(norms["update_norm"], run.server["updates"].norm(dim=1))
+    mean = run.server["updates"].mean(dim=0).norm()
+    torch.testing.assert_close(norms["mean_update_norm"], mean.expand(4))
+    assert 0 < mean < norms["update_norm"].min()
+
+
+def test_norms_of_history_are_those_of_each_clients_own_cluster() -> None:
+    run, server = clustered(clients=4)
+    receive(run, server, updates(RIGHT, LEFT, RIGHT, LEFT), round=2)
+    receive(run, server, updates((3.0, 0.0), (0.0, 4.0), (1.0, 0.0), (0.0, 0.0)), round=3)
+    norms = run.method.history(server)
+    assert norms["update_norm"].tolist() == [3, 4, 1, 0]
+    assert norms["mean_update_norm"].tolist() == [2, 2, 2, 2]
+    receive(run, server, updates((-1.0, 0.0), clients=[0]), round=4)
+    assert run.method.history(server)["mean_update_norm"].tolist() == [0, 2, 0, 2]
+
+
 def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:
     run, server = clustered()
     start = run.method.context.initial_parameters()

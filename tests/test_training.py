@@ -192,27 +192,32 @@ def test_training_on_given_samples_sees_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "sizes"),
+    ("share", "fewest", "sizes"),
     [
-        (0.5, [7, 6, 4, 2, 1]),
-        (0.8, [10, 9, 6, 2, 1]),
-        (0.99, [12, 10, 7, 2, 1]),
-        (0.01, [1] * 5),
-        (1.0, list(SIZES)),
+        (0.5, (1, 1), [7, 6, 4, 2, 1]),
+        (0.8, (1, 1), [10, 9, 6, 2, 1]),
+        (0.99, (1, 1), [12, 10, 7, 2, 1]),
+        (0.99, (1, 2), [11, 9, 6, 1, 1]),
+        (0.01, (1, 1), [1] * 5),
+        (0.01, (2, 0), [2, 2, 2, 2, 2]),
+        (1.0, (1, 0), list(SIZES)),
     ],
 )
-def test_clients_divide_their_samples_by_a_stream_of_their_own(share: float, sizes: list[int]) -> None:
+def test_clients_divide_their_samples_by_a_stream_of_their_own(
+    share: float, fewest: tuple[int, int], sizes: list[int]
+) -> None:
     place = make_place(make_network(), SIZES, settings())
-    first, rest = Clients(place, range(5), round=3).divided("purpose", share)
+    first, rest = Clients(place, range(5), round=3).divided("purpose", share, fewest=fewest)
     assert [len(samples) for samples in first] == sizes
     for part, other, size in zip(first, rest, SIZES, strict=True):
         assert sorted([*part.tolist(), *other.tolist()]) == list(range(size))
     # the same in every round and group, unless the round is given
-    again = Clients(place, [2, 0], round=5).divided("purpose", share)[0]
+    again = Clients(place, [2, 0], round=5).divided("purpose", share, fewest=fewest)[0]
     assert torch.equal(again[0], first[2])
     assert torch.equal(again[1], first[0])
     later, elsewhere = (
-        Clients(place, [0], round=3).divided(*key) for key in (("purpose", share, 3), ("other", share))
+        Clients(place, [0], round=3).divided(purpose, share, fewest=fewest, round=number)
+        for purpose, number in (("purpose", 3), ("other", 0))
     )
     for other in (later, elsewhere):
         assert not torch.equal(torch.cat([other[0][0], other[1][0]]), torch.cat([first[0], rest[0]]))

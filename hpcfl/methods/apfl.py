@@ -8,14 +8,17 @@ With vbar = a_i v_i + (1 - a_i) w_i, a mini-batch does
     w   <- weighted mean of w_i, which start each round as the received w
 
 Choices: weights are mixed, not logits; g(vbar) is taken once, after the step of w_i, and serves v_i and a_i;
-a_i moves at every mini-batch, without momentum; running statistics are vbar's and stay with the client;
-evaluated is vbar after local training, so that an unsampled client's is that of its last round.
-a_i fixed at 1 makes v_i local training, at 0 vbar is the client's copy of FedAvg's model.
+a_i moves at the first mini-batch of a round alone, as in the authors' code, without momentum (at every one,
+w_i is soon ahead of v_i, whose steps are a_i times smaller, and a_i falls to 0 for everybody); running
+statistics are vbar's and stay with the client; evaluated is vbar after local training, so that an unsampled
+client's is that of its last round. a_i fixed at 1 makes v_i local training, at 0 vbar is the client's copy of
+FedAvg's model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -36,6 +39,8 @@ class APFLParams(Params):
     copy of the global model."""
     alpha_lr: float | None = Field(None, ge=0)
     """Step size of a_i; 0 keeps it as it is, default: `train.lr`, as in the paper."""
+    alpha_moves: Literal["round", "step"] = "round"
+    """Whether a_i moves once a round (authors' code) or with every mini-batch (Algorithm 1)."""
 
 
 class APFL(OwnModel, FedAvg):
@@ -51,7 +56,10 @@ class APFL(OwnModel, FedAvg):
 
     def train(self, clients: Clients, down: Message) -> Message:
         shared, own = clients.descent(down["theta"]), clients.descent(clients["own"])
-        alpha = clients["alpha"].clone()
+        alpha, moves = (
+            clients["alpha"].clone(),
+            torch.ones(len(clients), dtype=torch.bool, device=clients.device),
+        )
         alpha_lr = clients.lr if self.params.alpha_lr is None else self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches():
             rows = batch.rows
@@ -62,7 +70,9 @@ class APFL(OwnModel, FedAvg):
             gradient, losses = clients.plain_gradient(self.mix(share, *models), batch)
             slope = ((models[0] - models[1]) * gradient).sum(dim=1)
             own.step(rows, share.unsqueeze(1) * gradient)
-            alpha[rows] = (share - alpha_lr * slope).clamp(0.0, 1.0)
+            moved = (share - alpha_lr * slope).clamp(0.0, 1.0)
+            alpha[rows] = torch.where(moves[rows], moved, share)
+            moves[rows] = self.params.alpha_moves == "step"
             clients.record(batch, losses)
         clients["own"], clients["alpha"] = own.theta, alpha
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)

@@ -5,7 +5,9 @@ Shapes: N clients, S of a cohort, C of a group, P trainable numbers, U running s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -59,6 +61,16 @@ class Context:
         """Whether a file holds the initial weights, so that all draws are alike."""
         self.layout = ParameterLayout(self.network)
         self._theta, _ = self.layout.flatten(self.network)
+
+    @cached_property
+    def fewest_samples(self) -> int:
+        """Samples that a mini-batch needs: two where BatchNorm makes statistics of them."""
+        network = copy.deepcopy(self.network).train()
+        try:
+            network(torch.zeros(1, *self.image_shape))
+        except ValueError:
+            return 2
+        return 1
 
     def refuse_equal_starts(self, count: int, key: str) -> None:
         """Raise UserError where `different_starts` would be equal; `method.key` asked for so many."""
@@ -280,7 +292,7 @@ class Method:
 
     @property
     def epochs_a_round(self) -> int:
-        """Passes of a client over its training data in a round."""
+        """Passes of a client over its training data in a round, each with a gradient of every mini-batch."""
         return self.context.train.local_epochs
 
     def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:

@@ -18,6 +18,7 @@ client's cluster.
 
 from __future__ import annotations
 
+import warnings
 from typing import Literal
 
 import torch
@@ -31,7 +32,11 @@ from hpcfl.methods.base import Method, Params, State, mean_of_clusters
 
 
 class ClusteredFLParams(Params):
-    """Hyper-parameters of Clustered FL; both norms scale with `train.lr`, local epochs and the network."""
+    """Hyper-parameters of Clustered FL.
+
+    Norms scale with `train.lr`, local epochs and the network: /history/update_norm and mean_update_norm of a
+    run tell what to compare with, and a run without any split says so at its end.
+    """
 
     eps_1: float = Field(0.4, ge=0)
     """A cluster's mean update must be shorter than this (authors: 0.4); 0 never splits."""
@@ -82,15 +87,32 @@ class ClusteredFL(Method):
         if cohort.round >= self.params.first_round:
             for number in of_cohort.unique().tolist():
                 self._split(server, number)
+            is_last = cohort.round == self.context.train.rounds - 1
+            if is_last and len(server["theta"]) == 1 and self.params.eps_1 > 0:
+                self._say_that_none_split(server)
 
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": down["theta"]}
 
     def history(self, server: State) -> State:
-        return {"cluster": server["cluster"]}
+        updates, cluster = server["updates"], server["cluster"]
+        norms = updates.norm(dim=1)
+        means = mean_of_clusters(updates, torch.ones_like(norms), cluster, torch.zeros_like(server["theta"]))
+        return {"cluster": cluster, "update_norm": norms, "mean_update_norm": means.norm(dim=1)[cluster]}
 
     def memory(self) -> dict[str, int]:
-        return {"updates": 4 * self.context.num_clients * self.layout.size}
+        model = 4 * self.layout.size
+        return {"updates": model * self.context.num_clients, "one model a cluster": model}
+
+    def _say_that_none_split(self, server: State) -> None:
+        norms = self.history(server)
+        warnings.warn(
+            f"method.name={self.name} has split no cluster in {self.context.train.rounds} rounds, so it was "
+            f"FedAvg with uniform means; its last mean update was {norms['mean_update_norm'][0]:.3g} long "
+            f"(method.eps_1={self.params.eps_1}: shorter is needed) and the longest "
+            f"{norms['update_norm'].max():.3g} (method.eps_2={self.params.eps_2}: longer is needed)",
+            stacklevel=2,
+        )
 
     def _split(self, server: State, number: int) -> None:
         """Give some clients of a cluster a number of their own, if their updates disagree."""

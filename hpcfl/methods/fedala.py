@@ -9,10 +9,10 @@ theta_i is the client's model after its last training, * is elementwise. W_i sta
 is kept from round to round: the first time it is learnt until the losses of its last passes hardly differ
 any more, later by one pass a round.
 
-Choices: the top is counted in layers (the authors' code: in tensors); a client whose theta_i equals w learns
-nothing yet, since no W_i would change anything; W_i is learnt on batch statistics without moving the running
-ones; evaluated is hat_i from the newest w, after passes that are forgotten, also of clients that are not
-sampled (one that never was learns from its start each time).
+Choices: the top is counted in layers (the authors' code: in tensors); a client that has not trained yet takes
+w over as it is; one whose theta_i equals w learns nothing yet, since no W_i would change anything; W_i is
+learnt on batch statistics without moving the running ones; evaluated is hat_i from the newest w, after passes
+that are forgotten, also of clients that are not sampled (first learning, if they trained only once).
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from hpcfl.errors import UserError
 from hpcfl.messages import Message
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
+
+NEW, TRAINED, HAS_LEARNT = 0, 1, 2
+"""How far a client has come; the last is to have learnt W_i for the first time."""
 
 
 class FedALAParams(Params):
@@ -65,11 +68,12 @@ class FedALA(FedAvg):
 
     def client_state(self, clients: Sequence[int]) -> State:
         theta = self.context.initial_parameters(clients)
-        learnt = torch.zeros(len(clients), dtype=torch.int64)
-        return {"theta": theta, "weights": torch.ones_like(theta[:, self._top]), "learnt": learnt}
+        stage = torch.full((len(clients),), NEW)
+        return {"theta": theta, "weights": torch.ones_like(theta[:, self._top]), "stage": stage}
 
     def train(self, clients: Clients, down: Message) -> Message:
-        clients["weights"], clients["learnt"] = self._learn(clients, down["theta"])
+        clients["weights"], stage = self._learn(clients, down["theta"])
+        clients["stage"] = stage.clamp(min=TRAINED)
         start = self.combined(clients["weights"], clients["theta"], down["theta"])
         clients["theta"] = clients.sgd(start).theta
         return Message(rows={"theta": clients["theta"]})
@@ -85,11 +89,17 @@ class FedALA(FedAvg):
         return theta
 
     def _learn(self, clients: Clients, shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Return W_i [C, numbers of the top] after this round's passes, and who has learnt it so far [C]."""
-        own, weights, learnt = clients["theta"], clients["weights"].clone(), clients["learnt"]
+        """Return W_i [C, numbers of the top] after this round's passes, and how far clients have come [C]."""
+        own, weights, stage = clients["theta"], clients["weights"].clone(), clients["stage"]
         apart = (shared - own)[:, self._top]
-        active = (apart != 0).any(dim=1)
-        chosen, _ = clients.divided("adaptive aggregation", self.params.share, clients.round)
+        learns = (apart != 0).any(dim=1) & (stage >= TRAINED)
+        active = learns
+        chosen, _ = clients.divided(
+            "adaptive aggregation",
+            self.params.share,
+            fewest=(self.context.fewest_samples, 0),
+            round=clients.round,
+        )
         losses: list[Tensor] = []
         while active.any() and len(losses) < self.params.most_passes:
             losses.append(torch.zeros(len(clients), dtype=torch.float64, device=apart.device))
@@ -104,8 +114,8 @@ class FedALA(FedAvg):
                 )
                 weights[rows] = torch.where(active[rows].unsqueeze(1), moved, weights[rows])
                 losses[-1][rows] += values * batch.y.shape[1]
-            active = active & (learnt == 0) & ~self._is_settled(losses, chosen)
-        return weights, learnt | (apart != 0).any(dim=1)
+            active = active & (stage < HAS_LEARNT) & ~self._is_settled(losses, chosen)
+        return weights, torch.where(learns, HAS_LEARNT, stage)
 
     def _is_settled(self, losses: list[Tensor], chosen: Sequence[Tensor]) -> Tensor:
         """Return whose mean losses of the last passes hardly differ, bool [C]; at first nobody's."""

@@ -15,6 +15,7 @@ last training. alpha (N - 1) / sigma above 1 would weigh a client's own model ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -34,8 +35,8 @@ class FedAMPParams(Params):
 
     weights: Literal["distance", "cosine"] = "distance"
     """FedAMP's weights, or those of the heuristic variant."""
-    sigma: float = Field(1.0, gt=0)
-    """Reach of A in mean squared distances (PFLlib: 1, unscaled), or the factor on cosines (FLGo: 25)."""
+    sigma: float | None = Field(None, gt=0)
+    """Reach of A in mean squared distances (default: 1), or the factor on cosines (default: 25, FLGo's)."""
     alpha: float | None = Field(None, gt=0)
     """Step alpha of `distance`: alpha / sigma is what an equal model weighs; default: sigma / N."""
     self_weight: float | None = Field(None, ge=0, le=1)
@@ -55,8 +56,9 @@ class FedAMP(OwnModel):
     def __init__(self, context: Context, params: FedAMPParams) -> None:
         super().__init__(context, params)
         others = context.num_clients - 1
-        self._alpha = params.sigma / context.num_clients if params.alpha is None else params.alpha
-        if params.weights == "distance" and self._alpha * others > params.sigma:
+        self._sigma = params.sigma or {"distance": 1.0, "cosine": 25.0}[params.weights]
+        self._alpha = self._sigma / context.num_clients if params.alpha is None else params.alpha
+        if params.weights == "distance" and self._alpha * others > self._sigma:
             raise UserError(
                 f"method.alpha={params.alpha} weighs a client's own model negatively among "
                 f"{context.num_clients} clients; allowed: up to method.sigma / {others}"
@@ -66,7 +68,15 @@ class FedAMP(OwnModel):
         return {"models": self.context.initial_parameters(range(self.context.num_clients))}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(rows={"theta": self.attention(server["models"], cohort.clients) @ server["models"]})
+        models, members = server["models"], torch.tensor(cohort.clients)
+        theta, sound = models[members], models.isfinite().all(dim=1)
+        takes_part = sound[members]
+        if takes_part.any():
+            # a diverged client stays alone: even a weight of 0 would spread what is no number
+            others = models if sound.all() else models[sound]
+            position = (sound.cumsum(0) - 1)[members[takes_part]]
+            theta[takes_part] = self.attention(others, position.tolist()) @ others
+        return Message(rows={"theta": theta})
 
     def train(self, clients: Clients, down: Message) -> Message:
         around = down["theta"]
@@ -81,7 +91,7 @@ class FedAMP(OwnModel):
     def memory(self) -> dict[str, int]:
         return {"models": 4 * self.context.num_clients * self.layout.size}
 
-    def attention(self, models: Tensor, clients: tuple[int, ...]) -> Tensor:
+    def attention(self, models: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the weights of all models in u_i, [S, N], rows that sum to 1."""
         rows = torch.arange(len(clients))
         if self.params.weights == "cosine":
@@ -89,12 +99,12 @@ class FedAMP(OwnModel):
             similarity[rows, list(clients)] = -torch.inf
             share = 1 / len(models) if self.params.self_weight is None else self.params.self_weight
             # a client alone has nobody to share with
-            weights = (1 - share) * (self.params.sigma * similarity).softmax(dim=1).nan_to_num(0.0)
+            weights = (1 - share) * (self._sigma * similarity).softmax(dim=1).nan_to_num(0.0)
         else:
             squared = torch.stack([(models - models[i]).square().sum(dim=1) for i in clients])
             if self.params.scale == "mean":
                 squared = squared / self._mean_distance(models)
-            weights = self._alpha / self.params.sigma * (-squared / self.params.sigma).exp()
+            weights = self._alpha / self._sigma * (-squared / self._sigma).exp()
             weights[rows, list(clients)] = 0
         weights[rows, list(clients)] = 1 - weights.sum(dim=1)
         return weights

@@ -35,8 +35,8 @@ from hpcfl.training import sample_losses
 class FedFomoParams(Params):
     """Hyper-parameters of FedFomo."""
 
-    models: int = Field(5, ge=0)
-    """Models M that a client gets (PFLlib: 5); 0 is local training, N - 1 all there are."""
+    models: int | None = Field(None, ge=0)
+    """Models M that a client gets (PFLlib: 5); 0 is local training, default: 5, or all N - 1 there are."""
     held_out: float = Field(0.2, gt=0, lt=1)
     """Share of the training samples that models are judged on (authors: 0.2)."""
     epsilon: float = Field(0.3, ge=0, le=1)
@@ -55,15 +55,18 @@ class FedFomo(OwnModel):
     def __init__(self, context: Context, params: FedFomoParams) -> None:
         super().__init__(context, params)
         others = context.num_clients - 1
-        if params.models > others:
+        self.num_models = min(5, others) if params.models is None else params.models
+        """M, the models that a client gets."""
+        if self.num_models > others:
             raise UserError(
                 f"method.models={params.models} is more than the other clients; allowed: 0 to {others}, as "
                 f"there are {context.num_clients} clients"
             )
-        if context.num_samples.min() < 2:
+        self._fewest = (1, context.fewest_samples)
+        if context.num_samples.min() < sum(self._fewest):
             raise UserError(
-                f"method.name={self.name} holds out training samples, and a client has only one; "
-                "give each two or more"
+                f"method.name={self.name} holds out training samples, and a client has only "
+                f"{context.num_samples.min()}; give each {sum(self._fewest)} or more"
             )
 
     def server_state(self) -> State:
@@ -81,7 +84,7 @@ class FedFomo(OwnModel):
         return Message(rows={"models": server["models"][ids], "ids": ids})
 
     def train(self, clients: Clients, down: Message) -> Message:
-        held_out, trained_on = clients.divided("held out", self.params.held_out)
+        held_out, trained_on = self._parts(clients)
         candidates = torch.cat([clients["theta"].unsqueeze(1), down["models"]], dim=1)
         weights = self.weights(clients, candidates, held_out)
         start = self.combined(candidates, weights)
@@ -99,7 +102,7 @@ class FedFomo(OwnModel):
                 server["affinity"][client, chosen] += weights
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
-        _, trained_on = clients.divided("held out", self.params.held_out)
+        _, trained_on = self._parts(clients)
         theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
         return {"theta": theta}
 
@@ -111,7 +114,7 @@ class FedFomo(OwnModel):
 
     @property
     def row_size(self) -> int:
-        return max(1, self.params.models) * self.layout.size
+        return max(1, self.num_models) * self.layout.size
 
     def chosen(self, affinity: Tensor, client: int, round: int) -> Tensor:
         """Return the ids [M] of the models that a client gets, from its row of the matrix [N]."""
@@ -121,7 +124,7 @@ class FedFomo(OwnModel):
         others = others[others != client]
         if not explores:
             others = others[affinity[others].argsort(descending=True, stable=True)]
-        return others[: self.params.models]
+        return others[: self.num_models]
 
     def weights(self, clients: Clients, candidates: Tensor, held_out: list[Tensor]) -> Tensor:
         """Return w_n [C, 1 + M] of candidates [C, 1 + M, P]; 0 for a model equal to theta_prev."""
@@ -132,6 +135,10 @@ class FedFomo(OwnModel):
         gain = before.unsqueeze(1) - torch.stack(after, dim=1)
         # a diverged model has no weight
         return torch.where(distance > 0, gain / distance, 0.0).nan_to_num(0.0, 0.0, 0.0)
+
+    def _parts(self, clients: Clients) -> tuple[list[Tensor], list[Tensor]]:
+        """Return which training samples are held out, and which are trained on."""
+        return clients.divided("held out", self.params.held_out, fewest=self._fewest)
 
     @staticmethod
     def combined(candidates: Tensor, weights: Tensor) -> Tensor:

@@ -69,12 +69,17 @@ class FedPHP(OwnModel, FedAvg):
             return {"taught": batch.pick(taught), "share": share[batch.rows]}
 
         theta = clients.sgd(down["theta"], gradient=clients.gradient_beside(self._loss, known)).theta
-        train = self.context.train
-        kept = (MOST * count / (train.participation * train.rounds)).clamp(max=MOST).unsqueeze(1).to(theta)
+        kept = (MOST * count / self._rounds_of_a_client).clamp(max=MOST).unsqueeze(1).to(theta)
         clients["theta"] = torch.lerp(theta, private, kept)
         clients.buffers = torch.lerp(clients.buffers, statistics, kept)
         clients["count"] = count + 1
         return Message(rows={"theta": theta})
+
+    @property
+    def _rounds_of_a_client(self) -> float:
+        """Return p T, in how many rounds of the run a client is sampled in expectation."""
+        train, clients = self.context.train, self.context.num_clients
+        return train.rounds * train.cohort_size(clients) / clients
 
     def _teach(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         part = network.get_submodule("body") if self.params.regulariser == "mmd" else network

@@ -68,8 +68,11 @@ class PFedHN(Method):
 
     def __init__(self, context: Context, params: PFedHNParams) -> None:
         super().__init__(context, params)
-        if context.weights_are_given:
-            raise UserError(f"method.name={self.name} generates all weights itself; drop model.weights")
+        if context.weights_are_given and params.start == "drawn":
+            raise UserError(
+                f"method.start=drawn lets method.name={self.name} draw all weights; drop model.weights, or "
+                "use method.start=common"
+            )
         if params.private_head:
             self.refuse_without_body()
         self._generated = self.layout.body if params.private_head else slice(0, self.layout.size)
