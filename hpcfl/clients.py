@@ -155,11 +155,9 @@ class Clients:
         cuts = [minibatches(len(chosen), train.batch_size) for chosen in samples]
         streams = [torch_stream(self._place.seed, purpose, self.round, client) for client in self.ids]
         offsets = shard.offset["train"][self._local]
-        done = [0] * len(self)
-        for epoch in count():
-            if epoch == (train.local_epochs if epochs is None else epochs) and steps is None:
-                return
-            if steps is not None and all(n >= steps for n in done):
+        done, most = [0] * len(self), math.inf if steps is None else steps
+        for _ in range(train.local_epochs if epochs is None else epochs) if steps is None else count():
+            if all(n >= most for n in done):
                 return
             orders = [
                 chosen[torch.randperm(len(chosen), generator=stream)]
@@ -167,7 +165,7 @@ class Clients:
             ]
             for step in range(max(map(len, cuts), default=0)):
                 spans = [
-                    cut[step] if step < len(cut) and (steps is None or n < steps) else (0, 0)
+                    cut[step] if step < len(cut) and n < most else (0, 0)
                     for cut, n in zip(cuts, done, strict=True)
                 ]
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]

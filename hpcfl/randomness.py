@@ -7,9 +7,12 @@ which rank runs a client, and a resumed run draws what an uninterrupted one woul
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def stream_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int:
@@ -26,3 +29,8 @@ def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> to
 def numpy_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np.random.Generator:
     """Return a fresh NumPy generator (PCG64) for one stream."""
     return np.random.Generator(np.random.PCG64(stream_seed(seed, purpose, round, client)))
+
+
+def draw_linear(shape: Sequence[int], inputs: int, stream: torch.Generator) -> Tensor:
+    """Draw weights or biases of a linear layer as PyTorch does: U(-1, 1) / sqrt(inputs)."""
+    return torch.empty(shape).uniform_(-1, 1, generator=stream) / math.sqrt(inputs)

@@ -20,7 +20,7 @@ from hpcfl.experiment import deal, make_method
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
-from hpcfl.table import Table
+from hpcfl.tablefile import Table
 
 FOLDER = REPOSITORY / "configs"
 

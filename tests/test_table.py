@@ -24,7 +24,8 @@ from conftest import in_mpi_world, run_tree
 
 from hpcfl.config import ENVIRONMENT
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
-from hpcfl.table import COLUMNS, Table
+from hpcfl.table import COLUMNS
+from hpcfl.tablefile import Table
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own")
 

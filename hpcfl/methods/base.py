@@ -121,6 +121,9 @@ class Method:
     averages_buffers_itself: ClassVar[bool] = False
     """Whether `download` and `aggregate` look after averaged running statistics, under the name BUFFERS."""
 
+    num_statistics: int | None = None
+    """How many models' averaged running statistics the server begins with, [num_statistics, U]; None: [U]"""
+
     names_layers: ClassVar[bool] = True
     """Whether layers that do not travel to a single client must be named; not if it asked for the others."""
 
@@ -218,8 +221,12 @@ class Method:
 
     def initial_server(self) -> State:
         """Return the whole server state, running statistics included."""
-        statistics = {BUFFERS: self.initial_buffers()} if self._averages_buffers else {}
-        return self.server_state() | statistics
+        if not self._averages_buffers:
+            return self.server_state()
+        statistics = self.initial_buffers()
+        if self.num_statistics is not None:
+            statistics = statistics.repeat(self.num_statistics, 1)
+        return self.server_state() | {BUFFERS: statistics}
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""

@@ -53,6 +53,7 @@ class ClusteredFL(Method):
     summary = "FedAvg that splits its clients in two where their updates disagree"
     Params = ClusteredFLParams
     averages_buffers_itself = True
+    num_statistics = 1
     params: ClusteredFLParams
 
     def server_state(self) -> State:
@@ -63,10 +64,6 @@ class ClusteredFL(Method):
             "updates": torch.zeros(clients, size),
             "is_known": torch.zeros(clients, dtype=torch.int64),
         }
-
-    def initial_server(self) -> State:
-        state = super().initial_server()
-        return state | ({BUFFERS: state[BUFFERS].unsqueeze(0)} if BUFFERS in state else {})
 
     def download(self, server: State, cohort: Cohort) -> Message:
         of_cohort = server["cluster"][list(cohort.clients)]

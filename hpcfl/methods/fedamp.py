@@ -25,8 +25,8 @@ from torch.nn.functional import cosine_similarity
 
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.messages import Cohort, Message
+from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State, pull_towards
 
 
@@ -47,7 +47,7 @@ class FedAMPParams(Params):
     """Whether squared distances are divided by their mean."""
 
 
-class FedAMP(OwnModel):
+class FedAMP(ModelBank):
     name = "fedamp"
     summary = "each client's own model, pulled towards those of similar clients"
     Params = FedAMPParams
@@ -63,9 +63,6 @@ class FedAMP(OwnModel):
                 f"method.alpha={params.alpha} weighs a client's own model negatively among "
                 f"{context.num_clients} clients; allowed: up to method.sigma / {others}"
             )
-
-    def server_state(self) -> State:
-        return {"models": self.context.initial_parameters(range(self.context.num_clients))}
 
     def download(self, server: State, cohort: Cohort) -> Message:
         models, members = server["models"], torch.tensor(cohort.clients)
@@ -83,13 +80,6 @@ class FedAMP(OwnModel):
         theta = clients.sgd(around, extra_gradient=pull_towards(around, self.params.pull)).theta
         clients["theta"] = theta
         return Message(rows={"theta": theta})
-
-    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        for positions, block in up:
-            server["models"][list(cohort.clients[positions])] = block.rows["theta"]
-
-    def memory(self) -> dict[str, int]:
-        return {"models": 4 * self.context.num_clients * self.layout.size}
 
     def attention(self, models: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the weights of all models in u_i, [S, N], rows that sum to 1."""

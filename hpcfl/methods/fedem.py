@@ -51,6 +51,7 @@ class FedEM(FedAvg):
     def __init__(self, context: Context, params: FedEMParams) -> None:
         super().__init__(context, params)
         context.refuse_equal_starts(params.components, "components")
+        self.num_statistics = params.components
 
     def server_state(self) -> State:
         return {"theta": self.context.different_starts(self.params.components)}
@@ -58,11 +59,6 @@ class FedEM(FedAvg):
     def client_state(self, clients: Sequence[int]) -> State:
         num_components = self.params.components
         return {"weights": torch.full((len(clients), num_components), 1 / num_components)}
-
-    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
-        return (
-            super().initial_buffers(clients).unsqueeze(-2).repeat_interleave(self.params.components, dim=-2)
-        )
 
     def train(self, clients: Clients, down: Message) -> Message:
         clients.buffers = statistics_of_models(clients, self.params.components)

@@ -26,7 +26,7 @@ from torch import Tensor
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
 from hpcfl.messages import BUFFERS, Cohort, Message, Upload
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.randomness import torch_stream
 from hpcfl.training import sample_losses
@@ -45,7 +45,7 @@ class FedFomoParams(Params):
     """What that probability loses each round (authors: 0.05)."""
 
 
-class FedFomo(OwnModel):
+class FedFomo(ModelBank):
     name = "fedfomo"
     summary = "each client's own model, moved towards others' that do better on its data"
     Params = FedFomoParams
@@ -71,10 +71,7 @@ class FedFomo(OwnModel):
 
     def server_state(self) -> State:
         clients = self.context.num_clients
-        return {
-            "models": self.context.initial_parameters(range(clients)),
-            "affinity": torch.zeros(clients, clients),
-        }
+        return super().server_state() | {"affinity": torch.zeros(clients, clients)}
 
     def client_state(self, clients: Sequence[int]) -> State:
         return super().client_state(clients) | {"previous": self.context.initial_parameters(clients)}
@@ -95,11 +92,14 @@ class FedFomo(OwnModel):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
         ids = up.sent.rows["ids"]
-        for positions, block in up:
-            members = list(cohort.clients[positions])
-            server["models"][members] = block.rows["theta"]
+
+        def add_weights(positions: slice, block: Message) -> None:
+            members = cohort.clients[positions]
             for client, chosen, weights in zip(members, ids[positions], block.rows["weights"], strict=True):
                 server["affinity"][client, chosen] += weights
+
+        up.observe(add_weights)
+        super().aggregate(server, cohort, up)
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
         _, trained_on = self._parts(clients)
@@ -108,9 +108,6 @@ class FedFomo(OwnModel):
 
     def history(self, server: State) -> State:
         return {"affinity": server["affinity"]}
-
-    def memory(self) -> dict[str, int]:
-        return {"models": 4 * self.context.num_clients * self.layout.size}
 
     @property
     def row_size(self) -> int:

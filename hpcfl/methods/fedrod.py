@@ -30,7 +30,7 @@ from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, Params, State, weighted_means
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import torch_stream
+from hpcfl.randomness import draw_linear, torch_stream
 from hpcfl.training import Batch, Forward
 
 
@@ -117,12 +117,11 @@ class FedRoD(FedAvg):
         return weight2 @ (weight1 @ (counts / counts.sum()) + bias1).relu() + bias2
 
     def _first_psi(self) -> Tensor:
-        """Draw psi as PyTorch draws linear layers: U(-1, 1) / sqrt(inputs)."""
+        """Draw psi as PyTorch draws linear layers."""
         stream = torch_stream(self.context.seed, "hyper head")
         inputs = [self.context.num_classes] * 2 + [self.params.hidden] * 2
         drawn = [
-            torch.empty(math.prod(shape)).uniform_(-1, 1, generator=stream) / math.sqrt(n)
-            for shape, n in zip(self._shapes, inputs, strict=True)
+            draw_linear((math.prod(shape),), n, stream) for shape, n in zip(self._shapes, inputs, strict=True)
         ]
         return torch.cat(drawn)
 

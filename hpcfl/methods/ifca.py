@@ -42,15 +42,10 @@ class IFCA(Method):
     def __init__(self, context: Context, params: IFCAParams) -> None:
         super().__init__(context, params)
         context.refuse_equal_starts(params.clusters, "clusters")
+        self.num_statistics = params.clusters
 
     def server_state(self) -> State:
         return {"theta": self.context.different_starts(self.params.clusters)}
-
-    def initial_server(self) -> State:
-        state = super().initial_server()
-        if BUFFERS in state:
-            state[BUFFERS] = state[BUFFERS].repeat(self.params.clusters, 1)
-        return state
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared=dict(server))

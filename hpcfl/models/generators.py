@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import torch_stream
+from hpcfl.randomness import draw_linear, torch_stream
 
 EMBEDDING, HEAD = "embedding", "head"
 
@@ -58,7 +58,7 @@ class Generator:
                 state[name] = torch.empty(shape).normal_(generator=stream)
                 continue
             inputs = shape[1] if name.endswith("weight") else inputs
-            state[name] = torch.empty(shape).uniform_(-1, 1, generator=stream) / math.sqrt(inputs)
+            state[name] = draw_linear(shape, inputs, stream)
         if start is not None:
             state[f"{HEAD}.weight"].zero_()
             state[f"{HEAD}.bias"].copy_(start)
