@@ -85,24 +85,6 @@ def test_without_a_step_size_both_are_fedavg_to_the_bit(ours: tuple[str, ...], k
     assert (run.server["theta"] - run.method.context.initial_parameters()).abs().max() > 0.01
 
 
-@pytest.mark.parametrize(
-    "ours",
-    [
-        (PER_FEDAVG, "method.variant=hessian_free", "train.rounds=1", "method.adaptation_steps=5"),
-        (FEDALA, "method.last_passes=3", "train.rounds=2", "train.participation=0.75"),
-    ],
-)
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64(ours: tuple[str, ...]) -> None:
-    keys = (*UNEQUAL_FEW, *ours, "model.batchnorm=true")
-    loop, batched = Run(*keys, "run.engine=loop"), Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    pairs = [(batched.server, loop.server), (batched.clients, loop.clients)]
-    for found, expected in [*pairs, (batched.evaluated(), loop.evaluated())]:
-        assert set(found) == set(expected)
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-9)
-
-
 # Per-FedAvg
 
 

@@ -302,18 +302,3 @@ def test_moons_previous_model_is_that_of_the_last_participation() -> None:
     # the mean of one client's model is this model
     assert torch.equal(three.clients["previous"][sampled], three.server["theta"])
     assert torch.equal(three.clients["previous"][rest], two.clients["previous"][rest])
-
-
-# Engines
-
-
-@pytest.mark.parametrize("name", ["fedprox", "scaffold", "moon"])
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64(name: str) -> None:
-    keys = (*UNEQUAL_FEW, "model.batchnorm=true", f"method.name={name}", "train.rounds=2")
-    loop = Run(*keys, "run.engine=loop")
-    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    for ours, theirs in ((batched.server, loop.server), (batched.clients, loop.clients)):
-        assert set(ours) == set(theirs)
-        for part, value in ours.items():
-            torch.testing.assert_close(value, theirs[part], rtol=0, atol=1e-9)

@@ -64,6 +64,7 @@ P_MODULAR = ENCODER + 2 * (16 + 1) * 8 + 2 * (8 + 1) * K + ROUTER
 """FedMN's one encoder, two layers of two blocks, and the routing hypernetwork of eight paths."""
 
 VARIANTS = {
+    "fedamp-cosine": ["method.weights=cosine"],
     "fedphp-distillation": ["method.regulariser=distillation"],
     "fedrod-hyper": ["method.hyper_head=true"],
     "per_fedavg-hessian": ["method.variant=hessian_free"],
@@ -553,9 +554,15 @@ def evaluated_together(run: Run) -> State:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
-def test_engines_agree(finished: Callable[[str, str], Run], case: str) -> None:
+def test_engines_agree(
+    finished: Callable[[str, str], Run], case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop, batched = finished(case, "loop"), finished(case, "batched")
     assert batched.place.engine.clients_at_once == 3
     torch.testing.assert_close(batched.server, loop.server, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(batched.clients, loop.clients, rtol=1e-7, atol=1e-9)
-    torch.testing.assert_close(evaluated_together(batched), loop.evaluated(), rtol=1e-7, atol=1e-9)
+    for epochs in (0, 1):
+        for run in (loop, batched):
+            train = run.method.context.train.model_copy(update={"finetune_epochs": epochs})
+            monkeypatch.setattr(run.method.context, "train", train)
+        torch.testing.assert_close(evaluated_together(batched), loop.evaluated(), rtol=1e-7, atol=1e-9)

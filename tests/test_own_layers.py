@@ -174,35 +174,6 @@ def test_own_layers_move_when_their_client_is_sampled_and_only_then(name: str, s
     assert torch.equal(three.clients[part][never], initial.expand(len(never), -1))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        ("fedper",),
-        ("fedrep",),
-        ("lg_fedavg",),
-        ("fedbn",),
-        ("fedbabu",),
-        ("fedrod",),
-        ("fedrod", "method.hyper_head=true", "method.hidden=5"),
-    ],
-    ids="-".join,
-)
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64(keys: tuple[str, ...]) -> None:
-    name, *others = keys
-    keys = (*SOME, f"method.name={name}", *others, "train.rounds=2", "train.finetune_epochs=1")
-    loop = Run(*keys, "run.engine=loop")
-    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=2")
-    for ours, theirs in (
-        (batched.server, loop.server),
-        (batched.clients, loop.clients),
-        (batched.evaluated(), loop.evaluated()),
-    ):
-        assert set(ours) == set(theirs)
-        for part, value in ours.items():
-            torch.testing.assert_close(value, theirs[part], rtol=0, atol=1e-9)
-
-
 @pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.needs_body])
 def test_a_model_that_is_nothing_but_a_head_is_refused(

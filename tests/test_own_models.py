@@ -88,19 +88,6 @@ def test_one_model_travels_each_way_and_fedfomo_gets_several(case: str) -> None:
     assert torch.equal(run.bytes_by_client, 4 * rounds * torch.tensor(numbers))
 
 
-@pytest.mark.parametrize("case", [*ALL, "fedphp-distillation"])
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64(case: str) -> None:
-    method = ALL.get(case, (FEDPHP, "method.regulariser=distillation"))
-    keys = (*method, *UNEQUAL_FEW, "train.rounds=2", "model.batchnorm=true")
-    loop = Run(*keys, "run.engine=loop")
-    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    for ours, theirs in ((batched.server, loop.server), (batched.clients, loop.clients)):
-        assert set(ours) == set(theirs)
-        for name, value in ours.items():
-            assert_close(value, theirs[name])
-
-
 @pytest.mark.parametrize("common", [SOME, BATCHNORM])
 @pytest.mark.parametrize(
     ("own", "keys"),

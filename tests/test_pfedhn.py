@@ -383,14 +383,3 @@ def test_given_weights_are_the_common_start_and_refused_where_the_generator_draw
     torch.testing.assert_close(sent, context.initial_parameters([0, 1]), rtol=0, atol=1e-6)
     with pytest.raises(UserError, match=r"^method\.start=drawn .* drop model\.weights, or use method\.st"):
         PFedHN(context, PFedHNParams(start="drawn"))
-
-
-@pytest.mark.parametrize("head", ["false", "true"])
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64(head: str) -> None:
-    keys = (OURS, *UNEQUAL_FEW, "train.rounds=2", f"method.private_head={head}", "method.hypernetwork_lr=0.1")
-    loop, batched = Run(*keys, "run.engine=loop"), Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    for ours, theirs in ((batched.server, loop.server), (batched.clients, loop.clients)):
-        assert set(ours) == set(theirs)
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)

@@ -127,24 +127,6 @@ def test_one_cluster_of_clustered_fl_is_fedavg_of_equal_clients() -> None:
     assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
 
 
-@pytest.mark.parametrize("ours", [(IFCA, "method.clusters=3"), (FEDEM,), (CLUSTERED,)])
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64(ours: tuple[str, ...]) -> None:
-    splits = ("method.eps_1=1e9", "method.eps_2=0", "method.first_round=0") if ours == (CLUSTERED,) else ()
-    keys = (*UNEQUAL_FEW, *ours, *splits, "train.rounds=2", "model.batchnorm=true", "train.finetune_epochs=1")
-    loop, batched = Run(*keys, "run.engine=loop"), Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    pairs = (
-        (batched.server, loop.server),
-        (batched.clients, loop.clients),
-        (batched.evaluated(), loop.evaluated()),
-    )
-    for ours_by_name, theirs in pairs:
-        assert set(ours_by_name) == set(theirs)
-        for name, value in ours_by_name.items():
-            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
-    assert len(loop.server["theta"]) > 1
-
-
 # Different starts
 
 
