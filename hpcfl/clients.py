@@ -183,7 +183,7 @@ class Clients:
         """Divide each client's training samples at random: a `share` of them, and the rest.
 
         Returns sample indices as `batches` takes them, the same for the same (seed, purpose, round, client).
-        The parts have the `fewest` samples at least, of clients that have as many as both together.
+        The parts have the `fewest` samples at least, if the client has that many.
         """
         first, rest = [], []
         for client, size in zip(self.ids, self.num_samples.tolist(), strict=True):
@@ -247,7 +247,7 @@ class Clients:
 
     @property
     def lr_decay(self) -> float:
-        """What is left of every step size in this round."""
+        """What is left of `train.lr` in this round, and of what follows it."""
         return self._place.train.lr_decay**self.round
 
     def record(self, batch: Batch, losses: Tensor) -> None:

@@ -104,7 +104,7 @@ def test_a_step_that_would_weigh_the_own_model_negatively_is_refused() -> None:
 def weights_by_hand(run: Run, models: Tensor, client: int) -> Tensor:
     """Return the weights [N] of all models in u of one client."""
     params, others = run.method.params, [j for j in range(4) if j != client]
-    sigma = params.sigma or 1.0
+    sigma = params.sigma or {"distance": 1.0, "cosine": 25.0}[params.weights]
     if params.weights == "cosine":
         near = {
             j: math.exp(sigma * float(torch.cosine_similarity(models[client], models[j], 0))) for j in others
@@ -167,11 +167,12 @@ def test_what_weights_and_pull_are_changes_what_is_trained() -> None:
             assert (one - other).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("diverged", [torch.nan, torch.inf, 1e25])
 @pytest.mark.parametrize("weights", ["distance", "cosine"])
-def test_a_diverged_client_stays_alone(weights: str) -> None:
+def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     method = method_of(FedAMP, weights=weights)
     models, cohort = random(4, method.layout.size), Cohort(1, (0, 2, 3), torch.ones(3))
-    models[2, 5] = torch.nan
+    models[2, 5] = diverged
     sent = method.send({"models": models}, cohort)["theta"]
     others = models[[0, 1, 3]]
     assert_close(sent[[0, 2]], method.attention(others, (0, 2)) @ others)
@@ -316,7 +317,7 @@ def test_a_client_needs_samples_to_judge_on_and_to_train_on(model: str, fewest: 
         options, sizes = MODELS[model].options(), torch.tensor([9, count, 9, 9])
         return FedFomo(Context(model, options, (1, 8, 8), 10, sizes, TrainConfig(), 0), FedFomoParams())
 
-    with pytest.raises(UserError, match=f"a client has only {fewest - 1}; give each {fewest} or more$"):
+    with pytest.raises(UserError, match=f"client 1 has {fewest - 1} of them in all; give each {fewest} or"):
         fedfomo(fewest - 1)
     assert fedfomo(fewest).num_models == 3
 

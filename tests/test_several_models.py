@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -303,7 +304,12 @@ def test_traffic_of_several_models() -> None:
 def clustered(*keys: str, clients: int = 8) -> tuple[Run, State]:
     """Return a method for clients of equal size whose thresholds are 0.4 and 1.6, and its server's start."""
     network = () if "model.batchnorm=true" in keys else LINEAR
-    run = Run(*network, CLUSTERED, "train.rounds=1", f"data.clients={clients}", "method.first_round=2", *keys)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        keys = ("train.rounds=1", f"data.clients={clients}", "method.first_round=2", *keys)
+        run = Run(*network, CLUSTERED, *keys)
+    context = run.method.context
+    context.train = context.train.model_copy(update={"rounds": 100})
     return run, run.method.initial_server()
 
 
@@ -357,29 +363,46 @@ def test_no_split_without_eps_1_or_before_the_first_round() -> None:
     assert server["cluster"].tolist() == [0] * 8
 
 
-def test_a_run_without_a_split_says_so_and_history_holds_the_norms_to_choose_from() -> None:
-    keys = (*LINEAR, CLUSTERED, "data.clients=4", "method.first_round=1", "method.eps_2=100")
-    said = (
-        "^method.name=clustered_fl has split no cluster in 2 rounds, .*mean update .*eps_1=0.4.*eps_2=100.0"
-    )
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (("train.rounds=1",), "method.first_round=20 allows none; allowed here: below 1$"),
+        (("data.clients=2", "method.first_round=0"), "it parts three clients or more, and there are 2$"),
+        (
+            ("train.participation=0.5", "train.rounds=1", "method.first_round=0"),
+            "a cluster waits until all its clients have trained, and 2 never did$",
+        ),
+        (
+            ("method.first_round=1", "method.eps_1=1e-9"),
+            "its mean update was .*, not shorter than method.eps_1",
+        ),
+        (
+            ("method.first_round=1", "method.eps_1=1e9", "method.eps_2=1e9"),
+            "its longest update was .*, not longer than method.eps_2",
+        ),
+    ],
+)
+def test_a_run_without_a_split_says_why(keys: tuple[str, ...], why: str) -> None:
+    said = f"^method.name=clustered_fl never split, so it was FedAvg with uniform means: {why}"
     with pytest.warns(UserWarning, match=said):
-        run = Run(*keys, "train.rounds=2")
-    norms = run.method.history(run.server)
-    assert torch.equal(norms["update_norm"], run.server["updates"].norm(dim=1))
-    mean = run.server["updates"].mean(dim=0).norm()
-    torch.testing.assert_close(norms["mean_update_norm"], mean.expand(4))
-    assert 0 < mean < norms["update_norm"].min()
+        Run(*LINEAR, CLUSTERED, "data.clients=4", "train.rounds=2", *keys)
 
 
-def test_norms_of_history_are_those_of_each_clients_own_cluster() -> None:
-    run, server = clustered(clients=4)
-    receive(run, server, updates(RIGHT, LEFT, RIGHT, LEFT), round=2)
-    receive(run, server, updates((3.0, 0.0), (0.0, 4.0), (1.0, 0.0), (0.0, 0.0)), round=3)
+def test_history_holds_the_norms_of_clients_heard_of_since_their_cluster_came_to_be() -> None:
+    run, server = clustered("method.first_round=4", clients=4)
+    receive(run, server, updates((3.0, 0.0), (-1.0, 0.0), clients=[0, 1]), round=2)
+    norms = run.method.history(server)
+    assert norms["update_norm"].nan_to_num(-1).tolist() == [3, 1, -1, -1]
+    assert norms["mean_update_norm"].nan_to_num(-1).tolist() == [1, 1, -1, -1]
+    receive(run, server, updates(RIGHT, LEFT, RIGHT, LEFT), round=4)
+    norms = run.method.history(server)
+    assert server["cluster"].tolist() == [0, 1, 0, 1]
+    assert norms["update_norm"].isnan().all()
+    assert norms["mean_update_norm"].isnan().all()
+    receive(run, server, updates((3.0, 0.0), (0.0, 4.0), (1.0, 0.0), (0.0, 0.0)), round=5)
     norms = run.method.history(server)
     assert norms["update_norm"].tolist() == [3, 4, 1, 0]
     assert norms["mean_update_norm"].tolist() == [2, 2, 2, 2]
-    receive(run, server, updates((-1.0, 0.0), clients=[0]), round=4)
-    assert run.method.history(server)["mean_update_norm"].tolist() == [0, 2, 0, 2]
 
 
 def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:

@@ -299,7 +299,7 @@ class Method:
 
     @property
     def epochs_a_round(self) -> int:
-        """Passes of a client over its training data in a round, each with a gradient of every mini-batch."""
+        """About how many gradients of each mini-batch a client takes in a round, for `hpcfl plan`."""
         return self.context.train.local_epochs
 
     def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:

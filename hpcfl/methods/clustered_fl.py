@@ -35,7 +35,7 @@ class ClusteredFLParams(Params):
     """Hyper-parameters of Clustered FL.
 
     Norms scale with `train.lr`, local epochs and the network: /history/update_norm and mean_update_norm of a
-    run tell what to compare with, and a run without any split says so at its end.
+    run tell what to compare with, and a run without any split says at its end why.
     """
 
     eps_1: float = Field(0.4, ge=0)
@@ -84,30 +84,45 @@ class ClusteredFL(Method):
         if cohort.round >= self.params.first_round:
             for number in of_cohort.unique().tolist():
                 self._split(server, number)
-            is_last = cohort.round == self.context.train.rounds - 1
-            if is_last and len(server["theta"]) == 1 and self.params.eps_1 > 0:
-                self._say_that_none_split(server)
+        is_last = cohort.round == self.context.train.rounds - 1
+        if is_last and len(server["theta"]) == 1 and self.params.eps_1 > 0:
+            self._say_why_none_split(server)
 
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": down["theta"]}
 
     def history(self, server: State) -> State:
-        updates, cluster = server["updates"], server["cluster"]
-        norms = updates.norm(dim=1)
-        means = mean_of_clusters(updates, torch.ones_like(norms), cluster, torch.zeros_like(server["theta"]))
-        return {"cluster": cluster, "update_norm": norms, "mean_update_norm": means.norm(dim=1)[cluster]}
+        """Return clusters and, of clients heard of since theirs came to be, both norms that are compared."""
+        updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
+        nothing = torch.full_like(server["theta"], torch.nan)
+        means = mean_of_clusters(updates[known], known[known].float(), cluster[known], nothing)
+        unknown = torch.where(known, 0.0, torch.nan)
+        return {
+            "cluster": cluster,
+            "update_norm": updates.norm(dim=1) + unknown,
+            "mean_update_norm": means.norm(dim=1)[cluster] + unknown,
+        }
 
     def memory(self) -> dict[str, int]:
         model = 4 * self.layout.size
         return {"updates": model * self.context.num_clients, "one model a cluster": model}
 
-    def _say_that_none_split(self, server: State) -> None:
-        norms = self.history(server)
+    def _say_why_none_split(self, server: State) -> None:
+        norms, rounds, clients = self.history(server), self.context.train.rounds, self.context.num_clients
+        mean, longest = norms["mean_update_norm"][0], norms["update_norm"].max()
+        unheard = int(clients - server["is_known"].sum())
+        if rounds <= self.params.first_round:
+            why = f"method.first_round={self.params.first_round} allows none; allowed here: below {rounds}"
+        elif clients <= 2:
+            why = f"it parts three clients or more, and there are {clients}"
+        elif unheard:
+            why = f"a cluster waits until all its clients have trained, and {unheard} never did"
+        elif not mean < self.params.eps_1:
+            why = f"its mean update was {mean:.3g} long, not shorter than method.eps_1={self.params.eps_1}"
+        else:
+            why = f"its longest update was {longest:.3g}, not longer than method.eps_2={self.params.eps_2}"
         warnings.warn(
-            f"method.name={self.name} has split no cluster in {self.context.train.rounds} rounds, so it was "
-            f"FedAvg with uniform means; its last mean update was {norms['mean_update_norm'][0]:.3g} long "
-            f"(method.eps_1={self.params.eps_1}: shorter is needed) and the longest "
-            f"{norms['update_norm'].max():.3g} (method.eps_2={self.params.eps_2}: longer is needed)",
+            f"method.name={self.name} never split, so it was FedAvg with uniform means: {why}",
             stacklevel=2,
         )
 

@@ -9,8 +9,9 @@ with xi_ij = alpha A'(||theta_i - theta_j||^2), A(x) = 1 - exp(-x / sigma), or i
 Choices: squared distances are divided by their mean over all pairs of clients (`method.scale=none`: as they
 are, where with a whole network's distances A' is soon 0 and FedAMP local training); theta_j of a client that
 is not sampled is its last upload; training starts from u_i; the pull has a gradient (PFLlib's has none, so
-that its FedAMP is local training); running statistics stay with the client; evaluated is theta_i after its
-last training. alpha (N - 1) / sigma above 1 would weigh a client's own model negatively and is refused.
+that its FedAMP is local training); a diverged client trains alone and has no weight with others; running
+statistics stay with the client; evaluated is theta_i after its last training. alpha (N - 1) / sigma above 1
+would weigh a client's own model negatively and is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from hpcfl.errors import UserError
 from hpcfl.messages import Cohort, Message
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State, pull_towards
+
+LONGEST = 1e18
+"""Length of a model from which on squared distances have no number in float32."""
 
 
 class FedAMPParams(Params):
@@ -66,7 +70,7 @@ class FedAMP(ModelBank):
 
     def download(self, server: State, cohort: Cohort) -> Message:
         models, members = server["models"], torch.tensor(cohort.clients)
-        theta, sound = models[members], models.isfinite().all(dim=1)
+        theta, sound = models[members], models.norm(dim=1) < LONGEST
         takes_part = sound[members]
         if takes_part.any():
             # a diverged client stays alone: even a weight of 0 would spread what is no number

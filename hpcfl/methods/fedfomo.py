@@ -63,10 +63,11 @@ class FedFomo(ModelBank):
                 f"there are {context.num_clients} clients"
             )
         self._fewest = (1, context.fewest_samples)
-        if context.num_samples.min() < sum(self._fewest):
+        client = int(context.num_samples.argmin())
+        if context.num_samples[client] < sum(self._fewest):
             raise UserError(
-                f"method.name={self.name} holds out training samples, and a client has only "
-                f"{context.num_samples.min()}; give each {sum(self._fewest)} or more"
+                f"method.name={self.name} holds out training samples, and client {client} has "
+                f"{context.num_samples[client]} of them in all; give each {sum(self._fewest)} or more"
             )
 
     def server_state(self) -> State:

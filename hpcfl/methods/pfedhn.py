@@ -7,9 +7,10 @@
 H and the embeddings v_i stay on the server. Evaluated is theta_i as generated, before any local training. In
 the variant pFedHN-PC (`method.private_head`) H generates the body, and each client keeps a head of its own.
 
-Choices: the paper's server does one step for one client a round; ours does one with the mean over a cohort
-(`method.server_step=sequential`: one a client, in the order of clients, all Delta_i being those of the models
-sent, which with ten clients and momentum diverges at the same lr_h); gradients are clipped on the server only
+Choices: the paper's server does one step for one client a round; ours does one with the mean over a cohort,
+of gradients of phi and of all v_i alike (`method.server_step=sequential`: one a client, in the order of
+clients, all Delta_i being those of the models sent, which with ten clients and momentum diverges at the same
+lr_h); gradients are clipped on the server only
 (the authors' also in clients); momentum and weight decay of an embedding act when its client is sampled;
 running statistics cannot be generated and stay with the client; unlike the authors', the generator begins
 with everybody's common weights (`method.start=drawn` draws its head), since drawn scales of BatchNorm would
@@ -46,7 +47,8 @@ class PFedHNParams(Params):
     hidden_layers: int = Field(3, ge=0)
     """Hidden layers after the first (authors: 3)."""
     hypernetwork_lr: float = Field(0.1, ge=0)
-    """Step size lr_h (authors: 0.01, one client a step); 0 leaves all models as they began."""
+    """Step size lr_h (authors: 0.01, one client a step); means over ten clients take up to 1, single clients
+    diverge at 0.3; 0 leaves all models as they began."""
     hypernetwork_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of the server's SGD (authors: 0.9)."""
     hypernetwork_weight_decay: float = Field(0.001, ge=0)
