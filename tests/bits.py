@@ -67,6 +67,16 @@ SPECIAL = {
 """What a method needs to be small and quick, to run at all, or to do in few rounds what makes it special."""
 
 
+VARIANTS = {
+    "fedamp-cosine": ["method.weights=cosine"],
+    "fedphp-distillation": ["method.regulariser=distillation"],
+    "fedrod-hyper": ["method.hyper_head=true"],
+    "per_fedavg-hessian": ["method.variant=hessian_free"],
+    "pfedhn-private": ["method.private_head=true"],
+}
+"""Variants that are methods of their own, tested as the others are."""
+
+
 def method_settings(name: str) -> list[str]:
     """Return settings that choose a method, and what it needs in the tiny runs."""
     return [f"method.name={name}", *SPECIAL.get(name, [])]

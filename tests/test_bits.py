@@ -13,6 +13,7 @@ import pytest
 import torch
 from bits import (
     MEETS_ALL_SOON,
+    VARIANTS,
     contents,
     differing,
     method_settings,
@@ -61,17 +62,14 @@ def variant_cases() -> dict[str, list[str]]:
     special = {
         "clustered_fl-single": ["method.linkage=single", "train.rounds=3"],
         "fedafk-sequential": ["method.schedule=sequential"],
-        "fedamp-cosine": ["method.weights=cosine"],
         "fedem-finetuned": ["train.finetune_epochs=1"],
         "fedmn-pretrained": ["method.architecture=[2,2,2]", "method.pretrain_rounds=1"],
         "fedmn-soft": ["method.routing=soft"],
-        "fedphp-distillation": ["method.regulariser=distillation"],
-        "fedrod-hyper": ["method.hyper_head=true"],
         "heurpfedla-k2": ["method.k=2"],
-        "per_fedavg-hessian": ["method.variant=hessian_free"],
-        "pfedhn-private": ["method.private_head=true", "method.server_step=sequential"],
+        "pfedhn-sequential": ["method.private_head=true", "method.server_step=sequential"],
         "pfedmb-simplex": ["method.constraint=simplex", "method.shared_alpha=true"],
     }
+    special |= VARIANTS
     cases |= {name: [*method_settings(name.partition("-")[0]), *keys] for name, keys in special.items()}
     return {name: [*case, "train.participation=0.6"] for name, case in cases.items()}
 
@@ -147,11 +145,10 @@ def test_rank_counts_and_small_blocks_give_the_same_bits(
     assert not differing(serial(case), parallel(ranks) / case)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", [*(f"{method}-some" for method in METHODS), *VARIANTS])
 def test_evaluations_and_finetuning_change_no_state(
-    serial: Folders, settings: list[str], tmp_path: Path, method: str
+    serial: Folders, settings: list[str], tmp_path: Path, case: str
 ) -> None:
-    case = f"{method}-some"
     changed = ["run.eval_every=2", "train.finetune_epochs=2"]
     assert run_here(tmp_path / "run", [*settings, *SERIAL_CASES[case], *changed]) == 0
     assert not differing(serial(case), tmp_path / "run", "server", "clients")

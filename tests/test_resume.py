@@ -15,11 +15,13 @@ from pathlib import Path
 
 import h5py
 import pytest
-from bits import MEETS_ALL_SOON, differing, method_settings, run_here, tiny_settings, write_digits
+from bits import MEETS_ALL_SOON, VARIANTS, differing, method_settings, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY, clean_environment, in_mpi_world, kill_tree
 
+from hpcfl.clients import Clients
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
-from hpcfl.methods import METHODS
+from hpcfl.messages import Message
+from hpcfl.methods import METHODS, Method
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="starts worlds of its own")
 
@@ -68,8 +70,8 @@ def short(method: str) -> list[str]:
 
     "fedmn-pretrained" is FedMN whose first round is another than those after it.
     """
-    name, _, pretrained = method.partition("-")
-    more = ["method.pretrain_rounds=1"] if pretrained else []
+    more = (VARIANTS | {"fedmn-pretrained": ["method.pretrain_rounds=1"]}).get(method, [])
+    name = method.partition("-")[0]
     return [*method_settings(name), *more, "train.participation=0.6", "run.eval_every=2"]
 
 
@@ -81,7 +83,7 @@ def completed_rounds(folder: Path) -> int:
 # Stops at every round boundary
 
 
-@pytest.mark.parametrize("method", [*METHODS, "fedmn-pretrained"])
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, "fedmn-pretrained"])
 def test_stopped_or_prolonged_at_every_round_boundary(
     undisturbed: Callable[[str], Path],
     settings: list[str],
@@ -100,6 +102,36 @@ def test_stopped_or_prolonged_at_every_round_boundary(
         assert completed_rounds(tmp_path / "run") == done
     assert run_here(tmp_path / "run", [*settings, *short(method)]) == FINISHED
     assert not differing(expected, tmp_path / "run")
+
+
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS])
+def test_killed_in_the_middle_of_the_last_round(settings: list[str], tmp_path: Path, method: str) -> None:
+    """SIGKILL while the last of all clients trains, under full participation."""
+    keys = [*settings, *short(method), "train.participation=1", "run.checkpoint_every=1"]
+    child = os.fork()
+    if child == 0:
+        die_in_round(ROUNDS - 1, METHODS[method.partition("-")[0]])
+        run_here(tmp_path / "run", keys)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert completed_rounds(tmp_path / "run") == ROUNDS - 1
+    for folder in ("run", "undisturbed"):
+        assert run_here(tmp_path / folder, keys) == FINISHED
+    assert not differing(tmp_path / "undisturbed", tmp_path / "run")
+
+
+def die_in_round(number: int, method: type[Method]) -> None:
+    """Have this process killed once the last client of a round has trained."""
+    train = method.train
+
+    def deadly(self: Method, clients: Clients, down: Message) -> Message:
+        up = train(self, clients, down)
+        if clients.round == number and self.context.num_clients - 1 in clients.ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return up
+
+    method.train = deadly  # type: ignore[method-assign]
 
 
 def test_prolonged_round_by_round_past_an_evaluation_off_schedule(

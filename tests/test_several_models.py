@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -506,6 +507,13 @@ def test_single_linkage_has_the_least_largest_similarity_across_the_parts() -> N
         assert torch.equal(bipartition(vectors, "single"), best)
 
 
+def test_clustered_fl_finds_two_planted_groups_in_one_split(two_groups: tuple[str, ...]) -> None:
+    splits = ("method.eps_1=0.27", "method.eps_2=0.45", "method.first_round=2")
+    run = Run(*two_groups, CLUSTERED, *splits, "train.rounds=9")
+    assert run.server["cluster"].tolist() == [0, 1] * 3
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"][[0, 1] * 3])
+
+
 def test_clustered_fl_finds_three_planted_groups_in_two_splits(tmp_path: Path) -> None:
     keys = planted(tmp_path, [PLAIN, MIRRORED, MIRRORED_AND_SWAPPED] * 3)
     splits = ("method.eps_1=0.27", "method.eps_2=0.45", "method.first_round=2")
@@ -604,6 +612,22 @@ class ByNumbers(FedEM):
         # class 0 has probability 1/2 or 9/10, the others share the rest
         theta[0, -10], theta[1, -10] = torch.tensor(9.0).log(), torch.tensor(81.0).log()
         return {"theta": theta}
+
+
+@pytest.mark.usefixtures("double")
+def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
+    run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", "train.batch_size=100", kind=ByNumbers)
+    run.server = run.method.initial_server()
+    clients, down = sent_to(run, [1], 0)
+    clients["weights"] = torch.full((1, 2), 0.5)
+    run.method.work(clients, down)
+    is_first = run.place.shard.samples("train", 1)[1] == 0
+    # shares 5/14 and 9/14 of log 2 and log 10/9 for class 0, 5/6 and 1/6 of log 18 and log 90 for the others
+    of_first = (5 * math.log(2) + 9 * math.log(10 / 9)) / 14
+    of_others = (5 * math.log(18) + math.log(90)) / 6
+    expected = torch.where(is_first, of_first, of_others).mean()
+    assert clients.steps.tolist() == [2]
+    torch.testing.assert_close(clients.loss_sum / clients.steps, expected.reshape(1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.usefixtures("double")
