@@ -240,7 +240,8 @@ def _setting(whole: Table) -> str:
         f"clients {_values(config.data.clients or 'as the data has them' for config in configs)}; "
         f"accuracy on the {_values(config.run.eval_split for config in configs)} split after the last "
         "round, mean over clients, mean ± standard deviation over seeds; "
-        "bytes a client and round, of trainable numbers + of running statistics and indices."
+        "bytes a client and round, of trainable numbers + of running statistics and indices; "
+        "client steps are updates of weights by a mini-batch, whatever each costs."
     )
 
 

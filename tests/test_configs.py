@@ -20,7 +20,7 @@ from hpcfl.experiment import deal, make_method
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
-from hpcfl.tablefile import Table
+from hpcfl.tablefile import Cell, Table
 
 FOLDER = REPOSITORY / "configs"
 
@@ -66,6 +66,9 @@ EXPECTED = {
 """Clients, those in a round, and classes a client, as the papers have them; None where they are drawn."""
 
 TABLES = sorted(str(path.relative_to(FOLDER)) for path in (FOLDER / "tables").iterdir())
+
+
+TUNED_BY = ("baselines", "baselines_tuning")
 
 
 def load(name: str, *overrides: str) -> Config:
@@ -134,6 +137,32 @@ def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
     for cell in cells[: len(cells) // 3]:
         assert cell.config.tree()["data"] == data
         assert make_method(cell.config, arrays, parts).context.num_clients == 10
+
+
+def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_table_says_so() -> None:
+    baselines, tuning = (Table(FOLDER / "tables" / f"{name}.yaml", [], None) for name in TUNED_BY)
+
+    def choices(cell: Cell) -> tuple[object, ...]:
+        return cell.config.method, cell.config.params, cell.config.train.lr
+
+    tried = [choices(cell) for cell in tuning.cells]
+    for cell in tuning.cells:
+        assert cell.config.run.eval_split == "val"
+        assert cell.config.data.val_fraction == 0.2
+    for cell in baselines.cells:
+        assert cell.config.run.eval_split == "test"
+        assert cell.config.data.val_fraction == 0
+        method, params, lr = choices(cell)
+        if baselines.tuned[cell.row] is None:
+            assert (params, lr) == (METHODS[cell.config.method].Params(), 0.05)
+        else:
+            assert (method, params, lr) in tried
+            assert len([name for name, *_ in tried if name == method]) > 1
+    same = ("data", "model")
+    ours, theirs = baselines.cells[0].config.tree(), tuning.cells[0].config.tree()
+    ours["data"]["val_fraction"] = theirs["data"]["val_fraction"]
+    assert [ours[group] for group in same] == [theirs[group] for group in same]
+    assert ours["train"]["batch_size"] == theirs["train"]["batch_size"]
 
 
 SETTING = r"(?:method|data|model|train|run)\.\w+=[\w\[][\w.,\]]*(?<![.,])"
