@@ -50,6 +50,8 @@ def common_cases() -> dict[str, list[str]]:
     for method in METHODS:
         cases[f"{method}-all"] = method_settings(method)
         cases[f"{method}-some"] = [*method_settings(method), "train.participation=0.4"]
+    # all clients have trained after two rounds, so that some part
+    cases["clustered_fl-some"] = [*cases["clustered_fl-all"], "train.participation=0.6", "train.rounds=3"]
     return cases
 
 
@@ -189,6 +191,7 @@ def some_between(rows: Tensor, low: float, high: float) -> bool:
     ("case", "name", "happens"),
     [
         ("clustered_fl-all", "server/cluster", lambda cluster: len(cluster.unique()) > 2),
+        ("clustered_fl-some", "server/cluster", lambda cluster: len(cluster.unique()) > 1),
         ("clustered_fl-single", "server/cluster", lambda cluster: len(cluster.unique()) > 1),
         ("fedala-all", "clients/weights", lambda weights: some_between(weights, 0, 1)),
         ("fedfomo-all", "server/affinity", lambda affinity: (affinity > 0).any()),
