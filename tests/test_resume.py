@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -108,7 +109,10 @@ def test_stopped_or_prolonged_at_every_round_boundary(
 def test_killed_in_the_middle_of_the_last_round(settings: list[str], tmp_path: Path, method: str) -> None:
     """SIGKILL while the last of all clients trains, under full participation."""
     keys = [*settings, *short(method), "train.participation=1", "run.checkpoint_every=1"]
-    child = os.fork()
+    with warnings.catch_warnings():
+        # of threads, which newer Pythons warn of: those of linear algebra are idle
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         die_in_round(ROUNDS - 1, METHODS[method.partition("-")[0]])
         run_here(tmp_path / "run", keys)
