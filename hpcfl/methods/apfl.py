@@ -9,10 +9,9 @@ With vbar = a_i v_i + (1 - a_i) w_i, a mini-batch does
 
 Choices: weights are mixed, not logits; g(vbar) is taken once, after the step of w_i, and serves v_i and a_i;
 a_i moves at the first mini-batch of a round alone, as in the authors' code, without momentum (at every one,
-w_i is soon ahead of v_i, whose steps are a_i times smaller, and most a_i fall to 0); running
-statistics are vbar's and stay with the client; evaluated is vbar after local training, so that an unsampled
-client's is that of its last round. a_i fixed at 1 makes v_i local training, at 0 vbar is the client's copy of
-FedAvg's model.
+w_i is soon ahead of v_i, whose steps are a_i times smaller, and most a_i fall to 0); running statistics are
+vbar's and stay with the client; evaluated is vbar after local training, so that an unsampled client's is that
+of its last round. a_i fixed at 1 makes v_i local training, at 0 vbar is the client's copy of FedAvg's model.
 """
 
 from __future__ import annotations
