@@ -77,9 +77,13 @@ VARIANTS = {
 """Variants that are methods of their own, tested as the others are."""
 
 
-def method_settings(name: str) -> list[str]:
-    """Return settings that choose a method, and what it needs in the tiny runs."""
-    return [f"method.name={name}", *SPECIAL.get(name, [])]
+def method_settings(case: str) -> list[str]:
+    """Return settings that choose a method, and what it needs in the tiny runs.
+
+    A case is a method, one of VARIANTS, or a method and a name after "-" that says what a test adds.
+    """
+    method = case.partition("-")[0]
+    return [f"method.name={method}", *SPECIAL.get(method, []), *VARIANTS.get(case, [])]
 
 
 def run_here(folder: Path, settings: Sequence[str]) -> int:

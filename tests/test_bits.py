@@ -71,8 +71,8 @@ def variant_cases() -> dict[str, list[str]]:
         "pfedhn-sequential": ["method.private_head=true", "method.server_step=sequential"],
         "pfedmb-simplex": ["method.constraint=simplex", "method.shared_alpha=true"],
     }
-    special |= VARIANTS
-    cases |= {name: [*method_settings(name.partition("-")[0]), *keys] for name, keys in special.items()}
+    cases |= {name: [*method_settings(name), *keys] for name, keys in special.items()}
+    cases |= {name: method_settings(name) for name in VARIANTS}
     return {name: [*case, "train.participation=0.6"] for name, case in cases.items()}
 
 

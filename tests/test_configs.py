@@ -68,9 +68,6 @@ EXPECTED = {
 TABLES = sorted(str(path.relative_to(FOLDER)) for path in (FOLDER / "tables").iterdir())
 
 
-TUNED_BY = ("baselines", "baselines_tuning")
-
-
 def load(name: str, *overrides: str) -> Config:
     """Load a file as a user does: a folder that the source is read from is named on the command line."""
     path = FOLDER / name
@@ -140,7 +137,8 @@ def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
 
 
 def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_table_says_so() -> None:
-    baselines, tuning = (Table(FOLDER / "tables" / f"{name}.yaml", [], None) for name in TUNED_BY)
+    names = ("baselines", "baselines_tuning")
+    baselines, tuning = (Table(FOLDER / "tables" / f"{name}.yaml", [], None) for name in names)
 
     def choices(cell: Cell) -> tuple[object, ...]:
         return cell.config.method, cell.config.params, cell.config.train.lr

@@ -109,7 +109,7 @@ def finished(settings: list[str]) -> Callable[[str, str], Run]:
 
 
 def keys_of(case: str) -> list[str]:
-    return [*method_settings(case.partition("-")[0]), *(VARIANTS | FOR_ENGINES).get(case, [])]
+    return [*method_settings(case), *FOR_ENGINES.get(case, [])]
 
 
 def expected(name: str, table: Mapping[str, Any], case: str) -> Any:

@@ -71,9 +71,8 @@ def short(method: str) -> list[str]:
 
     "fedmn-pretrained" is FedMN whose first round is another than those after it.
     """
-    more = (VARIANTS | {"fedmn-pretrained": ["method.pretrain_rounds=1"]}).get(method, [])
-    name = method.partition("-")[0]
-    return [*method_settings(name), *more, "train.participation=0.6", "run.eval_every=2"]
+    more = ["method.pretrain_rounds=1"] if method == "fedmn-pretrained" else []
+    return [*method_settings(method), *more, "train.participation=0.6", "run.eval_every=2"]
 
 
 def completed_rounds(folder: Path) -> int:
