@@ -156,7 +156,8 @@ class Clients:
         streams = [torch_stream(self._place.seed, purpose, self.round, client) for client in self.ids]
         offsets = shard.offset["train"][self._local]
         done, most = [0] * len(self), math.inf if steps is None else steps
-        for _ in range(train.local_epochs if epochs is None else epochs) if steps is None else count():
+        epochs = train.local_epochs if epochs is None else epochs
+        for _ in range(epochs) if steps is None else count():
             if all(n >= most for n in done):
                 return
             orders = [

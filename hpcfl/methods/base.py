@@ -122,7 +122,7 @@ class Method:
     """Whether `download` and `aggregate` look after averaged running statistics, under the name BUFFERS."""
 
     num_statistics: int | None = None
-    """How many models' averaged running statistics the server begins with, [num_statistics, U]; None: [U]"""
+    """How many models' averaged running statistics the server begins with, a row each; None: one, [U]."""
 
     names_layers: ClassVar[bool] = True
     """Whether layers that do not travel to a single client must be named; not if it asked for the others."""

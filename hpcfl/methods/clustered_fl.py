@@ -81,12 +81,16 @@ class ClusteredFL(Method):
             server[BUFFERS] = mean_of_clusters(rows[BUFFERS], uniform, of_cohort, server[BUFFERS])
         server["updates"][members] = rows["theta"]
         server["is_known"][members] = 1
-        if cohort.round >= self.params.first_round:
+        rounds, first = self.context.train.rounds, self.params.first_round
+        obstacle: str | None = f"method.first_round={first} allows none; allowed here: below {rounds}"
+        if cohort.round >= first:
             for number in of_cohort.unique().tolist():
-                self._split(server, number)
-        is_last = cohort.round == self.context.train.rounds - 1
-        if is_last and len(server["theta"]) == 1 and self.params.eps_1 > 0:
-            self._say_why_none_split(server)
+                obstacle = self._split(server, number)
+        if cohort.round == rounds - 1 and len(server["theta"]) == 1 and self.params.eps_1 > 0:
+            warnings.warn(
+                f"method.name={self.name} never split, so it was FedAvg with uniform means: {obstacle}",
+                stacklevel=2,
+            )
 
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": down["theta"]}
@@ -95,53 +99,36 @@ class ClusteredFL(Method):
         """Return clusters and, of clients heard of since theirs came to be, both norms that are compared."""
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
         nothing = torch.full_like(server["theta"], torch.nan)
-        means = mean_of_clusters(updates[known], known[known].float(), cluster[known], nothing)
-        unknown = torch.where(known, 0.0, torch.nan)
-        return {
-            "cluster": cluster,
-            "update_norm": updates.norm(dim=1) + unknown,
-            "mean_update_norm": means.norm(dim=1)[cluster] + unknown,
-        }
+        means = mean_of_clusters(updates[known], torch.ones(len(known))[known], cluster[known], nothing)
+        norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.norm(dim=1)[cluster]}
+        return {"cluster": cluster} | {name: norm.where(known, torch.nan) for name, norm in norms.items()}
 
     def memory(self) -> dict[str, int]:
         model = 4 * self.layout.size
         return {"updates": model * self.context.num_clients, "one model a cluster": model}
 
-    def _say_why_none_split(self, server: State) -> None:
-        norms, rounds, clients = self.history(server), self.context.train.rounds, self.context.num_clients
-        mean, longest = norms["mean_update_norm"][0], norms["update_norm"].max()
-        unheard = int(clients - server["is_known"].sum())
-        if rounds <= self.params.first_round:
-            why = f"method.first_round={self.params.first_round} allows none; allowed here: below {rounds}"
-        elif clients <= 2:
-            why = f"it parts three clients or more, and there are {clients}"
-        elif unheard:
-            why = f"a cluster waits until all its clients have trained, and {unheard} never did"
-        elif not mean < self.params.eps_1:
-            why = f"its mean update was {mean:.3g} long, not shorter than method.eps_1={self.params.eps_1}"
-        else:
-            why = f"its longest update was {longest:.3g}, not longer than method.eps_2={self.params.eps_2}"
-        warnings.warn(
-            f"method.name={self.name} never split, so it was FedAvg with uniform means: {why}",
-            stacklevel=2,
-        )
-
-    def _split(self, server: State, number: int) -> None:
-        """Give some clients of a cluster a number of their own, if their updates disagree."""
+    def _split(self, server: State, number: int) -> str | None:
+        """Give some clients of a cluster a number of their own if their updates disagree, or say why not."""
         members = (server["cluster"] == number).nonzero().squeeze(1)
-        if len(members) <= 2 or not server["is_known"][members].all():
-            return
+        if len(members) <= 2:
+            return f"it parts three clients or more, and there are {len(members)}"
+        unheard = len(members) - int(server["is_known"][members].sum())
+        if unheard:
+            return f"a cluster waits until all its clients have trained, and {unheard} never did"
         updates = server["updates"][members]
         mean, longest = updates.mean(dim=0).norm(), updates.norm(dim=1).max()
         # neither holds of a diverged client's updates, which are no numbers
-        if not (mean < self.params.eps_1 and longest > self.params.eps_2):
-            return
+        if not mean < self.params.eps_1:
+            return f"its mean update was {mean:.3g} long, not shorter than method.eps_1={self.params.eps_1}"
+        if not longest > self.params.eps_2:
+            return f"its longest update was {longest:.3g}, not longer than method.eps_2={self.params.eps_2}"
         leaving = members[bipartition(updates, self.params.linkage)]
         server["cluster"][leaving] = len(server["theta"])
         server["is_known"][members] = 0
         for name in ("theta", BUFFERS):
             if name in server:
                 server[name] = torch.cat([server[name], server[name][number : number + 1]])
+        return None
 
 
 def bipartition(updates: Tensor, linkage: str) -> Tensor:

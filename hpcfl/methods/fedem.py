@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients, GradientOf
+from hpcfl.clients import Clients
 from hpcfl.messages import BUFFERS, Message
 from hpcfl.methods.base import Context, Params, State, statistics_of_models
 from hpcfl.methods.fedavg import FedAvg
@@ -121,25 +121,20 @@ class FedEM(FedAvg):
         statistics, trained, ended = clients.buffers, [], []
         for m in range(self.params.components):
 
-            def known(batch: Batch, share: Tensor = shares[..., m]) -> Tensors:
-                return {"share": batch.pick(share)}
+            def gradient(
+                weights: Tensor, batch: Batch, share: Tensor = shares[..., m]
+            ) -> tuple[Tensor, Tensor]:
+                tensors = {"theta": weights, "share": batch.pick(share)}
+                gradients, losses = clients.gradient(_weighted_loss, tensors, batch)
+                # M passes each see one component's part of the mixture's loss
+                return gradients["theta"], losses * self.params.components
 
-            gradient = self._counting_whole_mixtures(clients.gradient_beside(_weighted_loss, known))
             clients.buffers = statistics[:, m].clone()
             component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
             trained.append(component.theta)
             ended.append(clients.buffers)
         clients.buffers = torch.stack(ended, dim=1)
         return torch.stack(trained, dim=1)
-
-    def _counting_whole_mixtures(self, gradient: GradientOf) -> GradientOf:
-        """Report losses M times: one component's share of the mixture's loss, in one of M passes."""
-
-        def reported(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            slope, losses = gradient(theta, batch)
-            return slope, losses * self.params.components
-
-        return reported
 
 
 def _weighted_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:

@@ -10,11 +10,10 @@ the variant pFedHN-PC (`method.private_head`) H generates the body, and each cli
 Choices: the paper's server does one step for one client a round; ours does one with the mean over a cohort,
 of gradients of phi and of all v_i alike (`method.server_step=sequential`: one a client, in the order of
 clients, all Delta_i being those of the models sent, which with ten clients and momentum diverges at the same
-lr_h); gradients are clipped on the server only
-(the authors' also in clients); momentum and weight decay of an embedding act when its client is sampled;
-running statistics cannot be generated and stay with the client; unlike the authors', the generator begins
-with everybody's common weights (`method.start=drawn` draws its head), since drawn scales of BatchNorm would
-be near zero.
+lr_h); gradients are clipped on the server only (the authors' also in clients); momentum and weight decay of
+an embedding act when its client is sampled; running statistics cannot be generated and stay with the client;
+unlike the authors', the generator begins with everybody's common weights (`method.start=drawn` draws its
+head), since drawn scales of BatchNorm would be near zero.
 """
 
 from __future__ import annotations
