@@ -41,7 +41,8 @@ _FIRST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
 _PAUSE_GROWTH = 1.5
 
-_ABORT_STAGGER_S = 0.05
+_PASSING_ON_S = 0.2
+_ABORT_STAGGER_S = 0.25
 _LONGEST_STAGGER_S = 1.0
 
 
@@ -309,6 +310,8 @@ def abort_on_exception(world: World) -> Iterator[None]:
         text = f"{header}\n{traceback.format_exc()}"
         time.sleep(min(world.rank * _ABORT_STAGGER_S, _LONGEST_STAGGER_S))
         sys.stderr.write(text)
+        # mpirun may drop what it has not yet passed on when a rank aborts
+        time.sleep(_PASSING_ON_S)
         world.abort(1)
 
 
