@@ -60,7 +60,9 @@ class Table:
         self.title = outline.title
         self.shrunk = ""
         """Which options made the table shorter than its file says, for its title."""
-        self.folder = out or _default_folder(path, shrinking)
+        self.result_name = _name(path, shrinking)
+        """What files are called that hold the table's results."""
+        self.folder = out or Path("runs") / self.result_name
         self.cells = self._cells(outline, overrides, shrinking)
         """All of the first seed first, column by column."""
         self._refuse_twins()
@@ -205,10 +207,9 @@ def _seeds(seeds: Sequence[int], wanted: Sequence[int] | None) -> list[int]:
     return [seed for seed in seeds if seed in wanted]
 
 
-def _default_folder(path: Path, shrinking: Shrinking) -> Path:
-    """Return runs/<TABLE>; another one where rounds are cut, as some methods' runs cannot be prolonged."""
-    rounds = "" if shrinking.rounds is None else f"-{shrinking.rounds}rounds"
-    return Path("runs") / f"{path.stem}{rounds}"
+def _name(path: Path, shrinking: Shrinking) -> str:
+    """Return the file's name; another one where rounds are cut, as some methods' runs cannot be prolonged."""
+    return path.stem if shrinking.rounds is None else f"{path.stem}-{shrinking.rounds}rounds"
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -20,8 +20,10 @@ from hpcfl.process import StopFlag
 from hpcfl.run import run
 from hpcfl.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Shrinking, Table
+from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
-from hpcfl.tables.writing import write
+from hpcfl.tables.planning import plan
+from hpcfl.tables.writing import write, write_results
 from hpcfl.world import World, agreed, open_world
 
 A_CELL_NEEDS_S = 30
@@ -40,6 +42,10 @@ def table(arguments: Sequence[str]) -> bool:
     parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
     parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
     parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
+    parser.add_argument("--plan", action="store_true", help="only list cells, their gradients and hours")
+    parser.add_argument(
+        "--write-results", action="store_true", help="also write CSV files in results/ beside TABLE.yaml"
+    )
     parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     options = parser.parse_intermixed_args(list(arguments))
@@ -54,6 +60,9 @@ def table(arguments: Sequence[str]) -> bool:
         stop = StopFlag()
         at_exit.callback(stop.restore)
         whole = agreed(world, lambda: Table(path, overrides, options.out, shrinking))
+        if options.plan:
+            print(agreed(world, lambda: as_text(plan(whole, world)) if world.is_server else ""))
+            return False
         own = range(part - 1, len(whole.cells), num_parts)
         pending = agreed(world, lambda: _pending(whole, own, options.fresh) if world.is_server else [])
         pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
@@ -63,6 +72,9 @@ def table(arguments: Sequence[str]) -> bool:
         stopped = _run_cells(whole, pending, world, stop, command, options.quiet)
         text, missing = agreed(world, lambda: write(whole) if world.is_server else ("", 0))
         say(f"\n{text}\nin {whole.folder}: table.md, table.tex, table.csv")
+        if options.write_results:
+            written = agreed(world, lambda: write_results(whole) if world.is_server else [])
+            say(f"results: {', '.join(map(str, written))}")
         if missing:
             say(f"{missing} of {len(whole.cells)} cells are missing")
         if stopped:

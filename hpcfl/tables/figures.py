@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hpcfl.methods import METHODS
 from hpcfl.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import Row
-from hpcfl.tables.statistics import mean_and_deviation, worst_tenth
+from hpcfl.tables.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 
 ACCURACIES = (
     "accuracy_mean",
@@ -43,6 +44,8 @@ class Entry:
     """Of its first seed."""
     figures: dict[int, Figures]
     """By finished seed."""
+    of_clients: dict[int, list[float]]
+    """Accuracy of each client at the end, by finished seed."""
     missing: int
     """Seeds that are not finished."""
 
@@ -79,9 +82,37 @@ def entries(table: Table) -> list[Entry]:
         for number, row in enumerate(table.rows):
             cells = table.of(number, column)
             if cells:
-                figures = {cell.seed: cell_figures(cell) for cell in cells if is_finished(cell)}
-                missing = len(cells) - len(figures)
-                made.append(Entry(row, column_label, cells[0].config, figures, missing))
+                done = [cell for cell in cells if is_finished(cell)]
+                of_clients = {cell.seed: client_accuracies(cell) for cell in done}
+                figures = {cell.seed: cell_figures(cell, of_clients[cell.seed]) for cell in done}
+                missing = len(cells) - len(done)
+                made.append(Entry(row, column_label, cells[0].config, figures, of_clients, missing))
+    return made
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two compared rows in a column."""
+
+    rows: tuple[str, str]
+    column: str
+    seeds: list[int]
+    """Seeds that both rows have finished."""
+    paired: PairedDifference | None
+    """None without a seed."""
+
+
+def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
+    """Return the first minus the second row of each compared pair, in each of its columns."""
+    by_place = {(entry.row.label, entry.column): entry for entry in known}
+    made = []
+    for pair in table.compare:
+        for column in pair.columns or ():
+            first, second = (by_place[label, column].of_clients for label in pair.rows)
+            seeds = [seed for seed in table.seeds if seed in first and seed in second]
+            accuracies = ([of_row[seed] for seed in seeds] for of_row in (first, second))
+            paired = paired_difference(*accuracies) if seeds else None
+            made.append(Difference((pair.rows[0], pair.rows[1]), column, seeds, paired))
     return made
 
 
@@ -98,11 +129,10 @@ def is_finished(cell: Cell) -> bool:
     return bool(metrics) and int(metrics[-1]["round"]) == cell.config.train.rounds
 
 
-def cell_figures(cell: Cell) -> Figures:
-    """Return what a finished cell gave and cost."""
+def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
+    """Return what a finished cell gave and cost; `accuracies` are its clients' at the end."""
     metrics = read_csv(cell.folder / "metrics.csv")
     last = {name: float(value) for name, value in metrics[-1].items()}
-    accuracies = client_accuracies(cell)
     train = cell.config.train
     turns = train.rounds * train.cohort_size(len(accuracies))
     means = [float(line["accuracy_mean"]) for line in metrics]

@@ -1,4 +1,4 @@
-"""A table file as it is written: what it may hold, what it extends, and where in it a mistake is."""
+"""A table file with all that it extends: labels, settings by row and column, published numbers."""
 
 from __future__ import annotations
 
@@ -6,124 +6,17 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    ValidationError,
-)
+from pydantic import ValidationError
 
-from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, GROUPS, read_yaml
+from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
 from hpcfl.errors import UserError
 from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
+from hpcfl.tables.schema import ColumnEntry, Comparison, RowEntry, TableEntry, mistake, place_of
 
 ONLY = ""
 """Label of the column of a table that names none."""
-
-
-def _one_line(text: str) -> str:
-    if len(text.splitlines()) != 1 or not text.strip():
-        raise ValueError("it must be one line of text")
-    return text.strip()
-
-
-Line = Annotated[StrictStr, AfterValidator(_one_line)]
-Percent = Annotated[StrictInt | StrictFloat, Field(ge=0, le=100, allow_inf_nan=False)]
-
-
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class _Settings(_Entry):
-    """A configuration tree, looked into when it is resolved."""
-
-    method: Any = None
-    data: Any = None
-    model: Any = None
-    train: Any = None
-    run: Any = None
-
-    def tree(self) -> dict[str, Any]:
-        return self.model_dump(include=set(GROUPS), exclude_none=True)
-
-
-class _Sweep(_Entry):
-    """A short way to write columns that differ in one key."""
-
-    key: Line
-    values: list[StrictBool | StrictInt | StrictFloat | StrictStr] = Field(min_length=1)
-
-    def columns(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the label and the settings of each value."""
-        *groups, name = self.key.split(".")
-        made = []
-        for value in self.values:
-            tree: Any = {name: value}
-            for group in reversed(groups):
-                tree = {group: tree}
-            made.append((f"{name} = {str(value).lower() if isinstance(value, bool) else value}", tree))
-        return made
-
-
-class _Column(_Settings):
-    label: Line | None = None
-    config: Line | None = None
-    """Configuration file under all other settings, relative to the table file."""
-    sweep: _Sweep | None = None
-
-
-class _Row(_Settings):
-    label: Line | None = None
-    """Name in the table; default: the method's."""
-    tuned: Line | None = None
-    """Which keys were chosen on a validation split, and among what; the table repeats it."""
-    without: list[Line] | None = None
-    """Columns in which the row has no cell."""
-    published: Percent | dict[Line, Percent] | None = None
-    """Accuracy that the source names, in %, by column."""
-
-
-class Comparison(_Entry):
-    """Two rows whose difference, first minus second, is shown with its interval."""
-
-    rows: list[Line] = Field(min_length=2, max_length=2)
-    columns: list[Line] | None = None
-    """Default: all in which both rows have a cell."""
-
-
-def _as_comparison(value: Any) -> Any:
-    return {"rows": value} if isinstance(value, list) else value
-
-
-class _TableFile(_Entry):
-    extends: Line | None = None
-    """Table file, relative to this one, of which this one says only what differs."""
-    title: Line | None = None
-    size: Line | None = None
-    """How the table differs in size from what it stands for; printed above every output."""
-    source: Line | None = None
-    """Where the published numbers stand."""
-    seeds: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, min_length=1)
-    config: Line | None = None
-    """As that of a column, for all that name none."""
-    settings: _Settings = _Settings()
-    """What all cells have in common."""
-    columns: list[_Column] | None = Field(None, min_length=1)
-    sweep: _Sweep | None = None
-    """In place of columns."""
-    rows: list[_Row] | None = Field(None, min_length=1)
-    compare: list[Annotated[Comparison, BeforeValidator(_as_comparison)]] | None = None
-    show: list[StrictStr] | None = Field(None, min_length=1)
-    """Which quantities stand in the printed table."""
 
 
 @dataclass(frozen=True)
@@ -183,9 +76,9 @@ def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
         base = read_outline(below, [*seen, path])
         tree = _with_choices(path, tree, base)
     try:
-        file = _TableFile.model_validate(tree)
+        file = TableEntry.model_validate(tree)
     except ValidationError as error:
-        raise UserError(_mistake(path, tree, error)) from error
+        raise UserError(mistake(path, tree, error)) from error
     return _Reader(path, file, base or _EMPTY, base is not None).outline()
 
 
@@ -206,7 +99,7 @@ def _with_choices(path: Path, tree: dict[str, Any], base: Outline) -> dict[str, 
 class _Reader:
     """Puts one file on top of what it extends."""
 
-    def __init__(self, path: Path, file: _TableFile, base: Outline, extends: bool) -> None:
+    def __init__(self, path: Path, file: TableEntry, base: Outline, extends: bool) -> None:
         self._path, self._file, self._base, self._extends = path, file, base, extends
 
     def outline(self) -> Outline:
@@ -214,7 +107,7 @@ class _Reader:
         for name in ("title", "seeds", "rows"):
             if not self._extends and getattr(file, name) is None:
                 raise UserError(
-                    f"{self._path}: {name} is missing; a table has {', '.join(_TableFile.model_fields)}"
+                    f"{self._path}: {name} is missing; a table has {', '.join(TableEntry.model_fields)}"
                 )
         if file.seeds is not None and len(set(file.seeds)) < len(file.seeds):
             raise UserError(f"{self._path}: seeds={file.seeds} is not possible: a seed is there twice")
@@ -241,14 +134,14 @@ class _Reader:
             raise UserError(f"{self._path}: sweep stands in place of columns; put it into one of them")
         entries = file.columns
         if file.sweep is not None:
-            entries = [_Column(sweep=file.sweep)]
+            entries = [ColumnEntry(sweep=file.sweep)]
         common = {} if file.config is None else self._config(str(self._path), file.config)
         if entries is None:
             return base.columns, {}, {label: common or base.configs[label] for label in base.columns}
         trees: dict[str, dict[str, Any]] = {}
         configs: dict[str, dict[str, Any]] = {}
         for number, entry in enumerate(entries):
-            place = f"{self._path}, {_place('column', number, entry.label)}"
+            place = f"{self._path}, {place_of('column', number, entry.label)}"
             for label, tree in self._written_columns(place, entry):
                 if label in trees:
                     raise UserError(
@@ -259,7 +152,7 @@ class _Reader:
                 configs[label] = own or base.configs.get(label, {})
         return list(trees), trees, configs
 
-    def _written_columns(self, place: str, entry: _Column) -> list[tuple[str, dict[str, Any]]]:
+    def _written_columns(self, place: str, entry: ColumnEntry) -> list[tuple[str, dict[str, Any]]]:
         """Return the label and the settings of the columns that an entry stands for."""
         if entry.sweep is None:
             if entry.label is None:
@@ -286,7 +179,7 @@ class _Reader:
         trees: dict[str, dict[str, Any]] = {}
         for number, entry in enumerate(file.rows):
             label = entry.label or self._method_name(entry)
-            place = f"{self._path}, {_place('row', number, label)}"
+            place = f"{self._path}, {place_of('row', number, label)}"
             if label in rows:
                 first = list(rows).index(label)
                 raise UserError(
@@ -318,7 +211,7 @@ class _Reader:
             rows[label], trees[label] = row, entry.tree()
         return list(rows.values()), trees
 
-    def _method_name(self, entry: _Row) -> str:
+    def _method_name(self, entry: RowEntry) -> str:
         """Return the label of a row that has none: its method, or that of all cells."""
         for method in (entry.method, self._file.settings.method):
             if isinstance(method, dict) and "name" in method:
@@ -329,7 +222,7 @@ class _Reader:
                 return str(method["name"])
         return DEFAULT_METHOD
 
-    def _published(self, place: str, entry: _Row, columns: Sequence[str]) -> dict[str, float]:
+    def _published(self, place: str, entry: RowEntry, columns: Sequence[str]) -> dict[str, float]:
         if entry.published is None:
             return {}
         if isinstance(entry.published, dict):
@@ -403,51 +296,3 @@ def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     # labels may hold commas
     there = " | ".join(names) or "none, as the table has one column without a name"
     return f"{name} is none of the {kind}; there are: {there}{hint}"
-
-
-def _place(kind: str, number: int, label: object) -> str:
-    return f"{kind} {number + 1}" + (f" ({label})" if label else "")
-
-
-def _label(entry: object) -> object:
-    """Return what an entry of the file, whatever it is, seems to be called."""
-    method = entry.get("method") if isinstance(entry, dict) else None
-    name = method.get("name") if isinstance(method, dict) else None
-    return entry.get("label", name) if isinstance(entry, dict) else None
-
-
-def _mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
-    """Say in a line where in the file the first mistake is, and what is allowed."""
-    first = error.errors()[0]
-    place, keys = str(path), list(first["loc"])
-    kind: type[BaseModel] = _TableFile
-    entries: dict[str, type[BaseModel]] = {"rows": _Row, "columns": _Column, "compare": Comparison}
-    if keys[0] in entries and len(keys) > 1:
-        group, number = str(keys[0]), int(keys[1])
-        entry = tree[group][number]
-        name = {"rows": "row", "columns": "column"}.get(group, group)
-        label = entry.get("label") if isinstance(entry, dict) else None
-        if (
-            group == "rows"
-            and not label
-            and isinstance(entry, dict)
-            and isinstance(entry.get("method"), dict)
-        ):
-            label = entry["method"].get("name")
-        place, keys, kind = f"{path}, {_place(name, number, label)}", keys[2:], entries[group]
-        what = f"the {name}"
-    elif keys[0] == "settings" and len(keys) > 1:
-        place, keys, kind = f"{path}, settings", keys[1:], _Settings
-    if keys and keys[0] == "sweep" and len(keys) > 1:
-        place, keys, kind = f"{place}, sweep", keys[1:], _Sweep
-    key = ".".join(map(str, keys)) or what
-    allowed = ", ".join(kind.model_fields)
-    if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, kind.model_fields, n=1)
-        return f"{place}: {key} is an unknown key; allowed: {allowed}" + "".join(
-            f"; did you mean {name}?" for name in near
-        )
-    if first["type"] == "missing":
-        return f"{place}: {key} is missing; it has {allowed}"
-    reason = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {key}={first['input']!r} is not possible: {reason}"
