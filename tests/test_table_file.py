@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import in_mpi_world
 
 from hpcfl.config import flatten
 from hpcfl.errors import UserError
+from hpcfl.main import main
 from hpcfl.tables.cells import Shrinking, Table
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="reads files only")
@@ -362,5 +364,19 @@ def test_a_mistake_of_a_file_that_extends_another(folder: Path, what: str) -> No
     assert refused(folder / "evening.yaml").startswith(said)
 
 
-def test_the_example_is_yaml_that_a_reader_would_write(folder: Path) -> None:
-    assert yaml.safe_load(PAPER)["columns"][2]["sweep"] == {"key": "method.k", "values": [0, 2]}
+# Help
+
+
+def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["table", "--help"])
+    example = re.search(r"^  columns:\n(?:  .*\n)+", capsys.readouterr().out, re.MULTILINE)
+    assert example
+    path = tmp_path / "example.yaml"
+    path.write_text(f"title: t\nseeds: [0]\n{textwrap.dedent(example[0])}")
+    table = Table(path, [], None)
+    assert table.columns == ["many", "lr = 0.1", "lr = 0.2"]
+    assert len(table.cells) == 5
+    assert [(pair.rows, pair.columns) for pair in table.compare] == [
+        (("pfedla", "alone"), ["many", "lr = 0.1"])
+    ]
