@@ -84,7 +84,7 @@ class HeurpFedLA(PFedLA):
         return super().history(server) | counts
 
     def memory(self) -> dict[str, int]:
-        counts = {"retained rounds": 8 * self.context.num_clients * len(self.layers)} if self.params.k else {}
+        counts = {"retained_rounds": 8 * self.context.num_clients * len(self.layers)} if self.params.k else {}
         return super().memory() | counts
 
     def personalised(self, clients: Clients, down: Message) -> State:
