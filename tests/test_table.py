@@ -598,6 +598,8 @@ def test_three_ranks_make_the_same_table(
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
+    planned = mpirun(2, *command, "--plan").stdout.splitlines()
+    assert [line.split()[:3] for line in planned if line.startswith("fedavg ")] == [["fedavg", "2", "2"]]
     wrong = mpirun(3, *command, "train.lr=9", check=False)
     assert wrong.returncode == BAD_INPUT
     assert (wrong.stdout, wrong.stderr.count("\n")) == ("", 1)
