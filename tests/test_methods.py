@@ -226,13 +226,7 @@ PFEDLA = {
     # written for readers
     "alpha": (N, len(LAYERS), N),
     **{f"hypernetworks/{name}": shape for name, shape in HYPERNETWORKS.items()},
-    **{
-        f"optimiser/{name}.{moment}": shape
-        for name, shape in HYPERNETWORKS.items()
-        for moment in ("first", "second")
-    },
-    "optimiser/steps": (N,),
-    "optimiser/heads.steps": (N, len(LAYERS)),
+    "optimiser/largest_update": (N,),
 }
 
 
@@ -288,7 +282,7 @@ STATE = {
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
-    "heurpfedla": Kept(PFEDLA, OWN_MODEL),
+    "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
     # theta is phi_i with the head h_i
     "fedafk": Kept(THETA, {"coefficient": (N,)} | OWN_MODEL),
     # V_i follows from the data and the routing hypernetwork
