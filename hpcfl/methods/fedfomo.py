@@ -18,6 +18,7 @@ is the model after the client's last training (PFLlib). M = 0 is local training 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -29,7 +30,7 @@ from hpcfl.messages import BUFFERS, Cohort, Message, Upload
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.randomness import torch_stream
-from hpcfl.training import sample_losses
+from hpcfl.training import TrainConfig, sample_losses
 
 
 class FedFomoParams(Params):
@@ -113,6 +114,10 @@ class FedFomo(ModelBank):
     @property
     def row_size(self) -> int:
         return max(1, self.num_models) * self.layout.size
+
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * (1 - params.held_out)
 
     def chosen(self, affinity: Tensor, client: int, round: int) -> Tensor:
         """Return the ids [M] of the models that a client gets, from its row of the matrix [N]."""
