@@ -181,23 +181,38 @@ TRAFFIC = {
 }
 
 
+FIRST_TRAFFIC = {"fedfomo": Traffic(0, P)}
+"""Traffic of the first round, where it is another: before it, no client has a trained model to share."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_traffic(folder: Callable[[str], Path], case: str) -> None:
     sent = expected("TRAFFIC", TRAFFIC, case)
+    first = FIRST_TRAFFIC.get(case, sent)
     with h5py.File(folder(case) / "checkpoint.h5", "r", locking=False) as file:
         by_client = torch.from_numpy(file["ledger/client_bytes"][()])
         (metrics,) = file["ledger/metrics"][()]
-    assert by_client.tolist() == [[4 * n * sent.down, 4 * n * sent.up] for n in SAMPLED]
+    is_first = [client in (1, 3, 4, 5) for client in range(N)]
+    numbers = [
+        [(n - early) * sent.down + early * first.down, (n - early) * sent.up + early * first.up]
+        for n, early in zip(SAMPLED, is_first, strict=True)
+    ]
+    assert by_client.tolist() == [[4 * down, 4 * up] for down, up in numbers]
     counted = dict(zip(METRICS, metrics, strict=True))
-    totals = {
-        "bytes_down": 4 * sent.down,
-        "bytes_up": 4 * sent.up,
-        "buffer_bytes_down": 4 * sent.statistics_down,
-        "buffer_bytes_up": 4 * sent.statistics_up,
-        "index_bytes_down": sent.ids_down,
-        "index_bytes_up": sent.ids_up,
+    units = {
+        "bytes_down": ("down", 4),
+        "bytes_up": ("up", 4),
+        "buffer_bytes_down": ("statistics_down", 4),
+        "buffer_bytes_up": ("statistics_up", 4),
+        "index_bytes_down": ("ids_down", 1),
+        "index_bytes_up": ("ids_up", 1),
     }
-    assert {name: counted[name] / sum(SAMPLED) for name in totals} == totals
+    early = sum(is_first)
+    totals = {
+        name: unit * ((sum(SAMPLED) - early) * getattr(sent, of) + early * getattr(first, of))
+        for name, (of, unit) in units.items()
+    }
+    assert {name: counted[name] for name in totals} == totals
 
 
 # State
@@ -213,6 +228,7 @@ class Kept(NamedTuple):
 THETA = {"theta": (P,)}
 AVERAGED = {"buffers": (U,)}
 OWN_MODEL = {"theta": (N, P), "buffers": (N, U)}
+BANK = {"models": (N, P), "is_known": (N,)}
 
 HYPERNETWORKS = {
     "embedding": (N, 100),
@@ -264,9 +280,9 @@ STATE = {
     "fedper": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
     # h_0 stands in theta, which is where it began
     "fedbabu": Kept(THETA | AVERAGED, {}),
-    "fedfomo": Kept({"models": (N, P), "affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
+    "fedfomo": Kept(BANK | {"affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
     # u_i follows from the models
-    "fedamp": Kept({"models": (N, P)}, OWN_MODEL),
+    "fedamp": Kept(BANK, OWN_MODEL),
     # a client's number follows from its data and the newest models
     "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U)}, {}),
     # each client's last update, which a cluster under partial participation waits for

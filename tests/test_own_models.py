@@ -87,12 +87,18 @@ def test_unsampled_clients_keep_what_they_have_to_the_bit(case: str) -> None:
 @pytest.mark.parametrize("case", ALL)
 def test_one_model_travels_each_way_and_fedfomo_gets_several(case: str) -> None:
     run = after(case, 3)
-    rounds = torch.zeros(4, 1, dtype=torch.int64)
+    numbers = torch.zeros(4, 2, dtype=torch.int64)
+    known = set[int]()
     for number in range(3):
-        rounds[list(run.simulation.cohort(number).clients)] += 1
-    # two models down, and up their weights beside the client's own model
-    numbers = [2 * WITH_BATCHNORM, WITH_BATCHNORM + 2] if case == "fedfomo" else [WITH_BATCHNORM] * 2
-    assert torch.equal(run.bytes_by_client, 4 * rounds * torch.tensor(numbers))
+        clients = run.simulation.cohort(number).clients
+        down, up = WITH_BATCHNORM, WITH_BATCHNORM
+        if case == "fedfomo":
+            # up to two models that others have trained go down, and their weights up beside the own model
+            others = min(2, *(len(known - {client}) for client in clients))
+            down, up = others * WITH_BATCHNORM, WITH_BATCHNORM + others
+        numbers[list(clients)] += torch.tensor([down, up])
+        known.update(clients)
+    assert torch.equal(run.bytes_by_client, 4 * numbers)
 
 
 @pytest.mark.parametrize("common", [SOME, BATCHNORM])
@@ -233,7 +239,9 @@ def test_apfl_with_alpha_zero_evaluates_the_clients_copy_of_fedavgs_model() -> N
 
 @pytest.mark.parametrize("alpha_moves", ["round", "step"])
 def test_alpha_never_leaves_the_interval(alpha_moves: str) -> None:
-    run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", "train.rounds=2")
+    # one mini-batch a round, after which alpha moves no more
+    keys = ("train.rounds=2", "train.batch_size=100")
+    run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", *keys)
     assert run.clients["alpha"].min() == 0
     run.place.state["alpha"].fill_(0.5)
     # next to a ruined global model the client's own is worth everything
@@ -302,6 +310,17 @@ def test_pfedme_without_a_pull_never_moves_w() -> None:
     start = run.method.context.initial_parameters()
     assert torch.equal(run.server["theta"], start)
     assert (run.evaluated()["theta"] - start).abs().amax(dim=1).min() > 1e-3
+
+
+@pytest.mark.usefixtures("double")
+def test_fine_tuning_of_pfedme_has_the_step_size_of_its_own_models() -> None:
+    keys = (*MLP, *SOME, "method.personal_lr=0.03", "train.lr=0.7")
+    run = Run(PFEDME, *keys, "train.finetune_epochs=1")
+    for client, tuned in enumerate(run.evaluated()["theta"]):
+        theta = run.clients["theta"][client]
+        for x, y in batches_of(run, client, 3, "finetune", epochs=1):
+            theta = theta - 0.03 * 0.8**3 * gradient(run, theta, x, y)
+        torch.testing.assert_close(tuned, theta, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 3.25), (0.5, 6.625), (2.0, -3.5)])

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from hpcfl.clients import Clients
 from hpcfl.messages import Message
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
-from hpcfl.methods.fedavg import FedAvg
 
 
 class APFLParams(Params):
@@ -42,7 +41,7 @@ class APFLParams(Params):
     """Whether a_i moves once a round (authors' code) or with every mini-batch (Algorithm 1)."""
 
 
-class APFL(OwnModel, FedAvg):
+class APFL(OwnBesideGlobal):
     name = "apfl"
     summary = "each client's own model and the global one, mixed by a learnt weight"
     Params = APFLParams

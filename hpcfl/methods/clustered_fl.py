@@ -95,6 +95,9 @@ class ClusteredFL(Method):
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": down["theta"]}
 
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        return {"theta": down["theta"] + up.rows["theta"]}
+
     def history(self, server: State) -> State:
         """Return clusters and, of clients heard of since theirs came to be, both norms that are compared."""
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1

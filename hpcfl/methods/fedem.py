@@ -71,6 +71,9 @@ class FedEM(FedAvg):
         clients.buffers = statistics_of_models(clients, self.params.components)
         return {"theta": down["theta"], "weights": clients["weights"]}
 
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        return {"theta": up.rows["theta"], "weights": clients["weights"]}
+
     def client_history(self, clients: Clients) -> State:
         return {"weights": clients["weights"]}
 

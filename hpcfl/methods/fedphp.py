@@ -25,9 +25,8 @@ from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
 from hpcfl.messages import BUFFERS, Message
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
-from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.training import Batch, Forward, distillation_loss
 
@@ -48,7 +47,7 @@ class FedPHPParams(Params):
     """Temperature of `distillation`."""
 
 
-class FedPHP(OwnModel, FedAvg):
+class FedPHP(OwnBesideGlobal):
     name = "fedphp"
     summary = "each client's moving average of its models, which teaches the next one"
     Params = FedPHPParams

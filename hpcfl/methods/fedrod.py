@@ -91,14 +91,10 @@ class FedRoD(FedAvg):
         server.update(weighted_means(up, dict.fromkeys(names, cohort.num_samples)))
 
     def personalised(self, clients: Clients, down: Message) -> State:
-        theta = down["theta"].clone(memory_format=torch.contiguous_format)
-        if self.params.hyper_head:
-            theta[:, self.layout.head] += vmap(self.generated)(
-                down["hypernetwork"], self.class_counts(clients)
-            )
-        else:
-            theta[:, self.layout.head] += clients["head"]
-        return {"theta": theta}
+        return {"theta": self._with_both_heads(clients, down)}
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        return {"theta": self._with_both_heads(clients, up)}
 
     @property
     def row_size(self) -> int:
@@ -115,6 +111,16 @@ class FedRoD(FedAvg):
         parts = psi.split([math.prod(shape) for shape in self._shapes])
         weight1, bias1, weight2, bias2 = (p.view(s) for p, s in zip(parts, self._shapes, strict=True))
         return weight2 @ (weight1 @ (counts / counts.sum()) + bias1).relu() + bias2
+
+    def _with_both_heads(self, clients: Clients, generic: Message) -> Tensor:
+        """Return the networks [C, P] whose head is g + p_i, of the generic part as it was sent or trained."""
+        theta = generic["theta"].clone(memory_format=torch.contiguous_format)
+        if self.params.hyper_head:
+            own = vmap(self.generated)(generic["hypernetwork"], self.class_counts(clients))
+        else:
+            own = clients["head"]
+        theta[:, self.layout.head] += own
+        return theta
 
     def _first_psi(self) -> Tensor:
         """Draw psi as PyTorch draws linear layers."""
