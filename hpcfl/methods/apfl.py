@@ -11,7 +11,8 @@ Choices: weights are mixed, not logits; g(vbar) is taken once, after the step of
 a_i moves at the first mini-batch of a round alone, as in the authors' code, without momentum (at every one,
 w_i is soon ahead of v_i, whose steps are a_i times smaller, and most a_i fall to 0); running statistics are
 vbar's and stay with the client; evaluated is vbar after local training, so that an unsampled client's is that
-of its last round, while a download brings w; a mini-batch costs two gradients. a_i fixed at 1 makes v_i local training, at 0 vbar is the client's copy of FedAvg's model.
+of its last round, while a download brings w; a mini-batch costs two gradients. a_i fixed at 1 makes v_i local
+training, at 0 vbar is the client's copy of FedAvg's model.
 """
 
 from __future__ import annotations

@@ -11,7 +11,11 @@ newest phi and g: heads are linear, so it is one network whose head is g + p_i.
 Choices: both losses share a mini-batch, a forward pass and a step size; p_i starts as a copy of g's first
 weights (PFLlib) and stays with the client. `method.hyper_head` makes p_i = H(share of each class; psi), H a
 network with one hidden layer whose psi travels and is averaged beside phi and g. A class that the client has
-no sample of has log n_c = -inf, so that it does not compete; n_c counts all samples, so no label is absent.
+no sample of has log n_c = -inf, so that it does not compete; n_c counts all samples, so no label is absent. A
+client with samples of one class has a balanced loss of 0 and returns phi and g as it got them, weight decay
+apart; it keeps its weight in the mean, as in the paper, which shortens the server's step and turns it
+nowhere. Where all clients are such, only personal heads learn. Before its first round a client's p_i is the
+initial head.
 """
 
 from __future__ import annotations
