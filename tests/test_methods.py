@@ -581,3 +581,79 @@ def test_engines_agree(
             train = run.method.context.train.model_copy(update={"finetune_epochs": epochs})
             monkeypatch.setattr(run.method.context, "train", train)
         torch.testing.assert_close(evaluated_together(batched), loop.evaluated(), rtol=1e-7, atol=1e-9)
+
+
+# Moments
+
+
+MOMENTS = [case for case in CASES if case not in ("fedafk", "fedmn")]
+
+
+def loss_on_training_data(run: Run, clients: Clients, model: State) -> float:
+    """Return the loss of one client's model on what it trains on."""
+    x, y = clients.samples("train", 0)
+    return float(-run.method.predict(clients, model, 0, x).gather(1, y.unsqueeze(1)).log().mean())
+
+
+@pytest.mark.parametrize("case", MOMENTS)
+@pytest.mark.usefixtures("double")
+def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
+    """Models of both moments are there, the scored ones where that is their moment, and change nothing."""
+    run = finished(case, "loop")
+    method, state = run.method, run.place.state
+    cohort = Cohort(ROUNDS, tuple(range(N)), method.context.num_samples)
+    channel = Channel(World(), method.layers, N)
+    kept = copy.deepcopy((run.server, state))
+    before, after = [], []
+    for client in range(N):
+        part = slice(client, client + 1)
+        to_score = channel.down(method.send(run.server, cohort, for_evaluation=True), cohort).select(part)
+        clients = Clients(run.place, [client], ROUNDS)
+        received = method.after_download(clients, to_score)
+        assert bool(received) == (case != "local")
+        if received:
+            before.append(loss_on_training_data(run, clients, received))
+        if method.scored_moment == "download" and not run.config.train.finetune_epochs:
+            scored = method.evaluated(Clients(run.place, [client], ROUNDS), to_score)
+            assert_same_model(received, scored)
+        torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
+
+        clients = Clients(run.place, [client], ROUNDS)
+        down = channel.down(method.send(run.server, cohort), cohort).select(part)
+        if method.negotiates(ROUNDS):
+            asked = method.ask(clients, down)
+            down = (
+                down | asked | method.answer(run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.rows)
+            )
+        up = method.work(clients, down)
+        end = copy.deepcopy((up.rows, clients.buffers, {name: clients[name] for name in state}))
+        trained = method.after_training(clients, down, up)
+        after.append(loss_on_training_data(run, clients, trained))
+        torch.testing.assert_close(
+            (up.rows, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
+        )
+        if method.scored_moment == "training":
+            clients.commit()
+            assert_same_model(trained, method.evaluated(Clients(run.place, [client], ROUNDS), to_score))
+            for name, rows in kept[1].items():
+                state[name].copy_(rows)
+    assert len(after) == N
+    if before:
+        assert sum(after) < sum(before)
+
+
+def assert_same_model(one: State, other: State) -> None:
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("case", MOMENTS)
+@pytest.mark.usefixtures("double")
+def test_scores_of_all_rounds_change_no_state_and_no_bytes(
+    finished: Callable[[str, str], Run], settings: list[str], case: str
+) -> None:
+    once = finished(case, "loop")
+    always = Run("data.per_client=null", *settings, *keys_of(case), "run.eval_every=1")
+    assert torch.equal(always.bytes_by_client, once.bytes_by_client)
+    for one, other in ((always.server, once.server), (always.clients, once.clients)):
+        assert_same_model(one, other)

@@ -13,12 +13,15 @@ FedAvg's (two gradients a mini-batch), traffic once. lambda = 0 makes v_i local 
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from hpcfl.clients import Clients
 from hpcfl.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, pull_towards
+from hpcfl.training import TrainConfig
 
 
 class DittoParams(Params):
@@ -44,7 +47,7 @@ class Ditto(OwnBesideGlobal):
         with clients.statistics_aside():
             return Message(rows={"theta": clients.sgd(w).theta})
 
-    @property
-    def epochs_a_round(self) -> int:
-        own = self.params.personal_epochs
-        return super().epochs_a_round + (super().epochs_a_round if own is None else own)
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        own = params.personal_epochs
+        return train.local_epochs + (train.local_epochs if own is None else own)

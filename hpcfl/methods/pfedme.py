@@ -25,6 +25,7 @@ from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State, pull_towards, weighted_mean
+from hpcfl.training import TrainConfig
 
 
 class PFedMeParams(Params):
@@ -71,6 +72,6 @@ class PFedMe(OwnBesideGlobal):
         lr = self.params.personal_lr * clients.lr_decay
         return {"theta": clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune").theta}
 
-    @property
-    def epochs_a_round(self) -> int:
-        return super().epochs_a_round * self.params.steps
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * params.steps
