@@ -30,6 +30,7 @@ from hpcfl.messages import Channel, Cohort
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
+from hpcfl.training import minibatches
 from hpcfl.world import World
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs of one rank, and many")
@@ -283,8 +284,8 @@ STATE = {
     "fedfomo": Kept(BANK | {"affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
     # u_i follows from the models
     "fedamp": Kept(BANK, OWN_MODEL),
-    # a client's number follows from its data and the newest models
-    "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U)}, {}),
+    # a client's number follows from its data and the newest models; its last choice is kept for readers
+    "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
     # each client's last update, which a cluster under partial participation waits for
     "clustered_fl": Kept(
         {"theta": (2, P), "buffers": (2, U), "cluster": (N,), "updates": (N, P), "is_known": (N,)}, {}
@@ -394,8 +395,9 @@ def adaptively_aggregated(run: Run) -> State:
         chosen = torch.randperm(len(y), generator=stream)[: max(1, int(0.8 * len(y) + 0.5))]
         for number in range({1: 3, 2: 1}[int(run.clients["stage"][client])]):
             stream = torch_stream(3, f"adaptive aggregation/{number + 1}", ROUNDS, client)
-            # at most two mini-batches of twelve, and none of one sample
-            for batch in chosen[torch.randperm(len(chosen), generator=stream)].split(12):
+            order = chosen[torch.randperm(len(chosen), generator=stream)]
+            for start, stop in minibatches(len(chosen), 12):
+                batch = order[start:stop]
                 theta = torch.cat([shared[BODY], ours[HEAD] + weights * apart])
                 slope = gradient(run, theta, x[batch], y[batch])[HEAD]
                 weights = (weights - slope * apart).clamp(0, 1)
