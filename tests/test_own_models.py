@@ -352,6 +352,18 @@ def test_the_discrepancy_worked_out() -> None:
     assert float(found) == pytest.approx(2 - 2 / math.e, abs=1e-6)
 
 
+def test_the_discrepancy_keeps_nothing_of_every_pairs_features() -> None:
+    one, other, sizes = random(20, 50).requires_grad_(), random(20, 50, seed=1), []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        discrepancy(one, other, [10.0]).backward()
+    assert max(sizes) <= 20 * 50
+
+
 def test_equal_samples_have_no_discrepancy_in_any_order() -> None:
     one, other = random(6, 3), random(6, 3, seed=1)
     assert float(discrepancy(one, one.flip(0), [1.0, 10.0])) == pytest.approx(0, abs=1e-6)

@@ -688,6 +688,24 @@ def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
 
 
 @pytest.mark.usefixtures("double")
+def test_a_step_of_fedem_is_that_of_everybody_divided_by_the_components() -> None:
+    keys = (
+        FEDEM,
+        *LINEAR,
+        "data.clients=1",
+        "data.partition.name=iid",
+        "train.rounds=1",
+        "train.batch_size=100",
+    )
+    moved = []
+    for count in (1, 4):
+        run = Run(*keys, f"method.components={count}", "train.lr=0.1", kind=EqualComponents)
+        moved.append(run.server["theta"][0] - run.method.context.initial_parameters())
+    torch.testing.assert_close(4 * moved[1], moved[0], rtol=1e-4, atol=1e-7)
+    assert load_config(None, [FEDEM]).train.lr == pytest.approx(3 * load_config(None, []).train.lr)
+
+
+@pytest.mark.usefixtures("double")
 def test_weights_of_components_worked_out() -> None:
     run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", kind=ByNumbers)
     run.server = run.method.initial_server()
