@@ -17,9 +17,10 @@ from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, mean_by_samples, network_with, torchs_sgd
 
 from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.messages import Channel, Cohort, Message, Upload
 from hpcfl.methods.fedphp import FedPHP, discrepancy
 from hpcfl.methods.pfedme import PFedMe
+from hpcfl.world import World
 
 DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
 DIGITS_CNN, WITH_BATCHNORM = 13_706, 13_802
@@ -460,3 +461,26 @@ def test_a_clients_first_round_of_fedphp_is_fedavgs_to_the_bit(regulariser: str)
     assert torch.equal(run.server["theta"], fedavg.server["theta"])
     expected = local.evaluated()
     assert all(torch.equal(value, expected[name]) for name, value in run.evaluated().items())
+
+
+# What a download brings
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_download_brings_what_the_next_training_starts_from(case: str) -> None:
+    run = after(case, 3)
+    cohort = Cohort(3, tuple(range(4)), run.method.context.num_samples)
+    channel = Channel(World(), run.method.layers, 4)
+    down = channel.down(run.method.send(run.server, cohort, for_evaluation=True), cohort)
+    for client in range(4):
+        clients = Clients(run.place, [client], 3)
+        model = run.method.after_download(clients, down.select(slice(client, client + 1)))
+        assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
+        if case == "fedfomo":
+            assert torch.equal(model["theta"], work(run, client, 3)[1]["previous"])
+        elif case.startswith("fedamp"):
+            u = run.method.download(run.server, cohort)["theta"][client]
+            assert torch.equal(model["theta"][0], u)
+            assert (u != run.clients["theta"][client]).any()
+        else:
+            assert torch.equal(model["theta"][0], run.server["theta"])
