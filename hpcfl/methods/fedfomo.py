@@ -9,13 +9,13 @@ clients, as these last sent them. The server adds the raw w_n to row i of a matr
 clients that rank highest there; each of the M is with probability eps a random one instead (section 3.2).
 
 Choices: candidates are the received models and the client's own, always; a client that never trained has no
-model to send, so in the first rounds all get fewer than M; where no weight is positive the
-client goes on from its own model (the authors' code: from theta_prev); `method.held_out` of the training
-samples, the same ones in all rounds, serve for w_n alone and are never trained on; clients that rank alike
-come in random order; running statistics stay with the client, which judges all models with its own, since it
-would use them, or a mean of them, with no others; evaluated is the model after the client's last training
-(PFLlib), while a download brings the mean it would start from (the authors log both). M = 0 is local training
-on the samples not held out. A message holds S x M models at once, as many as the cohort is sent.
+model to send, so in the first rounds all get fewer than M; where no weight is positive the client goes on
+from its own model (the authors' code: from theta_prev); `method.held_out` of the training samples, the same
+ones in all rounds, serve for w_n alone and are never trained on; clients that rank alike come in random
+order; running statistics stay with the client, which judges all models with its own, since it would use them,
+or a mean of them, with no others; evaluated is the model after the client's last training (PFLlib), while a
+download brings the mean it would start from (the authors log both). M = 0 is local training on the samples
+not held out. A message holds S x M models at once, as many as the cohort is sent.
 """
 
 from __future__ import annotations
