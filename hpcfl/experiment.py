@@ -86,6 +86,11 @@ def build(config: Config, world: World) -> Experiment:
     torch.backends.cudnn.allow_tf32 = False
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
+    if method.chain is not None and world.num_workers > 1:
+        raise UserError(
+            f"{method.chain} trains a round's clients one after the other, and {world.num_workers} workers "
+            "would train them side by side; start one or two ranks, or drop it"
+        )
     _refuse_small_blocks(config, method)
     _refuse_single_samples(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
@@ -96,7 +101,8 @@ def build(config: Config, world: World) -> Experiment:
     batched = config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
     engine: Engine = evaluator
     if batched:
-        engine = BatchedEngine(network, method.layout, config.run.clients_at_once)
+        at_once = config.run.clients_at_once if method.chain is None else 1
+        engine = BatchedEngine(network, method.layout, at_once)
     state = method.initial_clients(clients)
     workplace = Workplace(shard, clients, engine, evaluator, config.train, config.run.seed, device, state)
     split = config.run.eval_split

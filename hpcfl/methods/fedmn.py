@@ -27,8 +27,8 @@ Choices the paper leaves open:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +65,12 @@ class FedMNParams(Params):
     """First temperature tau (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
     """Last temperature (paper: 0.1)."""
+    router_lr: float = Field(0.1, gt=0)
+    """Step size of the routing hypernetwork, which decays as train.lr does; see also `gradient` above."""
+    router_spread: float = Field(3.0, ge=0)
+    """Standard deviation over samples of the logits z at the start, which labels make."""
+    order: Literal["parallel", "chain"] = "parallel"
+    """Clients of a round start from the server's weights, or each from where the one before it stopped."""
     pretrain_rounds: int = Field(0, ge=0)
     """First rounds of the run that train one encoder by FedAvg (the paper does not count its own)."""
 
@@ -83,6 +89,9 @@ class FedMN(Method):
 
     def __init__(self, context: Context, params: FedMNParams) -> None:
         super().__init__(context, params)
+        if params.order == "chain":
+            self.chain = "method.order=chain"
+        self._last: _Link | None = None
         sizes = params.architecture
         widest = min(512, context.network.num_features)
         widths = params.widths
@@ -93,7 +102,7 @@ class FedMN(Method):
             torch.manual_seed(stream_seed(context.seed, "modular network", 0, -1))
             networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
             with_classifier = params.pretrain_rounds > 0
-            self.network = ModularNetwork(sizes, widths, context.num_classes, networks, with_classifier)
+            self.network = ModularNetwork(sizes, widths, context.num_classes, networks, with_classifier, params.router_spread)
         self.layout = ParameterLayout(self.network)
         self.layers = self.layout.layers("child")
         names = [layer.name for layer in self.layers]
@@ -102,6 +111,13 @@ class FedMN(Method):
 
     def server_state(self) -> State:
         return {"theta": self.layout.flatten(self.network)[0]}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        rows = torch.zeros(len(clients), num_paths(self.params.architecture))
+        return {"probability": rows, "decision": rows.clone()}
+
+    def client_history(self, clients: Clients) -> State:
+        return {name: clients[name] for name in ("probability", "decision")}
 
     def negotiates(self, round: int) -> bool:
         return round >= self.params.pretrain_rounds
@@ -116,7 +132,8 @@ class FedMN(Method):
             [self._sampled(z, clients.round, i) for z, i in zip(logits, clients.ids, strict=True)]
         )
         decision = self._decision(soft, logits)
-        clients.notes["decision"] = decision.to(clients.device)
+        clients["probability"] = logits.sigmoid().to(clients.device)
+        clients["decision"] = decision.to(clients.device)
         clients.notes["slope"] = (soft * (1 - soft) / self.temperature(clients.round)).to(clients.device)
         return Message(rows={"paths": _packed(decision)})
 
@@ -131,11 +148,20 @@ class FedMN(Method):
                 for statistics in clients.buffers:
                     self._hand_on(self.layout.buffer_views(statistics))
             return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
-        # the router came with the download, zero elsewhere; blocks that this client did not ask for are none
-        start = down["theta"] + down["parts"] * columns(self.layers, down.keep["parts"])
-        theta = clients.sgd(start, gradient=self._gradient(clients, clients.notes)).theta
-        keep = self.active_layers(clients.notes["decision"].cpu()) | self._is_router
+        fixed = {"decision": clients["decision"]} | clients.notes
+        keep = down.keep["parts"].cpu() | self._is_router
+        # a client has no numbers of blocks that it did not ask for
+        has = columns(self.layers, keep.to(clients.device))
+        pool = self._pool(clients, down)
+        theta = clients.sgd(pool * has, gradient=self._gradient(clients, fixed)).theta
+        if self.chain is not None:
+            self._last = _Link(clients.round, theta.where(has, pool), clients.buffers.clone())
         return Message(rows={"theta": theta}, keep={"theta": keep})
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        """Return the local models with the decision they were trained with, which is what the paper scores."""
+        model = {"theta": up["theta"]}
+        return model | {"decision": clients["decision"]} if self.negotiates(clients.round) else model
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
@@ -225,6 +251,14 @@ class FedMN(Method):
         """Whether an evaluation scores the modular network, not the classifier of the pretraining."""
         return clients.round > self.params.pretrain_rounds
 
+    def _pool(self, clients: Clients, down: Message) -> Tensor:
+        """Return the weights [C, P] that a group's round starts from, all blocks included."""
+        if self._last is None or self._last.round != clients.round:
+            return down["parts"]
+        if self._averages_buffers:
+            clients.buffers = self._last.buffers.clone()
+        return self._last.theta
+
     def _sampled(self, logits: Tensor, round: int, client: int) -> Tensor:
         """Draw the soft decision v [E] of a client (eq. 5)."""
         stream = torch_stream(self.context.seed, "routing", round, client)
@@ -244,10 +278,13 @@ class FedMN(Method):
     def _gradient(self, clients: Clients, fixed: Tensors) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
         """Return the gradient of training with fixed decisions [C, E], and slopes where the router learns."""
 
+        router = columns(self.layers, self._is_router)
+        factor = torch.where(router, self.params.router_lr / self.context.train.lr, 1.0).to(clients.device)
+
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             tensors = {"theta": theta} | {name: tensor[batch.rows] for name, tensor in fixed.items()}
             gradients, losses = clients.gradient(self._loss, tensors, batch)
-            return gradients["theta"], losses
+            return gradients["theta"] * factor, losses
 
         return gradient
 
@@ -267,6 +304,14 @@ class FedMN(Method):
             source = rest if child.startswith("encoder") else rest.removeprefix("images.")
             if child.startswith("encoder") or rest.startswith("images.body."):
                 tensor.copy_(views[f"encoder1.{source}"])
+
+
+class _Link(NamedTuple):
+    """Where the last client of a chain stopped: its round, the weights [1, P], running statistics [1, U]."""
+
+    round: int
+    theta: Tensor
+    buffers: Tensor
 
 
 def _check(params: FedMNParams, widths: list[int], rounds: int) -> None:
