@@ -152,7 +152,7 @@ class Clients:
         shard, train = self._place.shard, self._place.train
         if samples is None:
             samples = [torch.arange(n) for n in self.num_samples.tolist()]
-        cuts = [minibatches(len(chosen), train.batch_size) for chosen in samples]
+        cuts = [minibatches(len(chosen), train.batch_size, train.last_batch) for chosen in samples]
         streams = [torch_stream(self._place.seed, purpose, self.round, client) for client in self.ids]
         offsets = shard.offset["train"][self._local]
         done, most = [0] * len(self), math.inf if steps is None else steps

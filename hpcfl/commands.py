@@ -87,7 +87,8 @@ def _describe(config: Config, method: Method, num_train: np.ndarray) -> list[str
     train = config.train
     cohort = train.cohort_size(len(num_train))
     gradients = [
-        len(minibatches(count, train.batch_size)) * method.epochs_a_round for count in num_train.tolist()
+        len(minibatches(count, train.batch_size, train.last_batch)) * method.epochs_a_round
+        for count in num_train.tolist()
     ]
     work = np.mean(gradients) * cohort * train.rounds
     lines = [

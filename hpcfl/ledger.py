@@ -6,7 +6,7 @@ Shapes: N clients, K labels (the layers, and what else is sent).
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,9 @@ METRICS = (
     "accuracy_mean",
     "accuracy_std",
     "accuracy_weighted",
+    "accuracy_after_download",
+    "accuracy_after_training",
+    "coverage",
     "loss_mean",
     "train_loss_mean",
     "bytes_down",
@@ -33,6 +36,9 @@ METRICS = (
 WHOLE_NUMBERS = frozenset({"round"} | {name for name in METRICS if "bytes" in name})
 SECONDS = frozenset({"wall_s", "client_steps_per_s"})
 """Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
+
+MOMENTS = ("after_download", "after_training")
+"""When models are scored beside the evaluated ones: right after a download, and right after training."""
 
 BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
 DIRECTIONS = ("down", "up")
@@ -49,6 +55,8 @@ class Ledger:
         self.metrics: list[list[float]] = []
         self.accuracy: list[np.ndarray] = []
         self.loss: list[np.ndarray] = []
+        self.moments: dict[str, list[np.ndarray]] = {moment: [] for moment in MOMENTS}
+        """Accuracy of each client's model at a moment [N], an entry an evaluation; nan where it has none."""
         self._rounds: list[int] = []
         self._bytes: list[np.ndarray] = []
         self.client_bytes = np.zeros((num_clients, len(DIRECTIONS)), np.int64)
@@ -75,9 +83,19 @@ class Ledger:
         self._train_loss = train_loss
 
     def record_evaluation(
-        self, round: int, accuracy: np.ndarray, loss: np.ndarray, num_samples: np.ndarray
+        self,
+        round: int,
+        accuracy: np.ndarray,
+        loss: np.ndarray,
+        num_samples: np.ndarray,
+        moments: Mapping[str, np.ndarray],
+        coverage: float,
     ) -> None:
-        """Add one evaluation after `round` completed rounds: accuracy and loss of each client [N]."""
+        """Add one evaluation after `round` completed rounds.
+
+        Takes accuracy and loss of each client's evaluated model [N], the accuracy at each of MOMENTS [N] (nan
+        where a client has no such model), and the share of clients that were sampled at least once.
+        """
         total = np.sum(self._bytes, axis=0) if self._bytes else np.zeros((2, len(self._labels)), np.int64)
         values = {
             "round": round,
@@ -85,6 +103,7 @@ class Ledger:
             "accuracy_mean": accuracy.mean(),
             "accuracy_std": accuracy.std(),
             "accuracy_weighted": float(accuracy @ num_samples / num_samples.sum()),
+            "coverage": coverage,
             "loss_mean": loss.mean(),
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
@@ -93,6 +112,9 @@ class Ledger:
             values[f"bytes_{name}"] = total[direction, :-2].sum()
             values[f"buffer_bytes_{name}"] = total[direction, -2]
             values[f"index_bytes_{name}"] = total[direction, -1]
+        for moment, scores in moments.items():
+            values[f"accuracy_{moment}"] = mean_of_known(scores)
+            self.moments[moment].append(scores)
         self.metrics.append([float(values[name]) for name in METRICS])
         self.accuracy.append(accuracy)
         self.loss.append(loss)
@@ -100,8 +122,9 @@ class Ledger:
 
     def forget_last_evaluation(self) -> None:
         """Take the newest evaluation back."""
-        for rows in (self.metrics, self.accuracy, self.loss):
-            del rows[-1]
+        self.metrics.pop()
+        for rows in (self.accuracy, self.loss, *self.moments.values()):
+            rows.pop()
 
     def last(self, name: str) -> float:
         """Return a column of the newest evaluation."""
@@ -127,10 +150,18 @@ class Ledger:
             "pending": Table(pending, ["steps", "train_s", "train_loss", "wall_s"]),
         }
 
-    def restore(self, tables: dict[str, Table], accuracy: np.ndarray, loss: np.ndarray) -> None:
-        """Take over the tables of a checkpoint and its history of accuracy and loss [evaluations, N]."""
+    def history(self) -> dict[str, np.ndarray]:
+        """Return what evaluations gave, by client, [evaluations, N] a name."""
+        known = {"accuracy": self.accuracy, "loss": self.loss}
+        known |= {f"accuracy_{moment}": rows for moment, rows in self.moments.items()}
+        shape = (len(self.accuracy), len(self.client_bytes))
+        return {name: np.array(rows, np.float64).reshape(shape) for name, rows in known.items()}
+
+    def restore(self, tables: Mapping[str, Table], history: Mapping[str, np.ndarray]) -> None:
+        """Take over the tables of a checkpoint and its `history`."""
         self.metrics = [list(row) for row in tables["metrics"].values]
-        self.accuracy, self.loss = list(accuracy), list(loss)
+        self.accuracy, self.loss = list(history["accuracy"]), list(history["loss"])
+        self.moments = {moment: list(history[f"accuracy_{moment}"]) for moment in MOMENTS}
         bytes_table = tables["bytes"].values
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
@@ -172,10 +203,18 @@ class Ledger:
             "evaluated_samples",
             "bytes_down",
             "bytes_up",
+            *(f"accuracy_{moment}" for moment in MOMENTS),
         )
-        columns = (self.accuracy[-1], self.loss[-1], num_train, num_evaluated, *self.client_bytes.T)
+        moments = [rows[-1] for rows in self.moments.values()]
+        columns = (self.accuracy[-1], self.loss[-1], num_train, num_evaluated, *self.client_bytes.T, *moments)
         rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
         _write(folder / "clients.csv", "w", [header, *rows])
+
+
+def mean_of_known(values: np.ndarray) -> float:
+    """Return the mean of the entries that are not nan; nan where there are none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
 
 
 def _cell(name: str, value: float) -> str:

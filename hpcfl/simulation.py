@@ -74,6 +74,8 @@ class Simulation:
         self._labels = [*(layer.name for layer in self.method.layers), *self.method.extra_labels]
         self.ledger = Ledger(self._num_clients, self._labels)
         self._history: dict[str, list[Tensor]] = {}
+        self._seen: set[int] = set()
+        self._counted_rounds = 0
         self.server: State = {}
         self._wall_before_s = 0.0
         self._started_s = time.monotonic()
@@ -86,12 +88,13 @@ class Simulation:
         first = self._start()
         for number in range(first, train.rounds):
             began_s = time.monotonic()
-            self._round(self.cohort(number))
-            self.timing.round_s.append(time.monotonic() - began_s)
             done = number + 1
             is_last = done == train.rounds
-            if is_last or done % run.eval_every == 0:
-                self._evaluate(done)
+            is_evaluated = is_last or done % run.eval_every == 0
+            after_training = self._round(self.cohort(number), is_evaluated)
+            self.timing.round_s.append(time.monotonic() - began_s)
+            if is_evaluated:
+                self._evaluate(done, after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             stops = not is_last and self._must_stop()
             if is_last or stops or done % run.checkpoint_every == 0:
@@ -113,8 +116,12 @@ class Simulation:
         )
         return self._cohort_of(number, sorted(order[:size].tolist()))
 
-    def _round(self, cohort: Cohort) -> None:
-        """Train and aggregate one cohort and enter its cost in the ledger. Collective."""
+    def _round(self, cohort: Cohort, is_evaluated: bool) -> np.ndarray:
+        """Train and aggregate one cohort and enter its cost in the ledger. Collective.
+
+        Returns on the server, if asked, the accuracy of each client's model right after training [N], nan
+        where there is none.
+        """
         world, method = self._world, self.method
         traffic = _Counter(len(cohort), method, self._labels)
         groups = list(self._groups(cohort))
@@ -124,15 +131,18 @@ class Simulation:
         if method.negotiates(cohort.round):
             down, sent = self._negotiate(cohort, groups, down, traffic)
         began_s = time.monotonic()
-        up, loss, steps = self._train(groups, down)
+        up, loss, steps, accuracy = self._train(groups, down, is_evaluated)
         train_s = time.monotonic() - began_s
         upload = traffic.counting_up(self._channel.up(up, cohort, sent))
         if world.is_server:
             method.receive(self.server, cohort, upload)
         upload.drain()
-        figures = self._collect(cohort, torch.stack([loss, steps, torch.full_like(steps, train_s)], dim=1))
+        seconds_here = torch.full_like(steps, train_s)
+        figures = self._collect(cohort, torch.stack([loss, steps, seconds_here, accuracy], dim=1))
+        after_training = np.full(self._num_clients, np.nan)
         if figures is not None:
-            losses, steps_done, seconds = figures.T
+            losses, steps_done, seconds, scores = figures.T
+            after_training[list(cohort.clients)] = scores.numpy()
             self.timing.train_s.append(float(seconds.max()))
             self.ledger.record_round(
                 cohort,
@@ -141,6 +151,7 @@ class Simulation:
                 float(losses.mean()),
                 float(seconds.max()),
             )
+        return after_training
 
     def _negotiate(
         self, cohort: Cohort, groups: Groups, down: Message, traffic: _Counter
@@ -155,17 +166,23 @@ class Simulation:
         traffic.count_down(more)
         return down | asked | self._channel.down(more, cohort), more
 
-    def _train(self, groups: Groups, down: Message) -> tuple[Message, Tensor, Tensor]:
-        """Train this rank's cohort members; return their upload, mean losses and steps."""
+    def _train(
+        self, groups: Groups, down: Message, is_evaluated: bool
+    ) -> tuple[Message, Tensor, Tensor, Tensor]:
+        """Train this rank's cohort members; return upload, mean losses, steps, and accuracy if asked."""
         nothing = torch.zeros(0, dtype=torch.float64)
-        uploads, losses, steps = [], [nothing], [nothing]
+        uploads, losses, steps, scores = [], [nothing], [nothing], [nothing]
         for part, clients in groups:
-            # brought to the CPU group by group, so that a GPU never holds a whole cohort's
-            uploads.append(_stack([self.method.work(clients, down.select(part))]))
-            clients.commit()
+            mine = down.select(part)
+            up = self.method.work(clients, mine)
             steps.append(clients.steps.double().cpu())
             losses.append((clients.loss_sum / clients.steps.clamp(min=1)).cpu())
-        return _stack(uploads), torch.cat(losses), torch.cat(steps)
+            model = self.method.after_training(clients, mine, up) if is_evaluated else {}
+            scores.append(self._accuracies(clients, model))
+            # brought to the CPU group by group, so that a GPU never holds a whole cohort's
+            uploads.append(_stack([up]))
+            clients.commit()
+        return _stack(uploads), torch.cat(losses), torch.cat(steps), torch.cat(scores)
 
     def _own_rows(self, cohort: Cohort) -> list[int]:
         """Return where the cohort's members on this rank stand in the rank's client state."""
@@ -178,23 +195,52 @@ class Simulation:
         for start in range(0, len(own), size):
             yield slice(start, start + size), Clients(self._place, own[start : start + size], cohort.round)
 
-    def _evaluate(self, done: int) -> None:
+    def _evaluate(self, done: int, after_training: np.ndarray) -> None:
         """Score every client on its own samples; changes no state and counts no bytes. Collective."""
-        accuracy, loss = np.zeros(self._num_clients), np.zeros(self._num_clients)
+        accuracy, loss, after_download = np.zeros((3, self._num_clients))
         for cohort in self._everyone(done):
-            rows = [torch.zeros(0, 2, dtype=torch.float64)]
-            for clients, model in self._evaluated_models(cohort):
-                rows += [self._score(clients, model, position) for position in range(len(clients))]
+            rows = [torch.zeros(0, 3, dtype=torch.float64)]
+            for clients, down in self._downloads(cohort):
+                rows.append(self._figures(clients, down))
             figures = self._collect(cohort, torch.cat(rows))
             if figures is not None:
-                accuracy[list(cohort.clients)], loss[list(cohort.clients)] = figures.T.numpy()
+                everyone = list(cohort.clients)
+                accuracy[everyone], loss[everyone], after_download[everyone] = figures.T.numpy()
         known = self._client_history(done)
         if self._folder is not None:
             self.ledger.wall_s = self._wall_s()
-            self.ledger.record_evaluation(done, accuracy, loss, self._experiment.num_evaluated)
+            moments = {"after_download": after_download, "after_training": after_training}
+            coverage = len(self._sampled(done)) / self._num_clients
+            evaluated = self._experiment.num_evaluated
+            self.ledger.record_evaluation(done, accuracy, loss, evaluated, moments, coverage)
             for name, value in (self.method.history(self.server) | known).items():
                 self._history.setdefault(name, []).append(value.clone())
             self.ledger.append_files(self._folder.path)
+
+    def _figures(self, clients: Clients, down: Message) -> Tensor:
+        """Return accuracy and mean loss of a group's evaluated models, and accuracy after download [C, 3]."""
+        is_scored = self.method.scored_moment == "download" and not self.config.train.finetune_epochs
+        after_download = torch.empty(0)
+        if not is_scored:
+            model = self.method.after_download(clients, down)
+            after_download = self._accuracies(clients, model)
+        model = self.method.evaluated(clients, down)
+        scores = torch.cat([self._score(clients, model, position) for position in range(len(clients))])
+        return torch.cat([scores, (scores[:, 0] if is_scored else after_download).unsqueeze(1)], dim=1)
+
+    def _accuracies(self, clients: Clients, model: State) -> Tensor:
+        """Return the accuracy of each client's model as float64 [C]; nan where there is none."""
+        if not model:
+            return torch.full((len(clients),), torch.nan, dtype=torch.float64)
+        rows = [self._score(clients, model, position)[:, 0] for position in range(len(clients))]
+        return torch.cat(rows)
+
+    def _sampled(self, done: int) -> set[int]:
+        """Return the clients that were sampled at least once in `done` rounds."""
+        while self._counted_rounds < done:
+            self._seen.update(self.cohort(self._counted_rounds).clients)
+            self._counted_rounds += 1
+        return self._seen
 
     def _client_history(self, done: int) -> State:
         """Bring what the method is known by from the clients to the server, [N, ...] a name. Collective."""
@@ -205,13 +251,13 @@ class Simulation:
         ]
         return self._channel.up(_stack(rows), cohort).collect()
 
-    def _evaluated_models(self, cohort: Cohort) -> Iterator[tuple[Clients, State]]:
-        """Yield groups of this rank's clients with the models that are scored and saved. Collective."""
+    def _downloads(self, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
+        """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
         server = self._world.is_server
         message = self.method.send(self.server, cohort, for_evaluation=True) if server else None
         down = self._channel.down(message, cohort)
         for part, clients in self._groups(cohort):
-            yield clients, self.method.evaluated(clients, down.select(part))
+            yield clients, down.select(part)
 
     def _score(self, clients: Clients, model: State, position: int) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
@@ -255,11 +301,11 @@ class Simulation:
         done = self._world.maximum(checkpoint.header.round if checkpoint is not None else 0)
         if checkpoint is not None:
             self.server = checkpoint.server
-            self.ledger.restore(checkpoint.ledger, checkpoint.history["accuracy"], checkpoint.history["loss"])
+            self.ledger.restore(checkpoint.ledger, checkpoint.history)
             self._history = {
                 name: [torch.from_numpy(row) for row in rows]
                 for name, rows in checkpoint.history.items()
-                if name not in ("accuracy", "loss")
+                if name not in self.ledger.history()
             }
             self._forget_off_schedule(done)
             self._wall_before_s = self.ledger.wall_s
@@ -303,11 +349,7 @@ class Simulation:
         else:
             history = {name: torch.stack(rows).numpy() for name, rows in self._history.items()}
             self.ledger.wall_s = self._wall_s()
-            shape = (len(self.ledger.accuracy), self._num_clients)
-            history |= {
-                "accuracy": np.array(self.ledger.accuracy).reshape(shape),
-                "loss": np.array(self.ledger.loss).reshape(shape),
-            }
+            history |= self.ledger.history()
             self._folder.store.save(
                 Snapshot(
                     Header(self.config.method, done, self.config.yaml()),
@@ -377,7 +419,8 @@ class Simulation:
                 rows={name: rows for name, rows in model.items() if rows.numel() and is_wanted(name)},
                 num_clients=len(clients),
             )
-            for clients, model in self._evaluated_models(cohort)
+            for clients, down in self._downloads(cohort)
+            for model in [self.method.evaluated(clients, down)]
         ]
         for positions, block in self._channel.up(_stack(models), cohort):
             yield np.array(cohort.clients[positions]), block.rows

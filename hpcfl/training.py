@@ -6,6 +6,7 @@ Shapes: C clients, P trainable numbers, U running statistics, B samples of a min
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from hpcfl.parameters import ParameterLayout, Tensors
 EVALUATION_BATCH = 512
 
 BufferPolicy = Literal["local", "average", "mixed"]
+LastBatch = Literal["even", "drop", "keep"]
 
 
 class TrainConfig(BaseModel):
@@ -36,7 +38,14 @@ class TrainConfig(BaseModel):
     local_epochs: int = Field(5, ge=1)
     """Passes over a client's training data in a round."""
     batch_size: int = Field(16, ge=2)
-    """Samples a mini-batch; a last batch of one sample joins the one before it."""
+    """Samples a mini-batch, at most but for one; see `train.last_batch`."""
+    last_batch: LastBatch = "even"
+    """How n samples are cut in mini-batches of B.
+
+    even: ceil(n / B), whose sizes differ by one at most. drop: n mod B samples are left out in each epoch; a
+    client with fewer than B keeps its only mini-batch. keep: they are a smaller last one, whose step is as
+    long as the others' and the last before a model is sent or scored. One sample alone always joins the
+    mini-batch before it."""
     lr: float = Field(0.05, gt=0)
     """Step size of local SGD, with a fresh optimiser each round."""
     lr_decay: float = Field(1.0, gt=0, le=1)
@@ -242,12 +251,23 @@ def sample_losses(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(network(x), y, reduction="none")
 
 
-def minibatches(num_samples: int, batch_size: int) -> list[tuple[int, int]]:
-    """Cut an epoch into (start, stop); a last mini-batch of one sample joins the one before it."""
+def minibatches(num_samples: int, batch_size: int, last_batch: LastBatch = "even") -> list[tuple[int, int]]:
+    """Cut an epoch into (start, stop), as `TrainConfig.last_batch` says."""
+    if last_batch == "even":
+        count = math.ceil(num_samples / batch_size)
+        if count > 1 and num_samples // count == 1:
+            count -= 1
+        small, larger = divmod(num_samples, max(1, count))
+        sizes = [small + 1] * larger + [small] * (count - larger)
+        stops = list(itertools.accumulate(sizes))
+        return list(zip([0, *stops[:-1]], stops, strict=True)) if stops else []
     starts = list(range(0, num_samples, batch_size))
+    if last_batch == "drop" and num_samples >= batch_size:
+        num_samples -= num_samples % batch_size
+        starts = starts[: num_samples // batch_size]
     if len(starts) > 1 and num_samples - starts[-1] == 1:
         starts.pop()
-    return list(zip(starts, [*starts[1:], num_samples], strict=True))
+    return list(zip(starts, [*starts[1:], num_samples], strict=True)) if starts else []
 
 
 def same_size_groups(sizes: list[int]) -> Iterator[tuple[int, list[int]]]:

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpcfl.ledger import METRICS, Ledger
+from hpcfl.ledger import METRICS, MOMENTS, Ledger
 from hpcfl.messages import Cohort, Traffic
 
 LABELS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])
+
+
+UNKNOWN = {moment: np.full(3, np.nan) for moment in MOMENTS}
 
 
 def traffic(parameters: list[list[int]], buffers: int = 0, indices: int = 0) -> Traffic:
@@ -28,7 +31,11 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
     ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), 4, 0.5, 3.0)
     accuracy, loss = np.array([0.5, 1.0, 0.75]), np.array([1.0, 2.0, 6.0])
     ledger.wall_s = 12.5
-    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES)
+    moments = {
+        "after_download": np.array([0.25, 0.5, 0.75]),
+        "after_training": np.array([np.nan, 0.125, np.nan]),
+    }
+    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES, moments, 2 / 3)
     if folder is not None:
         ledger.append_files(folder)
     ledger.record_round(
@@ -57,6 +64,9 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
         "accuracy_mean": 0.75,
         "accuracy_std": np.std([0.5, 1.0, 0.75]),
         "accuracy_weighted": 0.75,
+        "accuracy_after_download": 0.5,
+        "accuracy_after_training": 0.125,
+        "coverage": 2 / 3,
         "loss_mean": 3.0,
         "train_loss_mean": 0.5,
         "bytes_down": 16 + 12,
@@ -73,9 +83,10 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
 def test_weights_are_numbers_of_samples() -> None:
     ledger = Ledger(3, LABELS)
     ledger.wall_s = 1.0
-    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]))
+    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]), UNKNOWN, 1.0)
     assert ledger.last("accuracy_weighted") == pytest.approx((2 + 2.5) / 8)
     assert ledger.last("accuracy_mean") == 0.5
+    assert np.isnan(ledger.last("accuracy_after_download"))
 
 
 def test_bytes_of_clients_add_up_over_rounds(ledger: Ledger) -> None:
@@ -108,10 +119,13 @@ def test_files(ledger: Ledger, tmp_path: Path) -> None:
     assert row[0] == "2"
     assert [float(cell) for cell in row] == ledger.metrics[0]
     assert read(tmp_path / "clients.csv") == [
-        ["client", "accuracy", "loss", "train_samples", "evaluated_samples", "bytes_down", "bytes_up"],
-        ["0", "0.5", "1.0", "7", "10", "24", "24"],
-        ["1", "1.0", "2.0", "8", "10", "12", "12"],
-        ["2", "0.75", "6.0", "9", "20", "4", "12"],
+        [
+            *("client", "accuracy", "loss", "train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
+            *("accuracy_after_download", "accuracy_after_training"),
+        ],
+        ["0", "0.5", "1.0", "7", "10", "24", "24", "0.25", "nan"],
+        ["1", "1.0", "2.0", "8", "10", "12", "12", "0.5", "0.125"],
+        ["2", "0.75", "6.0", "9", "20", "4", "12", "0.75", "nan"],
     ]
 
 
@@ -130,7 +144,9 @@ def test_appending_and_rewriting_give_the_same_files(tmp_path: Path) -> None:
 
 def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tmp_path: Path) -> None:
     restored = Ledger(3, LABELS)
-    restored.restore(ledger.tables(), np.array(ledger.accuracy), np.array(ledger.loss))
+    restored.restore(ledger.tables(), ledger.history())
+    for name, rows in ledger.history().items():
+        assert np.array_equal(restored.history()[name], rows, equal_nan=True)
     for name, table in ledger.tables().items():
         assert np.array_equal(restored.tables()[name].values, table.values)
         assert list(restored.tables()[name].columns) == list(table.columns)
@@ -148,7 +164,7 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
 
 def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger) -> None:
     restored = Ledger(3, LABELS)
-    restored.restore(ledger.tables(), np.array(ledger.accuracy), np.array(ledger.loss))
+    restored.restore(ledger.tables(), ledger.history())
     before = ledger.client_bytes.copy()
     play(restored)
     assert np.array_equal(ledger.client_bytes, before)
@@ -156,7 +172,7 @@ def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger)
 
 def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
     empty, restored = Ledger(3, LABELS), Ledger(3, LABELS)
-    restored.restore(empty.tables(), np.zeros((0, 3)), np.zeros((0, 3)))
+    restored.restore(empty.tables(), empty.history())
     restored.start_files(tmp_path)
     assert (tmp_path / "metrics.csv").read_text() == ",".join(METRICS) + "\n"
     assert (tmp_path / "bytes.csv").read_text() == "round,direction,layer,bytes\n"
@@ -164,8 +180,9 @@ def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
 
 def test_best_is_the_first_of_the_highest() -> None:
     ledger = Ledger(2, LABELS)
+    unknown = {moment: np.full(2, np.nan) for moment in MOMENTS}
     for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
-        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2))
+        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2), unknown, 1.0)
     assert ledger.best() == (0.625, 4)
     assert ledger.last("accuracy_mean") == 0.5
 
@@ -173,10 +190,10 @@ def test_best_is_the_first_of_the_highest() -> None:
 def test_the_last_evaluation_can_be_forgotten(ledger: Ledger) -> None:
     before = [row.copy() for row in ledger.metrics]
     ledger.wall_s = 20.0
-    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES)
+    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0)
     assert ledger.best() == (1.0, 3)
     ledger.forget_last_evaluation()
     assert ledger.metrics == before
     assert ledger.best() == (0.75, 2)
-    assert len(ledger.accuracy) == len(ledger.loss) == 1
+    assert {len(rows) for rows in ledger.history().values()} == {1}
     assert len(ledger.tables()["bytes"].values) == 3

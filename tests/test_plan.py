@@ -83,10 +83,10 @@ def test_network_and_work(capsys: pytest.CaptureFixture[str]) -> None:
         "train.local_epochs=3",
         "train.batch_size=9",
     )
-    # 28 training samples are batches of 9, 9 and 10: a last one of one sample joins the one before it
+    # 28 training samples are four batches of 7
     assert lines[-2:] == [
         "model digits_cnn: 13,706 trainable numbers (conv1 160, conv2 4,640, fc1 8,256, fc2 650)",
-        "10 rounds of 3 of 5 clients, 3 local epochs: about 270 gradients of mini-batches",
+        "10 rounds of 3 of 5 clients, 3 local epochs: about 360 gradients of mini-batches",
     ]
 
 

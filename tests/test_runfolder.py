@@ -324,3 +324,41 @@ def test_a_folder_without_a_checkpoint_starts_at_round_0(tmp_path: Path) -> None
     (tmp_path / "run" / "metrics.csv").write_text("rubbish")
     assert main(words) == FINISHED
     assert untimed(tmp_path / "run") == before
+
+
+MOMENTS = ("accuracy_after_download", "accuracy_after_training")
+
+
+def test_models_are_scored_after_the_download_and_after_training(run: Callable[..., Path]) -> None:
+    fedavg = table(run("method.name=fedavg"), "metrics.csv")
+    assert column(fedavg, "accuracy_after_download") == column(fedavg, "accuracy_mean")
+    assert column(fedavg, "accuracy_after_training") != column(fedavg, "accuracy_mean")
+    # with one client, what it trained in a round is what it downloads in the next
+    alone = table(run("method.name=fedavg", "data.clients=1"), "metrics.csv")
+    assert column(alone, "accuracy_after_training") == column(alone, "accuracy_after_download")
+    local = table(run("method.name=local"), "metrics.csv")
+    assert column(local, "accuracy_after_training") == column(local, "accuracy_mean")
+    assert {row["accuracy_after_download"] for row in local} == {"nan"}
+    tuned = table(run("method.name=fedavg", "train.finetune_epochs=1"), "metrics.csv")
+    for name in MOMENTS:
+        assert column(tuned, name) == column(fedavg, name)
+    assert column(tuned, "accuracy_mean") != column(fedavg, "accuracy_mean")
+
+
+def test_scores_after_training_are_the_cohorts_and_coverage_counts_whom_it_reached(
+    run: Callable[..., Path],
+) -> None:
+    folder = run("method.name=fedavg", "train.participation=0.25", "run.seed=1")
+    cohorts = [
+        {int(row["client"]) for row in table(run(*words), "clients.csv") if float(row["bytes_up"])}
+        for words in [
+            ("method.name=fedavg", "train.participation=0.25", "run.seed=1", f"train.rounds={done}")
+            for done in (1, 2)
+        ]
+    ] + [{int(row["client"]) for row in table(folder, "clients.csv") if float(row["bytes_up"])}]
+    metrics, clients = table(folder, "metrics.csv"), table(folder, "clients.csv")
+    assert column(metrics, "coverage") == [len(cohort) / N for cohort in cohorts]
+    known = [row for row in clients if row["accuracy_after_training"] != "nan"]
+    assert len(known) == 1
+    assert metrics[-1]["accuracy_after_training"] == known[0]["accuracy_after_training"]
+    assert np.mean(column(clients, "accuracy_after_download")) == float(metrics[-1]["accuracy_mean"])

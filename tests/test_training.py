@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hpcfl.training import (
     Batch,
     BatchedEngine,
     Forward,
+    LastBatch,
     LoopEngine,
     Tensors,
     TrainConfig,
@@ -27,7 +29,9 @@ from hpcfl.training import (
     sample_losses,
 )
 
-# mini-batches of 4: 13 ends with five (a last one of one joins), 11 with three, 8 with four, 3 and 2 are one
+KINDS: tuple[LastBatch, ...] = ("even", "drop", "keep")
+
+# mini-batches of 4: 13 are four, 11 three, 8 two, 3 and 2 are one
 SIZES = (13, 11, 8, 3, 2)
 
 
@@ -72,13 +76,43 @@ def one_by_one(
 # Mini-batches
 
 
-def test_an_epoch_is_cut_in_order_and_a_last_sample_alone_joins_the_batch_before() -> None:
-    assert minibatches(10, 4) == [(0, 4), (4, 8), (8, 10)]
-    assert minibatches(8, 4) == [(0, 4), (4, 8)]
-    assert minibatches(9, 4) == [(0, 4), (4, 9)]
-    assert minibatches(5, 4) == [(0, 5)]
-    assert minibatches(3, 4) == [(0, 3)]
-    assert minibatches(1, 4) == [(0, 1)]
+def cut(num_samples: int, batch_size: int, last_batch: LastBatch) -> list[int]:
+    """Return the sizes of an epoch's mini-batches, which follow each other without a gap."""
+    spans = minibatches(num_samples, batch_size, last_batch)
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans)][: len(spans)]
+    return [stop - start for start, stop in spans]
+
+
+def test_an_epoch_is_cut_evenly_or_its_last_mini_batch_is_dropped_or_kept() -> None:
+    # FINDINGS' example: 420 samples by 32 would end with a step on 4
+    assert cut(420, 32, "even") == [30] * 14
+    assert cut(420, 32, "drop") == [32] * 13
+    assert cut(420, 32, "keep") == [32] * 13 + [4]
+    assert [cut(10, 4, kind) for kind in KINDS] == [[4, 3, 3], [4, 4], [4, 4, 2]]
+    assert [cut(8, 4, kind) for kind in KINDS] == [[4, 4]] * 3
+    assert [cut(3, 4, kind) for kind in KINDS] == [[3]] * 3
+    assert [cut(1, 4, kind) for kind in KINDS] == [[1]] * 3
+    assert [cut(0, 4, kind) for kind in KINDS] == [[]] * 3
+    assert minibatches(10, 4) == minibatches(10, 4, "even")
+
+
+def test_no_mini_batch_is_a_sample_alone_beside_others() -> None:
+    assert [cut(9, 4, kind) for kind in KINDS] == [[3, 3, 3], [4, 4], [4, 5]]
+    assert [cut(5, 4, kind) for kind in KINDS] == [[3, 2], [4], [5]]
+    assert [cut(5, 2, kind) for kind in KINDS] == [[3, 2], [2, 2], [2, 3]]
+    assert [cut(3, 2, kind) for kind in KINDS] == [[3], [2], [3]]
+    for kind in KINDS:
+        for size in range(2, 40):
+            for batch_size in range(2, 12):
+                sizes = cut(size, batch_size, kind)
+                assert min(sizes) >= 2
+                assert max(sizes) <= batch_size + 1
+                assert sum(sizes) == (
+                    size if kind != "drop" else max(size // batch_size * batch_size, min(size, batch_size))
+                )
+                if kind == "even":
+                    assert max(sizes) - min(sizes) <= 1
+                    assert batch_size == 2 or len(sizes) == math.ceil(size / batch_size)
 
 
 def test_clients_whose_batch_has_the_same_size_are_grouped_largest_first() -> None:
@@ -86,9 +120,18 @@ def test_clients_whose_batch_has_the_same_size_are_grouped_largest_first() -> No
     assert list(same_size_groups([0, 0])) == []
 
 
+OF_SIZES = {
+    "even": [[4, 3, 3, 3], [4, 4, 3], [4, 4], [3], [2]],
+    "drop": [[4, 4, 4], [4, 4], [4, 4], [3], [2]],
+    "keep": [[4, 4, 5], [4, 4, 3], [4, 4], [3], [2]],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batched", [False, True])
-def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool) -> None:
-    place = make_place(make_network(), SIZES, settings(), clients_at_once=5 if batched else None)
+def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind: LastBatch) -> None:
+    train = settings().model_copy(update={"last_batch": kind})
+    place = make_place(make_network(), SIZES, train, clients_at_once=5 if batched else None)
     seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
     for batch in Clients(place, range(5), round=2).batches("batches", epochs=2):
         rows = range(5) if isinstance(batch.rows, slice) else batch.rows.tolist()
@@ -97,16 +140,12 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool) -> N
             assert torch.equal(batch.x[position], x[batch.index[position]])
             assert torch.equal(batch.y[position], y[batch.index[position]])
             seen[client].append(batch.index[position])
-    assert [[len(index) for index in seen[client]] for client in place.clients] == [
-        [4, 4, 5] * 2,
-        [4, 4, 3] * 2,
-        [4, 4] * 2,
-        [3] * 2,
-        [2] * 2,
-    ]
+    sizes = [[len(index) for index in seen[client]] for client in place.clients]
+    assert sizes == [of_epoch * 2 for of_epoch in OF_SIZES[kind]]
     for client, size in enumerate(SIZES):
         stream = torch_stream(place.seed, "batches", 2, client)
-        epochs = [torch.randperm(size, generator=stream) for _ in range(2)]
+        used = sum(OF_SIZES[kind][client])
+        epochs = [torch.randperm(size, generator=stream)[:used] for _ in range(2)]
         assert torch.equal(torch.cat(seen[client]), torch.cat(epochs))
 
 
@@ -146,9 +185,9 @@ def test_steps_are_so_many_mini_batches_of_every_client_over_as_many_passes_as_i
                 found[client].append(batch.index[position].tolist())
         return found
 
-    # three, three, two, one and one mini-batch a pass
+    # four, three, two, one and one mini-batch a pass
     passes = seen(epochs=4)
-    assert [len(of_client) for of_client in passes] == [12, 12, 8, 4, 4]
+    assert [len(of_client) for of_client in passes] == [16, 12, 8, 4, 4]
     for steps in (0, 1, 3, 4):
         assert seen(steps=steps) == [of_client[:steps] for of_client in passes]
     alone = [batch.index[0].tolist() for batch in Clients(place, [3], round=1).batches("some", steps=4)]
@@ -167,8 +206,8 @@ def test_batches_go_through_given_samples_only() -> None:
             assert torch.equal(batch.x[position], x[batch.index[position]])
             assert torch.equal(batch.y[position], y[batch.index[position]])
             seen[client] += batch.index[position].tolist()
-    # first mini-batches of 4, 1, 2, 3 and 1; only the first client has a second one
-    assert sizes == 2 * [(4, [0]), (3, [3]), (2, [2]), (1, [1, 4]), (2, [0])]
+    # first mini-batches of 3, 1, 2, 3 and 1; only the first client has a second one
+    assert sizes == 2 * [(3, [0, 3]), (2, [2]), (1, [1, 4]), (3, [0])]
     for found, chosen in zip(seen, samples, strict=True):
         assert sorted(found[: len(chosen)]) == sorted(found[len(chosen) :]) == sorted(chosen.tolist())
     stream = torch_stream(place.seed, "some", 0, 0)
@@ -268,7 +307,7 @@ def test_a_forward_pass_over_the_training_set_finds_its_rows_in_every_mini_batch
 @pytest.mark.parametrize("batched", [False, True])
 def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
     network = make_network(batchnorm=True)
-    place = make_place(network, [8, 6], settings(), clients_at_once=2 if batched else None)
+    place = make_place(network, [8, 7], settings(), clients_at_once=2 if batched else None)
     theta, buffers = spread(network, 2)
     ids = [0, 1] if batched else [0]
     clients = Clients(place, ids, 0)
@@ -300,7 +339,7 @@ def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, momentum:
     assert (batched.theta - theta).abs().amax(dim=1).min() > 0.01
     if batchnorm:
         assert (together.buffers - buffers).abs().amax(dim=1).min() > 0.01
-    assert batched.steps.tolist() == loop[2].tolist() == [9, 9, 6, 3, 3]
+    assert batched.steps.tolist() == loop[2].tolist() == [12, 9, 6, 3, 3]
 
 
 @pytest.mark.skipif(in_mpi_world(), reason="eleven million numbers in every rank at once")
@@ -518,7 +557,7 @@ def test_an_extra_gradient_is_added_to_the_losss() -> None:
 
 def test_an_extra_gradient_sees_the_current_weights_of_the_rows_it_is_for() -> None:
     network = make_network()
-    place = make_place(network, [6, 4], settings(local_epochs=1), clients_at_once=2)
+    place = make_place(network, [7, 4], settings(local_epochs=1), clients_at_once=2)
     theta, _ = spread(network, 2)
     seen: list[tuple[Tensor, slice | Tensor]] = []
 

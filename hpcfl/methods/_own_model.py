@@ -13,6 +13,7 @@ from hpcfl.methods.base import Method, State
 class OwnModel(Method):
     """Each client keeps `theta` and its running statistics; without being sampled, as they are."""
 
+    scored_moment = "training"
     shared_parts: ClassVar[tuple[str, ...]] = ()
     buffer_policies = ("local",)
 
@@ -23,4 +24,7 @@ class OwnModel(Method):
         return Message()
 
     def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": clients["theta"]}
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
         return {"theta": clients["theta"]}

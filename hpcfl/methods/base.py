@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -108,6 +108,8 @@ class Method:
     """What `train.buffers` may be; the first is the default."""
     train_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults under `train.*` that differ from everybody's."""
+    scored_moment: ClassVar[Literal["download", "training"]] = "download"
+    """When the models that `personalised` returns come to be: at a download, or by local training."""
     shared_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the evaluated models that are the same for all clients, so that one row says it all."""
     schedule_uses_rounds: ClassVar[bool] = False
@@ -195,6 +197,20 @@ class Method:
     def personalised(self, clients: Clients, down: Message) -> State:
         """Return the model of each client that is evaluated: `theta` [C, P] or its parts by name."""
         raise NotImplementedError
+
+    def received(self, clients: Clients, down: Message) -> State:
+        """Return the models right after a download, before local training; {} where there are none.
+
+        `down` is what `scored` returned. Default: the evaluated models, if they come to be at this moment.
+        """
+        return self.personalised(clients, down) if self.scored_moment == "download" else {}
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        """Return the models of a group right after `train`, which returned `up`; {} where there are none.
+
+        Default: the upload's `theta`.
+        """
+        return {"theta": up.rows["theta"]} if "theta" in up.rows else {}
 
     def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
@@ -290,6 +306,18 @@ class Method:
         epochs = self.context.train.finetune_epochs
         model = self.finetune(clients, down, epochs) if epochs else self.personalised(clients, down)
         return model | {BUFFERS: clients.buffers}
+
+    def after_download(self, clients: Clients, down: Message) -> State:
+        """Return a group's models right after a download, with `buffers` [C, U]; {} where there are none."""
+        down = down.to(clients.device)
+        self._take_buffers(clients, down)
+        model = self.received(clients, down)
+        return model | {BUFFERS: clients.buffers} if model else {}
+
+    def after_training(self, clients: Clients, down: Message, up: Message) -> State:
+        """Return a group's models right after `work`, with `buffers` [C, U]; {} where there are none."""
+        model = self.trained(clients, down.to(clients.device), up)
+        return model | {BUFFERS: clients.buffers} if model else {}
 
     @property
     def body_layers(self) -> Tensor:
