@@ -12,7 +12,7 @@ from hpcfl.clients import Workplace
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
-from hpcfl.data.sources import Arrays, load_arrays, subset_per_class
+from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.training import BatchedEngine, Engine, LoopEngine
@@ -46,6 +46,8 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
     chosen = np.arange(len(arrays.y))
     if data.subset_per_class is not None:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
+    if data.subset_fraction is not None:
+        chosen = subset_fraction(len(arrays.y), data.subset_fraction, config.data_seed)
     parts = partition(
         config.partition,
         arrays.y[chosen],

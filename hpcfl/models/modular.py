@@ -94,12 +94,8 @@ class ModularNetwork(nn.Module):
         if with_classifier:
             self.add_module(CLASSIFIER, nn.Linear(widths[0], num_classes))
 
-    def forward(self, x: Tensor, decision: Tensor | None = None, hard: bool = True) -> Tensor:
-        """Return logits [B, K] along the open paths of a decision [E] (eq. 13).
-
-        With a `hard` one, entries 0 or 1, the number of open paths is a constant to gradients. Without a
-        decision, they are the classifier's.
-        """
+    def forward(self, x: Tensor, decision: Tensor | None = None) -> Tensor:
+        """Return logits [B, K] along a decision's open paths (eq. 13); without one, the classifier's."""
         if decision is None:
             logits: Tensor = self.get_submodule(CLASSIFIER)(self.get_submodule("encoder1")(x))
             return logits
@@ -107,13 +103,13 @@ class ModularNetwork(nn.Module):
         active = decision.new_ones(self.sizes[0])
         *layers, last = self.split(decision)
         for layer, paths in enumerate(layers, start=2):
-            inputs, total = _combine(torch.stack(outputs), paths * active.unsqueeze(1), hard)
+            inputs, total = _combine(torch.stack(outputs), paths * active.unsqueeze(1))
             active = (total > 0).to(decision.dtype)
             outputs = []
             for number, block_input in enumerate(inputs, start=1):
                 output = self.get_submodule(f"block{layer}_{number}")(block_input)
                 outputs.append(output.relu() if layer < len(self.sizes) else output)
-        combined, _ = _combine(torch.stack(outputs), (last * active).unsqueeze(1), hard)
+        combined, _ = _combine(torch.stack(outputs), (last * active).unsqueeze(1))
         return combined[0]
 
     def split(self, decision: Tensor) -> list[Tensor]:
@@ -163,13 +159,10 @@ def _scaled(embedding: Tensor) -> Tensor:
     return nn.functional.normalize(embedding) * math.sqrt(embedding.shape[1])
 
 
-def _combine(outputs: Tensor, weights: Tensor, hard: bool) -> tuple[Tensor, Tensor]:
+def _combine(outputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the means [m, B, w] of outputs [n, B, w] with weights [n, m], and the sums of weights [m].
 
     Where all weights are 0, so is the mean.
     """
     total = weights.sum(dim=0)
-    divisor = total.where(total > 0, 1.0)
-    if hard:
-        divisor = divisor.detach()
-    return torch.einsum("nbw,nm->mbw", outputs, weights / divisor), total
+    return torch.einsum("nbw,nm->mbw", outputs, weights / total.where(total > 0, 1.0)), total
