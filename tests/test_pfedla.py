@@ -500,12 +500,35 @@ def test_the_layers_of_largest_self_weight_are_retained_and_ties_go_to_the_lowes
     alpha = torch.zeros(2, 4, 4)
     alpha[0, :, 3] = torch.tensor([0.2, 0.5, 0.5, 0.1])
     alpha[1, :, 1] = torch.tensor([0.3, 0.1, 0.2, 0.4])
-    # other clients' weights do not count
-    alpha[0, 3, 0] = 0.9
+    # to whom the rest goes does not count
+    alpha[0, :, 0], alpha[1, :, 2] = 1 - alpha[0, :, 3], 1 - alpha[1, :, 1]
     chosen = run.method.retained(alpha, [3, 1])
     assert chosen.tolist() == [[False, True, True, False], [True, False, False, True]]
     uniform = run.method.retained(torch.full((1, 4, 4), 0.25), [2])
     assert uniform.tolist() == [[True, True, False, False]]
+
+
+def test_self_weights_that_round_to_one_are_told_apart_by_what_they_leave() -> None:
+    run = Run("method.name=heurpfedla", "method.k=1", "train.rounds=1")
+    outputs = torch.zeros(1, 4, 4)
+    outputs[0, :, 2] = torch.tensor([30.0, 34.0, 38.0, 34.0])
+    alpha = outputs.softmax(dim=-1)
+    assert alpha[0, :, 2].tolist() == [1.0] * 4
+    assert run.method.retained(alpha, [2]).tolist() == [[False, False, True, False]]
+
+
+def test_rounds_in_which_a_layer_was_retained_are_counted() -> None:
+    keys = (*DIVERSE, "method.name=heurpfedla", "method.k=1", "train.participation=0.5")
+    run = Run(*keys, kind=retaining("fc1"))
+    fc1 = [layer.name for layer in run.method.layers].index("fc1")
+    times = [
+        sum(client in run.simulation.cohort(number).clients for number in range(3)) for client in range(4)
+    ]
+    assert sum(times) == 2 * 3
+    expected = torch.zeros(4, 4, dtype=torch.int64)
+    expected[:, fc1] = torch.tensor(times)
+    assert torch.equal(run.server["retained_rounds"], expected)
+    assert torch.equal(run.method.history(run.server)["retained_rounds"], expected)
 
 
 def test_bytes_down_and_retained_bytes_are_pfedlas_and_bytes_up_are_equal() -> None:

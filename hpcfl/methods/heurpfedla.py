@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message
+from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import columns
@@ -53,6 +53,12 @@ class HeurpFedLA(PFedLA):
         own = self.params.initial_models == "own"
         return {"theta": self.context.initial_parameters(clients, own)} if self.params.k else {}
 
+    def server_state(self) -> State:
+        if not self.params.k:
+            return super().server_state()
+        rounds = torch.zeros(self.context.num_clients, len(self.layers), dtype=torch.int64)
+        return super().server_state() | {"retained_rounds": rounds}
+
     def download(self, server: State, cohort: Cohort) -> Message:
         message = super().download(server, cohort)
         if self.params.k:
@@ -66,14 +72,26 @@ class HeurpFedLA(PFedLA):
             clients["theta"] = theta
         return Message(rows={"theta": theta})
 
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        if self.params.k:
+            retained = self.retained(self.alpha(server, cohort.clients), cohort.clients)
+            server["retained_rounds"][list(cohort.clients)] += retained
+        super().aggregate(server, cohort, up)
+
+    def history(self, server: State) -> State:
+        """Return pFedLA's, and in how many rounds each client retained each layer, int64 [N, L]."""
+        counts = {"retained_rounds": server["retained_rounds"]} if self.params.k else {}
+        return super().history(server) | counts
+
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": self._merge(clients, down)}
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the k layers of largest self-weight, bool [S, L] (eq. 12)."""
         own = torch.tensor(list(clients)).view(-1, 1, 1).expand(-1, alpha.shape[1], 1)
-        self_weight = alpha.gather(2, own).squeeze(2)
-        order = self_weight.sort(dim=1, descending=True, stable=True).indices[:, : self.params.k]
+        # what a layer leaves to others tells self-weights apart that round to 1
+        others = alpha.scatter(2, own, 0.0).sum(dim=2)
+        order = others.sort(dim=1, stable=True).indices[:, : self.params.k]
         return torch.zeros(alpha.shape[:2], dtype=torch.bool).scatter_(1, order, value=True)
 
     def _merge(self, clients: Clients, down: Message) -> Tensor:
