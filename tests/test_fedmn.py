@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import run_here
+from bits import differing, run_here
 from conftest import in_mpi_world
 from harness import SMALL, UNEQUAL, Run, paths_by_hand
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
 from hpcfl.config import load_config
-from hpcfl.errors import UserError
 from hpcfl.experiment import build
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Upload
@@ -420,12 +420,18 @@ def test_running_statistics_go_along_the_chain() -> None:
     assert (run.server[BUFFERS] - start).norm() > 1.5 * (alone - start).norm()
 
 
-def test_a_chain_needs_one_worker() -> None:
-    config = load_config(None, [*SMALL, *NARROW, "method.order=chain"])
-    world = World()
-    world.num_workers = 2
-    with pytest.raises(UserError, match=r"^method.order=chain trains .*2 workers .*start one or two ranks"):
-        build(config, world)
+def test_a_chain_gives_the_same_bits_on_two_ranks_and_is_refused_on_three(
+    tmp_path: Path, mpirun: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    keys = (*SMALL, *WITH_BATCHNORM, "method.architecture=[1,2,2]", "method.order=chain", "train.rounds=2")
+    assert run_here(tmp_path / "serial", [*keys]) == FINISHED
+    command = ("-m", "hpcfl.main", *keys, "--out")
+    mpirun(2, *command, tmp_path / "parallel")
+    assert not differing(tmp_path / "serial", tmp_path / "parallel")
+    refused = mpirun(3, *command, tmp_path / "refused", check=False)
+    assert refused.returncode == BAD_INPUT
+    assert "method.order=chain trains a round's clients one after the other, and 2 workers" in refused.stderr
+    assert "start one or two ranks, or drop it" in refused.stderr
 
 
 # Decisions

@@ -33,7 +33,7 @@ Choices the paper leaves open:
                the projection they were drawn with: as equal copies they would compute the same for ever
   order        Algorithm 1's theta_{m-1} may be read as a chain, and so is the authors' code: `chain` lets
                each client of a round train from where the one before it stopped, and the server averages all
-               of these. Decisions are made before, from the server's router
+               of these. Decisions are made before, from the server's router; bytes are the same
   evaluated    after the download: the newest weights with the decision of the mean, 1[Pi_i > 0.5], made from
                the training set; after training, as in the paper: the local weights with the V_i of the round
   kept         Pi_i and V_i of the last round that a client took part in, zeros before the first
@@ -175,7 +175,7 @@ class FedMN(Method):
         # a client has no numbers of blocks that it did not ask for
         has = columns(self.layers, keep.to(clients.device))
         pool = self._pool(clients, down)
-        theta = clients.sgd(pool * has, gradient=self._gradient(clients, fixed)).theta
+        theta = clients.sgd(pool.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
         if self.chain is not None:
             self._last = _Link(clients.round, theta.where(has, pool), clients.buffers.clone())
         return Message(rows={"theta": theta}, keep={"theta": keep})
