@@ -15,7 +15,7 @@ from hpcfl.experiment import load_data, make_method
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
 from hpcfl.models import MODELS
-from hpcfl.table import table
+from hpcfl.tables.command import table
 from hpcfl.training import minibatches
 
 

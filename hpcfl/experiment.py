@@ -100,7 +100,7 @@ def build(config: Config, world: World) -> Experiment:
     shard = Shard.build(arrays, parts, clients, mean, std, device)
     network = copy.deepcopy(method.network).to(device)
     evaluator = LoopEngine(network, method.layout)
-    batched = config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
+    batched = is_batched(config, device)
     engine: Engine = evaluator
     if batched:
         at_once = config.run.clients_at_once if method.chain is None else 1
@@ -116,6 +116,11 @@ def build(config: Config, world: World) -> Experiment:
         np.array([len(getattr(part, split)) for part in parts]),
         "batched" if batched else "loop",
     )
+
+
+def is_batched(config: Config, device: torch.device) -> bool:
+    """Whether a run trains with the batched engine on a device."""
+    return config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
 
 
 def _refuse_single_samples(config: Config, method: Method) -> None:

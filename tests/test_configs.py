@@ -20,7 +20,7 @@ from hpcfl.experiment import deal, make_method
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
-from hpcfl.tablefile import Cell, Table
+from hpcfl.tables.cells import Cell, Table
 
 FOLDER = REPOSITORY / "configs"
 

@@ -17,7 +17,7 @@ of its last round. a_i fixed at 1 makes v_i local training, at 0 vbar is the cli
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -28,6 +28,7 @@ from hpcfl.messages import Message
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training import TrainConfig
 
 
 class APFLParams(Params):
@@ -78,9 +79,9 @@ class APFL(OwnModel, FedAvg):
     def client_history(self, clients: Clients) -> State:
         return {"alpha": clients["alpha"]}
 
-    @property
-    def epochs_a_round(self) -> int:
-        return 2 * super().epochs_a_round
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return 2 * train.local_epochs
 
     @staticmethod
     def mix(alpha: Tensor, own: Tensor, shared: Tensor) -> Tensor:

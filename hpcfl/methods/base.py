@@ -329,10 +329,15 @@ class Method:
         """Most numbers of one client in a tensor that travels."""
         return self.layout.size
 
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        """Return about how many gradients of each mini-batch a client takes in a round."""
+        return train.local_epochs
+
     @property
-    def epochs_a_round(self) -> int:
-        """About how many gradients of each mini-batch a client takes in a round, for `hpcfl plan`."""
-        return self.context.train.local_epochs
+    def epochs_a_round(self) -> float:
+        """`gradient_epochs` of this run."""
+        return self.gradient_epochs(self.params, self.context.train)
 
     def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
         """Return the initial running statistics: [U], or [C, U] for some clients."""

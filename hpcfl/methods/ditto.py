@@ -12,6 +12,8 @@ Training costs twice FedAvg's, traffic once. lambda = 0 makes v_i local training
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from hpcfl.clients import Clients
@@ -19,6 +21,7 @@ from hpcfl.messages import Message
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import Params, pull_towards
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training import TrainConfig
 
 
 class DittoParams(Params):
@@ -44,7 +47,7 @@ class Ditto(OwnModel, FedAvg):
         with clients.statistics_aside():
             return Message(rows={"theta": clients.sgd(w).theta})
 
-    @property
-    def epochs_a_round(self) -> int:
-        own = self.params.personal_epochs
-        return super().epochs_a_round + (super().epochs_a_round if own is None else own)
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        own = params.personal_epochs
+        return train.local_epochs + (train.local_epochs if own is None else own)

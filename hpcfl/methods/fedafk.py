@@ -24,7 +24,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -35,7 +35,7 @@ from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State, weighted_mean
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward, cross_entropy_loss, distillation_loss
+from hpcfl.training import Batch, Forward, TrainConfig, cross_entropy_loss, distillation_loss
 
 FIXED_HEAD = -2
 """The draw of initial weights that h_0 is taken from; clients are 0 and up, the common start is -1."""
@@ -140,10 +140,9 @@ class FedAFK(Method):
     def memory(self) -> dict[str, int]:
         return {"extractor": 4 * self.layout.body.stop}
 
-    @property
-    def epochs_a_round(self) -> int:
-        updates = 2 + self.params.mixing if self.params.schedule == "sequential" else 1
-        return super().epochs_a_round * updates + self.params.head_epochs
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * (2 + params.mixing) + params.head_epochs
 
     def mix(self, coefficient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
         """Return phi_p with the local head [C, P] from a [C], local and shared models [C, P] (eq. 3)."""

@@ -18,6 +18,7 @@ that are forgotten, also of clients that are not sampled (first learning, if the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -28,6 +29,7 @@ from hpcfl.errors import UserError
 from hpcfl.messages import Message
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training import TrainConfig
 
 NEW, TRAINED, HAS_LEARNT = 0, 1, 2
 """How far a client has come; the last is to have learnt W_i for the first time."""
@@ -81,6 +83,11 @@ class FedALA(FedAvg):
     def personalised(self, clients: Clients, down: Message) -> State:
         weights, _ = self._learn(clients, down["theta"])
         return {"theta": self.combined(weights, clients["theta"], down["theta"])}
+
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        # W_i's pass goes over a share of the samples; the first learning takes several
+        return train.local_epochs + params.share
 
     def combined(self, weights: Tensor, own: Tensor, shared: Tensor) -> Tensor:
         """Return hat_i [C, P] from W_i [C, numbers of the top], own and received models [C, P]."""

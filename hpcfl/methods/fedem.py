@@ -18,7 +18,7 @@ of its own. M = 1 is FedAvg to the bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -30,7 +30,7 @@ from hpcfl.messages import BUFFERS, Message
 from hpcfl.methods.base import Context, Params, State, statistics_of_models
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward, sample_losses
+from hpcfl.training import Batch, Forward, TrainConfig, sample_losses
 
 
 class FedEMParams(Params):
@@ -95,9 +95,9 @@ class FedEM(FedAvg):
     def row_size(self) -> int:
         return self.params.components * self.layout.size
 
-    @property
-    def epochs_a_round(self) -> int:
-        return super().epochs_a_round * self.params.components
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * params.components
 
     def sample_shares(self, clients: Clients, theta: Tensor) -> Tensor:
         """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""

@@ -12,12 +12,15 @@ own head, as it was after its last training.
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 from torch import Tensor
 
 from hpcfl.clients import Clients
 from hpcfl.methods.base import Params
 from hpcfl.methods.fedper import FedPer
+from hpcfl.training import TrainConfig
 
 
 class FedRepParams(Params):
@@ -40,7 +43,7 @@ class FedRep(FedPer):
         theta = clients.sgd(theta, epochs=self.params.head_epochs, trained=head, purpose="head").theta
         return clients.sgd(theta, epochs=self.params.body_epochs, trained=body).theta
 
-    @property
-    def epochs_a_round(self) -> int:
-        heads = self.params.head_epochs
-        return (super().epochs_a_round if heads is None else heads) + self.params.body_epochs
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        heads = params.head_epochs
+        return (train.local_epochs if heads is None else heads) + params.body_epochs

@@ -83,6 +83,10 @@ class HeurpFedLA(PFedLA):
         counts = {"retained_rounds": server["retained_rounds"]} if self.params.k else {}
         return super().history(server) | counts
 
+    def memory(self) -> dict[str, int]:
+        counts = {"retained_rounds": 8 * self.context.num_clients * len(self.layers)} if self.params.k else {}
+        return super().memory() | counts
+
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": self._merge(clients, down)}
 

@@ -20,7 +20,7 @@ on B, to the bit.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -29,7 +29,7 @@ from hpcfl.clients import Clients
 from hpcfl.messages import Message
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training import Batch
+from hpcfl.training import Batch, TrainConfig
 
 
 class PerFedAvgParams(Params):
@@ -78,9 +78,9 @@ class PerFedAvg(FedAvg):
         theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
         return {"theta": theta}
 
-    @property
-    def epochs_a_round(self) -> int:
-        return super().epochs_a_round * (4 if self.params.variant == "hessian_free" else 2)
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * (4 if params.variant == "hessian_free" else 2)
 
     @staticmethod
     def _slope(clients: Clients, theta: Tensor, batch: Batch) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor
 from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, LayerMean, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
-from hpcfl.training import Batch, cross_entropy_loss
+from hpcfl.training import Batch, TrainConfig, cross_entropy_loss
 
 FIRST, OTHERS = "theta", "branches"
 
@@ -120,9 +120,9 @@ class PFedMB(Method):
     def row_size(self) -> int:
         return self.params.branches * self.layout.size
 
-    @property
-    def epochs_a_round(self) -> int:
-        return super().epochs_a_round * (2 if self._alpha_moves else 1)
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * (2 if params.branches > 1 and params.alpha_lr > 0 else 1)
 
     @property
     def _alpha_moves(self) -> bool:

@@ -25,6 +25,7 @@ from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import Params, State, pull_towards, weighted_mean
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training import TrainConfig
 
 
 class PFedMeParams(Params):
@@ -67,6 +68,6 @@ class PFedMe(OwnModel, FedAvg):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"] = torch.lerp(server["theta"], mean, self.params.beta)
 
-    @property
-    def epochs_a_round(self) -> int:
-        return super().epochs_a_round * self.params.steps
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * params.steps

@@ -1,0 +1,1 @@
+"""Tables: whole comparisons from one file, their runs, figures and statistics."""

@@ -1,0 +1,221 @@
+"""The cells of a table: every row, column and seed resolved into the configuration of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcfl.config import Config, lay_over, resolve
+from hpcfl.errors import UserError
+from hpcfl.tables.file import ONLY, Comparison, Outline, Row, read_outline
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a table."""
+
+    row: int
+    """Number of its row, from 0."""
+    column: int
+    label: str
+    """Its row's."""
+    config: Config
+    folder: Path
+    place: str
+    """Where it is in the table file, for errors."""
+
+    @property
+    def seed(self) -> int:
+        return self.config.run.seed
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """What of a table is left out to make it shorter."""
+
+    rounds: int | None = None
+    """No cell has more."""
+    seeds: tuple[int, ...] | None = None
+    """Which of the file's seeds are run."""
+
+
+class Table:
+    """A table file with what the command line adds."""
+
+    def __init__(
+        self, path: Path, overrides: Sequence[str], out: Path | None, shrinking: Shrinking | None = None
+    ) -> None:
+        """Read and resolve everything; UserError for the first mistake."""
+        outline = read_outline(path)
+        shrinking = shrinking or Shrinking()
+        self.path = path
+        self.size, self.source, self.show = outline.size, outline.source, outline.show
+        self.rows: list[Row] = outline.rows
+        self.columns: list[str] = outline.columns
+        """Labels; [ONLY] of a table without columns."""
+        self.compare: list[Comparison] = outline.compare
+        self.seeds = _seeds(outline.seeds, shrinking.seeds)
+        self.title = outline.title
+        self.shrunk = ""
+        """Which options made the table shorter than its file says, for its title."""
+        self.result_name = _name(path, shrinking)
+        """What files are called that hold the table's results."""
+        self.folder = out or Path("runs") / self.result_name
+        self.cells = self._cells(outline, overrides, shrinking)
+        """All of the first seed first, column by column."""
+        self._refuse_twins()
+        self._refuse_unpaired()
+        self._say_shrunk(outline, shrinking)
+
+    @property
+    def tuned(self) -> list[str | None]:
+        """Which keys of each row were chosen on a validation split, and among what."""
+        return [row.tuned for row in self.rows]
+
+    @property
+    def labels(self) -> list[str]:
+        return [row.label for row in self.rows]
+
+    def of(self, row: int, column: int) -> list[Cell]:
+        """Return the cells of a row and a column, one a seed; none where the row has none there."""
+        return [cell for cell in self.cells if (cell.row, cell.column) == (row, column)]
+
+    def name(self, cell: Cell) -> str:
+        """Return what a cell is called: its row and column."""
+        column = self.columns[cell.column]
+        return cell.label if column == ONLY else f"{cell.label}, {column}"
+
+    def _cells(self, outline: Outline, overrides: Sequence[str], shrinking: Shrinking) -> list[Cell]:
+        self._longest = 0
+        cells = []
+        for seed in self.seeds:
+            for column, column_label in enumerate(self.columns):
+                for number, row in enumerate(self.rows):
+                    if column_label not in row.without:
+                        config = self._config(outline, row, column_label, seed, overrides, shrinking.rounds)
+                        place = f"{_place(row, column_label)}, seed {seed}"
+                        folder = self.folder / _slug(column_label) / f"{_slug(row.label)}-s{seed}"
+                        cells.append(Cell(number, column, row.label, config, folder, place))
+        if not cells:
+            raise UserError(f"{self.path}: every row is left out of every column; a table has a cell")
+        return cells
+
+    def _config(
+        self,
+        outline: Outline,
+        row: Row,
+        column: str,
+        seed: int,
+        overrides: Sequence[str],
+        most_rounds: int | None,
+    ) -> Config:
+        try:
+            tree = lay_over({}, outline.configs[column])
+            run_group = tree.get("run")
+            if isinstance(run_group, dict):
+                run_group.pop("seed", None)
+            for layer in outline.layers:
+                for more in (layer.settings, layer.columns.get(column, {}), layer.rows.get(row.label, {})):
+                    tree = lay_over(tree, more)
+            tree = lay_over(tree, overrides)
+            run_group = tree.get("run")
+            if isinstance(run_group, dict) and "seed" in run_group:
+                raise UserError(
+                    f"run.seed={run_group['seed']}: the table's list of seeds sets it; leave it out"
+                )
+            config = resolve(lay_over(tree, [f"run.seed={seed}"]))
+            self._longest = max(self._longest, config.train.rounds)
+            if most_rounds is not None and config.train.rounds > most_rounds:
+                config = resolve(lay_over(config.tree(), [f"train.rounds={most_rounds}"]))
+            return config
+        except UserError as error:
+            raise UserError(f"{_place(row, column)}: {error}") from error
+
+    def _refuse_twins(self) -> None:
+        """Refuse two cells of one folder, and two that are the same run."""
+        folders: dict[Path, Cell] = {}
+        runs: dict[tuple[str, int], Cell] = {}
+        for cell in self.cells:
+            first = folders.setdefault(cell.folder, cell)
+            if first is not cell:
+                raise UserError(
+                    f"{self._of(cell)}: {self._of(first, short=True)} has the same label or makes the same "
+                    "folder; give each a label of its own"
+                )
+            first = runs.setdefault((cell.config.short_hash(), cell.config.train.rounds), cell)
+            if first is not cell:
+                raise UserError(
+                    f"{self._of(cell)}: nothing that changes a result tells it from "
+                    f"{self._of(first, short=True)}; drop one of the cells (a row's `without` does)"
+                )
+
+    def _refuse_unpaired(self) -> None:
+        """Refuse to compare two rows whose clients are not the same ones."""
+        for pair in self.compare:
+            first, second = (self.labels.index(label) for label in pair.rows)
+            for name in pair.columns or ():
+                column = self.columns.index(name)
+                for one, other in zip(self.of(first, column), self.of(second, column), strict=True):
+                    if _clients(one.config) != _clients(other.config):
+                        place = _in_column(name)
+                        raise UserError(
+                            f"{self.path}, compare {pair.rows[0]} with {pair.rows[1]}{place}: their clients "
+                            "hold different samples, so that no difference client by client exists; give "
+                            "both rows the same data, data.seed and run.eval_split"
+                        )
+
+    def _say_shrunk(self, outline: Outline, shrinking: Shrinking) -> None:
+        said = []
+        if shrinking.rounds is not None and shrinking.rounds < self._longest:
+            said.append(f"at most {shrinking.rounds} rounds instead of {self._longest}")
+        if self.seeds != outline.seeds:
+            said.append(f"seeds {_listed(self.seeds)} of {_listed(outline.seeds)}")
+        self.shrunk = ", ".join(said)
+        if said:
+            self.title += f" (shrunk: {self.shrunk})"
+
+    def _of(self, cell: Cell, short: bool = False) -> str:
+        """Say where a cell is, without its seed."""
+        row, column = self.rows[cell.row], self.columns[cell.column]
+        if short:
+            return f"row {cell.row + 1} ({row.label}){_in_column(column)}"
+        return _place(row, column)
+
+
+def _place(row: Row, column: str) -> str:
+    return f"{row.place}{_in_column(column)}"
+
+
+def _in_column(column: str) -> str:
+    return "" if column == ONLY else f", column {column}"
+
+
+def _clients(config: Config) -> tuple[object, ...]:
+    """Return all that decides which samples each client is scored on."""
+    data = {key: value for key, value in config.tree()["data"].items() if key not in ("root", "normalise")}
+    return data, config.data_seed, config.run.eval_split
+
+
+def _seeds(seeds: Sequence[int], wanted: Sequence[int] | None) -> list[int]:
+    if wanted is None:
+        return list(seeds)
+    for seed in wanted:
+        if seed not in seeds:
+            raise UserError(f"--seeds: {seed} is none of the table's seeds; allowed: {_listed(seeds)}")
+    return [seed for seed in seeds if seed in wanted]
+
+
+def _name(path: Path, shrinking: Shrinking) -> str:
+    """Return the file's name; another one where rounds are cut, as some methods' runs cannot be prolonged."""
+    return path.stem if shrinking.rounds is None else f"{path.stem}-{shrinking.rounds}rounds"
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _slug(label: str) -> str:
+    """Return a label as a part of a folder's name."""
+    return re.sub(r"[^a-z0-9_.]+", "-", label.lower()).strip("-.")

@@ -1,0 +1,192 @@
+"""`hpcfl table`: runs the cells of a table file, and makes their table."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hpcfl.arguments import Parser, RunOptions, command_line, split_settings
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.sources import Arrays
+from hpcfl.errors import UserError
+from hpcfl.experiment import load_data, make_method
+from hpcfl.process import StopFlag
+from hpcfl.run import run
+from hpcfl.runfolder import RunFolder
+from hpcfl.tables.cells import Cell, Shrinking, Table
+from hpcfl.tables.document import as_text
+from hpcfl.tables.figures import is_finished
+from hpcfl.tables.planning import plan
+from hpcfl.tables.writing import write, write_results
+from hpcfl.world import World, agreed, open_world
+
+A_CELL_NEEDS_S = 30
+"""No cell is started when SLURM's end time is nearer than this."""
+
+
+def table(arguments: Sequence[str]) -> bool:
+    """Run the cells of a table file that are not finished, and print the table.
+
+    Each cell is a run in DIR/<column>/<row>-s<seed>; the table is DIR/table.md, table.tex, table.csv.
+    Running the same command again goes on. key.sub=value counts for every cell.
+    """
+    parser = Parser("hpcfl table", table.__doc__)
+    parser.add_argument("settings", nargs="*", metavar="TABLE.yaml | key.sub=value")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
+    parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
+    parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
+    parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
+    parser.add_argument("--plan", action="store_true", help="only list cells, their gradients and hours")
+    parser.add_argument(
+        "--write-results", action="store_true", help="also write CSV files in results/ beside TABLE.yaml"
+    )
+    parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
+    options = parser.parse_intermixed_args(list(arguments))
+    path, overrides = split_settings(options.settings)
+    if path is None:
+        raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
+    part, num_parts = _part(options.part)
+    shrinking = _shrinking(options.rounds, options.seeds)
+    world = open_world()
+    say = _speech(options.quiet)
+    with ExitStack() as at_exit:
+        stop = StopFlag()
+        at_exit.callback(stop.restore)
+        whole = agreed(world, lambda: Table(path, overrides, options.out, shrinking))
+        if options.plan:
+            print(agreed(world, lambda: as_text(plan(whole, world)) if world.is_server else ""))
+            return False
+        own = range(part - 1, len(whole.cells), num_parts)
+        pending = agreed(world, lambda: _pending(whole, own, options.fresh) if world.is_server else [])
+        pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
+
+        say(f"{len(own) - len(pending)} of {len(own)} cells are finished, in {whole.folder}")
+        command = command_line(["table", *arguments], world.size)
+        stopped = _run_cells(whole, pending, world, stop, command, options.quiet)
+        text, missing = agreed(world, lambda: write(whole) if world.is_server else ("", 0))
+        say(f"\n{text}\nin {whole.folder}: table.md, table.tex, table.csv")
+        if options.write_results:
+            written = agreed(world, lambda: write_results(whole) if world.is_server else [])
+            say(f"results: {', '.join(map(str, written))}")
+        if missing:
+            say(f"{missing} of {len(whole.cells)} cells are missing")
+        if stopped:
+            say(f"stopped early with a checkpoint; go on with\n  {command}")
+        elif missing:
+            rest = command_line(["table", *_without_part(arguments)], world.size)
+            say(f"unless other parts are at them, go on with\n  {rest}")
+        return stopped
+
+
+def _run_cells(
+    whole: Table,
+    pending: Sequence[tuple[int, bool]],
+    world: World,
+    stop: StopFlag,
+    command: str,
+    quiet: bool,
+) -> bool:
+    """Run cells, each a number and whether it starts over; return whether they stopped early. Collective."""
+    began_s = time.monotonic()
+    for done, (number, fresh) in enumerate(pending):
+        cell = whole.cells[number]
+        left = ""
+        if done:
+            if _must_stop(world, stop):
+                return True
+            left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
+            left = f"  time left {timedelta(seconds=round(left_s))}"
+        _speech(quiet)(f"cell {number + 1}/{len(whole.cells)}: {whole.name(cell)} seed {cell.seed}{left}")
+        options = RunOptions(None, (), cell.folder, fresh, quiet)
+        try:
+            outcome = run(cell.config, options, world, stop, command, is_cell=True)
+        except UserError as error:
+            raise UserError(f"{cell.place}: {error}") from error
+        if outcome == "stopped":
+            return True
+        agreed(world, lambda: write(whole) if world.is_server else None)
+    return False
+
+
+def _speech(quiet: bool) -> Callable[[str], None]:
+    """Return what prints a line at once, or nothing."""
+    return (lambda _: None) if quiet else (lambda text: print(text, flush=True))
+
+
+def _must_stop(world: World, stop: StopFlag) -> bool:
+    """Agree whether no further cell is started. Collective."""
+    wanted = stop.requested or (world.is_server and stop.time_is_short(A_CELL_NEEDS_S))
+    return world.maximum(int(wanted)) == 1
+
+
+def _pending(whole: Table, own: range, fresh: bool) -> list[tuple[int, bool]]:
+    """Return the numbers of the cells to run, and whether each starts over; UserError for what cannot be."""
+    pending = []
+    for number, cell in enumerate(whole.cells):
+        if is_finished(cell):
+            continue
+        folder = RunFolder(cell.folder, cell.config)
+        starts_over = False
+        try:
+            folder.check(fresh=False)
+        except UserError as error:
+            if not fresh:
+                raise UserError(f"{cell.place}: {error}") from error
+            folder.check(fresh=True)
+            starts_over = True
+        if number in own:
+            pending.append((number, starts_over))
+    _refuse_impossible([whole.cells[number] for number, _ in pending])
+    return pending
+
+
+def _refuse_impossible(cells: Sequence[Cell]) -> None:
+    """Make the method of each row and column once, or the last one's mistake would be told after hours."""
+    data: Any = None
+    dealt: tuple[Arrays, list[ClientIndices]]
+    firsts: dict[tuple[int, int], Cell] = {}
+    for cell in cells:
+        firsts.setdefault((cell.row, cell.column), cell)
+    for cell in firsts.values():
+        try:
+            of_cell = (cell.config.tree()["data"], cell.config.data_seed)
+            if of_cell != data:
+                data, dealt = of_cell, load_data(cell.config)
+            make_method(cell.config, *dealt)
+        except UserError as error:
+            raise UserError(f"{cell.place}: {error}") from error
+
+
+def _part(text: str | None) -> tuple[int, int]:
+    """Read K/N; without it there is one part."""
+    if text is None:
+        return 1, 1
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part {text} is not possible; give K/N with K from 1 to N, such as --part 1/3")
+    return int(found[1]), int(found[2])
+
+
+def _shrinking(rounds: str | None, seeds: str | None) -> Shrinking:
+    if rounds is not None and not re.fullmatch(r"[1-9]\d*", rounds):
+        raise UserError(f"--rounds {rounds} is not possible; give a whole number from 1 on")
+    if seeds is not None and not re.fullmatch(r"\d+(,\d+)*", seeds):
+        raise UserError(f"--seeds {seeds} is not possible; give whole numbers such as --seeds 0,1")
+    return Shrinking(
+        None if rounds is None else int(rounds), None if seeds is None else tuple(map(int, seeds.split(",")))
+    )
+
+
+def _without_part(arguments: Sequence[str]) -> list[str]:
+    words = [word for word in arguments if not word.startswith("--part=")]
+    if "--part" in words:
+        at = words.index("--part")
+        del words[at : at + 2]
+    return words

@@ -1,0 +1,130 @@
+"""What is printed of a table: an overview, the quantities of each column, and the paired differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from hpcfl.tables.cells import Table
+from hpcfl.tables.document import Document, Grid
+from hpcfl.tables.figures import Difference, Entry
+from hpcfl.tables.file import ONLY
+from hpcfl.tables.quantities import DEFAULT_SHOW, ONLY_WHERE_THEY_DIFFER, QUANTITIES
+from hpcfl.tables.statistics import Interval
+
+MISSING = "missing"
+NO_CELL = "-"
+
+
+def document(table: Table, known: Sequence[Entry], compared: Sequence[Difference]) -> Document:
+    grids = []
+    if table.columns != [ONLY]:
+        grids.append(_overview(table, known))
+    for column in table.columns:
+        of_column = [entry for entry in known if entry.column == column]
+        if of_column:
+            grids.append(_details(table, column, of_column))
+    if compared:
+        grids.append(_comparison(table, compared))
+    notes = [*([table.size] if table.size else []), _setting(table)]
+    return Document(table.title, notes, grids)
+
+
+def _overview(table: Table, known: Sequence[Entry]) -> Grid:
+    """Return rows by columns, the first shown quantity in each, the published number in brackets."""
+    first = QUANTITIES[table.show[0]]
+    by_place = {(entry.row.label, entry.column): entry for entry in known}
+    rows = []
+    for label in table.labels:
+        line = [label]
+        for column in table.columns:
+            entry = by_place.get((label, column))
+            text = NO_CELL if entry is None else _shown(first.show, entry, first.of_runs)
+            if entry is not None and entry.published is not None:
+                text += f" ({entry.published:.2f})"
+            line.append(text)
+        rows.append(line)
+    published = f"; in brackets: published, {table.source}" if table.source else ""
+    if not table.source and any(entry.published is not None for entry in known):
+        published = "; in brackets: published"
+    return Grid(f"{first.header}{published}", ["method", *table.columns], rows)
+
+
+def _details(table: Table, column: str, known: Sequence[Entry]) -> Grid:
+    """Return all shown quantities of the rows of a column."""
+    shown = {name: QUANTITIES[name] for name in table.show}
+    lines = {
+        name: [_shown(quantity.show, entry, quantity.of_runs, name == table.show[0]) for entry in known]
+        for name, quantity in shown.items()
+    }
+    if table.show == list(DEFAULT_SHOW):
+        for name, cells in list(lines.items()):
+            same = name in ONLY_WHERE_THEY_DIFFER and len(set(cells)) == 1
+            if same or not any(cells):
+                del lines[name]
+    header = ["method", *(shown[name].header for name in lines)]
+    rows = [
+        [entry.row.label, *(cells[number] for cells in lines.values())] for number, entry in enumerate(known)
+    ]
+    return Grid(column, header, rows)
+
+
+def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
+    """Return the paired differences with their intervals."""
+    has_columns = table.columns != [ONLY]
+    rows = []
+    for difference in compared:
+        line = [f"{difference.rows[0]} - {difference.rows[1]}", *([difference.column] if has_columns else [])]
+        paired = difference.paired
+        if paired is None:
+            rows.append([*line, MISSING, "", "0", "", ""])
+            continue
+        over_seeds, over_clients = map(_half_width, (paired.over_seeds, paired.over_clients))
+        rows.append(
+            [
+                *line,
+                f"{100 * paired.over_seeds.mean:+.1f}",
+                over_seeds,
+                str(paired.over_seeds.count),
+                over_clients,
+                str(paired.over_clients.count),
+            ]
+        )
+    header = ["rows", *(["column"] if has_columns else []), "difference, points", "95 % over seeds", "seeds"]
+    return Grid(
+        "paired differences client by client, * where the 95 % interval excludes 0; conclude from that over "
+        "seeds, whose unit is a whole run; that over clients holds for these runs only",
+        [*header, "95 % over clients and seeds", "pairs"],
+        rows,
+    )
+
+
+def _half_width(found: Interval) -> str:
+    if found.count < 2:
+        return NO_CELL
+    return f"± {100 * found.half_width:.1f}{' *' if found.excludes_zero else ''}"
+
+
+def _shown(show: Callable[[Entry], str], entry: Entry, of_runs: bool, first: bool = True) -> str:
+    """Return a quantity of an entry; that it is missing, once a line, where no seed is finished."""
+    if of_runs and not entry.figures:
+        return MISSING if first else ""
+    return show(entry)
+
+
+def _setting(table: Table) -> str:
+    """Say in a line what all figures have in common."""
+    configs = [cell.config for cell in table.cells]
+    published = f"published: {table.source}; " if table.source else ""
+    return (
+        f"Seeds {', '.join(map(str, table.seeds))}; "
+        f"rounds {_values(config.train.rounds for config in configs)}; "
+        f"clients {_values(config.data.clients or 'as the data has them' for config in configs)}; "
+        f"accuracy on the {_values(config.run.eval_split for config in configs)} split after the last "
+        f"round, mean over clients, mean ± standard deviation over seeds; {published}"
+        "bytes a client and round, of trainable numbers + of running statistics and indices; "
+        "client steps are updates of weights by a mini-batch, whatever each costs."
+    )
+
+
+def _values(values: Iterable[object]) -> str:
+    return " or ".join(dict.fromkeys(map(str, values)))

@@ -1,0 +1,168 @@
+"""What the finished runs of a table gave and cost, read from their folders."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpcfl.config import Config
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.runfolder import RunFolder
+from hpcfl.tables.cells import Cell, Table
+from hpcfl.tables.file import Row
+from hpcfl.tables.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
+
+ACCURACIES = (
+    "accuracy_mean",
+    "best_accuracy",
+    "accuracy_weighted",
+    "accuracy_after_download",
+    "accuracy_after_training",
+    "spread_over_clients",
+    "worst_tenth_accuracy",
+)
+"""Figures between 0 and 1, of which tables have the mean and the deviation over seeds. Fairness over the
+clients of the last evaluation: their deviation (population) and the mean of the worst tenth."""
+
+COSTS = ("bytes_down", "bytes_up", "other_bytes_down", "other_bytes_up", "client_steps_per_s", "wall_s")
+"""Bytes are those of a client in a round, the other ones of running statistics and indices."""
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row in a column: its finished cells, all seeds together."""
+
+    row: Row
+    column: str
+    config: Config
+    """Of its first seed."""
+    figures: dict[int, Figures]
+    """By finished seed."""
+    of_clients: dict[int, list[float]]
+    """Accuracy of each client at the end, by finished seed."""
+    missing: int
+    """Seeds that are not finished."""
+
+    def values(self, name: str) -> list[float]:
+        return [figures[name] for figures in self.figures.values()]
+
+    def mean(self, name: str) -> float | None:
+        return mean_and_deviation(self.values(name))[0]
+
+    def deviation(self, name: str) -> float | None:
+        return mean_and_deviation(self.values(name))[1]
+
+    @property
+    def published(self) -> float | None:
+        """In %."""
+        return self.row.published.get(self.column)
+
+    @property
+    def gradients_a_batch(self) -> float:
+        """Gradients that a client takes of each mini-batch, where plain local training takes one."""
+        config = self.config
+        return METHODS[config.method].gradient_epochs(config.params, config.train) / config.train.local_epochs
+
+    @property
+    def scored(self) -> str:
+        """When the accuracy is measured: that of the models right after the download, or after training."""
+        return f"after {METHODS[self.config.method].scored_moment}"
+
+
+def entries(table: Table) -> list[Entry]:
+    """Return the entries of a table, column by column, from the folders of its finished cells."""
+    made = []
+    for column, column_label in enumerate(table.columns):
+        for number, row in enumerate(table.rows):
+            cells = table.of(number, column)
+            if cells:
+                done = [cell for cell in cells if is_finished(cell)]
+                of_clients = {cell.seed: client_accuracies(cell) for cell in done}
+                figures = {cell.seed: cell_figures(cell, of_clients[cell.seed]) for cell in done}
+                missing = len(cells) - len(done)
+                made.append(Entry(row, column_label, cells[0].config, figures, of_clients, missing))
+    return made
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two compared rows in a column."""
+
+    rows: tuple[str, str]
+    column: str
+    seeds: list[int]
+    """Seeds that both rows have finished."""
+    paired: PairedDifference | None
+    """None without a seed."""
+
+
+def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
+    """Return the first minus the second row of each compared pair, in each of its columns."""
+    by_place = {(entry.row.label, entry.column): entry for entry in known}
+    made = []
+    for pair in table.compare:
+        for column in pair.columns or ():
+            first, second = (by_place[label, column].of_clients for label in pair.rows)
+            seeds = [seed for seed in table.seeds if seed in first and seed in second]
+            accuracies = ([of_row[seed] for seed in seeds] for of_row in (first, second))
+            paired = paired_difference(*accuracies) if seeds else None
+            made.append(Difference((pair.rows[0], pair.rows[1]), column, seeds, paired))
+    return made
+
+
+def is_finished(cell: Cell) -> bool:
+    """Whether a cell's folder holds its run, of these settings, to the last round."""
+    # clients.csv is written last, and taken away when a run goes on
+    if not all((cell.folder / name).is_file() for name in ("config.yaml", "clients.csv")):
+        return False
+    try:
+        RunFolder(cell.folder, cell.config).check(fresh=False)
+    except UserError:
+        return False
+    metrics = read_csv(cell.folder / "metrics.csv")
+    return bool(metrics) and int(metrics[-1]["round"]) == cell.config.train.rounds
+
+
+def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
+    """Return what a finished cell gave and cost; `accuracies` are its clients' at the end."""
+    metrics = read_csv(cell.folder / "metrics.csv")
+    last = {name: float(value) for name, value in metrics[-1].items()}
+    train = cell.config.train
+    turns = train.rounds * train.cohort_size(len(accuracies))
+    means = [float(line["accuracy_mean"]) for line in metrics]
+    best = means.index(max(means))
+    figures = {
+        "accuracy_mean": last["accuracy_mean"],
+        "best_accuracy": means[best],
+        "best_round": float(metrics[best]["round"]),
+        "accuracy_weighted": last["accuracy_weighted"],
+        "accuracy_after_download": last["accuracy_after_download"],
+        "accuracy_after_training": last["accuracy_after_training"],
+        "spread_over_clients": last["accuracy_std"],
+        "worst_tenth_accuracy": worst_tenth(accuracies),
+        "coverage": last["coverage"],
+        # about as many steps between any two evaluations
+        "client_steps_per_s": statistics.harmonic_mean([float(row["client_steps_per_s"]) for row in metrics]),
+        "wall_s": last["wall_s"],
+    }
+    for way in ("down", "up"):
+        others = last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"]
+        figures |= {f"bytes_{way}": last[f"bytes_{way}"] / turns, f"other_bytes_{way}": others / turns}
+    return figures
+
+
+def client_accuracies(cell: Cell) -> list[float]:
+    """Return the accuracy of each client at the end of a finished cell."""
+    return [float(line["accuracy"]) for line in read_csv(cell.folder / "clients.csv")]
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """Return the lines of a CSV file by column."""
+    with path.open(newline="") as lines:
+        return list(csv.DictReader(lines))

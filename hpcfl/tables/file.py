@@ -1,0 +1,298 @@
+"""A table file with all that it extends: labels, settings by row and column, published numbers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
+from hpcfl.errors import UserError
+from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
+from hpcfl.tables.schema import ColumnEntry, Comparison, RowEntry, TableEntry, mistake, place_of
+
+ONLY = ""
+"""Label of the column of a table that names none."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of an outline."""
+
+    label: str
+    place: str
+    """Where it is, for errors."""
+    tuned: str | None = None
+    without: tuple[str, ...] = ()
+    published: dict[str, float] = field(default_factory=dict)
+    """In %, by column."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one file says of the settings: of all cells, of a column's, of a row's, by label."""
+
+    settings: dict[str, Any]
+    columns: dict[str, dict[str, Any]]
+    rows: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A table file with all that it extends, its labels checked; no configuration is resolved yet."""
+
+    title: str
+    size: str | None
+    source: str | None
+    seeds: list[int]
+    columns: list[str]
+    """Labels; [ONLY] of a table without columns."""
+    rows: list[Row]
+    configs: dict[str, dict[str, Any]]
+    """The tree under all layers, by column."""
+    layers: list[Layer]
+    """A later one is laid over all of an earlier one."""
+    compare: list[Comparison]
+    show: list[str]
+
+
+_EMPTY = Outline("", None, None, [], [ONLY], [], {ONLY: {}}, [], [], list(DEFAULT_SHOW))
+
+
+def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
+    """Read a table file and what it extends; UserError for the first mistake."""
+    tree = read_yaml(path)
+    base = None
+    if isinstance(tree.get("extends"), str):
+        below = path.parent / tree["extends"]
+        if below.resolve() in {file.resolve() for file in (path, *seen)}:
+            raise UserError(f"{path}: extends={tree['extends']} leads back to this file; name another")
+        if not below.is_file():
+            raise UserError(f"{path}: extends={tree['extends']}: there is no file {below}")
+        base = read_outline(below, [*seen, path])
+        tree = _with_choices(path, tree, base)
+    try:
+        file = TableEntry.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(mistake(path, tree, error)) from error
+    return _Reader(path, file, base or _EMPTY, base is not None).outline()
+
+
+def _with_choices(path: Path, tree: dict[str, Any], base: Outline) -> dict[str, Any]:
+    """Write labels among rows and columns, each a choice of the extended file's, as entries of that label."""
+    known = {"columns": base.columns, "rows": [row.label for row in base.rows]}
+    changed = dict(tree)
+    for kind, labels in known.items():
+        entries = tree.get(kind)
+        if isinstance(entries, list):
+            for entry in entries:
+                if isinstance(entry, str) and entry not in labels:
+                    raise UserError(f"{path}: {_unknown(kind, entry, labels)}")
+            changed[kind] = [{"label": entry} if isinstance(entry, str) else entry for entry in entries]
+    return changed
+
+
+class _Reader:
+    """Puts one file on top of what it extends."""
+
+    def __init__(self, path: Path, file: TableEntry, base: Outline, extends: bool) -> None:
+        self._path, self._file, self._base, self._extends = path, file, base, extends
+
+    def outline(self) -> Outline:
+        file, base = self._file, self._base
+        for name in ("title", "seeds", "rows"):
+            if not self._extends and getattr(file, name) is None:
+                raise UserError(
+                    f"{self._path}: {name} is missing; a table has {', '.join(TableEntry.model_fields)}"
+                )
+        if file.seeds is not None and len(set(file.seeds)) < len(file.seeds):
+            raise UserError(f"{self._path}: seeds={file.seeds} is not possible: a seed is there twice")
+        columns, column_trees, configs = self._columns()
+        rows, row_trees = self._rows(columns)
+        made = Outline(
+            title=file.title or base.title,
+            size=file.size or base.size,
+            source=file.source or base.source,
+            seeds=file.seeds or base.seeds,
+            columns=columns,
+            rows=rows,
+            configs=configs,
+            layers=[*base.layers, Layer(file.settings.tree(), column_trees, row_trees)],
+            compare=self._comparisons(columns, rows),
+            show=self._show(),
+        )
+        return made
+
+    def _columns(self) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Return the columns' labels, and by label their settings here and their configuration files'."""
+        file, base = self._file, self._base
+        if file.columns is not None and file.sweep is not None:
+            raise UserError(f"{self._path}: sweep stands in place of columns; put it into one of them")
+        entries = file.columns
+        if file.sweep is not None:
+            entries = [ColumnEntry(sweep=file.sweep)]
+        common = {} if file.config is None else self._config(str(self._path), file.config)
+        if entries is None:
+            return base.columns, {}, {label: common or base.configs[label] for label in base.columns}
+        trees: dict[str, dict[str, Any]] = {}
+        configs: dict[str, dict[str, Any]] = {}
+        for number, entry in enumerate(entries):
+            place = f"{self._path}, {place_of('column', number, entry.label)}"
+            for label, tree in self._written_columns(place, entry):
+                if label in trees:
+                    raise UserError(
+                        f"{place}: another column is called {label}; give each a label of its own"
+                    )
+                trees[label] = tree
+                own = common if entry.config is None else self._config(place, entry.config)
+                configs[label] = own or base.configs.get(label, {})
+        return list(trees), trees, configs
+
+    def _written_columns(self, place: str, entry: ColumnEntry) -> list[tuple[str, dict[str, Any]]]:
+        """Return the label and the settings of the columns that an entry stands for."""
+        if entry.sweep is None:
+            if entry.label is None:
+                raise UserError(f"{place}: label is missing; a column without a sweep has one")
+            return [(entry.label, entry.tree())]
+        prefix = "" if entry.label is None else f"{entry.label}, "
+        return [(prefix + label, _laid(entry.tree(), tree)) for label, tree in entry.sweep.columns()]
+
+    def _config(self, place: str, name: str) -> dict[str, Any]:
+        try:
+            tree = read_yaml(self._path.parent / name)
+        except UserError as error:
+            raise UserError(f"{place}: config={name}: {error}") from error
+        tree.pop(ENVIRONMENT, None)
+        return tree
+
+    def _rows(self, columns: Sequence[str]) -> tuple[list[Row], dict[str, dict[str, Any]]]:
+        """Return the rows, and their settings here by label."""
+        file, base = self._file, self._base
+        before = {row.label: row for row in base.rows}
+        if file.rows is None:
+            return [_in_columns(row, columns) for row in base.rows], {}
+        rows: dict[str, Row] = {}
+        trees: dict[str, dict[str, Any]] = {}
+        for number, entry in enumerate(file.rows):
+            label = entry.label or self._method_name(entry)
+            place = f"{self._path}, {place_of('row', number, label)}"
+            if label in rows:
+                first = list(rows).index(label)
+                raise UserError(
+                    f"{place}: row {first + 1} ({label}) has the same label or makes the same folder; "
+                    "give each a label of its own"
+                )
+            old = before.get(label, Row(label, place))
+            published = self._published(place, entry, columns)
+            for name in (*(entry.without or ()), *published):
+                if name not in columns:
+                    key = "without" if name in (entry.without or ()) else "published"
+                    raise UserError(f"{place}: {key}: {_unknown('columns', name, columns)}")
+            row = _in_columns(
+                replace(
+                    old,
+                    place=place,
+                    tuned=entry.tuned or old.tuned,
+                    without=old.without if entry.without is None else tuple(entry.without),
+                    published=old.published | published,
+                ),
+                columns,
+            )
+            for name in published:
+                if name in row.without:
+                    raise UserError(
+                        f"{place}: published names column {name}, in which `without` leaves the row no cell; "
+                        "drop one of the two"
+                    )
+            rows[label], trees[label] = row, entry.tree()
+        return list(rows.values()), trees
+
+    def _method_name(self, entry: RowEntry) -> str:
+        """Return the label of a row that has none: its method, or that of all cells."""
+        for method in (entry.method, self._file.settings.method):
+            if isinstance(method, dict) and "name" in method:
+                return str(method["name"])
+        for layer in reversed(self._base.layers):
+            method = layer.settings.get("method")
+            if isinstance(method, dict) and "name" in method:
+                return str(method["name"])
+        return DEFAULT_METHOD
+
+    def _published(self, place: str, entry: RowEntry, columns: Sequence[str]) -> dict[str, float]:
+        if entry.published is None:
+            return {}
+        if isinstance(entry.published, dict):
+            return {label: float(value) for label, value in entry.published.items()}
+        if len(columns) > 1:
+            raise UserError(
+                f"{place}: published={entry.published} does not say of which column; "
+                f"write published: {{{columns[0]}: {entry.published}}}"
+            )
+        return {columns[0]: float(entry.published)}
+
+    def _comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Comparison]:
+        """Return the pairs of rows, each with the columns in which both have a cell."""
+        by_label = {row.label: row for row in rows}
+        chosen = []
+        for pair in self._file.compare if self._file.compare is not None else self._base.compare:
+            inherited = self._file.compare is None
+            if inherited and not all(label in by_label for label in pair.rows):
+                continue
+            place = f"{self._path}, compare {pair.rows[0]} with {pair.rows[1]}"
+            for label in pair.rows:
+                if label not in by_label:
+                    raise UserError(f"{place}: {_unknown('rows', label, by_label)}")
+            if pair.rows[0] == pair.rows[1]:
+                raise UserError(f"{place}: a row differs from itself by nothing; name two")
+            left_out = {name for label in pair.rows for name in by_label[label].without}
+            wanted = columns if pair.columns is None else pair.columns
+            for name in wanted:
+                if not inherited and name not in columns:
+                    raise UserError(f"{place}: {_unknown('columns', name, columns)}")
+                if not inherited and pair.columns is not None and name in left_out:
+                    raise UserError(f"{place}: column {name} has no cell of both rows; drop it")
+            both = [name for name in columns if name in wanted and name not in left_out]
+            if both or not inherited:
+                if not both:
+                    raise UserError(f"{place}: no column has a cell of both rows; drop the pair")
+                chosen.append(Comparison(rows=pair.rows, columns=both))
+        return chosen
+
+    def _show(self) -> list[str]:
+        show = self._file.show
+        for name in show or ():
+            if name not in QUANTITIES:
+                raise UserError(f"{self._path}: show: {_unknown('quantities', name, QUANTITIES)}")
+        return show or self._base.show
+
+
+def _in_columns(row: Row, columns: Sequence[str]) -> Row:
+    """Return a row without what it says of columns that are not there."""
+    return replace(
+        row,
+        without=tuple(name for name in row.without if name in columns),
+        published={name: value for name, value in row.published.items() if name in columns},
+    )
+
+
+def _laid(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return nested keys with others put in."""
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        merged[key] = _laid(below, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    names = [label for label in known if label != ONLY]
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    # labels may hold commas
+    there = " | ".join(names) or "none, as the table has one column without a name"
+    return f"{name} is none of the {kind}; there are: {there}{hint}"

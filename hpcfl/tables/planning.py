@@ -1,0 +1,157 @@
+"""How long a table takes: its gradients, and hours after timing a few steps of each network."""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcfl.config import Config
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.sources import Arrays
+from hpcfl.errors import UserError
+from hpcfl.experiment import is_batched, load_data, make_method
+from hpcfl.methods.base import Method
+from hpcfl.tables.cells import Cell, Table
+from hpcfl.tables.document import Document, Grid
+from hpcfl.tables.figures import is_finished
+from hpcfl.training import Batch, BatchedEngine, Engine, LoopEngine, cross_entropy_loss, minibatches
+from hpcfl.world import World
+
+TIMED_STEPS, TIMED_S = 10, 2.0
+"""A network is timed for so many steps, or so many seconds if that is less, but never fewer than 3 steps."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A row in a column."""
+
+    cell: Cell
+    """Its first seed's."""
+    cells: int
+    finished: int
+    gradients: float
+    """Of mini-batches, in one cell: training, and fine-tuning before evaluations."""
+    step_s: float
+    """Seconds of one gradient of the network and the update with it, on this machine."""
+
+    @property
+    def hours(self) -> float:
+        """Of one process, for all its cells."""
+        return self.cells * self.gradients * self.step_s / 3600
+
+    @property
+    def hours_left(self) -> float:
+        return self.hours * (self.cells - self.finished) / self.cells
+
+
+def plan(table: Table, world: World) -> Document:
+    """Return what a table's cells take, which are neither run nor written."""
+    runs = list(planned_runs(table, world))
+    header = ["method", "cells", "finished", "gradients a cell", "ms a gradient", "hours"]
+    grids = []
+    for column, label in enumerate(table.columns):
+        rows = [
+            [
+                run.cell.label,
+                str(run.cells),
+                str(run.finished),
+                f"{run.gradients:,.0f}",
+                f"{1e3 * run.step_s:.2f}",
+                f"{run.hours:.2f}",
+            ]
+            for run in runs
+            if run.cell.column == column
+        ]
+        if rows:
+            grids.append(Grid(label, header, rows))
+    total = sum(run.cells * run.gradients for run in runs)
+    hours, left = sum(run.hours for run in runs), sum(run.hours_left for run in runs)
+    notes = [
+        *([table.size] if table.size else []),
+        f"{len(table.cells)} cells, {total:,.0f} gradients of mini-batches, {hours:.1f} hours of one process "
+        f"on this machine, {left:.1f} hours for what is not finished. Gradients are those of training and of "
+        "fine-tuning before evaluations; hours are these times a gradient of the network timed here, without "
+        "evaluation, server and messages, and whatever a method computes beside the network.",
+    ]
+    return Document(table.title, notes, grids)
+
+
+def planned_runs(table: Table, world: World) -> Iterator[PlannedRun]:
+    """Yield the runs of a table, column by column; UserError for data or methods that cannot be."""
+    data: Any = None
+    dealt: tuple[Arrays, list[ClientIndices]]
+    seconds: dict[tuple[object, ...], float] = {}
+    for column in range(len(table.columns)):
+        for row in range(len(table.rows)):
+            cells = table.of(row, column)
+            if not cells:
+                continue
+            config = cells[0].config
+            try:
+                of_cell = (config.tree()["data"], config.data_seed)
+                if of_cell != data:
+                    data, dealt = of_cell, load_data(config)
+                method = make_method(config, *dealt)
+            except UserError as error:
+                raise UserError(f"{cells[0].place}: {error}") from error
+            key = _timing_key(config, method, world)
+            if key not in seconds:
+                seconds[key] = step_seconds(config, method, world)
+            finished = sum(map(is_finished, cells))
+            yield PlannedRun(cells[0], len(cells), finished, gradients(config, method), seconds[key])
+
+
+def gradients(config: Config, method: Method) -> float:
+    """Return about how many gradients of mini-batches a run takes, over all clients and rounds."""
+    train, run = config.train, config.run
+    num_samples = method.context.num_samples.tolist()
+    batches = [len(minibatches(count, train.batch_size, train.last_batch)) for count in num_samples]
+    turns = train.rounds * train.cohort_size(len(num_samples))
+    evaluations = math.ceil(train.rounds / run.eval_every)
+    finetuning = evaluations * len(num_samples) * train.finetune_epochs
+    return float(np.mean(batches)) * (turns * method.epochs_a_round + finetuning)
+
+
+def step_seconds(config: Config, method: Method, world: World) -> float:
+    """Return the median seconds of one client's gradient and update of the network, on random images."""
+    torch.set_num_threads(config.run.threads)
+    device = world.device(config.run.device)
+    context, size = method.context, config.train.batch_size
+    network = copy.deepcopy(context.network).to(device)
+    engine: Engine = LoopEngine(network, context.layout)
+    if is_batched(config, device):
+        engine = BatchedEngine(network, context.layout, config.run.clients_at_once)
+    count = min(engine.clients_at_once, context.num_clients)
+    stream = torch.Generator().manual_seed(0)
+    theta = context.initial_parameters(range(count)).to(device)
+    buffers = context.layout.flatten(context.network)[1].expand(count, -1).clone().to(device)
+    x = torch.randn(count, size, *context.image_shape, generator=stream).to(device)
+    y = torch.randint(context.num_classes, (count, size), generator=stream).to(device)
+    batch = Batch(slice(None), x, y, torch.zeros(count, size, dtype=torch.int64, device=device))
+    times: list[float] = []
+    while len(times) < 4 or (len(times) <= TIMED_STEPS and sum(times) < TIMED_S):
+        began_s = time.perf_counter()
+        slope, _ = engine.gradient(cross_entropy_loss, {"theta": theta}, buffers, batch)
+        theta = theta.add(slope["theta"], alpha=-config.train.lr * 1e-3)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - began_s)
+    # the first step warms up
+    return statistics.median(times[1:]) / count
+
+
+def _timing_key(config: Config, method: Method, world: World) -> tuple[object, ...]:
+    """Return all that a step's seconds depend on."""
+    context, run = method.context, config.run
+    device = world.device(run.device)
+    engine = run.clients_at_once if is_batched(config, device) else 0
+    network = (config.model, config.model_options.model_dump_json(), context.image_shape, context.num_classes)
+    return (*network, config.train.batch_size, str(device), engine, run.threads)

@@ -1,0 +1,96 @@
+"""What a printed table can show of a row in a column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpcfl.tables.figures import Entry
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A column of the printed table."""
+
+    header: str
+    show: Callable[[Entry], str]
+    of_runs: bool = True
+    """Whether it takes a finished run to know it."""
+
+
+def percent(mean: float | None, deviation: float | None) -> str:
+    """Return an accuracy between 0 and 1 as `61.4 ± 0.5`, in %."""
+    if mean is None:
+        return ""
+    return f"{100 * mean:.1f}{'' if deviation is None else f' ± {100 * deviation:.1f}'}"
+
+
+def _accuracy(name: str) -> Callable[[Entry], str]:
+    return lambda entry: percent(entry.mean(name), entry.deviation(name))
+
+
+def _best(entry: Entry) -> str:
+    rounds = sorted({int(value) for value in entry.values("best_round")})
+    span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    return f"{_accuracy('best_accuracy')(entry)} (round {span})"
+
+
+def _bytes(way: str) -> Callable[[Entry], str]:
+    def show(entry: Entry) -> str:
+        numbers, others = (round(entry.mean(f"{kind}bytes_{way}") or 0) for kind in ("", "other_"))
+        return f"{numbers:,}" + (f" + {others:,}" if others else "")
+
+    return show
+
+
+def _published(entry: Entry) -> str:
+    return "" if entry.published is None else f"{entry.published:.2f}"
+
+
+QUANTITIES = {
+    "accuracy": Quantity("accuracy, %", _accuracy("accuracy_mean")),
+    "published": Quantity("published, %", _published, of_runs=False),
+    "scored": Quantity("scored", lambda entry: entry.scored, of_runs=False),
+    "best": Quantity("best, %", _best),
+    "weighted": Quantity("weighted by samples, %", _accuracy("accuracy_weighted")),
+    "after_download": Quantity("after download, %", _accuracy("accuracy_after_download")),
+    "after_training": Quantity("after training, %", _accuracy("accuracy_after_training")),
+    "spread": Quantity("spread over clients, %", _accuracy("spread_over_clients")),
+    "worst_tenth": Quantity("worst tenth of clients, %", _accuracy("worst_tenth_accuracy")),
+    "coverage": Quantity("clients reached, %", lambda entry: f"{100 * (entry.mean('coverage') or 0):.0f}"),
+    "seeds": Quantity("seeds", lambda entry: str(len(entry.figures)), of_runs=False),
+    "bytes_down": Quantity("bytes down", _bytes("down")),
+    "bytes_up": Quantity("bytes up", _bytes("up")),
+    "gradients": Quantity(
+        "gradients a mini-batch", lambda entry: f"{entry.gradients_a_batch:.3g}", of_runs=False
+    ),
+    "finetune_epochs": Quantity(
+        "fine-tuning epochs", lambda entry: str(entry.config.train.finetune_epochs), of_runs=False
+    ),
+    "steps_per_s": Quantity("client steps/s", lambda entry: f"{entry.mean('client_steps_per_s') or 0:.0f}"),
+    "rounds": Quantity("rounds", lambda entry: str(entry.config.train.rounds), of_runs=False),
+    "tuned": Quantity("tuned on validation samples", lambda entry: entry.row.tuned or "", of_runs=False),
+}
+"""By the name that a table file's `show` knows it by."""
+
+DEFAULT_SHOW = (
+    "accuracy",
+    "published",
+    "scored",
+    "after_download",
+    "after_training",
+    "worst_tenth",
+    "seeds",
+    "bytes_down",
+    "bytes_up",
+    "gradients",
+    "finetune_epochs",
+    "steps_per_s",
+    "rounds",
+    "tuned",
+)
+
+ONLY_WHERE_THEY_DIFFER = ("finetune_epochs", "rounds")
+"""Quantities of the default that are left out of a table where all rows have the same."""

@@ -1,0 +1,167 @@
+"""What a table file may hold, and where in it a mistake is."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationError,
+)
+
+from hpcfl.config import GROUPS
+
+
+def _one_line(text: str) -> str:
+    if len(text.splitlines()) != 1 or not text.strip():
+        raise ValueError("it must be one line of text")
+    return text.strip()
+
+
+Line = Annotated[StrictStr, AfterValidator(_one_line)]
+Percent = Annotated[StrictInt | StrictFloat, Field(ge=0, le=100, allow_inf_nan=False)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SettingsEntry(_Entry):
+    """A configuration tree, looked into when it is resolved."""
+
+    method: Any = None
+    data: Any = None
+    model: Any = None
+    train: Any = None
+    run: Any = None
+
+    def tree(self) -> dict[str, Any]:
+        return self.model_dump(include=set(GROUPS), exclude_none=True)
+
+
+class SweepEntry(_Entry):
+    """A short way to write columns that differ in one key."""
+
+    key: Line
+    values: list[StrictBool | StrictInt | StrictFloat | StrictStr] = Field(min_length=1)
+
+    def columns(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the label and the settings of each value."""
+        *groups, name = self.key.split(".")
+        made = []
+        for value in self.values:
+            tree: Any = {name: value}
+            for group in reversed(groups):
+                tree = {group: tree}
+            made.append((f"{name} = {str(value).lower() if isinstance(value, bool) else value}", tree))
+        return made
+
+
+class ColumnEntry(SettingsEntry):
+    label: Line | None = None
+    config: Line | None = None
+    """Configuration file under all other settings, relative to the table file."""
+    sweep: SweepEntry | None = None
+
+
+class RowEntry(SettingsEntry):
+    label: Line | None = None
+    """Name in the table; default: the method's."""
+    tuned: Line | None = None
+    """Which keys were chosen on a validation split, and among what; the table repeats it."""
+    without: list[Line] | None = None
+    """Columns in which the row has no cell."""
+    published: Percent | dict[Line, Percent] | None = None
+    """Accuracy that the source names, in %, by column."""
+
+
+class Comparison(_Entry):
+    """Two rows whose difference, first minus second, is shown with its interval."""
+
+    rows: list[Line] = Field(min_length=2, max_length=2)
+    columns: list[Line] | None = None
+    """Default: all in which both rows have a cell."""
+
+
+def _as_comparison(value: Any) -> Any:
+    return {"rows": value} if isinstance(value, list) else value
+
+
+class TableEntry(_Entry):
+    extends: Line | None = None
+    """Table file, relative to this one, of which this one says only what differs."""
+    title: Line | None = None
+    size: Line | None = None
+    """How the table differs in size from what it stands for; printed above every output."""
+    source: Line | None = None
+    """Where the published numbers stand."""
+    seeds: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, min_length=1)
+    config: Line | None = None
+    """As that of a column, for all that name none."""
+    settings: SettingsEntry = SettingsEntry()
+    """What all cells have in common."""
+    columns: list[ColumnEntry] | None = Field(None, min_length=1)
+    sweep: SweepEntry | None = None
+    """In place of columns."""
+    rows: list[RowEntry] | None = Field(None, min_length=1)
+    compare: list[Annotated[Comparison, BeforeValidator(_as_comparison)]] | None = None
+    show: list[StrictStr] | None = Field(None, min_length=1)
+    """Which quantities stand in the printed table."""
+
+
+def place_of(kind: str, number: int, label: object) -> str:
+    return f"{kind} {number + 1}" + (f" ({label})" if label else "")
+
+
+def _label(entry: object) -> object:
+    """Return what an entry of the file, whatever it is, seems to be called."""
+    method = entry.get("method") if isinstance(entry, dict) else None
+    name = method.get("name") if isinstance(method, dict) else None
+    return entry.get("label", name) if isinstance(entry, dict) else None
+
+
+def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
+    """Say in a line where in the file the first mistake is, and what is allowed."""
+    first = error.errors()[0]
+    place, keys = str(path), list(first["loc"])
+    kind: type[BaseModel] = TableEntry
+    entries: dict[str, type[BaseModel]] = {"rows": RowEntry, "columns": ColumnEntry, "compare": Comparison}
+    if keys[0] in entries and len(keys) > 1:
+        group, number = str(keys[0]), int(keys[1])
+        entry = tree[group][number]
+        name = {"rows": "row", "columns": "column"}.get(group, group)
+        label = entry.get("label") if isinstance(entry, dict) else None
+        if (
+            group == "rows"
+            and not label
+            and isinstance(entry, dict)
+            and isinstance(entry.get("method"), dict)
+        ):
+            label = entry["method"].get("name")
+        place, keys, kind = f"{path}, {place_of(name, number, label)}", keys[2:], entries[group]
+        what = f"the {name}"
+    elif keys[0] == "settings" and len(keys) > 1:
+        place, keys, kind = f"{path}, settings", keys[1:], SettingsEntry
+    if keys and keys[0] == "sweep" and len(keys) > 1:
+        place, keys, kind = f"{place}, sweep", keys[1:], SweepEntry
+    key = ".".join(map(str, keys)) or what
+    allowed = ", ".join(kind.model_fields)
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, kind.model_fields, n=1)
+        return f"{place}: {key} is an unknown key; allowed: {allowed}" + "".join(
+            f"; did you mean {name}?" for name in near
+        )
+    if first["type"] == "missing":
+        return f"{place}: {key} is missing; it has {allowed}"
+    reason = first["msg"].removeprefix("Value error, ")
+    return f"{place}: {key}={first['input']!r} is not possible: {reason}"

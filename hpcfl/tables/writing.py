@@ -1,0 +1,190 @@
+"""A table as text, Markdown, LaTeX and CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpcfl.errors import UserError
+from hpcfl.tables.cells import Table
+from hpcfl.tables.display import document
+from hpcfl.tables.document import as_latex, as_markdown, as_text
+from hpcfl.tables.figures import ACCURACIES, COSTS, Difference, Entry, differences, entries
+
+COLUMNS = (
+    "label",
+    "column",
+    "method",
+    "accuracy_mean",
+    "accuracy_std_over_seeds",
+    "published_accuracy",
+    *(
+        name
+        for accuracy in ACCURACIES
+        if accuracy != "accuracy_mean"
+        for name in (accuracy, f"{accuracy}_std_over_seeds")
+    ),
+    "best_round",
+    "scored",
+    "coverage",
+    "seeds",
+    "missing_seeds",
+    "rounds",
+    "eval_split",
+    *COSTS,
+    "gradients_a_batch",
+    "finetune_epochs",
+    "tuned",
+    "title",
+    "size",
+)
+"""Columns of table.csv before those of each seed's accuracy; accuracies lie between 0 and 1."""
+
+
+DIFFERENCE_COLUMNS = (
+    "first",
+    "second",
+    "column",
+    "difference",
+    "over_seeds_low",
+    "over_seeds_high",
+    "seeds",
+    "over_clients_low",
+    "over_clients_high",
+    "clients_and_seeds",
+    "title",
+    "size",
+)
+"""Columns of differences.csv, of accuracies between 0 and 1."""
+
+CLIENT_COLUMNS = ("label", "column", "seed", "client", "accuracy")
+"""Columns of clients.csv."""
+
+MOST_CLIENT_LINES = 20_000
+"""Results with more lines of clients than these, some 800 kB, are written without them."""
+
+
+def write(table: Table) -> tuple[str, int]:
+    """Write table.md, table.tex, table.csv and differences.csv from the folders of the finished cells.
+
+    The last only where the table compares rows. Returns the table as text, and how many cells are missing.
+    Raises UserError where it cannot write.
+    """
+    known = entries(table)
+    compared = differences(table, known)
+    made = document(table, known, compared)
+    files = {f"{name}.csv": text for name, text in _csv_files(table, known, compared).items()}
+    files |= {"table.md": as_markdown(made), "table.tex": as_latex(made)}
+    _write_files(table.folder, files)
+    return as_text(made), sum(entry.missing for entry in known)
+
+
+def write_results(table: Table) -> list[Path]:
+    """Write what was measured in results/<name of the table file>.csv and such beside it; return the files.
+
+    There are table.csv, differences.csv, and a file of every client's accuracy, if it is small.
+    """
+    known = entries(table)
+    texts = _csv_files(table, known, differences(table, known))
+    lines = [
+        {"label": entry.row.label, "column": entry.column, "seed": seed}
+        | {"client": client, "accuracy": round(accuracy, 4)}
+        for entry in known
+        for seed, accuracies in entry.of_clients.items()
+        for client, accuracy in enumerate(accuracies)
+    ]
+    if len(lines) <= MOST_CLIENT_LINES:
+        texts["clients"] = _csv(CLIENT_COLUMNS, lines)
+    stem = table.result_name
+    names = {kind: f"{stem}.csv" if kind == "table" else f"{stem}_{kind}.csv" for kind in texts}
+    folder = table.path.parent / "results"
+    _write_files(folder, {names[kind]: text for kind, text in texts.items()})
+    return [folder / name for name in names.values()]
+
+
+def _csv_files(table: Table, known: Sequence[Entry], compared: Sequence[Difference]) -> dict[str, str]:
+    """Return table.csv, and where rows are compared differences.csv, by their names without `.csv`."""
+    every_line = {"title": table.title, "size": table.size}
+    of_seeds = [f"accuracy_seed_{seed}" for seed in table.seeds]
+    texts = {"table": _csv([*COLUMNS, *of_seeds], [_line(entry) | every_line for entry in known])}
+    if compared:
+        texts["differences"] = _csv(
+            DIFFERENCE_COLUMNS, [_difference_line(difference) | every_line for difference in compared]
+        )
+    return texts
+
+
+def _csv(columns: Sequence[str], lines: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return text.getvalue()
+
+
+def _line(entry: Entry) -> dict[str, Any]:
+    """Return a line of table.csv."""
+    line: dict[str, Any] = {
+        "label": entry.row.label,
+        "column": entry.column,
+        "method": entry.config.method,
+        "accuracy_std_over_seeds": entry.deviation("accuracy_mean"),
+        "published_accuracy": None if entry.published is None else round(entry.published / 100, 6),
+        "scored": entry.scored,
+        "seeds": len(entry.figures),
+        "missing_seeds": entry.missing,
+        "rounds": entry.config.train.rounds,
+        "eval_split": entry.config.run.eval_split,
+        "gradients_a_batch": entry.gradients_a_batch,
+        "finetune_epochs": entry.config.train.finetune_epochs,
+        "tuned": entry.row.tuned,
+    }
+    for name in (*ACCURACIES, "best_round", "coverage", *COSTS):
+        mean = entry.mean(name)
+        line[name] = round(mean) if mean is not None and "bytes" in name else mean
+    for name in ACCURACIES[1:]:
+        line[f"{name}_std_over_seeds"] = entry.deviation(name)
+    for seed, figures in entry.figures.items():
+        line[f"accuracy_seed_{seed}"] = figures["accuracy_mean"]
+    return line
+
+
+def _difference_line(difference: Difference) -> dict[str, Any]:
+    """Return a line of differences.csv; a bound is empty where there is no interval."""
+    line: dict[str, Any] = dict(zip(("first", "second"), difference.rows, strict=True))
+    line |= {"column": difference.column, "seeds": len(difference.seeds)}
+    if difference.paired is None:
+        return line
+    for name in ("over_seeds", "over_clients"):
+        found = getattr(difference.paired, name)
+        if found.count > 1:
+            line |= {
+                f"{name}_low": found.mean - found.half_width,
+                f"{name}_high": found.mean + found.half_width,
+            }
+    paired = difference.paired
+    return line | {"difference": paired.over_seeds.mean, "clients_and_seeds": paired.over_clients.count}
+
+
+def _write_files(folder: Path, texts: dict[str, str]) -> None:
+    """Write files by name; UserError where that is not possible."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            replace_file(folder / name, text)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR"
+        ) from error
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that no reader ever sees half of it."""
+    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)

@@ -1,0 +1,344 @@
+"""Table files: columns, sweeps, published numbers, files that extend others; what is refused, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from conftest import in_mpi_world
+
+from hpcfl.config import flatten
+from hpcfl.errors import UserError
+from hpcfl.tables.cells import Shrinking, Table
+
+pytestmark = pytest.mark.skipif(in_mpi_world(), reason="reads files only")
+
+PAPER = """
+title: A paper's table
+source: table 1
+size: "small: 5 of 50 clients"
+seeds: [3, 5]
+config: base.yaml
+settings:
+  train: {rounds: 20, lr: 0.3}
+columns:
+  - {label: few, data: {clients: 5}}
+  - {label: many, data: {clients: 8}, train: {rounds: 40, lr: 0.1}}
+  - {label: kept, sweep: {key: method.k, values: [0, 2]}, data: {clients: 5}}
+rows:
+  - {label: ours, method: {name: heurpfedla}, published: {few: 61.43, many: 73}}
+  - {method: {name: fedavg}, train: {lr: 0.2}, without: ["kept, k = 0", "kept, k = 2"]}
+  - {method: {name: local}, without: [many, "kept, k = 0", "kept, k = 2"], tuned: train.lr of 0.1 and 0.3}
+compare:
+  - [ours, fedavg]
+  - {rows: [ours, local], columns: [few]}
+"""
+BASE = """
+method: {name: pfedla, hypernetwork_lr: 0.5}
+data: {source: cifar10, per_client: 60}
+train: {rounds: 3, batch_size: 9}
+run: {seed: 4, eval_every: 7}
+environment: {torch: old}
+"""
+EXTENDING = """
+extends: paper.yaml
+title: A paper's table in an evening
+size: "an evening: 10 rounds"
+seeds: [1]
+settings: {train: {rounds: 10}}
+columns:
+  - "kept, k = 2"
+  - {label: few, data: {clients: 4}, train: {batch_size: 8}}
+rows: [local, {label: ours, method: {hypernetwork_lr: 0.25}}]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "paper.yaml").write_text(PAPER)
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "evening.yaml").write_text(EXTENDING)
+    return tmp_path
+
+
+def flat(table: Table, row: str, column: str) -> dict[str, Any]:
+    """Return the settings of a cell of the first seed."""
+    cell = table.of(table.labels.index(row), table.columns.index(column))[0]
+    return flatten(cell.config.tree())
+
+
+def refused(path: Path, **more: Any) -> str:
+    with pytest.raises(UserError) as error:
+        Table(path, more.pop("overrides", []), None, **more)
+    assert str(error.value).startswith(str(path))
+    return str(error.value).removeprefix(str(path))
+
+
+# What a file says
+
+
+def test_columns_by_rows_by_seeds(folder: Path) -> None:
+    table = Table(folder / "paper.yaml", [], None)
+    assert table.columns == ["few", "many", "kept, k = 0", "kept, k = 2"]
+    assert [(table.name(cell), cell.seed) for cell in table.cells[:8]] == [
+        ("ours, few", 3),
+        ("fedavg, few", 3),
+        ("local, few", 3),
+        ("ours, many", 3),
+        ("fedavg, many", 3),
+        ("ours, kept, k = 0", 3),
+        ("ours, kept, k = 2", 3),
+        ("ours, few", 5),
+    ]
+    assert len(table.cells) == 14
+    assert table.cells[4].folder == Path("runs/paper/many/fedavg-s3")
+    assert table.cells[-1].folder == Path("runs/paper/kept-k-2/ours-s5")
+    assert (table.title, table.source, table.size) == (
+        "A paper's table",
+        "table 1",
+        "small: 5 of 50 clients",
+    )
+    assert [row.published for row in table.rows] == [{"few": 61.43, "many": 73.0}, {}, {}]
+    assert table.tuned == [None, None, "train.lr of 0.1 and 0.3"]
+
+
+def test_settings_lie_over_a_configuration_file_columns_over_them_and_rows_over_both(folder: Path) -> None:
+    table = Table(folder / "paper.yaml", ["train.momentum=0.5"], None)
+    ours, fedavg = flat(table, "ours", "many"), flat(table, "fedavg", "many")
+    assert (ours["data.source"], ours["data.per_client"], ours["run.eval_every"]) == ("cifar10", 60, 7)
+    assert (ours["run.seed"], ours["method.hypernetwork_lr"]) == (3, 0.5)
+    assert (ours["train.rounds"], flat(table, "ours", "few")["train.rounds"]) == (40, 20)
+    assert (ours["train.lr"], fedavg["train.lr"]) == (0.1, 0.2)
+    assert (ours["data.clients"], fedavg["data.clients"]) == (8, 8)
+    assert {flat(table, "ours", column)["train.momentum"] for column in table.columns} == {0.5}
+    assert "method.hypernetwork_lr" not in fedavg
+
+
+def test_a_sweep_is_columns_of_one_key(folder: Path) -> None:
+    table = Table(folder / "paper.yaml", [], None)
+    kept = [flat(table, "ours", f"kept, k = {k}") for k in (0, 2)]
+    assert [settings.pop("method.k") for settings in kept] == [0, 2]
+    assert kept[0] == kept[1]
+    assert kept[0]["data.clients"] == 5
+    path = folder / "sweep.yaml"
+    path.write_text(
+        "title: t\nseeds: [0]\nsweep: {key: method.mixing, values: [true, false]}\n"
+        "rows: [method: {name: fedafk}]"
+    )
+    whole = Table(path, [], None)
+    assert whole.columns == ["mixing = true", "mixing = false"]
+    assert [flat(whole, "fedafk", column)["method.mixing"] for column in whole.columns] == [True, False]
+    assert whole.cells[1].folder == Path("runs/sweep/mixing-false/fedafk-s0")
+
+
+def test_a_file_that_extends_another_chooses_and_lays_its_settings_over_all(folder: Path) -> None:
+    table = Table(folder / "evening.yaml", [], None)
+    assert (table.title, table.size) == ("A paper's table in an evening", "an evening: 10 rounds")
+    assert (table.seeds, table.source) == ([1], "table 1")
+    assert table.columns == ["kept, k = 2", "few"]
+    assert table.labels == ["local", "ours"]
+    assert table.tuned == ["train.lr of 0.1 and 0.3", None]
+    assert [row.published for row in table.rows] == [{}, {"few": 61.43}]
+    assert [table.name(cell) for cell in table.cells] == ["ours, kept, k = 2", "local, few", "ours, few"]
+    few, kept = flat(table, "ours", "few"), flat(table, "ours", "kept, k = 2")
+    assert (few["data.clients"], kept["data.clients"]) == (4, 5)
+    assert (few["train.rounds"], kept["train.rounds"]) == (10, 10)
+    assert (few["train.batch_size"], kept["train.batch_size"]) == (8, 9)
+    assert (few["method.name"], few["method.hypernetwork_lr"], kept["method.k"]) == ("heurpfedla", 0.25, 2)
+    assert few["data.source"] == "cifar10"
+    # of the pairs, those are left whose rows and columns are
+    assert [(pair.rows, pair.columns) for pair in table.compare] == [(["ours", "local"], ["few"])]
+
+
+def test_columns_of_the_extended_file_stay_unless_others_are_chosen(folder: Path) -> None:
+    path = folder / "longer.yaml"
+    path.write_text("extends: paper.yaml\nsettings: {train: {rounds: 41}}\nrows: [fedavg, local]\n")
+    table = Table(path, [], None)
+    assert table.columns == ["few", "many", "kept, k = 0", "kept, k = 2"]
+    assert [table.name(cell) for cell in table.cells[:3]] == ["fedavg, few", "local, few", "fedavg, many"]
+    assert {cell.config.train.rounds for cell in table.cells} == {41}
+    assert table.title == "A paper's table"
+
+
+def test_the_label_of_a_row_is_its_method_even_of_one_that_is_extended(folder: Path) -> None:
+    path = folder / "one.yaml"
+    path.write_text("title: t\nseeds: [0]\nsettings: {method: {name: fedprox}}\nrows: [{}]\n")
+    assert Table(path, [], None).labels == ["fedprox"]
+    other = folder / "two.yaml"
+    other.write_text("extends: one.yaml\nrows: [{train: {lr: 0.2}}, method: {name: local}]\n")
+    assert Table(other, [], None).labels == ["fedprox", "local"]
+    assert flat(Table(other, [], None), "fedprox", "")["train.lr"] == 0.2
+
+
+def test_the_only_column_needs_no_label_for_its_published_number(folder: Path) -> None:
+    path = folder / "one.yaml"
+    path.write_text("title: t\nseeds: [0]\nrows: [{method: {name: local}, published: 59}]\n")
+    table = Table(path, [], None)
+    assert table.rows[0].published == {"": 59.0}
+    assert table.cells[0].folder == Path("runs/one/local-s0")
+
+
+# Shrinking
+
+
+def test_fewer_rounds_and_seeds_are_said_in_the_title_and_lie_elsewhere(folder: Path) -> None:
+    table = Table(folder / "paper.yaml", [], None, Shrinking(rounds=25, seeds=(5,)))
+    assert {(cell.seed, cell.config.train.rounds) for cell in table.cells} == {(5, 20), (5, 25)}
+    assert table.title == "A paper's table (shrunk: at most 25 rounds instead of 40, seeds 5 of 3, 5)"
+    assert table.folder == Path("runs/paper-25rounds")
+    assert Table(folder / "paper.yaml", [], None, Shrinking(seeds=(3, 5))).title == "A paper's table"
+    untouched = Table(folder / "paper.yaml", [], folder / "out", Shrinking(rounds=40))
+    assert (untouched.title, untouched.folder) == ("A paper's table", folder / "out")
+    with pytest.raises(UserError, match="--seeds: 4 is none of the table's seeds; allowed: 3, 5"):
+        Table(folder / "paper.yaml", [], None, Shrinking(seeds=(3, 4)))
+
+
+# Mistakes
+
+MISTAKES: dict[str, tuple[str, str, str]] = {
+    "an unknown column": (
+        "published: {few:",
+        "published: {fev:",
+        ", row 1 (ours): published: fev is none of the columns; there are: few | many | kept, k = 0 | "
+        "kept, k = 2; did you mean few?",
+    ),
+    "a column left out that is none": (
+        "without: [many,",
+        "without: [lots,",
+        ", row 3 (local): without: lots is none of the columns",
+    ),
+    "a published number without a cell": (
+        "without: [many, ",
+        "published: {many: 3}, without: [many, ",
+        ", row 3 (local): published names column many, in which `without` leaves the row no cell",
+    ),
+    "a published number of no column": (
+        "published: {few: 61.43, many: 73}",
+        "published: 61.43",
+        ", row 1 (ours): published=61.43 does not say of which column; write published: {few: 61.43}",
+    ),
+    "a share as a published number": ("61.43", "161.43", ", row 1 (ours): published"),
+    "a column without a label": ("label: few, ", "", ", column 1: label is missing"),
+    "two columns of one name": (
+        "label: many",
+        "label: few",
+        ", column 2 (few): another column is called",
+    ),
+    "columns that make one folder": (
+        "  - {label: many,",
+        "  - {label: MANY, train: {lr: 7}}\n  - {label: many,",
+        ", row 1 (ours), column many: row 1 (ours), column MANY has the same label or makes the same folder",
+    ),
+    "an unknown key of a column": (
+        "label: few, data",
+        "label: few, date",
+        ", column 1 (few): date is an unknown key; allowed: method, data,",
+    ),
+    "an unknown setting of a column": (
+        "{clients: 8}",
+        "{client: 8}",
+        ", row 1 (ours), column many: data.client=8 is an unknown key",
+    ),
+    "a value swept twice": (
+        "values: [0, 2]",
+        "values: [0, 0]",
+        ", column 3 (kept): another column is",
+    ),
+    "nothing swept": ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is not possible"),
+    "a sweep of an unknown key": (
+        "method.k, ",
+        "train.k, ",
+        ", row 1 (ours), column kept, k = 0: train.k=0 is an unknown key",
+    ),
+    "a sweep without a key": ("key: method.k, ", "", ", column 3 (kept), sweep: key is missing"),
+    "a sweep beside columns": (
+        "source: table 1",
+        "sweep: {key: train.lr, values: [1]}",
+        ": sweep stands in place of columns",
+    ),
+    "a pair with an unknown row": (
+        "[ours, fedavg]",
+        "[ours, fedavgs]",
+        ", compare ours with fedavgs: fedavgs is none of the rows; there are: ours | fedavg | local; did you "
+        "mean fedavg?",
+    ),
+    "a pair of one": ("[ours, fedavg]", "[ours]", ", compare 1: rows=['ours'] is not possible"),
+    "a row with itself": ("[ours, fedavg]", "[ours, ours]", ", compare ours with ours: a row differs from"),
+    "a pair in an unknown column": (
+        "columns: [few]",
+        "columns: [fex]",
+        ", compare ours with local: fex is none of the columns",
+    ),
+    "a pair where one row has no cell": (
+        "columns: [few]",
+        "columns: [many]",
+        ", compare ours with local: column many has no cell of both rows; drop it",
+    ),
+    "a pair that holds other samples": (
+        "train: {lr: 0.2}",
+        "data: {seed: 1}",
+        ", compare ours with fedavg, column few: their clients hold different samples",
+    ),
+    "two columns that are one": (
+        "{clients: 8}, train: {rounds: 40, lr: 0.1}",
+        "{clients: 5}, run: {checkpoint_every: 3}",
+        ", row 1 (ours), column many: nothing that changes a result tells it from row 1 (ours), column few",
+    ),
+    "a key that this method has not": (
+        "few, data: {clients: 5}",
+        "few, data: {clients: 8}, method: {hypernetwork_lr: 0.7}, train: {rounds: 40, lr: 0.1}",
+        ", row 2 (fedavg), column many: nothing that changes a result tells it from row 2 (fedavg), column",
+    ),
+    "an unknown quantity": (
+        "source: table 1",
+        "show: [accuracy, wurst_tenth]",
+        ": show: wurst_tenth is none of the quantities; there are: accuracy | published |",
+    ),
+    "no such configuration file": (
+        "config: base.yaml",
+        "config: basis.yaml",
+        ": config=basis.yaml: cannot read configuration file",
+    ),
+    "a choice without a file to choose from": ("  - [ours,", "  - ours\n  - [ours,", ", compare 1: the "),
+    "a source of two lines": ("table 1", '"a\\nb"', ": source='a\\nb' is not possible: it must be one line"),
+}
+"""By what is wrong: what of PAPER is replaced, by what, and what is said behind the file's name."""
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_told_with_its_place(folder: Path, what: str) -> None:
+    old, new, said = MISTAKES[what]
+    assert PAPER.count(old) == 1
+    (folder / "paper.yaml").write_text(PAPER.replace(old, new))
+    assert refused(folder / "paper.yaml").startswith(said)
+
+
+EXTENDING_MISTAKES: dict[str, tuple[str, str, str]] = {
+    "a column that is not there": (
+        '"kept, k = 2"',
+        '"kept, k = 3"',
+        ": kept, k = 3 is none of the columns; there are: few | many | kept, k = 0 | kept, k = 2; did",
+    ),
+    "a row that is not there": ("[local, ", "[locale, ", ": locale is none of the rows; there are: ours |"),
+    "no such file": ("paper.yaml", "papers.yaml", ": extends=papers.yaml: there is no file "),
+    "itself": ("paper.yaml", "evening.yaml", ": extends=evening.yaml leads back to this file"),
+    "a number published of a column not chosen": (
+        "method: {hyp",
+        "published: {many: 3}, method: {hyp",
+        ", row 2 (ours): published: many is none of the columns",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXTENDING_MISTAKES)
+def test_a_mistake_of_a_file_that_extends_another(folder: Path, what: str) -> None:
+    old, new, said = EXTENDING_MISTAKES[what]
+    assert EXTENDING.count(old) == 1
+    (folder / "evening.yaml").write_text(EXTENDING.replace(old, new))
+    assert refused(folder / "evening.yaml").startswith(said)
+
+
+def test_the_example_is_yaml_that_a_reader_would_write(folder: Path) -> None:
+    assert yaml.safe_load(PAPER)["columns"][2]["sweep"] == {"key": "method.k", "values": [0, 2]}
