@@ -128,6 +128,16 @@ def test_soft_weights_are_divided_by_their_sum() -> None:
     torch.testing.assert_close(outputs, torch.tensor([[5.8, 12.6]]), rtol=1e-12, atol=0)
 
 
+def test_a_layer_that_repeats_one_module_is_a_layer_of_one_block() -> None:
+    # what the authors' code builds, whose softmax leaves no path closed
+    repeated, plain = modular([2, 2, 2]), modular([1, 1, 1])
+    for network in (repeated, plain):
+        for name, parameter in network.named_parameters():
+            parameter.data = plain.get_parameter(name.replace("encoder2", "encoder1").replace("_2.", "_1."))
+    x, soft = torch.randn(4, 1, 2, 2, generator=stream(2)), torch.rand(10, generator=stream(3)).softmax(dim=0)
+    torch.testing.assert_close(repeated(x, soft), plain(x, torch.ones(3)), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("share", [0.3, 0.6, 1.0])
 def test_any_decision(sizes: list[int], share: float) -> None:
