@@ -83,7 +83,7 @@ class FedMNParams(Params):
     """First temperature tau (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
     """Last temperature (paper: 0.1)."""
-    router_lr: float = Field(0.01, gt=0)
+    router_lr: float = Field(0.003, gt=0)
     """Step size of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay is as
     strong as everybody's."""
     router_spread: float = Field(3.0, ge=0)
