@@ -30,10 +30,10 @@ POOLS = {
     "mnist": ((1, 28, 28), [6903, 7877, 6990, 7141, 6824, 6313, 6876, 7293, 6825, 6958]),
     "fashionmnist": ((1, 28, 28), [7000] * 10),
     "emnist mnist": ((1, 28, 28), [7000] * 10),
-    "emnist byclass": ((1, 28, 28), [2000] * 62),
+    "emnist byclass": ((1, 28, 28), [40_000] * 10 + [7_774] * 51 + [17_781]),
     "femnist": ((1, 28, 28), [2000] * 62),
 }
-"""Image shape and number of images of each class; those of 62 classes are made up."""
+"""Image shape and number of images of each class; those of 62 classes are made up, but for EMNIST's sum."""
 
 EXPECTED = {
     "fedafk/cifar100_pathological.yaml": (20, 20, 10),
@@ -138,6 +138,16 @@ def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None
     # torchvision's take seconds
     if not isinstance(MODELS[config.model], TorchvisionNet):
         assert make_method(config, arrays, parts).context.num_clients == num_clients
+
+
+@pytest.mark.parametrize("name", ["fedmn/emnist_100clients.yaml", "fedmn/emnist_communication.yaml"])
+def test_fedmn_takes_a_tenth_of_emnist_as_it_is_distributed(name: str) -> None:
+    config = load(name)
+    arrays = pool(config)
+    parts = deal(config, arrays)
+    assert sum(split_sizes(parts)) == 81_425
+    sizes = class_table(arrays.y, parts, arrays.num_classes).sum(axis=0)
+    np.testing.assert_allclose(sizes, np.bincount(arrays.y) / 10, atol=300)
 
 
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("pfedmb/cifar10")])

@@ -87,7 +87,7 @@ def table(arguments: Sequence[str]) -> bool:
         command = command_line(["table", *arguments], world.size)
         stopped = _run_cells(whole, pending, world, stop, command, options.quiet)
         text, missing = agreed(world, lambda: write(whole) if world.is_server else ("", 0))
-        say(f"\n{text}\nin {whole.folder}: table.md, table.tex, table.csv")
+        say(f"\n{text}\nin {whole.folder}: table.md, table.tex and CSV files")
         if options.write_results:
             written = agreed(world, lambda: write_results(whole) if world.is_server else [])
             say(f"results: {', '.join(map(str, written))}")
