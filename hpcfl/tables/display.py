@@ -39,6 +39,8 @@ def _overview(table: Table, known: Sequence[Entry]) -> Grid:
         for column in table.columns:
             entry = by_place.get((label, column))
             text = NO_CELL if entry is None else _shown(first.show, entry, first.of_runs)
+            if entry is not None and entry.figures and entry.missing:
+                text += f", {entry.missing} seeds missing"
             if entry is not None and entry.published is not None:
                 text += f" ({entry.published:.2f})"
             line.append(text)
