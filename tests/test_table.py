@@ -262,6 +262,53 @@ def test_a_row_is_laid_over_the_settings_and_the_command_line_over_both(tmp_path
     assert {(tree["run"]["seed"], tree["data"]["clients"]) for tree in trees} == {(4, 5)}
 
 
+COLUMNS_BY_ROWS = """
+title: Two columns
+seeds: [0, 1]
+settings: {train: {lr: 0.05}}
+columns:
+  - {label: all, train: {participation: 1.0}}
+  - {label: "A half!", train: {participation: 0.5}}
+rows:
+  - {method: {name: fedavg}, published: {all: 50}}
+  - {method: {name: local}, without: [all]}
+compare: [[fedavg, local]]
+"""
+
+
+def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "columns.yaml"
+    path.write_text(COLUMNS_BY_ROWS)
+    options = ["--rounds", "2", "--write-results"]
+    assert table(tmp_path / "out", str(path), *words[1:], *options) == FINISHED
+    out = capsys.readouterr().out
+    assert [line.partition("  time")[0] for line in out.splitlines() if line.startswith("cell ")] == [
+        "cell 1/6: fedavg, all seed 0",
+        "cell 2/6: fedavg, A half! seed 0",
+        "cell 3/6: local, A half! seed 0",
+        "cell 4/6: fedavg, all seed 1",
+        "cell 5/6: fedavg, A half! seed 1",
+        "cell 6/6: local, A half! seed 1",
+    ]
+    assert "# Two columns (shrunk: at most 2 rounds instead of 3)\n" in out
+    alone = [*words[1:], *FEDAVG, "train.participation=0.5", "train.rounds=2", "run.seed=1"]
+    assert run_here(tmp_path / "alone", alone) == FINISHED
+    assert not differing(tmp_path / "alone", tmp_path / "out" / "a-half" / "fedavg-s1")
+    results = tmp_path / "results" / "columns-2rounds.csv"
+    assert results.read_text() == (tmp_path / "out" / "table.csv").read_text()
+    assert [(row["label"], row["column"]) for row in rows_of(results)] == [
+        ("fedavg", "all"),
+        ("fedavg", "A half!"),
+        ("local", "A half!"),
+    ]
+    differences = rows_of(tmp_path / "out" / "differences.csv")
+    assert [(row["column"], row["seeds"], row["clients_and_seeds"]) for row in differences] == [
+        ("A half!", "2", "14")
+    ]
+
+
 # Going on
 
 
@@ -551,6 +598,8 @@ def test_three_ranks_make_the_same_table(
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
+    planned = mpirun(2, *command, "--plan").stdout.splitlines()
+    assert [line.split()[:3] for line in planned if line.startswith("fedavg ")] == [["fedavg", "2", "2"]]
     wrong = mpirun(3, *command, "train.lr=9", check=False)
     assert wrong.returncode == BAD_INPUT
     assert (wrong.stdout, wrong.stderr.count("\n")) == ("", 1)

@@ -207,6 +207,17 @@ def test_fewer_rounds_and_seeds_are_said_in_the_title_and_lie_elsewhere(folder: 
 
 # Mistakes
 
+
+def test_one_data_set_for_columns_of_several_is_refused(folder: Path) -> None:
+    changed = PAPER.replace("data: {clients: 8}", "data: {clients: 8, source: fashionmnist}")
+    (folder / "paper.yaml").write_text(changed)
+    said = refused(folder / "paper.yaml", overrides=["data.source=digits"])
+    assert said.startswith(": data.source on the command line would replace cifar10, fashionmnist in all")
+    (folder / "paper.yaml").write_text(PAPER)
+    table = Table(folder / "paper.yaml", ["data.source=digits"], None)
+    assert {cell.config.data.source for cell in table.cells} == {"digits"}
+
+
 MISTAKES: dict[str, tuple[str, str, str]] = {
     "an unknown column": (
         "published: {few:",
@@ -308,6 +319,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "two columns that are one": (
         "{clients: 8}, train: {rounds: 40, lr: 0.1}",
         "{clients: 5}, run: {checkpoint_every: 3}",
+        ", row 1 (ours), column many: nothing that changes a result tells it from row 1 (ours), column few",
+    ),
+    "a key that this source does not read": (
+        "{clients: 8}, train: {rounds: 40, lr: 0.1}",
+        "{clients: 5, split: byclass}",
         ", row 1 (ours), column many: nothing that changes a result tells it from row 1 (ours), column few",
     ),
     "a key that this method has not": (

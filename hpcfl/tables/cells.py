@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcfl.config import Config, lay_over, resolve
+from hpcfl.config import RESULT_NEUTRAL, Config, flatten, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 
@@ -65,6 +66,7 @@ class Table:
         self.folder = out or Path("runs") / self.result_name
         self.cells = self._cells(outline, overrides, shrinking)
         """All of the first seed first, column by column."""
+        self._refuse_one_source_for_all(overrides)
         self._refuse_twins()
         self._refuse_unpaired()
         self._say_shrunk(outline, shrinking)
@@ -89,6 +91,7 @@ class Table:
 
     def _cells(self, outline: Outline, overrides: Sequence[str], shrinking: Shrinking) -> list[Cell]:
         self._longest = 0
+        self._sources: set[str] = set()
         cells = []
         for seed in self.seeds:
             for column, column_label in enumerate(self.columns):
@@ -119,6 +122,7 @@ class Table:
             for layer in outline.layers:
                 for more in (layer.settings, layer.columns.get(column, {}), layer.rows.get(row.label, {})):
                     tree = lay_over(tree, more)
+            self._sources.add(str((tree.get("data") or {}).get("source")))
             tree = lay_over(tree, overrides)
             run_group = tree.get("run")
             if isinstance(run_group, dict) and "seed" in run_group:
@@ -133,10 +137,19 @@ class Table:
         except UserError as error:
             raise UserError(f"{_place(row, column)}: {error}") from error
 
+    def _refuse_one_source_for_all(self, overrides: Sequence[str]) -> None:
+        """Refuse to replace different data sets of a table by one."""
+        if len(self._sources) > 1 and any(word.startswith("data.source=") for word in overrides):
+            sources = ", ".join(sorted(self._sources))
+            raise UserError(
+                f"{self.path}: data.source on the command line would replace {sources} in all columns; "
+                f"write a file with extends: {self.path.name}, and data of a column in it"
+            )
+
     def _refuse_twins(self) -> None:
         """Refuse two cells of one folder, and two that are the same run."""
         folders: dict[Path, Cell] = {}
-        runs: dict[tuple[str, int], Cell] = {}
+        runs: dict[str, Cell] = {}
         for cell in self.cells:
             first = folders.setdefault(cell.folder, cell)
             if first is not cell:
@@ -144,7 +157,7 @@ class Table:
                     f"{self._of(cell)}: {self._of(first, short=True)} has the same label or makes the same "
                     "folder; give each a label of its own"
                 )
-            first = runs.setdefault((cell.config.short_hash(), cell.config.train.rounds), cell)
+            first = runs.setdefault(_what_changes_results(cell.config), cell)
             if first is not cell:
                 raise UserError(
                     f"{self._of(cell)}: nothing that changes a result tells it from "
@@ -190,6 +203,16 @@ def _place(row: Row, column: str) -> str:
 
 def _in_column(column: str) -> str:
     return "" if column == ONLY else f", column {column}"
+
+
+def _what_changes_results(config: Config) -> str:
+    """Return all keys with their values, but for those that change nothing, some of them in this run only."""
+    keys = {key: value for key, value in flatten(config.tree()).items() if key not in RESULT_NEUTRAL}
+    if config.data.source != "emnist":
+        del keys["data.split"]
+    if config.run.engine == "loop":
+        del keys["run.clients_at_once"]
+    return json.dumps(keys, sort_keys=True)
 
 
 def _clients(config: Config) -> tuple[object, ...]:

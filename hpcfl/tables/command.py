@@ -77,7 +77,7 @@ def table(arguments: Sequence[str]) -> bool:
         at_exit.callback(stop.restore)
         whole = agreed(world, lambda: Table(path, overrides, options.out, shrinking))
         if options.plan:
-            print(agreed(world, lambda: as_text(plan(whole, world)) if world.is_server else ""))
+            print(agreed(world, lambda: as_text(plan(whole)) if world.is_server else ""))
             return False
         own = range(part - 1, len(whole.cells), num_parts)
         pending = agreed(world, lambda: _pending(whole, own, options.fresh) if world.is_server else [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,9 +51,9 @@ class PlannedRun:
         return self.hours * (self.cells - self.finished) / self.cells
 
 
-def plan(table: Table, world: World) -> Document:
-    """Return what a table's cells take, which are neither run nor written."""
-    runs = list(planned_runs(table, world))
+def plan(table: Table) -> Document:
+    """Return what a table's cells take, which are neither run nor written. For one rank alone."""
+    runs = list(planned_runs(table))
     header = ["method", "cells", "finished", "gradients a cell", "ms a gradient", "hours"]
     grids = []
     for column, label in enumerate(table.columns):
@@ -84,7 +83,7 @@ def plan(table: Table, world: World) -> Document:
     return Document(table.title, notes, grids)
 
 
-def planned_runs(table: Table, world: World) -> Iterator[PlannedRun]:
+def planned_runs(table: Table) -> Iterator[PlannedRun]:
     """Yield the runs of a table, column by column; UserError for data or methods that cannot be."""
     data: Any = None
     dealt: tuple[Arrays, list[ClientIndices]]
@@ -102,9 +101,9 @@ def planned_runs(table: Table, world: World) -> Iterator[PlannedRun]:
                 method = make_method(config, *dealt)
             except UserError as error:
                 raise UserError(f"{cells[0].place}: {error}") from error
-            key = _timing_key(config, method, world)
+            key = _timing_key(config, method)
             if key not in seconds:
-                seconds[key] = step_seconds(config, method, world)
+                seconds[key] = step_seconds(config, method)
             finished = sum(map(is_finished, cells))
             yield PlannedRun(cells[0], len(cells), finished, gradients(config, method), seconds[key])
 
@@ -120,10 +119,13 @@ def gradients(config: Config, method: Method) -> float:
     return float(np.mean(batches)) * (turns * method.epochs_a_round + finetuning)
 
 
-def step_seconds(config: Config, method: Method, world: World) -> float:
-    """Return the median seconds of one client's gradient and update of the network, on random images."""
+def step_seconds(config: Config, method: Method) -> float:
+    """Return the seconds of one client's gradient and update of the network, on random images.
+
+    That is the fastest of a few steps, as whatever else the machine does only slows them.
+    """
     torch.set_num_threads(config.run.threads)
-    device = world.device(config.run.device)
+    device = World().device(config.run.device)
     context, size = method.context, config.train.batch_size
     network = copy.deepcopy(context.network).to(device)
     engine: Engine = LoopEngine(network, context.layout)
@@ -144,14 +146,13 @@ def step_seconds(config: Config, method: Method, world: World) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began_s)
-    # the first step warms up
-    return statistics.median(times[1:]) / count
+    return min(times) / count
 
 
-def _timing_key(config: Config, method: Method, world: World) -> tuple[object, ...]:
+def _timing_key(config: Config, method: Method) -> tuple[object, ...]:
     """Return all that a step's seconds depend on."""
     context, run = method.context, config.run
-    device = world.device(run.device)
+    device = World().device(run.device)
     engine = run.clients_at_once if is_batched(config, device) else 0
     network = (config.model, config.model_options.model_dump_json(), context.image_shape, context.num_classes)
     return (*network, config.train.batch_size, str(device), engine, run.threads)
