@@ -59,10 +59,11 @@ P_BRANCHES = BRANCHES * (P - P_BN) + P_BN
 HIDDEN = 8
 P_HYPER = HIDDEN * K + HIDDEN + P_HEAD * HIDDEN + P_HEAD
 
+PATHS = 8
 ENCODER = P_BODY + (64 + 1) * 16
-ROUTER = P_BODY + (64 + 1) * 128 + (K + 1) * 64 + (128 + 64 + 1) * 8
+ROUTER = P_BODY + (64 + 1) * 128 + (K + 1) * 64 + (128 + 64 + 1) * PATHS
 P_MODULAR = ENCODER + 2 * (16 + 1) * 8 + 2 * (8 + 1) * K + ROUTER
-"""FedMN's one encoder, two layers of two blocks, and the routing hypernetwork of eight paths."""
+"""FedMN's one encoder, two layers of two blocks, and the routing hypernetwork."""
 
 CASES = [*METHODS, *VARIANTS]
 FOR_ENGINES = {
@@ -243,13 +244,7 @@ PFEDLA = {
     # written for readers
     "alpha": (N, len(LAYERS), N),
     **{f"hypernetworks/{name}": shape for name, shape in HYPERNETWORKS.items()},
-    **{
-        f"optimiser/{name}.{moment}": shape
-        for name, shape in HYPERNETWORKS.items()
-        for moment in ("first", "second")
-    },
-    "optimiser/steps": (N,),
-    "optimiser/heads.steps": (N, len(LAYERS)),
+    "optimiser/largest_update": (N,),
 }
 
 
@@ -305,11 +300,13 @@ STATE = {
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
-    "heurpfedla": Kept(PFEDLA, OWN_MODEL),
+    "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
     # theta is phi_i with the head h_i
     "fedafk": Kept(THETA, {"coefficient": (N,)} | OWN_MODEL),
-    # V_i follows from the data and the routing hypernetwork
-    "fedmn": Kept({"theta": (P_MODULAR,), "buffers": (2 * U,)}, {}),
+    # what each client decided last
+    "fedmn": Kept(
+        {"theta": (P_MODULAR,), "buffers": (2 * U,)}, {"probability": (N, PATHS), "decision": (N, PATHS)}
+    ),
     "pfedmb": Kept({"branches": (BRANCHES, P), "buffers": (U,)}, {"logits": (N, 4, BRANCHES)}),
 }
 

@@ -129,6 +129,10 @@ class Method:
     num_statistics: int | None = None
     """How many models' averaged running statistics the server begins with, a row each; None: one, [U]."""
 
+    chain: str | None = None
+    """The setting by which a round's clients train one after the other, each from the one before it, so that
+    they need one worker; None: each from what it received."""
+
     names_layers: ClassVar[bool] = True
     """Whether layers that do not travel to a single client must be named; not if it asked for the others."""
 

@@ -21,6 +21,7 @@ not held out. A message holds S x M models at once, as many as the cohort is sen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -32,7 +33,7 @@ from hpcfl.messages import BUFFERS, Cohort, Message, Upload
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.randomness import torch_stream
-from hpcfl.training import sample_losses
+from hpcfl.training import TrainConfig, sample_losses
 
 
 class FedFomoParams(Params):
@@ -121,6 +122,10 @@ class FedFomo(ModelBank):
     @property
     def row_size(self) -> int:
         return max(1, self.num_models) * self.layout.size
+
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * (1 - params.held_out)
 
     def chosen(self, affinity: Tensor, is_known: Tensor, client: int, round: int) -> Tensor:
         """Return the ids [at most M] of known models that a client gets, from its row of the matrix [N]."""
