@@ -58,6 +58,8 @@ class DataConfig(_Group):
     """Share of a client's training samples cut off for validation."""
     subset_per_class: int | None = Field(None, ge=1)
     """Use a seeded, class-balanced subset of the source."""
+    subset_fraction: float | None = Field(None, gt=0, le=1)
+    """Use a seeded share of the source, drawn whatever the classes, so that their shares stay as they are."""
     normalise: str | list[list[float]] = "auto"
     """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
     seed: int | None = Field(None, ge=0)
@@ -217,11 +219,20 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         made["train"],
         made["run"],
     )
-    if config.partition == "given" and config.data.subset_per_class is not None:
-        raise UserError(
-            f"data.subset_per_class={config.data.subset_per_class} does not go with partition given, "
-            "whose clients keep all their samples; drop it, or choose another partition"
-        )
+    subsets = {
+        f"data.{key}": value
+        for key in ("subset_per_class", "subset_fraction")
+        if (value := getattr(config.data, key)) is not None
+    }
+    if len(subsets) == 2:
+        both = " and ".join(f"{key}={value}" for key, value in subsets.items())
+        raise UserError(f"{both} are two ways to take a subset; drop one, or set it to null")
+    for key, value in subsets.items():
+        if config.partition == "given":
+            raise UserError(
+                f"{key}={value} does not go with partition given, whose clients keep all their samples; "
+                "drop it, or choose another partition"
+            )
     if config.run.eval_split == "val" and not config.data.val_fraction:
         raise UserError("run.eval_split=val needs validation samples: set data.val_fraction, such as 0.2")
     if config.data.path is not None and SOURCES[source].path_names is None:

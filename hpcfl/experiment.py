@@ -12,7 +12,7 @@ from hpcfl.clients import Workplace
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
-from hpcfl.data.sources import Arrays, load_arrays, subset_per_class
+from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.training import BatchedEngine, Engine, LoopEngine
@@ -46,6 +46,8 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
     chosen = np.arange(len(arrays.y))
     if data.subset_per_class is not None:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
+    if data.subset_fraction is not None:
+        chosen = subset_fraction(len(arrays.y), data.subset_fraction, config.data_seed)
     parts = partition(
         config.partition,
         arrays.y[chosen],
@@ -86,6 +88,11 @@ def build(config: Config, world: World) -> Experiment:
     torch.backends.cudnn.allow_tf32 = False
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
+    if method.chain is not None and world.num_workers > 1:
+        raise UserError(
+            f"{method.chain} trains a round's clients one after the other, and {world.num_workers} workers "
+            "would train them side by side; start one or two ranks, or drop it"
+        )
     _refuse_small_blocks(config, method)
     _refuse_single_samples(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
@@ -96,7 +103,8 @@ def build(config: Config, world: World) -> Experiment:
     batched = is_batched(config, device)
     engine: Engine = evaluator
     if batched:
-        engine = BatchedEngine(network, method.layout, config.run.clients_at_once)
+        at_once = config.run.clients_at_once if method.chain is None else 1
+        engine = BatchedEngine(network, method.layout, at_once)
     state = method.initial_clients(clients)
     workplace = Workplace(shard, clients, engine, evaluator, config.train, config.run.seed, device, state)
     split = config.run.eval_split

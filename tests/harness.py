@@ -197,13 +197,8 @@ def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     return linear
 
 
-def paths_by_hand(
-    network: ModularNetwork, x: Tensor, decision: Sequence[Any], *, constant: bool = False
-) -> tuple[Tensor, list[str]]:
-    """Follow equation 13 of FedMN block by block; return the logits and the names of the active blocks.
-
-    With `constant`, the sums of a decision's entries are plain numbers to gradients.
-    """
+def paths_by_hand(network: ModularNetwork, x: Tensor, decision: Sequence[Any]) -> tuple[Tensor, list[str]]:
+    """Follow equation 13 of FedMN block by block; return the logits and the names of the active blocks."""
     sizes = network.sizes
     entries = iter(decision)
     outputs = {k: network.get_submodule(f"encoder{k + 1}")(x) for k in range(sizes[0])}
@@ -214,7 +209,7 @@ def paths_by_hand(
         weights = {k: torch.as_tensor(w) for k, w in weights.items() if k in outputs}
         if not any(w > 0 for w in weights.values()):
             return None
-        total = torch.stack([w.detach() if constant else w for w in weights.values()]).sum()
+        total = torch.stack(list(weights.values())).sum()
         # a closed path adds nothing but, where it stands for a probability, its derivative
         return torch.stack([w * outputs[k] for k, w in weights.items()]).sum(dim=0) / total
 

@@ -83,6 +83,19 @@ MISTAKES = [
     (["data.partition.classes_per_client=11"], "the data has 10 classes; allowed: 1..10"),
     (["data.per_client=1000"], "the data allows at most 172"),
     (["data.partition.name=given"], "this data.source has no clients; allowed: classes, "),
+    (
+        ["data.subset_fraction=0"],
+        "data.subset_fraction=0 is not possible; allowed: a number or null > 0 and <= 1",
+    ),
+    (["data.subset_fraction=0.0001"], "data.subset_fraction=0.0001 leaves none of 1797 samples"),
+    (
+        ["data.subset_fraction=0.5", "data.subset_per_class=9"],
+        "data.subset_per_class=9 and data.subset_fraction=0.5 are two ways to take a subset; drop one",
+    ),
+    (
+        ["data.partition.name=given", "data.subset_fraction=0.5"],
+        "data.subset_fraction=0.5 does not go with partition given",
+    ),
     (["data.partition.name=pairs", "data.clients=7"], "cannot divide 10 classes; allowed: 2, 4, 10, 20"),
     (
         ["data.partition.name=mixture", "data.partition.beta=0"],

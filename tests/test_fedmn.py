@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import run_here
+from bits import differing, run_here
 from conftest import in_mpi_world
 from harness import SMALL, UNEQUAL, Run, paths_by_hand
 from torch import Tensor, nn
@@ -43,10 +44,15 @@ class Watched(FedMN):
         super().__init__(*arguments)
         self.asked: list[tuple[tuple[int, ...], Tensor]] = []
         self.after: list[State] = []
+        self.local: dict[int, State] = {}
 
     def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
         self.asked.append((cohort.clients, requests["paths"].clone()))
         return super().supply(server, cohort, requests)
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        self.local[clients.ids[0]] = super().trained(clients, down, up)
+        return self.local[clients.ids[0]]
 
     def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
         super().receive(server, cohort, up)
@@ -251,7 +257,14 @@ def test_the_router_is_trained_unless_all_paths_are_open(routing: str) -> None:
 
 @pytest.mark.parametrize("routing", ["straight", "soft"])
 def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
-    run = Run(*NARROW, f"method.routing={routing}", "train.batch_size=64", "train.rounds=2")
+    run = Run(
+        *NARROW,
+        f"method.routing={routing}",
+        "method.router_lr=0.7",
+        "method.router_spread=0.3",
+        "train.batch_size=64",
+        "train.rounds=2",
+    )
     run.server = run.method.server_state()
     client, round = 2, 1
     trained = uploads(run, [client], round=round)[client]
@@ -268,11 +281,13 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
         hard = network.opened((soft > 0.5).double(), logits).detach()
         assert torch.equal(network(x, hard + soft - soft.detach()), network(x, hard))
         chosen = hard + soft - soft.detach()
-    outputs, _ = paths_by_hand(network, x, list(chosen), constant=routing == "straight")
+    outputs, _ = paths_by_hand(network, x, list(chosen))
     loss = cross_entropy(outputs, y)
     gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
     flat = torch.cat([g.reshape(-1) for g in gradients])
-    expected = run.server["theta"] - run.config.train.lr * flat
+    steps = torch.full_like(flat, run.config.train.lr)
+    piece(run.method, steps, "router")[:] = 0.7
+    expected = run.server["theta"] - steps * flat
     names = active_names(run.method, (chosen > 0).int().tolist())
     for layer in run.method.layers:
         ours = piece(run.method, trained, layer.name)
@@ -284,7 +299,58 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
     assert piece(run.method, flat, "router").abs().max() > 1e-6
 
 
-# T16: everybody starts from the server
+PLANTED = (
+    *NARROW,
+    "data.partition.name=pairs",
+    "data.per_client=100",
+    "train.rounds=8",
+    "train.lr=0.1",
+)
+"""Clients 0 and 1 have half of the classes each, 2 and 3 the others."""
+
+
+def probabilities(*keys: str) -> Tensor:
+    """Return how likely the planted clients open each path after the last round, [4, 10]."""
+    run = Run(*PLANTED, *keys)
+    network = network_with(run.method, run.server["theta"])
+    with torch.no_grad():
+        rows = [
+            network.get_submodule("router")(*run.place.shard.samples("train", client)).mean(dim=0).sigmoid()
+            for client in range(4)
+        ]
+    return torch.stack(rows)
+
+
+def apart(rows: Tensor) -> tuple[float, float]:
+    """Return the mean distance of rows of one group, and that of rows of two."""
+    distance = (rows.unsqueeze(0) - rows.unsqueeze(1)).abs().mean(dim=2)
+    return (distance[0, 1] + distance[2, 3]).item() / 2, distance[:2, 2:].mean().item()
+
+
+def test_clients_of_two_planted_groups_decide_differently() -> None:
+    found = probabilities()
+    within, between = apart(found)
+    assert between > 0.2
+    assert between > 4 * within
+    assert (found - 0.5).abs().mean() > 0.15
+    decisions = Run(*PLANTED).evaluated()["decision"]
+    assert torch.equal(decisions[0], decisions[1])
+    assert torch.equal(decisions[2], decisions[3])
+    assert not torch.equal(decisions[0], decisions[2])
+
+
+def test_the_routers_gradient_alone_tells_them_apart() -> None:
+    keys = ("method.router_spread=0", "train.rounds=20")
+    still = probabilities(*keys, "method.router_lr=1e-9")
+    torch.testing.assert_close(still, torch.full((4, 10), 0.5), rtol=0, atol=1e-5)
+    moved = probabilities(*keys, "method.router_lr=0.01")
+    assert (moved - 0.5).abs().mean() > 0.05
+    within, between = apart(moved)
+    assert between > 0.01
+    assert between > 5 * within
+
+
+# T16: everybody starts from the server, unless they are a chain
 
 
 def test_a_client_trains_alike_in_any_company() -> None:
@@ -294,6 +360,78 @@ def test_a_client_trains_alike_in_any_company() -> None:
         assert torch.equal(forwards[client], backwards[client])
         assert torch.equal(forwards[client], uploads(run, [client])[client])
     assert not torch.equal(forwards[0], forwards[1])
+
+
+def chain_by_hand(run: Run, theta: Tensor, decisions: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Train all clients of the first round one after the other from theta [P], with plain autograd.
+
+    Returns the mean of what they uploaded, and the network after each client.
+    """
+    method, lr = run.method, run.config.train.lr
+    rows, masks = [], []
+    for client, decision in enumerate(decisions):
+        network = network_with(method, theta)
+        active = active_names(method, decision.int().tolist())
+        for batch in Clients(run.place, [client], 0).batches():
+            loss = cross_entropy(paths_by_hand(network, batch.x[0], list(decision))[0], batch.y[0])
+            gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
+            for parameter, gradient in zip(network.parameters(), gradients, strict=True):
+                parameter.data -= lr * gradient
+        theta = method.layout.flatten(network)[0]
+        rows.append(theta)
+        masks.append(
+            torch.cat(
+                [
+                    torch.full((layer.size,), float(layer.name in [*active, "router"]))
+                    for layer in method.layers
+                ]
+            )
+        )
+    weights = torch.stack(masks) * method.context.num_samples.view(-1, 1)
+    return (torch.stack(rows) * weights).sum(dim=0) / weights.sum(dim=0), rows
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_in_a_chain_each_client_goes_on_from_the_one_before_it(double: None, engine: str) -> None:
+    keys = (*NARROW, *UNEQUAL, "method.order=chain", "train.rounds=1", "method.router_lr=1e-12")
+    run = Run(*keys, f"run.engine={engine}", "run.clients_at_once=3")
+    expected, rows = chain_by_hand(run, run.method.server_state()["theta"], run.clients["decision"])
+    used = expected.isfinite()
+    torch.testing.assert_close(run.server["theta"][used], expected[used], rtol=0, atol=1e-8)
+    assert used.double().mean() > 0.9
+    assert all((after - before).abs().max() > 1e-4 for before, after in itertools.pairwise(rows))
+    side_by_side = Run(*keys, "method.order=parallel").server["theta"]
+    assert (side_by_side - run.server["theta"]).abs().max() > 1e-3
+
+
+def test_a_chain_starts_anew_from_the_server_in_every_round(double: None) -> None:
+    keys = (*NARROW, "method.order=chain", "method.architecture=[1,1,1]", "train.participation=0.25")
+    # a chain of one client is none
+    chain, parallel = (Run(*keys, f"method.order={order}") for order in ("chain", "parallel"))
+    assert torch.equal(chain.server["theta"], parallel.server["theta"])
+
+
+def test_running_statistics_go_along_the_chain() -> None:
+    keys = (*WITH_BATCHNORM, "method.architecture=[1,1,1]", "method.order=chain", "train.rounds=1")
+    run = Run(*keys, kind=Watched)
+    start = run.method.initial_buffers()
+    # four clients move them in one row; the mean of single moves has gone a quarter of the way and less
+    alone = Run(*keys, "method.order=parallel").server[BUFFERS]
+    assert (run.server[BUFFERS] - start).norm() > 1.5 * (alone - start).norm()
+
+
+def test_a_chain_gives_the_same_bits_on_two_ranks_and_is_refused_on_three(
+    tmp_path: Path, mpirun: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    keys = (*SMALL, *WITH_BATCHNORM, "method.architecture=[1,2,2]", "method.order=chain", "train.rounds=2")
+    assert run_here(tmp_path / "serial", [*keys]) == FINISHED
+    command = ("-m", "hpcfl.main", *keys, "--out")
+    mpirun(2, *command, tmp_path / "parallel")
+    assert not differing(tmp_path / "serial", tmp_path / "parallel")
+    refused = mpirun(3, *command, tmp_path / "refused", check=False)
+    assert refused.returncode == BAD_INPUT
+    assert "method.order=chain trains a round's clients one after the other, and 2 workers" in refused.stderr
+    assert "start one or two ranks, or drop it" in refused.stderr
 
 
 # Decisions
@@ -342,6 +480,26 @@ def test_the_evaluated_decision_is_that_of_the_mean() -> None:
         with torch.no_grad():
             logits = network.get_submodule("router")(*run.place.shard.samples("train", client)).mean(dim=0)
         assert torch.equal(decision, network.opened((logits > 0).float(), logits))
+
+
+def test_models_after_training_are_the_local_ones_with_the_decision_of_the_round() -> None:
+    run = Run(*NARROW, *UNEQUAL, "train.rounds=1", kind=Watched)
+    run.server = run.method.server_state()
+    trained = uploads(run, range(4))
+    ((_, asked),) = run.method.asked[:1]
+    for client, model in run.method.local.items():
+        assert torch.equal(model["theta"][0], trained[client])
+        assert model["decision"][0].int().tolist() == open_paths(asked[client], 10)
+        group = Clients(run.place, [client], 1)
+        x, _ = group.samples("test", 0)
+        by_hand, _ = paths_by_hand(
+            network_with(run.method, trained[client]), x, model["decision"][0].tolist()
+        )
+        found = run.method.predict(group, model | {BUFFERS: group.buffers}, 0, x)
+        torch.testing.assert_close(found, by_hand.softmax(dim=1), rtol=0, atol=1e-6)
+    assert list(run.method.local) == [0, 1, 2, 3]
+    pretraining = Run(*NARROW, "method.pretrain_rounds=2", kind=Watched)
+    assert set(pretraining.method.local[0]) == {"theta", "decision"}
 
 
 def test_the_temperature_falls_geometrically() -> None:
@@ -435,27 +593,33 @@ def test_evaluations_score_the_classifier_while_it_is_trained(tmp_path: Path) ->
         assert losses[:, client] == pytest.approx([of_classifier, of_blocks], rel=1e-5)
 
 
-def test_all_encoders_go_on_from_the_pretrained_one(pretrained: Run) -> None:
+def test_all_encoders_go_on_from_the_pretrained_body(pretrained: Run) -> None:
     method, layout = pretrained.method, pretrained.method.layout
     start = method.server_state()["theta"]
     for name in ("encoder2", "router", "block2_1", "block3_2"):
         assert torch.equal(piece(method, method.after[0]["theta"], name), piece(method, start, name))
     after = method.after[1]
-    views, initial = layout.views(after["theta"]), layout.views(start)
-    statistics = layout.buffer_views(after[BUFFERS])
-    for name, tensor in (views | statistics).items():
+    initial = layout.views(start)
+    found = layout.views(after["theta"]) | layout.buffer_views(after[BUFFERS])
+    copied = set()
+    for name, tensor in found.items():
         child, _, rest = name.partition(".")
-        if child == "encoder2":
-            assert torch.equal(tensor, (views | statistics)[f"encoder1.{rest}"])
-        elif rest.startswith("images.body."):
-            source = rest.removeprefix("images.")
-            assert torch.equal(tensor, (views | statistics)[f"encoder1.{source}"])
-        elif child.startswith("block") or child == "router":
+        if rest.removeprefix("images.").startswith("body."):
+            assert torch.equal(tensor, found[f"encoder1.{rest.removeprefix('images.')}"])
+            copied.add(child)
+        elif child not in ("encoder1", "classifier"):
             assert torch.equal(tensor, initial[name])
+    assert copied == {"encoder1", "encoder2", "router"}
     moved = piece(method, after["theta"], "encoder1") - piece(method, start, "encoder1")
     assert moved.abs().max() > 0.001
-    later = pretrained.server["theta"]
-    assert not torch.equal(piece(method, later, "encoder1"), piece(method, later, "encoder2"))
+
+
+def test_encoders_differ_after_pretraining(pretrained: Run) -> None:
+    network = network_with(pretrained.method, pretrained.method.after[1]["theta"])
+    x, _ = pretrained.place.shard.samples("train", 0)
+    first, second = (network.get_submodule(f"encoder{n}")(x) for n in (1, 2))
+    # units of either that the other does not have: the layer of 12 is of nearly full rank
+    assert torch.linalg.matrix_rank(torch.cat([first, second], dim=1), rtol=1e-6) > 6
 
 
 def test_bytes_of_pretraining_are_those_of_encoder_and_classifier(pretrained: Run) -> None:

@@ -32,6 +32,7 @@ def modular(
     shape: tuple[int, int, int] = (1, 2, 2),
     classes: int = 3,
     with_classifier: bool = False,
+    router_spread: float = 1.0,
     **options: Any,
 ) -> ModularNetwork:
     chosen = MODELS[model].options.model_validate(options)
@@ -41,7 +42,7 @@ def modular(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         widths = widths or [5, 4, 6, 3][: len(sizes) - 1]
-        return ModularNetwork(sizes, widths, classes, networks, with_classifier)
+        return ModularNetwork(sizes, widths, classes, networks, with_classifier, router_spread)
 
 
 def stream(seed: int) -> torch.Generator:
@@ -117,15 +118,24 @@ def test_worked_out_by_hand(decision: list[float], expected: list[float]) -> Non
     network, x = one_number_wide(), torch.ones(1, 1, 1, 1)
     chosen = torch.tensor(decision, dtype=torch.float64)
     assert network(x, chosen).tolist() == [expected]
-    assert network(x, chosen, False).tolist() == [expected]
     assert paths_by_hand(network, x, decision)[0].tolist() == [expected]
 
 
 def test_soft_weights_are_divided_by_their_sum() -> None:
     # inputs (0.2 * 2 + 0.6 * 6) / 0.8 = 5 and 6, outputs 6 and 4; input (0.9 * 6 + 0.1 * 4) / 1 = 5.8
     decision = torch.tensor([0.2, 0, 0.6, 0.5, 0.9, 0, 0.1, 0, 0.3, 0.7])
-    outputs = one_number_wide()(torch.ones(1, 1, 1, 1), decision, False)
+    outputs = one_number_wide()(torch.ones(1, 1, 1, 1), decision)
     torch.testing.assert_close(outputs, torch.tensor([[5.8, 12.6]]), rtol=1e-12, atol=0)
+
+
+def test_a_layer_that_repeats_one_module_is_a_layer_of_one_block() -> None:
+    # what the authors' code builds, whose softmax leaves no path closed
+    repeated, plain = modular([2, 2, 2]), modular([1, 1, 1])
+    for network in (repeated, plain):
+        for name, parameter in network.named_parameters():
+            parameter.data = plain.get_parameter(name.replace("encoder2", "encoder1").replace("_2.", "_1."))
+    x, soft = torch.randn(4, 1, 2, 2, generator=stream(2)), torch.rand(10, generator=stream(3)).softmax(dim=0)
+    torch.testing.assert_close(repeated(x, soft), plain(x, torch.ones(3)), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -143,19 +153,20 @@ def test_any_decision(sizes: list[int], share: float) -> None:
         assert [n for n, f in zip(children, flags, strict=False) if f and n.startswith("block")] == names
 
 
-def test_soft_gradients_and_those_with_constant_sums() -> None:
+def test_gradients_of_soft_and_hard_decisions() -> None:
     sizes = [2, 3, 2]
     network, x = modular(sizes), torch.randn(4, 1, 2, 2, generator=stream(2))
     soft = torch.rand(num_paths(sizes), generator=stream(3))
     # some paths of a block are closed, and all of another
     hard = torch.tensor([1, 0, 1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 1, 1], dtype=torch.float64)
-    for start, is_hard in [(soft, False), (hard, True)]:
+    for start in (soft, hard):
         ours, theirs = (start.clone().requires_grad_() for _ in range(2))
-        network(x, ours, is_hard).square().sum().backward()
-        paths_by_hand(network, x, list(theirs), constant=is_hard)[0].square().sum().backward()
+        network(x, ours).square().sum().backward()
+        paths_by_hand(network, x, list(theirs))[0].square().sum().backward()
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
         assert ours.grad is not None
-        assert (ours.grad != 0).sum() >= 8
+        # of a hard one, that of an open path which a block's input consists of is zero
+        assert (ours.grad != 0).sum() == (14 if start is soft else 7)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -219,15 +230,33 @@ def test_the_likeliest_path_from_an_active_block_is_opened() -> None:
 # Parts
 
 
-def test_the_router_normalises_both_embeddings_together() -> None:
+def test_the_router_divides_each_embedding_by_its_root_mean_square() -> None:
     network, x = modular([2, 2, 2]), torch.randn(4, 1, 2, 2, generator=stream(2))
     router, y = network.get_submodule("router"), torch.tensor([2, 0, 1, 2])
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=stream(3)))
     images = router.images.project(router.images.body(x)).clamp(min=0)
-    labels = torch.stack([router.labels.weight[:, label] + router.labels.bias for label in y.tolist()])
-    both = torch.cat([images, labels], dim=1)
-    lengths = torch.stack([row.square().sum().sqrt() for row in both])
-    expected = both / lengths.unsqueeze(1) @ router.paths.weight.T + router.paths.bias
+    weight = router.labels.weight
+    labels = torch.stack([weight[:, n] - weight.mean(dim=1) + router.labels.bias for n in y.tolist()])
+    both = torch.cat(
+        [part / part.square().mean(dim=1, keepdim=True).sqrt() for part in (images, labels)], dim=1
+    )
+    expected = both @ router.paths.weight.T + router.paths.bias
     torch.testing.assert_close(router(x, y), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_new_router_goes_by_the_label_alone() -> None:
+    network = modular([3, 4, 4], classes=10, router_spread=2.0)
+    router, y = network.get_submodule("router"), torch.arange(10)
+    logits = router(torch.randn(10, 1, 2, 2, generator=stream(2)), y)
+    assert torch.equal(router(torch.randn(10, 1, 2, 2, generator=stream(4)), y), logits)
+    assert logits.std().item() == pytest.approx(2, rel=0.15)
+    # embeddings of labels point away from each other, so that those of all classes together are nearly none
+    assert logits.mean(dim=0).abs().max() < 0.25
+    # a client of three classes is far from one half, and from a client of others
+    assert logits[:3].mean(dim=0).std() > 0.7
+    assert (logits[:3].mean(dim=0) - logits[3:6].mean(dim=0)).std() > 1
 
 
 def test_without_a_decision_the_classifier_answers() -> None:

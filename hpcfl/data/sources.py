@@ -7,6 +7,7 @@ the clients' own split follows the partition). A run never downloads; `fetch` do
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -235,3 +236,19 @@ def _load_femnist(path: str) -> Arrays:
         samples.owner,
         samples.is_test,
     )
+
+
+def subset_fraction(num_samples: int, fraction: float, seed: int) -> np.ndarray:
+    """Draw floor(fraction * num_samples) of all samples; return their indices, int64, in increasing order.
+
+    Raises:
+        UserError: that would be none.
+    """
+    # a product such as 0.29 * 100 may lie just below the whole number that is meant
+    count = math.floor(fraction * num_samples + 1e-9)
+    if count == 0:
+        raise UserError(
+            f"data.subset_fraction={fraction:g} leaves none of {num_samples} samples; "
+            f"allowed: {1 / num_samples:.2g} to 1"
+        )
+    return np.sort(numpy_stream(seed, "subset/fraction").permutation(num_samples)[:count])

@@ -7,28 +7,46 @@
     theta^b <- sum_i n_i a_i^b theta_i^b / sum_i n_i a_i^b,  a_i^b = 1 if block b gets an input at client i
 
 A round is a dialogue: the routing hypernetwork goes down, the decision V_i up, the encoders and active
-blocks down; after training all of these go up. A client starts from the server's weights, never from
-another client's.
+blocks down; after training all of these go up.
 
 Choices the paper leaves open:
   start        projections and blocks are drawn for ReLU (He et al., 2015): PyTorch's default is smaller, and
                the means over blocks shrink signals once more, so that training stood still for many rounds
+  routing      h adds what it makes of image and label, so that z_i depends on a client's images and on its
+               labels, not on which go together. Divided by the length of both, embeddings leave all |z| near
+               0 and alike; here each is divided by its root mean square. The start goes by the label alone,
+               about its mean over the classes: a client's z_i is the further from 0 the fewer classes it has
+               (`method.router_spread`). The router has a step size of its own, `method.router_lr`; a larger
+               one makes clients alike again within few rounds
   gradient     V_i is drawn once a round; its derivative is that of v_i (straight-through), with z_i's taken
-               on the mini-batch, which estimates the mean; the number of open paths is a constant
+               on the mini-batch, which estimates the mean. Eq. 13 is differentiated whole: with its number of
+               open paths held constant, every path enlarges the signal, and the router opens nearly all
+  noise        whether v_i > 0.5 does not depend on tau, which only sharpens the gradient: V_i is Bernoulli
+               with Pi_i up to the last round
   dead ends    a path from a block without input is closed; where nothing would reach the next layer, the
                likeliest path is opened
   activation   encoders and blocks end in ReLU, the last layer's in logits; no dropout (no rate is given)
-  embedding    128 numbers of the image, 64 of the label, concatenated and divided by their length
+  embedding    128 numbers of the image, 64 of the label, concatenated
   temperature  tau_t = tau_1 (tau_T / tau_1)^((t - 1) / (T - 1))
   pretraining  `method.pretrain_rounds` of FedAvg on the first encoder and a classifier, part of the run and
-               of its bytes; then all encoders are copies of it, and the router's takes over its body
-  evaluated    the newest weights with the decision of the mean, 1[Pi_i > 0.5], made from the training set
+               of its bytes; then all encoders and the router take over its body, and further encoders keep
+               the projection they were drawn with: as equal copies they would compute the same for ever
+  order        Algorithm 1's theta_{m-1} may be read as a chain, and so is the authors' code: `chain` lets
+               each client of a round train from where the one before it stopped, and the server averages all
+               of these. Decisions are made before, from the server's router; bytes are the same
+  evaluated    after the download: the newest weights with the decision of the mean, 1[Pi_i > 0.5], made from
+               the training set; after training, as in the paper: the local weights with the V_i of the round
+  kept         Pi_i and V_i of the last round that a client took part in, zeros before the first
+
+The authors' code has one module a layer, which stands for all its blocks, and a router without gradient whose
+softmax keeps all paths open: architecture [1, 1, 1] is the same network. It is trained as a chain and with
+momentum, and its rounds of pretraining are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -65,6 +83,14 @@ class FedMNParams(Params):
     """First temperature tau (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
     """Last temperature (paper: 0.1)."""
+    router_lr: float = Field(0.003, gt=0)
+    """Step size of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay is as
+    strong as everybody's."""
+    router_spread: float = Field(3.0, ge=0)
+    """Standard deviation over classes of the logits z at the start."""
+    order: Literal["parallel", "chain"] = "parallel"
+    """A round's clients start from the server's weights, or each from where the one before it stopped, as in
+    the authors' code; this takes one worker."""
     pretrain_rounds: int = Field(0, ge=0)
     """First rounds of the run that train one encoder by FedAvg (the paper does not count its own)."""
 
@@ -83,6 +109,9 @@ class FedMN(Method):
 
     def __init__(self, context: Context, params: FedMNParams) -> None:
         super().__init__(context, params)
+        if params.order == "chain":
+            self.chain = "method.order=chain"
+        self._last: _Link | None = None
         sizes = params.architecture
         widest = min(512, context.network.num_features)
         widths = params.widths
@@ -93,7 +122,9 @@ class FedMN(Method):
             torch.manual_seed(stream_seed(context.seed, "modular network", 0, -1))
             networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
             with_classifier = params.pretrain_rounds > 0
-            self.network = ModularNetwork(sizes, widths, context.num_classes, networks, with_classifier)
+            self.network = ModularNetwork(
+                sizes, widths, context.num_classes, networks, with_classifier, params.router_spread
+            )
         self.layout = ParameterLayout(self.network)
         self.layers = self.layout.layers("child")
         names = [layer.name for layer in self.layers]
@@ -102,6 +133,13 @@ class FedMN(Method):
 
     def server_state(self) -> State:
         return {"theta": self.layout.flatten(self.network)[0]}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        rows = torch.zeros(len(clients), num_paths(self.params.architecture))
+        return {"probability": rows, "decision": rows.clone()}
+
+    def client_history(self, clients: Clients) -> State:
+        return {name: clients[name] for name in ("probability", "decision")}
 
     def negotiates(self, round: int) -> bool:
         return round >= self.params.pretrain_rounds
@@ -116,7 +154,8 @@ class FedMN(Method):
             [self._sampled(z, clients.round, i) for z, i in zip(logits, clients.ids, strict=True)]
         )
         decision = self._decision(soft, logits)
-        clients.notes["decision"] = decision.to(clients.device)
+        clients["probability"] = logits.sigmoid().to(clients.device)
+        clients["decision"] = decision.to(clients.device)
         clients.notes["slope"] = (soft * (1 - soft) / self.temperature(clients.round)).to(clients.device)
         return Message(rows={"paths": _packed(decision)})
 
@@ -131,11 +170,20 @@ class FedMN(Method):
                 for statistics in clients.buffers:
                     self._hand_on(self.layout.buffer_views(statistics))
             return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
-        # the router came with the download, zero elsewhere; blocks that this client did not ask for are none
-        start = down["theta"] + down["parts"] * columns(self.layers, down.keep["parts"])
-        theta = clients.sgd(start, gradient=self._gradient(clients, clients.notes)).theta
-        keep = self.active_layers(clients.notes["decision"].cpu()) | self._is_router
+        fixed = {"decision": clients["decision"]} | clients.notes
+        keep = down.keep["parts"].cpu() | self._is_router
+        # a client has no numbers of blocks that it did not ask for
+        has = columns(self.layers, keep.to(clients.device))
+        pool = self._pool(clients, down)
+        theta = clients.sgd(pool.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
+        if self.chain is not None:
+            self._last = _Link(clients.round, theta.where(has, pool), clients.buffers.clone())
         return Message(rows={"theta": theta}, keep={"theta": keep})
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        """Return the local models with the decisions they were trained with: what the paper scores."""
+        model = {"theta": up["theta"]}
+        return model | {"decision": clients["decision"]} if self.negotiates(clients.round) else model
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
@@ -157,7 +205,7 @@ class FedMN(Method):
         server["theta"] = mean.value
 
     def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
-        """See Method; the last round of pretraining is followed by handing on the encoder."""
+        """See Method; the last round of pretraining is followed by handing on the encoder's body."""
         super().receive(server, cohort, up)
         if cohort.round == self.params.pretrain_rounds - 1:
             self._hand_on(self.layout.views(server["theta"]))
@@ -178,7 +226,7 @@ class FedMN(Method):
         decision = model["decision"][position] if "decision" in model else None
 
         def probabilities(network: ModularNetwork, x: Tensor) -> Tensor:
-            return network(x, decision, self._is_hard).softmax(dim=1)
+            return network(x, decision).softmax(dim=1)
 
         return clients.outputs(model, position, probabilities, x)
 
@@ -217,13 +265,17 @@ class FedMN(Method):
             row[: len(flags)] = flags
         return active
 
-    @property
-    def _is_hard(self) -> bool:
-        return self.params.routing != "soft"
-
     def _is_modular(self, clients: Clients) -> bool:
         """Whether an evaluation scores the modular network, not the classifier of the pretraining."""
         return clients.round > self.params.pretrain_rounds
+
+    def _pool(self, clients: Clients, down: Message) -> Tensor:
+        """Return the weights [C, P] that a group's round starts from, all blocks included."""
+        if self._last is None or self._last.round != clients.round:
+            return down["parts"]
+        if self._averages_buffers:
+            clients.buffers = self._last.buffers.clone()
+        return self._last.theta
 
     def _sampled(self, logits: Tensor, round: int, client: int) -> Tensor:
         """Draw the soft decision v [E] of a client (eq. 5)."""
@@ -244,10 +296,13 @@ class FedMN(Method):
     def _gradient(self, clients: Clients, fixed: Tensors) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
         """Return the gradient of training with fixed decisions [C, E], and slopes where the router learns."""
 
+        router = columns(self.layers, self._is_router)
+        factor = torch.where(router, self.params.router_lr / self.context.train.lr, 1.0).to(clients.device)
+
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             tensors = {"theta": theta} | {name: tensor[batch.rows] for name, tensor in fixed.items()}
             gradients, losses = clients.gradient(self._loss, tensors, batch)
-            return gradients["theta"], losses
+            return gradients["theta"] * factor, losses
 
         return gradient
 
@@ -257,16 +312,23 @@ class FedMN(Method):
         if "slope" in tensors and self.params.routing != "open":
             logits = forward.call("router", theta, batch.x, batch.y).mean(dim=0)
             decision = decision + tensors["slope"].detach() * (logits - logits.detach())
-        outputs = forward.call("", theta, batch.x, decision, self._is_hard)
+        outputs = forward.call("", theta, batch.x, decision)
         return torch.nn.functional.cross_entropy(outputs, batch.y)
 
     def _hand_on(self, views: Tensors) -> None:
-        """Copy the first encoder into all others, and its body into the router's."""
+        """Copy the first encoder's body into all others and the router's."""
         for name, tensor in views.items():
-            child, _, rest = name.partition(".")
-            source = rest if child.startswith("encoder") else rest.removeprefix("images.")
-            if child.startswith("encoder") or rest.startswith("images.body."):
-                tensor.copy_(views[f"encoder1.{source}"])
+            _, is_body, rest = name.partition(".body.")
+            if is_body:
+                tensor.copy_(views[f"encoder1.body.{rest}"])
+
+
+class _Link(NamedTuple):
+    """Where the last client of a chain stopped: its round, the weights [1, P], running statistics [1, U]."""
+
+    round: int
+    theta: Tensor
+    buffers: Tensor
 
 
 def _check(params: FedMNParams, widths: list[int], rounds: int) -> None:

@@ -8,6 +8,7 @@ layer from the second the matrix [n_{l-1}, n_l], row by row, then the [n_L] outp
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,20 +35,32 @@ class Encoder(nn.Module):
 
 
 class Router(nn.Module):
-    """The routing hypernetwork: a sample and its label to one logit a path, [B, E] (eq. 9)."""
+    """The routing hypernetwork: a sample and its label to one logit a path, [B, E] (eq. 9).
 
-    def __init__(self, network: Network, num_classes: int, num_paths: int) -> None:
+    Each embedding is divided by its root mean square. At the start, logits depend on the label alone: they
+    have mean 0 over all classes and a standard deviation of about `spread`.
+    """
+
+    def __init__(self, network: Network, num_classes: int, num_paths: int, spread: float) -> None:
         super().__init__()
         self.num_classes = num_classes
         self.images = Encoder(network, IMAGE_EMBEDDING)
         self.labels = nn.Linear(num_classes, LABEL_EMBEDDING)
         self.paths = nn.Linear(IMAGE_EMBEDDING + LABEL_EMBEDDING, num_paths)
+        with torch.no_grad():
+            of_images, of_labels = self.paths.weight.split([IMAGE_EMBEDDING, LABEL_EMBEDDING], dim=1)
+            # images look alike to untrained weights, so that they would add the same to all clients' logits
+            of_images.zero_()
+            of_labels.normal_(std=spread / math.sqrt(LABEL_EMBEDDING))
+            self.labels.bias.zero_()
+            self.paths.bias.zero_()
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         images = self.images(x)
         classes = torch.arange(self.num_classes, device=y.device)
-        labels = self.labels((y.unsqueeze(1) == classes).to(images.dtype))
-        logits: Tensor = self.paths(nn.functional.normalize(torch.cat([images, labels], dim=1)))
+        one_hot = (y.unsqueeze(1) == classes).to(images.dtype)
+        labels = self.labels(one_hot - 1 / self.num_classes)
+        logits: Tensor = self.paths(torch.cat([_scaled(images), _scaled(labels)], dim=1))
         return logits
 
 
@@ -56,7 +69,7 @@ class ModularNetwork(nn.Module):
 
     `sizes` [n_1, ..., n_L] counts encoders and blocks a layer; `widths` [L - 1] are the encoders' outputs and
     those of all layers of blocks but the last, which gives logits. `networks` are n_1 + 1 networks whose
-    bodies become the encoders' and the router's.
+    bodies become the encoders' and the router's; `router_spread` is its `spread`.
     """
 
     def __init__(
@@ -66,6 +79,7 @@ class ModularNetwork(nn.Module):
         num_classes: int,
         networks: Sequence[Network],
         with_classifier: bool,
+        router_spread: float = 1.0,
     ) -> None:
         super().__init__()
         self.sizes = tuple(sizes)
@@ -76,16 +90,12 @@ class ModularNetwork(nn.Module):
             for number in range(1, sizes[layer - 1] + 1):
                 make = nn.Linear if layer == len(sizes) else _linear_for_relu
                 self.add_module(f"block{layer}_{number}", make(inputs, width))
-        self.add_module(ROUTER, Router(networks[-1], num_classes, num_paths(sizes)))
+        self.add_module(ROUTER, Router(networks[-1], num_classes, num_paths(sizes), router_spread))
         if with_classifier:
             self.add_module(CLASSIFIER, nn.Linear(widths[0], num_classes))
 
-    def forward(self, x: Tensor, decision: Tensor | None = None, hard: bool = True) -> Tensor:
-        """Return logits [B, K] along the open paths of a decision [E] (eq. 13).
-
-        With a `hard` one, entries 0 or 1, the number of open paths is a constant to gradients. Without a
-        decision, they are the classifier's.
-        """
+    def forward(self, x: Tensor, decision: Tensor | None = None) -> Tensor:
+        """Return logits [B, K] along a decision's open paths (eq. 13); without one, the classifier's."""
         if decision is None:
             logits: Tensor = self.get_submodule(CLASSIFIER)(self.get_submodule("encoder1")(x))
             return logits
@@ -93,13 +103,13 @@ class ModularNetwork(nn.Module):
         active = decision.new_ones(self.sizes[0])
         *layers, last = self.split(decision)
         for layer, paths in enumerate(layers, start=2):
-            inputs, total = _combine(torch.stack(outputs), paths * active.unsqueeze(1), hard)
+            inputs, total = _combine(torch.stack(outputs), paths * active.unsqueeze(1))
             active = (total > 0).to(decision.dtype)
             outputs = []
             for number, block_input in enumerate(inputs, start=1):
                 output = self.get_submodule(f"block{layer}_{number}")(block_input)
                 outputs.append(output.relu() if layer < len(self.sizes) else output)
-        combined, _ = _combine(torch.stack(outputs), (last * active).unsqueeze(1), hard)
+        combined, _ = _combine(torch.stack(outputs), (last * active).unsqueeze(1))
         return combined[0]
 
     def split(self, decision: Tensor) -> list[Tensor]:
@@ -144,13 +154,15 @@ def _linear_for_relu(inputs: int, outputs: int) -> nn.Linear:
     return linear
 
 
-def _combine(outputs: Tensor, weights: Tensor, hard: bool) -> tuple[Tensor, Tensor]:
+def _scaled(embedding: Tensor) -> Tensor:
+    """Divide embeddings [B, w] by their root mean squares."""
+    return nn.functional.normalize(embedding) * math.sqrt(embedding.shape[1])
+
+
+def _combine(outputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the means [m, B, w] of outputs [n, B, w] with weights [n, m], and the sums of weights [m].
 
     Where all weights are 0, so is the mean.
     """
     total = weights.sum(dim=0)
-    divisor = total.where(total > 0, 1.0)
-    if hard:
-        divisor = divisor.detach()
-    return torch.einsum("nbw,nm->mbw", outputs, weights / divisor), total
+    return torch.einsum("nbw,nm->mbw", outputs, weights / total.where(total > 0, 1.0)), total
