@@ -294,7 +294,8 @@ class Clients:
         """Return call(network, x, y) of each client's model on its training samples, [C, most, ...].
 
         The network is in evaluation mode; rows beyond a client's number of samples are zero. `samples`: as
-        `batches` takes them; of all, `Batch.pick` finds the rows of a mini-batch.
+        `batches` takes them; of all, `Batch.pick` finds the rows of a mini-batch. One client after the
+        other with either engine: a pass over all samples fills a device, and vmap would pad unequal clients.
         """
         rows = []
         for position in range(len(self)):

@@ -5,6 +5,7 @@ Shapes: P trainable numbers, U running statistics of BatchNorm, L layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal
@@ -105,9 +106,15 @@ class ParameterLayout:
             mask[slot.start : slot.stop] = slot.module in self.batchnorm_modules
         return mask
 
-    def views(self, theta: Tensor) -> dict[str, Tensor]:
-        """Split a flat vector [P] into named tensors that share its memory (and its gradient graph)."""
-        return _views(self.parameters, theta)
+    def views(self, theta: Tensor, start: int = 0) -> dict[str, Tensor]:
+        """Split a flat vector [P] into named tensors that share its memory (and its gradient graph).
+
+        It may be a piece that begins at `start` and holds whole tensors.
+        """
+        stop = start + len(theta)
+        whole = len(theta) == self.size
+        slots = self.parameters if whole else [s for s in self.parameters if start <= s.start < stop]
+        return _views(slots, theta)
 
     def buffer_views(self, buffers: Tensor) -> dict[str, Tensor]:
         """Split running statistics [U] into named tensors that share its memory."""
@@ -141,7 +148,7 @@ def _display(name: str) -> str:
     return name.removeprefix("body.").removeprefix("head.")
 
 
-def _views(slots: tuple[Slot, ...], flat: Tensor) -> dict[str, Tensor]:
+def _views(slots: Sequence[Slot], flat: Tensor) -> dict[str, Tensor]:
     if not slots:
         return {}
     # split's backward is one concatenation; separate slices would each allocate a gradient of size P

@@ -269,7 +269,7 @@ class Simulation:
 
     def _everyone(self, round: int) -> Iterator[Cohort]:
         """Cut all clients in cohorts of bounded size that span all shards alike, for any number of ranks."""
-        parts = max(1, math.ceil(self._num_clients * self.method.layout.size / EVALUATED_ELEMENTS))
+        parts = max(1, math.ceil(self._num_clients * self.method.row_size / EVALUATED_ELEMENTS))
         for part in range(min(parts, self._num_clients)):
             yield self._cohort_of(round, list(range(part, self._num_clients, parts)))
 

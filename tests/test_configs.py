@@ -65,7 +65,32 @@ EXPECTED = {
 }
 """Clients, those in a round, and classes a client, as the papers have them; None where they are drawn."""
 
-TABLES = sorted(str(path.relative_to(FOLDER)) for path in (FOLDER / "tables").iterdir())
+TABLES = sorted(str(path.relative_to(FOLDER)) for path in (FOLDER / "tables").glob("*.yaml"))
+
+PAPERS = {
+    "fedafk_table1": (7, 1, 7),
+    "fedafk_table2": (7, 1, 7),
+    "fedafk_table3": (6, 14, 84),
+    "fedafk_table4": (1, 14, 0),
+    "fedafk_table5": (3, 4, 12),
+    "fedmn_figure2": (1, 13, 0),
+    "fedmn_table2": (3, 8, 24),
+    "fedmn_table2_femnist": (1, 8, 8),
+    "pfedla_figure1": (1, 5, 0),
+    "pfedla_figure5": (4, 1, 0),
+    "pfedla_figure6": (4, 1, 0),
+    "pfedla_figure7": (2, 1, 2),
+    "pfedla_table1": (8, 10, 76),
+    "pfedla_table2": (8, 10, 76),
+    "pfedla_table3": (7, 1, 7),
+    "pfedmb_figure3": (1, 2, 2),
+    "pfedmb_table1": (1, 4, 4),
+    "pfedmb_table2": (4, 9, 36),
+}
+"""Columns, rows and published numbers of the papers' tables and figures in full size."""
+
+LAST_BATCH = {"pfedla": "even", "pfedmb": "even", "fedmn": "keep", "fedafk": "drop"}
+"""How a paper's mini-batches are cut."""
 
 
 def load(name: str, *overrides: str) -> Config:
@@ -171,6 +196,44 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
     ours["data"]["val_fraction"] = theirs["data"]["val_fraction"]
     assert [ours[group] for group in same] == [theirs[group] for group in same]
     assert ours["train"]["batch_size"] == theirs["train"]["batch_size"]
+
+
+def paper_table(name: str) -> Table:
+    return Table(FOLDER / "tables" / f"{name}.yaml", ["data.path=FOLDER"] * ("femnist" in name), None)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_paper_s_table_has_its_columns_rows_and_published_numbers(name: str) -> None:
+    table = paper_table(name)
+    published = [row.published for row in table.rows]
+    assert (len(table.columns), len(table.rows), sum(map(len, published))) == PAPERS[name]
+    assert (table.source is not None) == any(published)
+    assert table.size is None
+    cut = LAST_BATCH[name.partition("_")[0]]
+    for cell in table.cells:
+        assert cell.config.train.last_batch == cut
+        assert cell.config.data.path == ("FOLDER" if "femnist" in name else None)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
+    table = paper_table(name)
+    of_column: dict[int, tuple[Arrays, list[ClientIndices]]] = {}
+    for cell in table.cells[: len(table.cells) // len(table.seeds)]:
+        if cell.column not in of_column:
+            arrays = pool(cell.config)
+            of_column[cell.column] = arrays, deal(cell.config, arrays)
+        # torchvision's take seconds
+        if not isinstance(MODELS[cell.config.model], TorchvisionNet):
+            make_method(cell.config, *of_column[cell.column])
+
+
+def test_pfedla_s_toy_example_has_nine_classes() -> None:
+    config = paper_table("pfedla_figure1").cells[0].config
+    arrays = pool(config)
+    owned = class_table(arrays.y, deal(config, arrays), arrays.num_classes) > 0
+    assert owned.sum(axis=1).tolist() == [4] * 6
+    assert owned.any(axis=0).sum() == 9
 
 
 SETTING = r"(?:method|data|model|train|run)\.\w+=[\w\[][\w.,\]]*(?<![.,])"

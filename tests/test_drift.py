@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from by_hand import method_of
 from conftest import in_mpi_world
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd
 
 from hpcfl.main import BAD_INPUT, main
+from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.methods.scaffold import Scaffold
 
 ONE_A_ROUND = "train.participation=0.25"
 
@@ -120,6 +124,12 @@ def test_a_strong_pull_of_fedprox_keeps_clients_near_the_received_model() -> Non
 # SCAFFOLD
 
 
+def mean_of_scaffold(run: Run, clients: Sequence[int], rows: Tensor) -> Tensor:
+    """Return the mean of rows [S, ...] of some clients, by samples or uniform."""
+    by_samples = run.config.params.weights == "samples"
+    return mean_by_samples(run, clients, rows) if by_samples else rows.mean(dim=0)
+
+
 def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return w, running statistics, c and c_i; a client's new c_i is the mean of its plain gradients."""
     theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
@@ -143,13 +153,15 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             counts.append(len(gradients))
         assert len(set(counts)) > 1
         global_lr = run.config.params.global_lr
-        theta = theta + global_lr * mean_by_samples(run, clients, torch.stack(models) - theta)
+        theta = theta + global_lr * mean_of_scaffold(run, clients, torch.stack(models) - theta)
         buffers = mean_by_samples(run, clients, torch.stack(statistics))
-        own, c = new, new.mean(dim=0)
+        own, c = new, mean_of_scaffold(run, range(run.num_clients), new)
     return theta, buffers, c, own
 
 
-@pytest.mark.parametrize("keys", [(), ("method.global_lr=0.5", "train.weight_decay=0.01")])
+@pytest.mark.parametrize(
+    "keys", [(), ("method.weights=uniform",), ("method.global_lr=0.5", "train.weight_decay=0.01")]
+)
 @pytest.mark.usefixtures("double")
 def test_rounds_of_scaffold_equal_a_slow_twin_with_means_of_gradients(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=scaffold", "train.lr_decay=0.8", *keys)
@@ -162,15 +174,44 @@ def test_rounds_of_scaffold_equal_a_slow_twin_with_means_of_gradients(keys: tupl
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+@pytest.mark.parametrize("weights", ["samples", "uniform"])
 @pytest.mark.usefixtures("double")
-def test_scaffolds_server_variate_is_the_mean_of_all_clients_after_every_round(rounds: int) -> None:
-    keys = ("train.lr_decay=0.7", "train.local_epochs=2", "train.participation=0.5")
+def test_scaffolds_server_variate_is_the_mean_of_all_clients_after_every_round(
+    weights: str, rounds: int
+) -> None:
+    keys = (
+        "train.lr_decay=0.7",
+        "train.local_epochs=2",
+        "train.participation=0.5",
+        f"method.weights={weights}",
+    )
     run = Run(*UNEQUAL_FEW, *keys, "method.name=scaffold", f"train.rounds={rounds}")
     sampled = {client for number in range(rounds) for client in run.simulation.cohort(number).clients}
     assert run.clients["variate"].any(dim=1).nonzero().flatten().tolist() == sorted(sampled)
-    mean = run.clients["variate"].mean(dim=0)
+    mean = mean_of_scaffold(run, range(4), run.clients["variate"])
     assert mean.abs().max() > 1e-3
     torch.testing.assert_close(run.server["variate"], mean, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
+def test_scaffold_comes_to_rest_where_the_objective_has_its_minimum(weights: str, rest: float) -> None:
+    """Two clients want 0 and 1; the second has three times the samples."""
+    method = method_of(Scaffold, 2, weights=weights)
+    method.context.num_samples = torch.tensor([10, 30])
+    server = method.initial_server()
+    cohort = Cohort(0, (0, 1), method.context.num_samples)
+    wanted = torch.tensor([[0.0], [1.0]]).expand(-1, method.layout.size)
+    own, lr, steps = torch.zeros_like(wanted), 0.1, 5
+    for _ in range(100):
+        y = server["theta"].expand_as(wanted)
+        for _ in range(steps):
+            y = y - lr * (y - wanted - own + server["variate"])
+        change = (server["theta"] - y) / (steps * lr) - server["variate"]
+        own = own + change
+        rows = {"theta": y, "variate": change}
+        blocks = iter([(slice(0, 2), Message(rows=rows, num_clients=2))])
+        method.aggregate(server, cohort, Upload(blocks))
+    torch.testing.assert_close(server["theta"], torch.full_like(server["theta"], rest), rtol=0, atol=1e-5)
 
 
 def test_scaffold_keeps_the_variate_of_a_client_that_is_not_sampled_and_sends_two_models_a_way() -> None:

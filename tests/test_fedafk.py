@@ -200,6 +200,28 @@ def test_without_mixing_the_coefficient_is_one_for_ever() -> None:
     assert not torch.equal(Run(*keys).clients["coefficient"], torch.full((4,), 0.5))
 
 
+class ConstantSlope(FedAFK):
+    """Cross-entropy falls towards the local extractors, as steeply in every step."""
+
+    def coefficient_gradient(self, gradient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
+        return torch.full((len(gradient),), -0.3)
+
+
+@pytest.mark.parametrize(("pull", "settled"), [("0", 1.0), ("1", 0.8), ("2", 0.65)])
+def test_the_coefficient_settles_where_the_pull_outweighs_the_slope(pull: str, settled: float) -> None:
+    keys = (OURS, "method.coefficient_lr=0.3", f"method.coefficient_pull={pull}", "train.rounds=10")
+    coefficient = Run(*keys, kind=ConstantSlope).clients["coefficient"]
+    torch.testing.assert_close(coefficient, torch.full((4,), settled), rtol=0, atol=1e-4)
+
+
+def test_by_default_the_coefficient_stays_inside_and_is_the_clients_own() -> None:
+    """Ten times the step size stands for ten times the rounds."""
+    keys = (OURS, "method.coefficient_lr=0.1", "train.rounds=40")
+    coefficient = Run(*keys).clients["coefficient"]
+    assert 0.1 < coefficient.min() < coefficient.max() - 0.1 < 0.88
+    assert torch.equal(Run(*keys, "method.coefficient_pull=0").clients["coefficient"], torch.ones(4))
+
+
 def test_the_coefficient_never_leaves_the_interval() -> None:
     run = Run(OURS, "method.coefficient_lr=1e6", "train.rounds=2")
     known = torch.cat([run.clients["coefficient"], *(work(run, c)[1]["coefficient"] for c in range(4))])
@@ -318,7 +340,8 @@ class SlowTwin:
             logits = functional_call(copy.deepcopy(local), self.mixed(leaf, local, shared), x)
             cross_entropy(logits, y).backward()
             assert leaf.grad is not None
-            moved = leaf.detach() - self.params.coefficient_lr * leaf.grad
+            pull = self.params.coefficient_pull * (leaf.detach() - self.params.coefficient)
+            moved = leaf.detach() - self.params.coefficient_lr * (leaf.grad + pull)
             self.coefficient[client] = moved.clamp(0, 1)
 
         updates: list[Callable[[Tensor, Tensor], None]] = [update_shared, update_local]
@@ -355,7 +378,7 @@ class SlowTwin:
 @pytest.mark.parametrize(
     "keys",
     [
-        (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01"),
+        (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "method.coefficient_pull=0"),
         ("model.batchnorm=true", "method.temperature=2", "method.transfer=0.5"),
         ("method.schedule=sequential", "train.local_epochs=2", "method.head_epochs=2"),
         ("method.mixing=false", "model.batchnorm=true", "train.participation=0.5", "method.head_epochs=0"),
@@ -422,6 +445,24 @@ def test_unsampled_clients_are_unchanged_to_the_bit() -> None:
     for name, tensor in three.clients.items():
         assert torch.equal(tensor[rest], two.clients[name][rest])
         assert (tensor != two.clients[name]).view(4, -1).any(dim=1)[sampled].all()
+
+
+def test_what_arrives_is_the_global_extractor_under_the_own_head_and_what_is_trained_its_own() -> None:
+    run = Run(OURS, "train.rounds=2", "model.batchnorm=true")
+    body = run.method.layout.body
+    channel, cohort = Channel(World(), run.method.layers, 4), cohort_of(run, 2)
+    down = channel.down(run.method.send(run.server, cohort), cohort)
+    clients = Clients(run.place, [2], 2)
+    arrived = run.method.after_download(clients, down)
+    assert torch.equal(arrived["theta"][0, body], run.server["theta"][body])
+    assert torch.equal(arrived["theta"][0, body.stop :], run.clients["theta"][2, body.stop :])
+    assert torch.equal(arrived["buffers"][0], run.clients["buffers"][2])
+    assert torch.equal(clients["theta"][0], run.clients["theta"][2])
+    up = run.method.work(clients, down)
+    trained = run.method.after_training(clients, down, up)
+    assert torch.equal(trained["theta"], clients["theta"])
+    assert (trained["theta"][0] - run.clients["theta"][2]).abs().max() > 1e-3
+    assert (trained["theta"] - up.rows["theta"]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("batchnorm", ["false", "true"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from hpcfl.clients import Clients
 from hpcfl.errors import UserError
 from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods import Context
-from hpcfl.methods.fedamp import FedAMP
+from hpcfl.methods.fedamp import FedAMP, _squared_distances
 from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
 from hpcfl.models import MODELS
@@ -41,13 +43,17 @@ def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
 
 # FedAMP's weights
 
+ALL = torch.ones(4, dtype=torch.bool)
+"""Everybody is known."""
+
 ON_A_LINE = torch.tensor([[0.0, 7.0], [1.0, 7.0], [3.0, 7.0]])
 """Three models with squared distances 1, 4 and 9."""
 
 
 @pytest.mark.parametrize(("scale", "mean"), [("none", 1.0), ("mean", 14 / 3)])
 def test_distance_weights_worked_out(scale: str, mean: float) -> None:
-    found = method_of(FedAMP, 3, sigma=2, alpha=0.5, scale=scale).attention(ON_A_LINE, (0, 2))
+    method = method_of(FedAMP, 3, sigma=2, alpha=0.5, scale=scale)
+    found = method.attention(ON_A_LINE, (0, 2), ALL[:3])
     # alpha A'(x) = alpha / sigma exp(-x / sigma)
     near, middle, far = (0.25 * math.exp(-squared / mean / 2) for squared in (1, 4, 9))
     expected = [[1 - near - far, near, far], [far, middle, 1 - far - middle]]
@@ -58,15 +64,18 @@ def test_scaled_weights_do_not_see_a_factor_on_all_distances() -> None:
     models = random(4, 50)
     scaled, plain = (method_of(FedAMP, scale=scale) for scale in ("mean", "none"))
     everyone = (0, 1, 2, 3)
-    assert_close(scaled.attention(1000 * models, everyone), scaled.attention(models, everyone), atol=1e-6)
-    assert (plain.attention(0.1 * models, everyone) - plain.attention(models, everyone)).abs().max() > 0.01
+    assert_close(
+        scaled.attention(1000 * models, everyone, ALL), scaled.attention(models, everyone, ALL), atol=1e-6
+    )
+    near, far = (plain.attention(factor * models, everyone, ALL) for factor in (0.1, 1.0))
+    assert (near - far).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("self_weight", "own"), [(None, 1 / 3), (0.6, 0.6), (1, 1.0)])
 def test_cosine_weights_worked_out(self_weight: float | None, own: float) -> None:
     method = method_of(FedAMP, 3, weights="cosine", sigma=2, self_weight=self_weight)
     models = torch.tensor([[2.0, 0.0], [3.0, 4.0], [0.0, 5.0]])
-    found = method.attention(models, (0, 1, 2))
+    found = method.attention(models, (0, 1, 2), ALL[:3])
     # cosines 0.6, 0 and 0.8
     a, b, c = (math.exp(2 * cosine) for cosine in (0.6, 0.0, 0.8))
     rest = 1 - own
@@ -81,7 +90,7 @@ def test_cosine_weights_worked_out(self_weight: float | None, own: float) -> Non
 @pytest.mark.parametrize("keys", [{}, {"scale": "none", "sigma": 0.1}, {"weights": "cosine"}])
 @pytest.mark.parametrize("models", [random(4, 50), random(1, 50).expand(4, -1)])
 def test_weights_are_shares(keys: dict[str, Any], models: Tensor) -> None:
-    found = method_of(FedAMP, **keys).attention(models, (1, 3))
+    found = method_of(FedAMP, **keys).attention(models, (1, 3), ALL)
     assert_close(found.sum(dim=1), torch.ones(2), atol=1e-6)
     assert found.min() >= 0
     if torch.equal(models[0], models[1]):
@@ -94,28 +103,31 @@ def test_a_step_that_would_weigh_the_own_model_negatively_is_refused() -> None:
         method_of(FedAMP, sigma=0.75, alpha=0.26)
     assert "\n" not in str(caught.value)
     limit = method_of(FedAMP, sigma=0.75, alpha=0.25)
-    assert_close(limit.attention(torch.ones(4, 2), (2,)), torch.tensor([[1, 1, 0, 1]]) / 3, atol=1e-6)
+    assert_close(limit.attention(torch.ones(4, 2), (2,), ALL), torch.tensor([[1, 1, 0, 1]]) / 3, atol=1e-6)
     method_of(FedAMP, alpha=100, weights="cosine")
 
 
 # FedAMP's rounds
 
 
-def weights_by_hand(run: Run, models: Tensor, client: int) -> Tensor:
-    """Return the weights [N] of all models in u of one client."""
-    params, others = run.method.params, [j for j in range(4) if j != client]
+def weights_by_hand(run: Run, models: Tensor, client: int, known: set[int]) -> Tensor:
+    """Return the weights [N] of all models in u of one client, where some have uploaded theirs."""
+    params, others = run.method.params, [j for j in sorted(known) if j != client]
     sigma = params.sigma or {"distance": 1.0, "cosine": 25.0}[params.weights]
     if params.weights == "cosine":
         near = {
             j: math.exp(sigma * float(torch.cosine_similarity(models[client], models[j], 0))) for j in others
         }
-        weights = {j: 0.75 * value / sum(near.values()) for j, value in near.items()}
+        given = len(others) / (1 + len(others))
+        weights = {j: given * value / sum(near.values()) for j, value in near.items()}
     else:
         squared = {(i, j): float((models[i] - models[j]).square().sum()) for i in range(4) for j in range(4)}
-        unit = sum(squared.values()) / 12 if params.scale == "mean" else 1.0
+        pairs = [squared[pair] for pair in itertools.permutations(known, 2)]
+        unit = sum(pairs) / max(1, len(pairs)) if params.scale == "mean" else 1.0
         alpha = sigma / 4 if params.alpha is None else params.alpha
         weights = {j: alpha / sigma * math.exp(-squared[client, j] / (unit or 1.0) / sigma) for j in others}
-    return torch.tensor([weights.get(j, 1 - sum(weights.values())) for j in range(4)])
+    weights[client] = 1.0 - sum(weights.values())
+    return torch.tensor([weights.get(j, 0.0) for j in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -129,10 +141,10 @@ def weights_by_hand(run: Run, models: Tensor, client: int) -> Tensor:
 @pytest.mark.usefixtures("double")
 def test_fedamps_rounds_by_hand(keys: tuple[str, ...]) -> None:
     run = Run(FEDAMP, *SOME, "train.rounds=4", "method.pull=0.5", *keys)
-    models = run.method.context.initial_parameters(range(4))
+    models, known = run.method.context.initial_parameters(range(4)), set[int]()
     for number in range(4):
         clients = run.simulation.cohort(number).clients
-        weights = torch.stack([weights_by_hand(run, models, client) for client in clients])
+        weights = torch.stack([weights_by_hand(run, models, client, known) for client in clients])
         around = weights @ models
         for client, u in zip(clients, around, strict=True):
             theta = u
@@ -140,6 +152,7 @@ def test_fedamps_rounds_by_hand(keys: tuple[str, ...]) -> None:
                 pull = run.method.params.pull * (theta - u)
                 theta = theta - step_size(run, number) * (gradient(run, theta, x, y) + pull)
             models[client] = theta
+        known.update(clients)
     # not a client's weights alone, and not everybody's mean
     assert (weights[0] - 0.25).abs().max() > 0.01
     assert weights[0].max() < 0.99
@@ -167,25 +180,54 @@ def test_what_weights_and_pull_are_changes_what_is_trained() -> None:
             assert (one - other).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("weights", ["distance", "cosine"])
+def test_a_client_that_never_uploaded_is_nobodys_neighbour(weights: str) -> None:
+    method = method_of(FedAMP, weights=weights)
+    server = method.initial_server()
+    everyone = Cohort(1, (0, 1, 2, 3), torch.ones(4))
+    # before the first round there is nobody to be near to
+    assert torch.equal(method.send(server, everyone)["theta"], server["models"])
+    models = server["models"]
+    models[:2] += 0.01 * random(2, method.layout.size)
+    server["is_known"][:2] = 1
+    sent = method.send(server, everyone)["theta"]
+    shares = method.attention(models, everyone.clients, server["is_known"] == 1)
+    assert_close(sent, shares @ models, atol=1e-6)
+    # clients 2 and 3 stand at the same point, and yet nobody but themselves listens to them
+    assert (shares[:, 2:] > 0).tolist() == [[False, False]] * 2 + [[True, False], [False, True]]
+    assert (shares[:, :2] > 0).all()
+
+
+def test_close_models_far_from_zero_keep_their_distances() -> None:
+    base = 100 * random(1, 5000)
+    models = torch.cat([base, base + 1e-3 * random(3, 5000, seed=1)])
+    expected = (models.unsqueeze(0) - models.unsqueeze(1)).double().square().sum(dim=2)
+    found, mean = _squared_distances(models, range(4), ALL)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert mean == pytest.approx(float(expected.sum() / 12), rel=1e-6)
+
+
 @pytest.mark.parametrize("diverged", [torch.nan, torch.inf, 1e25])
 @pytest.mark.parametrize("weights", ["distance", "cosine"])
 def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     method = method_of(FedAMP, weights=weights)
     models, cohort = random(4, method.layout.size), Cohort(1, (0, 2, 3), torch.ones(3))
     models[2, 5] = diverged
-    sent = method.send({"models": models}, cohort)["theta"]
+    server = {"models": models, "is_known": torch.ones(4, dtype=torch.int64)}
+    sent = method.send(server, cohort)["theta"]
     others = models[[0, 1, 3]]
-    assert_close(sent[[0, 2]], method.attention(others, (0, 2)) @ others)
+    assert_close(sent[[0, 2]], method.attention(others, (0, 2), ALL[:3]) @ others)
     torch.testing.assert_close(sent[1], models[2], rtol=0, atol=0, equal_nan=True)
     models.fill_(torch.inf)
-    assert torch.equal(method.send({"models": models}, cohort)["theta"], models[:3])
+    assert torch.equal(method.send(server, cohort)["theta"], models[[0, 2, 3]])
 
 
 def test_sigma_suits_the_weights_by_default() -> None:
     models = random(4, 50)
     for weights, sigma in (("distance", 1.0), ("cosine", 25.0)):
         default, chosen = method_of(FedAMP, weights=weights), method_of(FedAMP, weights=weights, sigma=sigma)
-        assert torch.equal(default.attention(models, range(4)), chosen.attention(models, range(4)))
+        everyone = range(4)
+        assert torch.equal(default.attention(models, everyone, ALL), chosen.attention(models, everyone, ALL))
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -279,7 +321,7 @@ def test_weights_are_gains_on_held_out_samples_by_distance() -> None:
                 network = network_with(run, theta, buffers).eval()  # noqa: B023
                 return float(cross_entropy(network(x[samples]), y[samples]))  # noqa: B023
 
-        ids = run.method.chosen(run.server["affinity"][client], client, 2)
+        ids = run.method.chosen(run.server["affinity"][client], ALL, client, 2)
         candidates = [own, *run.server["models"][ids]]
         gains = torch.tensor([judged(previous) - judged(theta) for theta in candidates])
         distances = torch.stack([(theta - previous).square().sum().sqrt() for theta in candidates])
@@ -337,13 +379,19 @@ def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
     run = Run(FEDFOMO, *SOME, "train.rounds=5", "train.lr=0.2", *keys)
     models = run.method.context.initial_parameters(range(4))
     own, previous, affinity = models.clone(), models.clone(), torch.zeros(4, 4)
-    kept = mixed = 0
+    is_known = torch.zeros(4, dtype=torch.bool)
+    kept = mixed = fewer = 0
     for number in range(5):
-        sent = models.clone()
-        for client in run.simulation.cohort(number).clients:
+        sent, cohort = models.clone(), run.simulation.cohort(number).clients
+        # as many as there are for whoever may get fewest, since the own model is not sent
+        count = min(
+            run.method.num_models, *(int(is_known.sum()) - int(is_known[client]) for client in cohort)
+        )
+        fewer += count < run.method.num_models
+        for client in cohort:
             x, y = run.place.shard.samples("train", client)
             samples = held_out_and_rest(run, client)[0]
-            ids = run.method.chosen(affinity[client], client, number).tolist()
+            ids = run.method.chosen(affinity[client], is_known, client, number)[:count].tolist()
             before = previous[client]
             gains = {client: 0.0}
             for n, theta in [(client, own[client]), *((n, sent[n]) for n in ids)]:
@@ -363,6 +411,8 @@ def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
             own[client] = models[client] = theta
             for n in ids:
                 affinity[client, n] += gains[n]
+        is_known[list(cohort)] = True
+    assert fewer > 0
     assert kept > 0
     assert mixed > 0
     assert (affinity < 0).any()
@@ -399,6 +449,7 @@ def test_the_models_sent_are_those_that_rank_highest_but_never_the_own() -> None
     method = method_of(FedFomo, 5, models=3, epsilon=0)
     server = method.initial_server()
     server["models"] = random(5, method.layout.size)
+    server["is_known"].fill_(1)
     server["affinity"][2] = torch.tensor([0.5, -1.0, 9.0, 0.0, 3.0])
     server["affinity"][4] = torch.tensor([-4.0, -3.0, -2.0, -1.0, 9.0])
     for number in range(20):
@@ -416,7 +467,7 @@ def picks(epsilon: float, round: int = 0, decay: float = 0.05) -> Counter[int]:
     found = Counter[int]()
     for seed in range(400):
         method.context.seed = seed
-        found[int(method.chosen(affinity, 1, round))] += 1
+        found[int(method.chosen(affinity, ALL, 1, round))] += 1
     return found
 
 
@@ -431,9 +482,37 @@ def test_random_models_are_sent_with_probability_epsilon_which_decays() -> None:
         assert 400 - picks(0.9, round, decay=0.1)[3] == pytest.approx(expected, abs=35 if expected else 0)
 
 
+def test_each_of_the_models_is_random_by_a_draw_of_its_own() -> None:
+    method = method_of(FedFomo, 7, models=3, epsilon=0.5, epsilon_decay=0)
+    affinity, known = torch.tensor([6.0, 5, 4, 0, 3, 2, 1]), torch.ones(7, dtype=torch.bool)
+    hits = Counter[int]()
+    for seed in range(400):
+        method.context.seed = seed
+        ids = method.chosen(affinity, known, 3, 0).tolist()
+        assert len(set(ids)) == 3
+        assert 3 not in ids
+        hits[sum(got == best for got, best in zip(ids, [0, 1, 2], strict=True))] += 1
+    # one draw for all three would leave 1 or 2 hits to chance alone
+    assert hits[1] + hits[2] > 150
+
+
+def test_a_model_that_was_never_trained_is_not_sent() -> None:
+    method = method_of(FedFomo, 5, models=3, epsilon=1, epsilon_decay=0)
+    server = method.initial_server()
+    cohort = Cohort(0, (0, 1, 4), torch.ones(3))
+    assert method.download(server, cohort)["ids"].shape == (3, 0)
+    server["is_known"][[1, 2, 3]] = 1
+    for number in range(20):
+        down = method.download(server, replace(cohort, round=number))
+        # client 1 has two others; nobody gets more in this round
+        assert down["models"].shape == (3, 2, method.layout.size)
+        for client, ids in zip(cohort.clients, down["ids"].tolist(), strict=True):
+            assert set(ids) <= {1, 2, 3} - {client}
+
+
 def test_clients_that_rank_alike_come_in_random_order() -> None:
     method = method_of(FedFomo, models=1, epsilon=0)
-    assert {int(method.chosen(torch.zeros(4), 1, number)) for number in range(30)} == {0, 2, 3}
+    assert {int(method.chosen(torch.zeros(4), ALL, 1, number)) for number in range(30)} == {0, 2, 3}
 
 
 @pytest.mark.parametrize(("clients", "models"), [(1, 0), (4, 3), (9, 5)])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs by itself")
 MORE = {
     "ditto-twice": ["method.personal_epochs=3"],
     "fedbn": ["model.batchnorm=true"],
-    "fedfomo": ["method.models=2"],
+    "fedfomo": ["method.models=2", "method.held_out=0.5"],
     "fedafk-interleaved": ["method.schedule=interleaved"],
     "fedafk-sequential": ["method.schedule=sequential"],
     "fedafk-unmixed": ["method.mixing=false", "method.head_epochs=2"],

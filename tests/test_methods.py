@@ -30,6 +30,7 @@ from hpcfl.messages import Channel, Cohort
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
+from hpcfl.training import minibatches
 from hpcfl.world import World
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs of one rank, and many")
@@ -182,23 +183,38 @@ TRAFFIC = {
 }
 
 
+FIRST_TRAFFIC = {"fedfomo": Traffic(0, P)}
+"""Traffic of the first round, where it is another: before it, no client has a trained model to share."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_traffic(folder: Callable[[str], Path], case: str) -> None:
     sent = expected("TRAFFIC", TRAFFIC, case)
+    first = FIRST_TRAFFIC.get(case, sent)
     with h5py.File(folder(case) / "checkpoint.h5", "r", locking=False) as file:
         by_client = torch.from_numpy(file["ledger/client_bytes"][()])
         (metrics,) = file["ledger/metrics"][()]
-    assert by_client.tolist() == [[4 * n * sent.down, 4 * n * sent.up] for n in SAMPLED]
+    is_first = [client in (1, 3, 4, 5) for client in range(N)]
+    numbers = [
+        [(n - early) * sent.down + early * first.down, (n - early) * sent.up + early * first.up]
+        for n, early in zip(SAMPLED, is_first, strict=True)
+    ]
+    assert by_client.tolist() == [[4 * down, 4 * up] for down, up in numbers]
     counted = dict(zip(METRICS, metrics, strict=True))
-    totals = {
-        "bytes_down": 4 * sent.down,
-        "bytes_up": 4 * sent.up,
-        "buffer_bytes_down": 4 * sent.statistics_down,
-        "buffer_bytes_up": 4 * sent.statistics_up,
-        "index_bytes_down": sent.ids_down,
-        "index_bytes_up": sent.ids_up,
+    units = {
+        "bytes_down": ("down", 4),
+        "bytes_up": ("up", 4),
+        "buffer_bytes_down": ("statistics_down", 4),
+        "buffer_bytes_up": ("statistics_up", 4),
+        "index_bytes_down": ("ids_down", 1),
+        "index_bytes_up": ("ids_up", 1),
     }
-    assert {name: counted[name] / sum(SAMPLED) for name in totals} == totals
+    early = sum(is_first)
+    totals = {
+        name: unit * ((sum(SAMPLED) - early) * getattr(sent, of) + early * getattr(first, of))
+        for name, (of, unit) in units.items()
+    }
+    assert {name: counted[name] for name in totals} == totals
 
 
 # State
@@ -214,6 +230,7 @@ class Kept(NamedTuple):
 THETA = {"theta": (P,)}
 AVERAGED = {"buffers": (U,)}
 OWN_MODEL = {"theta": (N, P), "buffers": (N, U)}
+BANK = {"models": (N, P), "is_known": (N,)}
 
 HYPERNETWORKS = {
     "embedding": (N, 100),
@@ -227,13 +244,7 @@ PFEDLA = {
     # written for readers
     "alpha": (N, len(LAYERS), N),
     **{f"hypernetworks/{name}": shape for name, shape in HYPERNETWORKS.items()},
-    **{
-        f"optimiser/{name}.{moment}": shape
-        for name, shape in HYPERNETWORKS.items()
-        for moment in ("first", "second")
-    },
-    "optimiser/steps": (N,),
-    "optimiser/heads.steps": (N, len(LAYERS)),
+    "optimiser/largest_update": (N,),
 }
 
 
@@ -265,11 +276,11 @@ STATE = {
     "fedper": Kept(THETA | AVERAGED, {"head": (N, P_HEAD)}),
     # h_0 stands in theta, which is where it began
     "fedbabu": Kept(THETA | AVERAGED, {}),
-    "fedfomo": Kept({"models": (N, P), "affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
+    "fedfomo": Kept(BANK | {"affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
     # u_i follows from the models
-    "fedamp": Kept({"models": (N, P)}, OWN_MODEL),
-    # a client's number follows from its data and the newest models
-    "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U)}, {}),
+    "fedamp": Kept(BANK, OWN_MODEL),
+    # a client's number follows from its data and the newest models; its last choice is kept for readers
+    "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
     # each client's last update, which a cluster under partial participation waits for
     "clustered_fl": Kept(
         {"theta": (2, P), "buffers": (2, U), "cluster": (N,), "updates": (N, P), "is_known": (N,)}, {}
@@ -289,7 +300,7 @@ STATE = {
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
-    "heurpfedla": Kept(PFEDLA, OWN_MODEL),
+    "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
     # theta is phi_i with the head h_i
     "fedafk": Kept(THETA, {"coefficient": (N,)} | OWN_MODEL),
     # what each client decided last
@@ -381,8 +392,9 @@ def adaptively_aggregated(run: Run) -> State:
         chosen = torch.randperm(len(y), generator=stream)[: max(1, int(0.8 * len(y) + 0.5))]
         for number in range({1: 3, 2: 1}[int(run.clients["stage"][client])]):
             stream = torch_stream(3, f"adaptive aggregation/{number + 1}", ROUNDS, client)
-            # at most two mini-batches of twelve, and none of one sample
-            for batch in chosen[torch.randperm(len(chosen), generator=stream)].split(12):
+            order = chosen[torch.randperm(len(chosen), generator=stream)]
+            for start, stop in minibatches(len(chosen), 12):
+                batch = order[start:stop]
                 theta = torch.cat([shared[BODY], ours[HEAD] + weights * apart])
                 slope = gradient(run, theta, x[batch], y[batch])[HEAD]
                 weights = (weights - slope * apart).clamp(0, 1)
@@ -568,3 +580,79 @@ def test_engines_agree(
             train = run.method.context.train.model_copy(update={"finetune_epochs": epochs})
             monkeypatch.setattr(run.method.context, "train", train)
         torch.testing.assert_close(evaluated_together(batched), loop.evaluated(), rtol=1e-7, atol=1e-9)
+
+
+# Moments
+
+
+MOMENTS = [case for case in CASES if case not in ("fedafk", "fedmn")]
+
+
+def loss_on_training_data(run: Run, clients: Clients, model: State) -> float:
+    """Return the loss of one client's model on what it trains on."""
+    x, y = clients.samples("train", 0)
+    return float(-run.method.predict(clients, model, 0, x).gather(1, y.unsqueeze(1)).log().mean())
+
+
+@pytest.mark.parametrize("case", MOMENTS)
+@pytest.mark.usefixtures("double")
+def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
+    """Models of both moments are there, the scored ones where that is their moment, and change nothing."""
+    run = finished(case, "loop")
+    method, state = run.method, run.place.state
+    cohort = Cohort(ROUNDS, tuple(range(N)), method.context.num_samples)
+    channel = Channel(World(), method.layers, N)
+    kept = copy.deepcopy((run.server, state))
+    before, after = [], []
+    for client in range(N):
+        part = slice(client, client + 1)
+        to_score = channel.down(method.send(run.server, cohort, for_evaluation=True), cohort).select(part)
+        clients = Clients(run.place, [client], ROUNDS)
+        received = method.after_download(clients, to_score)
+        assert bool(received) == (case != "local")
+        if received:
+            before.append(loss_on_training_data(run, clients, received))
+        if method.scored_moment == "download" and not run.config.train.finetune_epochs:
+            scored = method.evaluated(Clients(run.place, [client], ROUNDS), to_score)
+            assert_same_model(received, scored)
+        torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
+
+        clients = Clients(run.place, [client], ROUNDS)
+        down = channel.down(method.send(run.server, cohort), cohort).select(part)
+        if method.negotiates(ROUNDS):
+            asked = method.ask(clients, down)
+            down = (
+                down | asked | method.answer(run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.rows)
+            )
+        up = method.work(clients, down)
+        end = copy.deepcopy((up.rows, clients.buffers, {name: clients[name] for name in state}))
+        trained = method.after_training(clients, down, up)
+        after.append(loss_on_training_data(run, clients, trained))
+        torch.testing.assert_close(
+            (up.rows, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
+        )
+        if method.scored_moment == "training":
+            clients.commit()
+            assert_same_model(trained, method.evaluated(Clients(run.place, [client], ROUNDS), to_score))
+            for name, rows in kept[1].items():
+                state[name].copy_(rows)
+    assert len(after) == N
+    if before:
+        assert sum(after) < sum(before)
+
+
+def assert_same_model(one: State, other: State) -> None:
+    assert set(one) == set(other)
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize("case", MOMENTS)
+@pytest.mark.usefixtures("double")
+def test_scores_of_all_rounds_change_no_state_and_no_bytes(
+    finished: Callable[[str, str], Run], settings: list[str], case: str
+) -> None:
+    once = finished(case, "loop")
+    always = Run("data.per_client=null", *settings, *keys_of(case), "run.eval_every=1")
+    assert torch.equal(always.bytes_by_client, once.bytes_by_client)
+    for one, other in ((always.server, once.server), (always.clients, once.clients)):
+        assert_same_model(one, other)

@@ -486,6 +486,19 @@ def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite(
             assert moved.logical_not().nonzero().flatten().tolist() == absent
 
 
+def test_a_client_with_one_class_returns_fedrods_generic_model_as_it_came() -> None:
+    run = Run("method.name=fedrod", "train.rounds=1")
+    _, y = run.place.shard.samples("train", 2)
+    y.fill_(3)
+    down, up = work(run, 2)
+    assert torch.equal(up["theta"], down["theta"])
+    # its personal head learns all the same
+    clients = Clients(run.place, [2], 0)
+    before = clients["head"].clone()
+    run.method.train(clients, down)
+    assert (clients["head"] != before).any()
+
+
 def test_fedrod_sends_the_generic_model_and_the_maker_of_heads_both_ways() -> None:
     # 10 class shares to 7 hidden numbers to the 650 of a head, with biases
     hyper = 10 * 7 + 7 + 7 * HEAD + HEAD

@@ -17,9 +17,10 @@ from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, mean_by_samples, network_with, torchs_sgd
 
 from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.messages import Channel, Cohort, Message, Upload
 from hpcfl.methods.fedphp import FedPHP, discrepancy
 from hpcfl.methods.pfedme import PFedMe
+from hpcfl.world import World
 
 DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
 DIGITS_CNN, WITH_BATCHNORM = 13_706, 13_802
@@ -87,12 +88,18 @@ def test_unsampled_clients_keep_what_they_have_to_the_bit(case: str) -> None:
 @pytest.mark.parametrize("case", ALL)
 def test_one_model_travels_each_way_and_fedfomo_gets_several(case: str) -> None:
     run = after(case, 3)
-    rounds = torch.zeros(4, 1, dtype=torch.int64)
+    numbers = torch.zeros(4, 2, dtype=torch.int64)
+    known = set[int]()
     for number in range(3):
-        rounds[list(run.simulation.cohort(number).clients)] += 1
-    # two models down, and up their weights beside the client's own model
-    numbers = [2 * WITH_BATCHNORM, WITH_BATCHNORM + 2] if case == "fedfomo" else [WITH_BATCHNORM] * 2
-    assert torch.equal(run.bytes_by_client, 4 * rounds * torch.tensor(numbers))
+        clients = run.simulation.cohort(number).clients
+        down, up = WITH_BATCHNORM, WITH_BATCHNORM
+        if case == "fedfomo":
+            # up to two models that others have trained go down, and their weights up beside the own model
+            others = min(2, *(len(known - {client}) for client in clients))
+            down, up = others * WITH_BATCHNORM, WITH_BATCHNORM + others
+        numbers[list(clients)] += torch.tensor([down, up])
+        known.update(clients)
+    assert torch.equal(run.bytes_by_client, 4 * numbers)
 
 
 @pytest.mark.parametrize("common", [SOME, BATCHNORM])
@@ -233,7 +240,9 @@ def test_apfl_with_alpha_zero_evaluates_the_clients_copy_of_fedavgs_model() -> N
 
 @pytest.mark.parametrize("alpha_moves", ["round", "step"])
 def test_alpha_never_leaves_the_interval(alpha_moves: str) -> None:
-    run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", "train.rounds=2")
+    # one mini-batch a round, after which alpha moves no more
+    keys = ("train.rounds=2", "train.batch_size=100")
+    run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", *keys)
     assert run.clients["alpha"].min() == 0
     run.place.state["alpha"].fill_(0.5)
     # next to a ruined global model the client's own is worth everything
@@ -304,6 +313,17 @@ def test_pfedme_without_a_pull_never_moves_w() -> None:
     assert (run.evaluated()["theta"] - start).abs().amax(dim=1).min() > 1e-3
 
 
+@pytest.mark.usefixtures("double")
+def test_fine_tuning_of_pfedme_has_the_step_size_of_its_own_models() -> None:
+    keys = (*MLP, *SOME, "method.personal_lr=0.03", "train.lr=0.7")
+    run = Run(PFEDME, *keys, "train.finetune_epochs=1")
+    for client, tuned in enumerate(run.evaluated()["theta"]):
+        theta = run.clients["theta"][client]
+        for x, y in batches_of(run, client, 3, "finetune", epochs=1):
+            theta = theta - 0.03 * 0.8**3 * gradient(run, theta, x, y)
+        torch.testing.assert_close(tuned, theta, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 3.25), (0.5, 6.625), (2.0, -3.5)])
 def test_the_servers_step_of_pfedme_worked_out(beta: float, expected: float) -> None:
     rows = torch.tensor([[1.0, 4.0], [2.0, 4.0], [8.0, 4.0]])
@@ -331,6 +351,18 @@ def test_the_discrepancy_worked_out() -> None:
     # lengths count in all dimensions: (3, 4) is 5 away
     found = discrepancy(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0]]), [12.5])
     assert float(found) == pytest.approx(2 - 2 / math.e, abs=1e-6)
+
+
+def test_the_discrepancy_keeps_nothing_of_every_pairs_features() -> None:
+    one, other, sizes = random(20, 50).requires_grad_(), random(20, 50, seed=1), []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        discrepancy(one, other, [10.0]).backward()
+    assert max(sizes) <= 20 * 50
 
 
 def test_equal_samples_have_no_discrepancy_in_any_order() -> None:
@@ -429,3 +461,26 @@ def test_a_clients_first_round_of_fedphp_is_fedavgs_to_the_bit(regulariser: str)
     assert torch.equal(run.server["theta"], fedavg.server["theta"])
     expected = local.evaluated()
     assert all(torch.equal(value, expected[name]) for name, value in run.evaluated().items())
+
+
+# What a download brings
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_download_brings_what_the_next_training_starts_from(case: str) -> None:
+    run = after(case, 3)
+    cohort = Cohort(3, tuple(range(4)), run.method.context.num_samples)
+    channel = Channel(World(), run.method.layers, 4)
+    down = channel.down(run.method.send(run.server, cohort, for_evaluation=True), cohort)
+    for client in range(4):
+        clients = Clients(run.place, [client], 3)
+        model = run.method.after_download(clients, down.select(slice(client, client + 1)))
+        assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
+        if case == "fedfomo":
+            assert torch.equal(model["theta"], work(run, client, 3)[1]["previous"])
+        elif case.startswith("fedamp"):
+            u = run.method.download(run.server, cohort)["theta"][client]
+            assert torch.equal(model["theta"][0], u)
+            assert (u != run.clients["theta"][client]).any()
+        else:
+            assert torch.equal(model["theta"][0], run.server["theta"])

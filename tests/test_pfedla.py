@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import UNEQUAL, OneClient, Run
+from harness import UNEQUAL, OneClient, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -154,7 +154,7 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
 # The hypernetworks' step
 
 
-@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+@pytest.mark.parametrize("optimiser", ["sgd", "scaled", "adam"])
 @pytest.mark.parametrize(
     ("weights", "head_init"),
     STARTS,
@@ -168,7 +168,7 @@ def test_a_small_step_lowers_the_loss_of_the_mixed_model(
         f"method.optimiser={optimiser}",
         f"method.weights={weights}",
         f"method.head_init={head_init}",
-        f"method.hypernetwork_lr={0.01 if optimiser == 'sgd' else 1e-4}",
+        f"method.hypernetwork_lr={ {'sgd': 0.01, 'scaled': 1e-5, 'adam': 1e-4}[optimiser] }",
     )
     method, models = run.method, run.server["theta"].clone()
     server = method.initial_server() | {"theta": models.clone()}
@@ -181,7 +181,7 @@ def test_a_small_step_lowers_the_loss_of_the_mixed_model(
     assert all(new < old for new, (old, _) in zip(after, before, strict=True)), (before, after)
 
 
-@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+@pytest.mark.parametrize("optimiser", ["sgd", "scaled", "adam"])
 def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optimiser: str) -> None:
     run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
     server = run.method.initial_server()
@@ -190,6 +190,40 @@ def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optim
     after = run.method.alpha(server, [0])
     assert (after[0, :, 1] > before[0, :, 1]).all()
     assert (after[0, :, [0, 2, 3]] < before[0, :, [0, 2, 3]]).all()
+
+
+def test_scaled_steps_do_not_depend_on_how_large_updates_are_but_on_how_they_shrink() -> None:
+    """Models and updates ten times as large give the same weights; plain steps go a hundred times as far."""
+
+    def moved(optimiser: str, size: float) -> Tensor:
+        run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
+        server = run.method.initial_server()
+        server["theta"] = random(4, 13_706, seed=1) * size
+        before = run.method.alpha(server, [0])
+        mixed = run.method.mix(before, server["theta"])
+        aggregate(run.method, server, [0], mixed + 0.1 * size * random(1, 13_706, seed=2))
+        return run.method.alpha(server, [0]) - before
+
+    once, large = moved("scaled", 0.1), moved("scaled", 1.0)
+    torch.testing.assert_close(once, large, rtol=1e-3, atol=1e-7)
+    assert once.abs().max() > 1e-5
+    plain = moved("sgd", 1.0).abs().max() / moved("sgd", 0.1).abs().max()
+    assert 50 < plain < 150
+
+    run = Run("method.initial_models=own", "method.optimiser=scaled", "method.hypernetwork_lr=0.01")
+    server = run.method.initial_server()
+    update = 0.1 * random(1, 13_706, seed=2)
+    steps = []
+    for size in (1.0, 0.1, 1.0):
+        before = run.method.alpha(server, [0])
+        mixed = run.method.mix(before, server["theta"])
+        aggregate(run.method, server, [0], mixed + size * update)
+        steps.append(float((run.method.alpha(server, [0]) - before).abs().max()))
+        server["theta"][0] = run.method.initial_server()["theta"][0]
+    assert server["optimiser/largest_update"][0] == pytest.approx(
+        float(update.double().square().sum()), rel=1e-4
+    )
+    assert steps[1] == pytest.approx(0.1 * steps[0], rel=0.05)
 
 
 @pytest.mark.parametrize("weights", ["softmax", "relu"])
@@ -277,6 +311,7 @@ class SlowTwin:
         self.hypernetworks = [OneClient(shape, hypernetworks(start), c) for c in range(run.num_clients)]
         kind = torch.optim.Adam if self.params.optimiser == "adam" else torch.optim.SGD
         self.optimisers = [kind(h.parameters(), lr=self.params.hypernetwork_lr) for h in self.hypernetworks]
+        self.largest = [0.0] * run.num_clients
 
     def models(self) -> list[dict[str, Tensor]]:
         return [{n: p.detach().clone() for n, p in network.named_parameters()} for network in self.networks]
@@ -314,6 +349,10 @@ class SlowTwin:
             self.train_client(client, number)
             weights = list(self.hypernetworks[client].parameters())
             old_minus_new = [mixed[name].detach() - parameters[name].detach() for name in mixed]
+            if self.params.optimiser == "scaled":
+                squares = [float(difference.square().sum()) for difference in old_minus_new]
+                self.largest[client] = max(self.largest[client], sum(squares))
+                old_minus_new = [difference / self.largest[client] for difference in old_minus_new]
             gradients = torch.autograd.grad(list(mixed.values()), weights, grad_outputs=old_minus_new)
             for weight, gradient in zip(weights, gradients, strict=True):
                 weight.grad = gradient
@@ -325,6 +364,7 @@ class SlowTwin:
     [
         ("method.optimiser=sgd", "method.hypernetwork_lr=10", *UNEQUAL),
         ("method.optimiser=adam", "train.participation=0.5", "train.rounds=5"),
+        ("method.optimiser=scaled", "method.hypernetwork_lr=1", "train.participation=0.5", "train.rounds=5"),
         ("method.weights=relu", "method.head_init=uniform", "model.batchnorm=true"),
         ("method.head_init=zero", "method.initial_models=common", "train.local_epochs=2"),
     ],
@@ -548,7 +588,8 @@ def test_bytes_down_and_retained_bytes_are_pfedlas_and_bytes_up_are_equal() -> N
 
 
 def test_heads_of_retained_layers_do_not_move() -> None:
-    run = Run(*DIVERSE, "train.rounds=1", "method.name=heurpfedla", "method.k=2")
+    adam = "method.optimiser=adam"
+    run = Run(*DIVERSE, "train.rounds=1", "method.name=heurpfedla", "method.k=2", adam)
     start = run.method.initial_server()
     chosen = run.method.retained(run.method.alpha(start, range(4)), range(4))
     for name in ("heads.weight", "heads.bias"):

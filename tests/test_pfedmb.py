@@ -17,11 +17,14 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
+from hpcfl.config import load_config
+from hpcfl.experiment import build
 from hpcfl.main import FINISHED, main
 from hpcfl.messages import Channel, Cohort, Message, Upload
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
 from hpcfl.randomness import torch_stream
+from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training import Batch, cross_entropy_loss, minibatches
 from hpcfl.world import World
 
@@ -204,6 +207,10 @@ class SlowTwin:
                 model = self.run.method.layout.views(self.mixed(kept, branches))
                 logits = functional_call(self.run.method.context.network, model, x[chosen])
                 cross_entropy(logits, y[chosen]).backward()
+                if not of_alpha and self.params.step == "mixture":
+                    assert leaf.grad is not None
+                    for layer, alpha in zip(self.run.method.layers, self.alpha(kept), strict=True):
+                        leaf.grad[:, layer.start : layer.stop] /= (alpha**2).sum()
                 optimiser.step()
                 if of_alpha and self.params.constraint == "simplex":
                     leaf.data = torch.stack([nearest_on_simplex(row) for row in leaf.detach()])
@@ -232,6 +239,7 @@ class SlowTwin:
         UNEQUAL_FEW,
         ("method.constraint=simplex", "train.momentum=0.9", "method.alpha_lr=0.3"),
         ("method.shared_alpha=true", "train.participation=0.5", "train.lr_decay=0.5"),
+        ("method.step=branch", "train.lr=0.1", "train.momentum=0.9", *UNEQUAL_FEW),
         ("method.aggregation=plain", "method.branches=2", "train.weight_decay=0.01", *UNEQUAL_FEW),
     ],
 )
@@ -374,13 +382,68 @@ def test_equal_branches_would_never_move_the_weights_and_ours_are_not_equal(cons
     assert (alpha_of(Run(*keys)) - 0.2).abs().max() > 0.02
 
 
-def test_branches_start_apart_and_the_first_as_everybodys_common_model() -> None:
-    run = Run(OURS, "train.rounds=1")
+@pytest.mark.parametrize("num_branches", [2, 5, 10])
+@pytest.mark.parametrize("batchnorm", ["false", "true"])
+def test_the_uniform_mixture_starts_as_an_ordinary_network(num_branches: int, batchnorm: str) -> None:
+    keys = (OURS, "train.rounds=1", f"method.branches={num_branches}", f"model.batchnorm={batchnorm}")
+    run = Run(*keys)
+    context, layout = run.method.context, run.method.layout
     start = run.method.initial_server()["branches"]
-    assert torch.equal(start[0], run.method.context.initial_parameters())
-    assert all((a - b).abs().mean() > 0.01 for a, b in combinations(start, 2))
-    again = Run(OURS, "train.rounds=1", "method.branches=7").method.initial_server()["branches"]
-    assert torch.equal(again[:5], start)
+    mixture, ordinary = start.mean(dim=0), context.initial_parameters([7], own=True)[0]
+    mask = layout.is_batchnorm()
+    for slot in layout.parameters:
+        part = slice(slot.start, slot.stop)
+        if not mask[part].any():
+            # a layer's bias has 10 to 64 numbers, its weight 144 at least
+            tolerance = 0.15 if slot.name.endswith("weight") else 0.5
+            assert float(mixture[part].std() / ordinary[part].std()) == pytest.approx(1, abs=tolerance)
+    x = run.place.shard.samples("train", 0)[0]
+    buffers = run.method.initial_buffers()
+    scales = [
+        float(run.place.evaluator.outputs(theta, buffers, lambda network, x: network(x), x).std())
+        for theta in (mixture, ordinary)
+    ]
+    assert 0.5 < scales[0] / scales[1] < 2
+    torch.testing.assert_close(mixture, context.initial_parameters(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("difference", [0.5, 2.0])
+def test_branches_differ_by_as_much_as_the_common_model_varies(difference: float) -> None:
+    run = Run(OURS, "train.rounds=1", "model.batchnorm=true", f"method.difference={difference}")
+    start, layout = run.method.initial_server()["branches"], run.method.layout
+    common, mask = run.method.context.initial_parameters(), run.method.layout.is_batchnorm()
+    assert torch.equal(start[:, mask], common[mask].expand(5, -1))
+    for slot in layout.parameters:
+        part = slice(slot.start, slot.stop)
+        if slot.stop - slot.start > 500:
+            apart = (start - common)[:, part]
+            assert float(apart.std() / common[part].std()) == pytest.approx(difference, rel=0.1)
+            assert np.corrcoef(apart.numpy())[~np.eye(5, dtype=bool)] == pytest.approx(-1 / 4, abs=0.15)
+    other = Run(OURS, "train.rounds=1", "model.batchnorm=true", "run.seed=1").method
+    apart = other.initial_server()["branches"] - other.context.initial_parameters()
+    assert not torch.equal(apart, start - common)
+
+
+def test_given_weights_are_the_uniform_mixture(tmp_path: Path) -> None:
+    torch.save(torchvision_part("models").mobilenet_v2().state_dict(), tmp_path / "weights.pt")
+    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
+    np.savez(tmp_path / "images.npz", x=images, y=np.arange(20) % 10)
+    words = ["data.source=npz", "data.layout=NHWC", f"data.path={tmp_path / 'images.npz'}", "data.clients=2"]
+    words += ["model.name=mobilenetv2", f"model.weights={tmp_path / 'weights.pt'}", "method.branches=2"]
+    method = build(load_config(None, [OURS, *words]), World()).method
+    start = method.server_state()["branches"]
+    torch.testing.assert_close(start.mean(dim=0), method.context.initial_parameters(), rtol=0, atol=1e-6)
+    assert (start[0] - start[1]).abs().mean() > 0.01
+
+
+@pytest.mark.parametrize("num_branches", [2, 5])
+@pytest.mark.usefixtures("double")
+def test_weights_that_never_move_are_fedavg_whatever_the_number_of_branches(num_branches: int) -> None:
+    keys = (*UNEQUAL_FEW, "train.momentum=0.9", "train.weight_decay=0.01", "train.participation=0.5")
+    fedavg = Run(*keys, "method.name=fedavg").server["theta"]
+    run = Run(*keys, OURS, f"method.branches={num_branches}", "method.alpha_lr=0")
+    torch.testing.assert_close(run.server["branches"].mean(dim=0), fedavg, rtol=0, atol=1e-9)
+    assert (fedavg - run.method.context.initial_parameters()).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("constraint", ["softmax", "simplex"])
@@ -461,6 +524,28 @@ def test_the_weights_step_leaves_running_statistics_alone() -> None:
 
 
 # Traffic, fine-tuning, history
+
+
+@pytest.mark.usefixtures("double")
+def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -> None:
+    run = Run(OURS, "train.rounds=1", "method.branches=3")
+    cohort = Cohort(0, (1,), run.method.context.num_samples[[1]])
+    clients = Clients(run.place, [1], 1)
+    down = Channel(World(), run.method.layers, run.num_clients).down(
+        run.method.send(run.server, cohort), cohort
+    )
+    up = run.method.work(clients, down)
+    trained = run.method.after_training(clients, down, up)["theta"]
+    expected = sum(
+        up.rows["alpha"][..., b].repeat_interleave(torch.tensor([x.size for x in run.method.layers]), dim=1)
+        * branch
+        for b, branch in enumerate([up.rows[FIRST], *up.rows[OTHERS].unbind(1)])
+    )
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
+    # the weights' phase is plain SGD on the mixture
+    alone = Clients(run.place, [1], 1)
+    start = run.method.personalised(clients, down)["theta"]
+    torch.testing.assert_close(trained, alone.sgd(start).theta, rtol=0, atol=1e-9)
 
 
 def test_bytes_of_the_papers_network_and_five_branches(tmp_path: Path) -> None:

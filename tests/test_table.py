@@ -22,10 +22,10 @@ import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
 from conftest import in_mpi_world, run_tree
-from hpcfl.tablefile import Table
 
 from hpcfl.config import ENVIRONMENT
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.tables.cells import Table
 from hpcfl.tables.writing import COLUMNS
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from conftest import in_mpi_world
 
 from hpcfl.config import flatten
 from hpcfl.errors import UserError
+from hpcfl.main import main
 from hpcfl.tables.cells import Shrinking, Table
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="reads files only")
@@ -149,7 +151,7 @@ def test_a_file_that_extends_another_chooses_and_lays_its_settings_over_all(fold
     assert (few["method.name"], few["method.hypernetwork_lr"], kept["method.k"]) == ("heurpfedla", 0.25, 2)
     assert few["data.source"] == "cifar10"
     # of the pairs, those are left whose rows and columns are
-    assert [(pair.rows, pair.columns) for pair in table.compare] == [(["ours", "local"], ["few"])]
+    assert [(pair.rows, pair.columns) for pair in table.compare] == [(("ours", "local"), ["few"])]
 
 
 def test_columns_of_the_extended_file_stay_unless_others_are_chosen(folder: Path) -> None:
@@ -178,6 +180,14 @@ def test_the_only_column_needs_no_label_for_its_published_number(folder: Path) -
     table = Table(path, [], None)
     assert table.rows[0].published == {"": 59.0}
     assert table.cells[0].folder == Path("runs/one/local-s0")
+
+
+def test_published_numbers_stand_in_the_order_of_the_columns(folder: Path) -> None:
+    changed = PAPER.replace("{few: 61.43, many: 73}", "[61.43, null, 1, 2.5]")
+    (folder / "paper.yaml").write_text(changed)
+    row = Table(folder / "paper.yaml", [], None).rows[0]
+    assert row.published == {"few": 61.43, "kept, k = 0": 1.0, "kept, k = 2": 2.5}
+    assert Table(folder / "evening.yaml", [], None).rows[1].published == {"few": 61.43, "kept, k = 2": 2.5}
 
 
 # Shrinking
@@ -219,7 +229,16 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "published: 61.43",
         ", row 1 (ours): published=61.43 does not say of which column; write published: {few: 61.43}",
     ),
-    "a share as a published number": ("61.43", "161.43", ", row 1 (ours): published"),
+    "more than all": (
+        "61.43",
+        "161.43",
+        ", row 1 (ours): published={'few': 161.43, 'many': 73} is not possible: it must be a number from 0",
+    ),
+    "too few numbers": (
+        "{few: 61.43, many: 73}",
+        "[61.43, null, 73]",
+        ", row 1 (ours): published has 3 numbers for 4 columns; give one a column, and null where",
+    ),
     "a column without a label": ("label: few, ", "", ", column 1: label is missing"),
     "two columns of one name": (
         "label: many",
@@ -247,6 +266,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         ", column 3 (kept): another column is",
     ),
     "nothing swept": ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is not possible"),
+    "groups swept": (
+        "values: [0, 2]",
+        "values: [{k: 1}]",
+        ", column 3 (kept), sweep: values.0={'k': 1} is not possible: it must be a number, true, false, text",
+    ),
     "a sweep of an unknown key": (
         "method.k, ",
         "train.k, ",
@@ -340,5 +364,19 @@ def test_a_mistake_of_a_file_that_extends_another(folder: Path, what: str) -> No
     assert refused(folder / "evening.yaml").startswith(said)
 
 
-def test_the_example_is_yaml_that_a_reader_would_write(folder: Path) -> None:
-    assert yaml.safe_load(PAPER)["columns"][2]["sweep"] == {"key": "method.k", "values": [0, 2]}
+# Help
+
+
+def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["table", "--help"])
+    example = re.search(r"^  columns:\n(?:  .*\n)+", capsys.readouterr().out, re.MULTILINE)
+    assert example
+    path = tmp_path / "example.yaml"
+    path.write_text(f"title: t\nseeds: [0]\n{textwrap.dedent(example[0])}")
+    table = Table(path, [], None)
+    assert table.columns == ["many", "lr = 0.1", "lr = 0.2"]
+    assert len(table.cells) == 5
+    assert [(pair.rows, pair.columns) for pair in table.compare] == [
+        (("pfedla", "alone"), ["many", "lr = 0.1"])
+    ]

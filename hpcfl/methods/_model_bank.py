@@ -1,21 +1,35 @@
-"""What methods share whose server keeps every client's last model, to send others what they make of them."""
+"""Methods whose server keeps the last model of each client, and sends clients what it makes of these."""
 
 from __future__ import annotations
 
-from hpcfl.messages import Cohort, Upload
+import torch
+
+from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
 
 
 class ModelBank(OwnModel):
-    """Own models, the last uploads of which are the rows of `models` [N, P] on the server."""
+    """Own models, the last uploads of which are the rows of `models` [N, P] on the server.
+
+    `is_known` [N] is 1 for clients that uploaded one; the rows of the others are the common start.
+    """
 
     def server_state(self) -> State:
-        return {"models": self.context.initial_parameters(range(self.context.num_clients))}
+        clients = self.context.num_clients
+        return {
+            "models": self.context.initial_parameters(range(clients)),
+            "is_known": torch.zeros(clients, dtype=torch.int64),
+        }
+
+    def scored(self, server: State, cohort: Cohort) -> Message:
+        return self.download(server, cohort)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         for positions, block in up:
-            server["models"][list(cohort.clients[positions])] = block.rows["theta"]
+            members = list(cohort.clients[positions])
+            server["models"][members] = block.rows["theta"]
+            server["is_known"][members] = 1
 
     def memory(self) -> dict[str, int]:
         return {"models": 4 * self.context.num_clients * self.layout.size}

@@ -16,7 +16,12 @@ from hpcfl.parameters import columns
 
 
 class OwnLayers(FedAvg):
-    """FedAvg of the layers `travels`; the rest of each client's model, and nothing else, is its state."""
+    """FedAvg of the layers `travels`; the rest of each client's model, and nothing else, is its state.
+
+    Before its first round a client is scored with its initial layers: own layers never travel, so that there
+    is no average of them to fall back on (FedRep's authors, whose code averages heads by an alias, have one).
+    At low participation, read early accuracies beside the coverage of the run.
+    """
 
     own_part: ClassVar[str]
     """What the layers are called that stay, in checkpoints."""

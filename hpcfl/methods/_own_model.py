@@ -8,10 +8,15 @@ from typing import ClassVar
 from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, Message
 from hpcfl.methods.base import Method, State
+from hpcfl.methods.fedavg import FedAvg
 
 
 class OwnModel(Method):
-    """Each client keeps `theta` and its running statistics; without being sampled, as they are."""
+    """Each client keeps `theta` and its running statistics; without being sampled, as they are.
+
+    Before its first round a client has the common initial model and is scored on it, as in the public codes:
+    at low participation, read early accuracies beside the coverage of the run.
+    """
 
     scored_moment = "training"
     shared_parts: ClassVar[tuple[str, ...]] = ()
@@ -28,3 +33,13 @@ class OwnModel(Method):
 
     def trained(self, clients: Clients, down: Message, up: Message) -> State:
         return {"theta": clients["theta"]}
+
+
+class OwnBesideGlobal(OwnModel, FedAvg):
+    """Own models beside a global one `theta` of the server, which is what a download brings."""
+
+    def scored(self, server: State, cohort: Cohort) -> Message:
+        return self.download(server, cohort)
+
+    def received(self, clients: Clients, down: Message) -> State:
+        return {"theta": down["theta"]}

@@ -11,7 +11,8 @@ Choices: weights are mixed, not logits; g(vbar) is taken once, after the step of
 a_i moves at the first mini-batch of a round alone, as in the authors' code, without momentum (at every one,
 w_i is soon ahead of v_i, whose steps are a_i times smaller, and most a_i fall to 0); running statistics are
 vbar's and stay with the client; evaluated is vbar after local training, so that an unsampled client's is that
-of its last round. a_i fixed at 1 makes v_i local training, at 0 vbar is the client's copy of FedAvg's model.
+of its last round, while a download brings w; a mini-batch costs two gradients. a_i fixed at 1 makes v_i local
+training, at 0 vbar is the client's copy of FedAvg's model.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from torch import Tensor
 
 from hpcfl.clients import Clients
 from hpcfl.messages import Message
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
-from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training import TrainConfig
 
 
@@ -43,7 +43,7 @@ class APFLParams(Params):
     """Whether a_i moves once a round (authors' code) or with every mini-batch (Algorithm 1)."""
 
 
-class APFL(OwnModel, FedAvg):
+class APFL(OwnBesideGlobal):
     name = "apfl"
     summary = "each client's own model and the global one, mixed by a learnt weight"
     Params = APFLParams

@@ -73,8 +73,11 @@ class Context:
         return 1
 
     def refuse_equal_starts(self, count: int, key: str) -> None:
-        """Raise UserError where `different_starts` would be equal; `method.key` asked for so many."""
-        if count > 1 and self.weights_are_given:
+        """Raise UserError where `different_starts` would be equal; `method.key` asked for so many.
+
+        A file gives the body, and draws differ in the head alone (as FedEM's authors' do); that is enough.
+        """
+        if count > 1 and self.weights_are_given and torch.equal(*self.different_starts(2)):
             raise UserError(
                 f"method.{key}={count} needs models that start differently, and model.weights starts all "
                 f"alike; drop model.weights, or use method.{key}=1"
@@ -371,19 +374,32 @@ def weighted_means(up: Upload, weights: State) -> State:
     return values
 
 
-def mean_of_clusters(rows: Tensor, weights: Tensor, cluster: Tensor, old: Tensor) -> Tensor:
-    """Return the weighted means [k, ...] of each cluster's rows [S, ...]; `cluster` [S] says whose is whose.
+class ClusterMeans:
+    """The weighted mean of each cluster's clients, taking blocks as they come, in client order.
 
-    Weights [S] are normalised over the members; a cluster without members keeps its row of `old` [k, ...].
+    Weights [S] of a cohort are normalised over each cluster's members; a cluster without members keeps its
+    row of `old` [k, ...]. With one cluster this is WeightedMean to the bit.
     """
-    means = old.clone()
-    for number in cluster.unique().tolist():
-        members = cluster == number
-        mean = WeightedMean(weights[members])
-        mean.add(slice(None), rows[members])
-        assert mean.value is not None
-        means[number] = mean.value
-    return means
+
+    def __init__(self, weights: Tensor, old: Tensor) -> None:
+        self._weights = (weights.double() / weights.double().sum()).tolist()
+        self._samples = weights.double()
+        self._old, self._sums = old, torch.zeros_like(old)
+        self._cluster = torch.full((len(weights),), -1)
+
+    def add(self, positions: slice, rows: Tensor, cluster: Tensor) -> None:
+        """Add the clients at these positions of the cohort, rows [C, ...] of clusters [C]."""
+        self._cluster[positions] = cluster
+        for row, weight, number in zip(rows, self._weights[positions], cluster.tolist(), strict=True):
+            self._sums[number].add_(row, alpha=weight)
+
+    def value(self) -> Tensor:
+        """Return the means [k, ...]."""
+        means = self._old.clone()
+        for number in self._cluster.unique().tolist():
+            share = float(self._samples[self._cluster == number].sum() / self._samples.sum())
+            means[number] = self._sums[number] / share
+        return means
 
 
 def statistics_of_models(clients: Clients, count: int) -> Tensor:

@@ -4,20 +4,24 @@ optimization under privacy constraints, IEEE TNNLS 2021.
     d_i     = E epochs of SGD on L_i from its cluster's model, minus that model
     theta_c <- theta_c + mean of d_i over the sampled clients of cluster c      (Algorithm 3)
 
-A cluster c splits in two when || mean d_i || < eps_1 and max || d_i || > eps_2 over its clients:
-its clients are parted so that the largest cosine similarity of updates across the parts is small; both
-parts go on from the same model.
+A cluster c splits in two when || mean d_i || < eps_1 and max || d_i || > eps_2 over its clients: its clients
+are parted so that the largest cosine similarity alpha_cross of updates across the parts is small, if also
+gamma_max < sqrt((1 - alpha_cross) / 2). Both parts start from its model and add the means of their own.
 
 Choices: the split is complete linkage on cosine similarities (authors' code) or, with
-`method.linkage=single`, the partition of least largest similarity (Algorithm 1); norms and similarities are
-those of each client's last update since its cluster came to be, so that under partial participation a cluster
-waits until it has heard of all its clients; clients are known by their ids throughout; means are uniform, as
-in the paper; each cluster averages running statistics of its own; evaluated is the newest model of the
-client's cluster.
+`method.linkage=single`, the partition of least largest similarity (Algorithm 1); gamma_max is 0, so that the
+third criterion holds whenever parts differ (authors' code has none); splits are tested every round, as in
+that code, where the paper first trains to convergence. Norms and similarities are those of each client's last
+update since its cluster came to be: under partial participation, which neither has, a cluster waits until all
+its clients have trained, and then compares updates that left from the models of different rounds. Clients are
+known by their ids throughout; means are uniform, as in the paper; each cluster averages running statistics of
+its own; evaluated is the newest model of the client's cluster. The server keeps N updates, and a download
+holds a model for each client of the cohort.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Literal
 
@@ -28,7 +32,7 @@ from torch.nn.functional import normalize
 
 from hpcfl.clients import Clients
 from hpcfl.messages import BUFFERS, Cohort, Message, Upload
-from hpcfl.methods.base import Method, Params, State, mean_of_clusters
+from hpcfl.methods.base import ClusterMeans, Method, Params, State
 
 
 class ClusteredFLParams(Params):
@@ -42,6 +46,9 @@ class ClusteredFLParams(Params):
     """A cluster's mean update must be shorter than this (authors: 0.4); 0 never splits."""
     eps_2: float = Field(1.6, ge=0)
     """Its longest update must be longer than this (authors: 1.6)."""
+    gamma_max: float = Field(0.0, ge=0, le=1)
+    """Largest ratio of a client's gradient noise to its gradient (paper): parts must differ by more than it
+    explains; 0 asks for nothing, at 0.5 they split if alpha_cross is below 0.5, at 1 never."""
     first_round: int = Field(20, ge=0)
     """Rounds without a split (authors: 20)."""
     linkage: Literal["complete", "single"] = "complete"
@@ -73,18 +80,32 @@ class ClusteredFL(Method):
         return Message(rows={"theta": clients.sgd(down["theta"]).theta - down["theta"]})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        rows, members = up.collect(), list(cohort.clients)
-        of_cohort, uniform = server["cluster"][members], torch.ones(len(cohort))
-        moved = mean_of_clusters(rows["theta"], uniform, of_cohort, torch.zeros_like(server["theta"]))
-        server["theta"] = server["theta"] + moved
-        if BUFFERS in server:
-            server[BUFFERS] = mean_of_clusters(rows[BUFFERS], uniform, of_cohort, server[BUFFERS])
-        server["updates"][members] = rows["theta"]
+        members = list(cohort.clients)
+        statistics: list[Tensor] = []
+        for positions, block in up:
+            server["updates"][members[positions]] = block.rows["theta"]
+            if BUFFERS in server:
+                statistics.append(block.rows[BUFFERS])
         server["is_known"][members] = 1
+        self._split_clusters(server, cohort)
+        cluster, uniform = server["cluster"][members], torch.ones(len(cohort))
+        moved = ClusterMeans(uniform, torch.zeros_like(server["theta"]))
+        for position, client in enumerate(members):
+            # row by row, since the cohort's updates together would be a copy of them
+            part = slice(position, position + 1)
+            moved.add(part, server["updates"][client : client + 1], cluster[part])
+        server["theta"] = server["theta"] + moved.value()
+        if BUFFERS in server:
+            means = ClusterMeans(uniform, server[BUFFERS])
+            means.add(slice(None), torch.cat(statistics), cluster)
+            server[BUFFERS] = means.value()
+
+    def _split_clusters(self, server: State, cohort: Cohort) -> None:
+        """Split the cohort's clusters whose updates disagree; warn in the last round if none ever did."""
         rounds, first = self.context.train.rounds, self.params.first_round
         obstacle: str | None = f"method.first_round={first} allows none; allowed here: below {rounds}"
         if cohort.round >= first:
-            for number in of_cohort.unique().tolist():
+            for number in server["cluster"][list(cohort.clients)].unique().tolist():
                 obstacle = self._split(server, number)
         if cohort.round == rounds - 1 and len(server["theta"]) == 1 and self.params.eps_1 > 0:
             warnings.warn(
@@ -95,12 +116,16 @@ class ClusteredFL(Method):
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": down["theta"]}
 
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        return {"theta": down["theta"] + up.rows["theta"]}
+
     def history(self, server: State) -> State:
         """Return clusters and, of clients heard of since theirs came to be, both norms that are compared."""
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
         nothing = torch.full_like(server["theta"], torch.nan)
-        means = mean_of_clusters(updates[known], torch.ones(len(known))[known], cluster[known], nothing)
-        norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.norm(dim=1)[cluster]}
+        means = ClusterMeans(torch.ones(int(known.sum())), nothing)
+        means.add(slice(None), updates[known], cluster[known])
+        norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.value().norm(dim=1)[cluster]}
         return {"cluster": cluster} | {name: norm.where(known, torch.nan) for name, norm in norms.items()}
 
     def memory(self) -> dict[str, int]:
@@ -122,7 +147,14 @@ class ClusteredFL(Method):
             return f"its mean update was {mean:.3g} long, not shorter than method.eps_1={self.params.eps_1}"
         if not longest > self.params.eps_2:
             return f"its longest update was {longest:.3g}, not longer than method.eps_2={self.params.eps_2}"
-        leaving = members[bipartition(updates, self.params.linkage)]
+        leaves = bipartition(updates, self.params.linkage)
+        alike, noise = cross_similarity(updates, leaves), self.params.gamma_max
+        if not noise < math.sqrt((1 - alike) / 2):
+            return (
+                f"its parts had a cross-similarity of {alike:.3g}, not below 1 - 2 method.gamma_max^2 = "
+                f"{1 - 2 * noise**2:.3g}"
+            )
+        leaving = members[leaves]
         server["cluster"][leaving] = len(server["theta"])
         server["is_known"][members] = 0
         for name in ("theta", BUFFERS):
@@ -139,3 +171,9 @@ def bipartition(updates: Tensor, linkage: str) -> Tensor:
     distances = (1 - directions @ directions.T).clamp(min=0).fill_diagonal_(0)
     parts = AgglomerativeClustering(2, metric="precomputed", linkage=linkage).fit_predict(distances.numpy())
     return torch.from_numpy(parts != parts[0])
+
+
+def cross_similarity(updates: Tensor, leaves: Tensor) -> float:
+    """Return the largest cosine similarity of updates [n, P] across two parts, bool [n]."""
+    directions = normalize(updates.double(), dim=1)
+    return min(1.0, float((directions[leaves] @ directions[~leaves].T).max()))

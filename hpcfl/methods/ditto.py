@@ -6,8 +6,9 @@
 
 Choices: w is the received model, not the client's newly trained one; the two passes are independent and see
 the same mini-batches; weights of the mean are training-set sizes (the authors': uniform); running statistics
-are v_i's and stay with the client, theta_i trains on batch statistics and keeps none; evaluated is v_i.
-Training costs twice FedAvg's, traffic once. lambda = 0 makes v_i local training, to the bit.
+are v_i's and stay with the client, theta_i trains on batch statistics and keeps none; evaluated is v_i
+after its last training; what a download brings is w, scored with v_i's statistics. Training costs twice
+FedAvg's (two gradients a mini-batch), traffic once. lambda = 0 makes v_i local training, to the bit.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from pydantic import Field
 
 from hpcfl.clients import Clients
 from hpcfl.messages import Message
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, pull_towards
-from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training import TrainConfig
 
 
@@ -34,7 +34,7 @@ class DittoParams(Params):
     """Epochs of v_i in a round; default: as many as `train.local_epochs`."""
 
 
-class Ditto(OwnModel, FedAvg):
+class Ditto(OwnBesideGlobal):
     name = "ditto"
     summary = "each client's own model, pulled towards a FedAvg model beside it"
     Params = DittoParams

@@ -3,7 +3,8 @@ AAMAS 2025.
 
     phi_g,i <- SGD on CE(h_0(phi_g,i(x)), y) from the global phi_g                             (eq. 4)
     phi_i   <- SGD on CE(h_i(phi_i(x)), y) + lambda KL(softmax phi_g,i(x) || softmax phi_i(x))  (eq. 5, 8, 9)
-    a_i     <- SGD on CE(h_i(phi_p(x)), y),  phi_p = a_i phi_i + (1 - a_i) phi_g,i              (eq. 3, 6)
+    a_i     <- SGD on CE(h_i(phi_p(x)), y) + rho/2 (a_i - a)^2,
+               phi_p = a_i phi_i + (1 - a_i) phi_g,i                                           (eq. 3, 6)
     h_i     <- one epoch of SGD on CE(h_i(phi_p(x)), y)                                        (eq. 7)
     phi_i   <- phi_p
     phi_g   <- weighted mean of phi_g,i
@@ -15,6 +16,11 @@ Choices the paper leaves open:
                `train.local_epochs` before the next
   coefficient  multiplies the local extractor; d CE / d a = <d CE / d phi_p, phi_i - phi_g,i>, by a pass of
                its own; clipped to [0, 1] after each step; kept from round to round
+  pull         rho towards the first value a, which the paper has not. h_i is fitted to phi_i and phi_g,i to
+               another head, so CE falls towards phi_i: eq. 6 alone (`method.coefficient_pull=0`) runs to
+               a_i = 1, training alone, sooner or later with the step size, on held-out samples too. In the
+               paper only first values near 1 end there. With rho, a_i settles at a - (d CE / d a) / rho, the
+               client's own and the same for any number of rounds
   transfer     batch mean of KL over softmaxed features; the global side gives no gradient
   BatchNorm    running statistics stay with the client and belong to phi_i, then phi_p (the head's epoch
                refreshes them); phi_g,i trains on batch statistics and keeps none
@@ -48,6 +54,8 @@ class FedAFKParams(Params):
     """First a_i (paper: 0.5); 1 is the local extractor alone, 0 the global one."""
     coefficient_lr: float = Field(0.01, ge=0)
     """Step size of a_i (the paper names none); 0 keeps it as it is."""
+    coefficient_pull: float = Field(1.0, ge=0)
+    """Strength rho of the pull of a_i towards its first value (not in the paper); 0 is eq. 6 alone."""
     transfer: float = Field(1.0, ge=0)
     """Factor lambda of the transfer term (lost in the text); 0 is the paper's row without transfer."""
     temperature: float = Field(1.0, gt=0)
@@ -64,6 +72,7 @@ class FedAFK(Method):
     name = "fedafk"
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     Params = FedAFKParams
+    scored_moment = "training"
     buffer_policies = ("local",)
     needs_body = True
     params: FedAFKParams
@@ -112,6 +121,7 @@ class FedAFK(Method):
             now = coefficient[batch.rows]
             gradients, losses = clients.gradient(self._aside, {"theta": self.mix(now, *models)}, batch)
             slope = self.coefficient_gradient(gradients["theta"], *models)
+            slope += self.params.coefficient_pull * (now - self.params.coefficient)
             lr = self.params.coefficient_lr * clients.lr_decay
             coefficient[batch.rows] = (now - lr * slope).clamp(0.0, 1.0)
             return losses
@@ -132,6 +142,14 @@ class FedAFK(Method):
         server["theta"][self.layout.body] = mean[self.layout.body]
 
     def personalised(self, clients: Clients, down: Message) -> State:
+        return {"theta": clients["theta"]}
+
+    def received(self, clients: Clients, down: Message) -> State:
+        arrived = clients["theta"].clone()
+        arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
+        return {"theta": arrived}
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
         return {"theta": clients["theta"]}
 
     def client_history(self, clients: Clients) -> State:

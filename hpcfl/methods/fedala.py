@@ -12,7 +12,8 @@ any more, later by one pass a round.
 Choices: the top is counted in layers (the authors' code: in tensors); a client that has not trained yet takes
 w over as it is; one whose theta_i equals w learns nothing yet, since no W_i would change anything; W_i is
 learnt on batch statistics without moving the running ones; evaluated is hat_i from the newest w, after passes
-that are forgotten, also of clients that are not sampled (first learning, if they trained only once).
+that are forgotten, also of clients that are not sampled (first learning, if they trained only once); the
+round after an evaluation does the same passes again, as nothing but the state is kept between the two.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
 from hpcfl.messages import Message
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training import TrainConfig
+from hpcfl.parameters import Tensors
+from hpcfl.training import Batch, Forward, TrainConfig
 
 NEW, TRAINED, HAS_LEARNT = 0, 1, 2
 """How far a client has come; the last is to have learnt W_i for the first time."""
@@ -113,12 +116,14 @@ class FedALA(FedAvg):
             purpose = f"adaptive aggregation/{len(losses)}"
             for batch in clients.batches(purpose, 1, samples=chosen):
                 rows = batch.rows
-                start = self.combined(weights[rows], own[rows], shared[rows])
+                parts = {
+                    "lower": shared[rows, : self._top.start],
+                    "top": torch.lerp(own[rows, self._top], shared[rows, self._top], weights[rows]),
+                }
                 with clients.statistics_aside():
-                    gradient, values = clients.plain_gradient(start, batch)
-                moved = (weights[rows] - self.params.weights_lr * gradient[:, self._top] * apart[rows]).clamp(
-                    0, 1
-                )
+                    gradients, values = clients.gradient(_loss_of_top, parts, batch)
+                slope = gradients["top"] * apart[rows]
+                moved = (weights[rows] - self.params.weights_lr * slope).clamp(0, 1)
                 weights[rows] = torch.where(active[rows].unsqueeze(1), moved, weights[rows])
                 losses[-1][rows] += values * batch.y.shape[1]
             active = active & (stage < HAS_LEARNT) & ~self._is_settled(losses, chosen)
@@ -131,3 +136,9 @@ class FedALA(FedAvg):
             return torch.zeros(last.shape[1], dtype=torch.bool, device=last.device)
         sizes = torch.tensor([len(samples) for samples in chosen], device=last.device)
         return (last / sizes).std(dim=0, correction=0) < self.params.threshold
+
+
+def _loss_of_top(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy as a function of the top alone, which saves all other gradients."""
+    logits = forward.logits_of_parts(tensors["lower"].detach(), tensors["top"], batch.x)
+    return cross_entropy(logits, batch.y)

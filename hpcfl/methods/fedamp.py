@@ -8,10 +8,11 @@ with xi_ij = alpha A'(||theta_i - theta_j||^2), A(x) = 1 - exp(-x / sigma), or i
 
 Choices: squared distances are divided by their mean over all pairs of clients (`method.scale=none`: as they
 are, where with a whole network's distances A' is soon 0 and FedAMP local training); theta_j of a client that
-is not sampled is its last upload; training starts from u_i; the pull has a gradient (PFLlib's has none, so
-that its FedAMP is local training); a diverged client trains alone and has no weight with others; running
-statistics stay with the client; evaluated is theta_i after its last training. alpha (N - 1) / sigma above 1
-would weigh a client's own model negatively and is refused.
+is not sampled is its last upload, and one that never uploaded is nobody's neighbour (the paper has full
+participation, PFLlib takes the uploads of one round alone); training starts from u_i; the pull has a gradient
+(PFLlib's has none, so that its FedAMP is local training); a diverged client trains alone and has no weight
+with others; running statistics stay with the client; evaluated is theta_i after its last training, while a
+download brings u_i. alpha (N - 1) / sigma above 1 would weigh a client's own model negatively and is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
 
 from hpcfl.clients import Clients
 from hpcfl.errors import UserError
@@ -30,6 +30,8 @@ from hpcfl.messages import Cohort, Message
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State, pull_towards
 
+PIECE = 4096
+"""Columns of all models that a product reads at once."""
 LONGEST = 1e18
 """Length of a model from which on squared distances have no number in float32."""
 
@@ -44,7 +46,8 @@ class FedAMPParams(Params):
     alpha: float | None = Field(None, gt=0)
     """Step alpha of `distance`: alpha / sigma is what an equal model weighs; default: sigma / N."""
     self_weight: float | None = Field(None, ge=0, le=1)
-    """Share of the client's own model in `cosine`; 1 is local training with a pull, default: 1/N (FLGo)."""
+    """Share of the client's own model in `cosine`; 1 is local training with a pull, default: the same as that
+    of all models on average (FLGo: 1/N)."""
     pull: float = Field(0.1, ge=0)
     """Strength lambda / alpha of the pull towards u_i; 0 trains freely from u_i."""
     scale: Literal["mean", "none"] = "mean"
@@ -74,9 +77,11 @@ class FedAMP(ModelBank):
         takes_part = sound[members]
         if takes_part.any():
             # a diverged client stays alone: even a weight of 0 would spread what is no number
-            others = models if sound.all() else models[sound]
-            position = (sound.cumsum(0) - 1)[members[takes_part]]
-            theta[takes_part] = self.attention(others, position.tolist()) @ others
+            is_known = server["is_known"] == 1
+            is_read = sound & is_known.index_fill(0, members, True)
+            read = models if is_read.all() else models[is_read]
+            position = (is_read.cumsum(0) - 1)[members[takes_part]]
+            theta[takes_part] = self.attention(read, position.tolist(), is_known[is_read]) @ read
         return Message(rows={"theta": theta})
 
     def train(self, clients: Clients, down: Message) -> Message:
@@ -85,27 +90,57 @@ class FedAMP(ModelBank):
         clients["theta"] = theta
         return Message(rows={"theta": theta})
 
-    def attention(self, models: Tensor, clients: Sequence[int]) -> Tensor:
-        """Return the weights of all models in u_i, [S, N], rows that sum to 1."""
-        rows = torch.arange(len(clients))
+    def received(self, clients: Clients, down: Message) -> State:
+        return {"theta": down["theta"]}
+
+    def attention(self, models: Tensor, clients: Sequence[int], is_known: Tensor) -> Tensor:
+        """Return the weights of models [n, P] in u_i of some clients [S, n], rows that sum to 1.
+
+        A client's neighbours are the others that are known, bool [n].
+        """
+        rows, own = torch.arange(len(clients)), list(clients)
+        is_neighbour = is_known.repeat(len(own), 1)
+        is_neighbour[rows, own] = False
         if self.params.weights == "cosine":
-            similarity = torch.stack([cosine_similarity(models, models[i : i + 1]) for i in clients])
-            similarity[rows, list(clients)] = -torch.inf
-            share = 1 / len(models) if self.params.self_weight is None else self.params.self_weight
+            similarity = _cosines(models, own).where(is_neighbour, -torch.inf)
+            share = torch.full((len(own), 1), self.params.self_weight or 0.0)
+            if self.params.self_weight is None:
+                share = 1 / (1 + is_neighbour.sum(dim=1, keepdim=True))
             # a client alone has nobody to share with
             weights = (1 - share) * (self._sigma * similarity).softmax(dim=1).nan_to_num(0.0)
         else:
-            squared = torch.stack([(models - models[i]).square().sum(dim=1) for i in clients])
+            squared, mean = _squared_distances(models, own, is_known)
             if self.params.scale == "mean":
-                squared = squared / self._mean_distance(models)
-            weights = self._alpha / self._sigma * (-squared / self._sigma).exp()
-            weights[rows, list(clients)] = 0
-        weights[rows, list(clients)] = 1 - weights.sum(dim=1)
-        return weights
+                squared = squared / (mean or 1.0)
+            weights = self._alpha / self._sigma * (-squared / self._sigma).exp() * is_neighbour
+        weights[rows, own] = 1 - weights.sum(dim=1)
+        return weights.to(models)
 
-    @staticmethod
-    def _mean_distance(models: Tensor) -> Tensor:
-        """Return the mean squared distance of all pairs; 1 where all models are equal."""
-        # over pairs, the mean is twice the variance summed over the numbers
-        mean = 2 * models.var(dim=0).sum() if len(models) > 1 else models.new_zeros(())
-        return torch.where(mean > 0, mean, 1.0)
+
+def _squared_distances(models: Tensor, rows: Sequence[int], is_known: Tensor) -> tuple[Tensor, float]:
+    """Return squared distances [S, n] of some rows from all models [n, P], and their mean over known pairs.
+
+    Products of differences from one model, in float64 and piece by piece, so that nothing is as large as the
+    models and close ones have a distance. The mean is 0 with less than two known models.
+    """
+    products = torch.zeros(len(rows), len(models), dtype=torch.float64)
+    squares, pairs, spread = products.new_zeros(len(models)), int(is_known.sum()) - 1, 0.0
+    for part in models.split(PIECE, dim=1):
+        apart = part.double() - part[0].double()
+        products.addmm_(apart[rows], apart.T)
+        squares += apart.square().sum(dim=1)
+        if pairs > 0:
+            known = apart[is_known]
+            # over pairs, the mean is twice the variance summed over the numbers
+            spread += 2 / pairs * float((known - known.mean(dim=0)).square().sum())
+    squared = squares[rows].unsqueeze(1) + squares - 2 * products
+    return squared.clamp(min=0), spread
+
+
+def _cosines(models: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return the cosine similarity [S, n] of some rows with all models [n, P]."""
+    products = torch.zeros(len(rows), len(models), dtype=torch.float64)
+    for part in models.split(PIECE, dim=1):
+        products.addmm_(part[rows].double(), part.T.double())
+    lengths = models.norm(dim=1).double().clamp(min=1e-8)
+    return products / (lengths[rows].unsqueeze(1) * lengths)

@@ -6,8 +6,10 @@
 
 Choices: h_0 is the common initial head, drawn from the run's seed on every rank, so it never travels; it
 takes no part in momentum or weight decay; weights of the mean are training-set sizes (the authors': uniform);
-BatchNorm keeps running statistics, averaged like parameters (the authors' uses none).
-`train.finetune_epochs=0` scores the model before fine-tuning, the paper's initial accuracy.
+BatchNorm keeps running statistics, averaged like parameters (the authors' uses none);
+the five epochs of fine-tuning are the authors', where `fedavg_ft` has one: a comparison sets
+`train.finetune_epochs` for all alike. After a download the model is scored before fine-tuning, the paper's
+initial accuracy.
 """
 
 from __future__ import annotations

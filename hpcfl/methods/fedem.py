@@ -7,12 +7,15 @@ For M components theta_m, losses l and each training sample s of the client,
     theta_m   <- weighted mean of theta_m,i
 
 All components go down and up, pi_i stays with the client. Evaluated is argmax sum_m pi_i(m) softmax(f_m(x))
-with the newest components and the client's last pi_i; a client that was never sampled has 1/M.
+with the newest components and the client's last pi_i; a client that was never sampled finds its pi_i by one
+step of the first line from 1/M, which is forgotten, as the authors' unseen clients do.
 
 Choices: q is taken once a round, with all received components in evaluation mode, before any of them is
 trained; every component sees the same mini-batches; the first component is everybody's common start, the
 others are drawn on their own (equal ones would never part); each component averages running statistics
-of its own. M = 1 is FedAvg to the bit.
+of its own. q sums to 1 over the components, and the loss is a mean over the mini-batch, so that a component's
+step is about lr / M: `train.lr` is not that of other methods, and the default is three times everybody's (on
+digits, 0.15 has 81 % where 0.05 has 60 %). A mini-batch costs M gradients. M = 1 is FedAvg to the bit.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ class FedEM(FedAvg):
     summary = "a mixture of global models, weighed by each client"
     Params = FedEMParams
     buffer_policies = ("average",)
+    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.15}
     shared_parts: ClassVar[tuple[str, ...]] = ("theta",)
     params: FedEMParams
 
@@ -63,13 +67,15 @@ class FedEM(FedAvg):
     def train(self, clients: Clients, down: Message) -> Message:
         clients.buffers = statistics_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])
-        samples = clients.num_samples.to(shares.device).view(-1, 1)
-        clients["weights"] = shares.sum(dim=1) / samples
+        clients["weights"] = self._mean_shares(clients, shares)
         return Message(rows={"theta": self._maximise(clients, down["theta"], shares)})
 
     def personalised(self, clients: Clients, down: Message) -> State:
         clients.buffers = statistics_of_models(clients, self.params.components)
-        return {"theta": down["theta"], "weights": clients["weights"]}
+        return {"theta": down["theta"], "weights": self._scored_weights(clients, down["theta"])}
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        return {"theta": up.rows["theta"], "weights": clients["weights"]}
 
     def client_history(self, clients: Clients) -> State:
         return {"weights": clients["weights"]}
@@ -77,8 +83,9 @@ class FedEM(FedAvg):
     def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
         clients.buffers = statistics_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])
+        weights = self._scored_weights(clients, down["theta"])
         theta = self._maximise(clients, down["theta"], shares, epochs, "finetune")
-        return {"theta": theta, "weights": clients["weights"]}
+        return {"theta": theta, "weights": weights}
 
     def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
         """Return the mixture's probabilities [n, K]: of `theta` [C, M, P] with `weights` [C, M]."""
@@ -108,6 +115,20 @@ class FedEM(FedAvg):
         scores = clients["weights"].log().unsqueeze(1) - torch.stack(losses, dim=2)
         is_sample = torch.arange(scores.shape[1]) < clients.num_samples.unsqueeze(1)
         return scores.softmax(dim=2) * is_sample.to(scores.device).unsqueeze(2)
+
+    @staticmethod
+    def _mean_shares(clients: Clients, shares: Tensor) -> Tensor:
+        """Return pi [C, M] from q [C, most samples, M]."""
+        return shares.sum(dim=1) / clients.num_samples.to(shares.device).view(-1, 1)
+
+    def _scored_weights(self, clients: Clients, theta: Tensor) -> Tensor:
+        """Return pi [C, M] to evaluate components [C, M, P] with."""
+        weights = clients["weights"]
+        # exactly as it began: training would only leave it so where all components are equal
+        is_new = (weights == 1 / self.params.components).all(dim=1, keepdim=True)
+        if self.params.components == 1 or not is_new.any():
+            return weights
+        return torch.where(is_new, self._mean_shares(clients, self.sample_shares(clients, theta)), weights)
 
     def _maximise(
         self,

@@ -6,18 +6,22 @@
 
 theta_prev is the client's model before its last training, theta_n its model after it and M models of other
 clients, as these last sent them. The server adds the raw w_n to row i of a matrix and sends client i the M
-clients that rank highest there, or with probability eps random ones (section 3.2).
+clients that rank highest there; each of the M is with probability eps a random one instead (section 3.2).
 
-Choices: candidates are the received models and the client's own, always; where no weight is positive the
-client goes on from its own model (the authors' code: from theta_prev); `method.held_out` of the training
-samples, the same ones in all rounds, serve for w_n alone and are never trained on; clients that rank alike
-come in random order; running statistics stay with the client, which judges all models with its own; evaluated
-is the model after the client's last training (PFLlib). M = 0 is local training on the samples not held out.
+Choices: candidates are the received models and the client's own, always; a client that never trained has no
+model to send, so in the first rounds all get fewer than M; where no weight is positive the client goes on
+from its own model (the authors' code: from theta_prev); `method.held_out` of the training samples, the same
+ones in all rounds, serve for w_n alone and are never trained on; clients that rank alike come in random
+order; running statistics stay with the client, which judges all models with its own, since it would use them,
+or a mean of them, with no others; evaluated is the model after the client's last training (PFLlib), while a
+download brings the mean it would start from (the authors log both). M = 0 is local training on the samples
+not held out. A message holds S x M models at once, as many as the cohort is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -29,7 +33,7 @@ from hpcfl.messages import BUFFERS, Cohort, Message, Upload
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.randomness import torch_stream
-from hpcfl.training import sample_losses
+from hpcfl.training import TrainConfig, sample_losses
 
 
 class FedFomoParams(Params):
@@ -40,7 +44,7 @@ class FedFomoParams(Params):
     held_out: float = Field(0.2, gt=0, lt=1)
     """Share of the training samples that models are judged on (authors: 0.2)."""
     epsilon: float = Field(0.3, ge=0, le=1)
-    """Probability of random models in the first round (authors: 0.3); 0 sends the best alone."""
+    """Probability that one of the M is random in the first round (authors: 0.3); 0 sends the best alone."""
     epsilon_decay: float = Field(0.05, ge=0)
     """What that probability loses each round (authors: 0.05)."""
 
@@ -78,16 +82,18 @@ class FedFomo(ModelBank):
         return super().client_state(clients) | {"previous": self.context.initial_parameters(clients)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        ids = torch.stack([self.chosen(server["affinity"][i], i, cohort.round) for i in cohort.clients])
+        is_known = server["is_known"] == 1
+        others = min(int(is_known.sum()) - int(is_known[i]) for i in cohort.clients)
+        count = min(self.num_models, others)
+        ids = torch.stack(
+            [self.chosen(server["affinity"][i], is_known, i, cohort.round)[:count] for i in cohort.clients]
+        )
         return Message(rows={"models": server["models"][ids], "ids": ids})
 
     def train(self, clients: Clients, down: Message) -> Message:
-        held_out, trained_on = self._parts(clients)
-        candidates = torch.cat([clients["theta"].unsqueeze(1), down["models"]], dim=1)
-        weights = self.weights(clients, candidates, held_out)
-        start = self.combined(candidates, weights)
+        start, weights = self._start(clients, down)
         clients["previous"] = start
-        clients["theta"] = clients.sgd(start, samples=trained_on).theta
+        clients["theta"] = clients.sgd(start, samples=self._parts(clients)[1]).theta
         return Message(rows={"theta": clients["theta"], "weights": weights[:, 1:]})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -102,6 +108,9 @@ class FedFomo(ModelBank):
         up.observe(add_weights)
         super().aggregate(server, cohort, up)
 
+    def received(self, clients: Clients, down: Message) -> State:
+        return {"theta": self._start(clients, down)[0]}
+
     def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
         _, trained_on = self._parts(clients)
         theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
@@ -114,15 +123,22 @@ class FedFomo(ModelBank):
     def row_size(self) -> int:
         return max(1, self.num_models) * self.layout.size
 
-    def chosen(self, affinity: Tensor, client: int, round: int) -> Tensor:
-        """Return the ids [M] of the models that a client gets, from its row of the matrix [N]."""
+    @classmethod
+    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
+        return train.local_epochs * (1 - params.held_out)
+
+    def chosen(self, affinity: Tensor, is_known: Tensor, client: int, round: int) -> Tensor:
+        """Return the ids [at most M] of known models that a client gets, from its row of the matrix [N]."""
         stream = torch_stream(self.context.seed, "fedfomo", round, client)
-        explores = torch.rand((), generator=stream) < self.params.epsilon - round * self.params.epsilon_decay
         others = torch.randperm(self.context.num_clients, generator=stream)
-        others = others[others != client]
-        if not explores:
-            others = others[affinity[others].argsort(descending=True, stable=True)]
-        return others[: self.num_models]
+        others = others[is_known[others] & (others != client)]
+        ranking = others[affinity[others].argsort(descending=True, stable=True)].tolist()
+        chosen = []
+        for _ in range(min(self.num_models, len(ranking))):
+            draw, position = torch.rand(2, generator=stream).tolist()
+            explores = draw < self.params.epsilon - round * self.params.epsilon_decay
+            chosen.append(ranking.pop(int(position * len(ranking)) if explores else 0))
+        return torch.tensor(chosen, dtype=torch.int64)
 
     def weights(self, clients: Clients, candidates: Tensor, held_out: list[Tensor]) -> Tensor:
         """Return w_n [C, 1 + M] of candidates [C, 1 + M, P]; 0 for a model equal to theta_prev."""
@@ -133,6 +149,12 @@ class FedFomo(ModelBank):
         gain = before.unsqueeze(1) - torch.stack(after, dim=1)
         # a diverged model has no weight
         return torch.where(distance > 0, gain / distance, 0.0).nan_to_num(0.0, 0.0, 0.0)
+
+    def _start(self, clients: Clients, down: Message) -> tuple[Tensor, Tensor]:
+        """Return the models [C, P] that clients go on from after a download, and w_n [C, 1 + models]."""
+        candidates = torch.cat([clients["theta"].unsqueeze(1), down["models"]], dim=1)
+        weights = self.weights(clients, candidates, self._parts(clients)[0])
+        return self.combined(candidates, weights), weights
 
     def _parts(self, clients: Clients) -> tuple[list[Tensor], list[Tensor]]:
         """Return which training samples are held out, and which are trained on."""

@@ -10,7 +10,8 @@ discrepancy between the features of theta and of p_i (Gaussian kernels), or the 
 Choices: p_i gives no gradient and is in evaluation mode, with running statistics of its own; these are
 inherited as its weights are, and theta_i's start from them; kernels have fixed bandwidths (PFLlib's) and
 distillation is at one temperature on both sides, times its square; a client's first round has no p_i, so
-lambda is 0 there and p_i becomes theta_i; features are not normalised; evaluated is p_i.
+lambda is 0 there and p_i becomes theta_i; features are not normalised; evaluated is p_i after the client's
+last training (PFLlib: theta_i), while a download brings w.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from torch.nn.functional import cross_entropy
 
 from hpcfl.clients import Clients
 from hpcfl.messages import BUFFERS, Message
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
-from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.training import Batch, Forward, distillation_loss
 
@@ -48,7 +48,7 @@ class FedPHPParams(Params):
     """Temperature of `distillation`."""
 
 
-class FedPHP(OwnModel, FedAvg):
+class FedPHP(OwnBesideGlobal):
     name = "fedphp"
     summary = "each client's moving average of its models, which teaches the next one"
     Params = FedPHPParams
@@ -104,7 +104,9 @@ def discrepancy(one: Tensor, other: Tensor, bandwidths: Sequence[float]) -> Tens
     """
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
-        squared = (a.unsqueeze(1) - b.unsqueeze(0)).square().sum(dim=2)
+        # nothing of [B, B, F]; rounding errors of large features are far below the widths
+        squares = a.square().sum(dim=1).unsqueeze(1) + b.square().sum(dim=1)
+        squared = (squares - 2 * a @ b.T).clamp(min=0)
         return torch.stack([(-squared / (2 * width)).exp().mean() for width in bandwidths]).sum()
 
     return kernel(one, one) + kernel(other, other) - 2 * kernel(one, other)

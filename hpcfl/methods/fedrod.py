@@ -11,7 +11,11 @@ newest phi and g: heads are linear, so it is one network whose head is g + p_i.
 Choices: both losses share a mini-batch, a forward pass and a step size; p_i starts as a copy of g's first
 weights (PFLlib) and stays with the client. `method.hyper_head` makes p_i = H(share of each class; psi), H a
 network with one hidden layer whose psi travels and is averaged beside phi and g. A class that the client has
-no sample of has log n_c = -inf, so that it does not compete; n_c counts all samples, so no label is absent.
+no sample of has log n_c = -inf, so that it does not compete; n_c counts all samples, so no label is absent. A
+client with samples of one class has a balanced loss of 0 and returns phi and g as it got them, weight decay
+apart; it keeps its weight in the mean, as in the paper, which shortens the server's step and turns it
+nowhere. Where all clients are such, only personal heads learn. Before its first round a client's p_i is the
+initial head.
 """
 
 from __future__ import annotations
@@ -91,14 +95,10 @@ class FedRoD(FedAvg):
         server.update(weighted_means(up, dict.fromkeys(names, cohort.num_samples)))
 
     def personalised(self, clients: Clients, down: Message) -> State:
-        theta = down["theta"].clone(memory_format=torch.contiguous_format)
-        if self.params.hyper_head:
-            theta[:, self.layout.head] += vmap(self.generated)(
-                down["hypernetwork"], self.class_counts(clients)
-            )
-        else:
-            theta[:, self.layout.head] += clients["head"]
-        return {"theta": theta}
+        return {"theta": self._with_both_heads(clients, down)}
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        return {"theta": self._with_both_heads(clients, up)}
 
     @property
     def row_size(self) -> int:
@@ -115,6 +115,16 @@ class FedRoD(FedAvg):
         parts = psi.split([math.prod(shape) for shape in self._shapes])
         weight1, bias1, weight2, bias2 = (p.view(s) for p, s in zip(parts, self._shapes, strict=True))
         return weight2 @ (weight1 @ (counts / counts.sum()) + bias1).relu() + bias2
+
+    def _with_both_heads(self, clients: Clients, generic: Message) -> Tensor:
+        """Return the networks [C, P] whose head is g + p_i, of the generic part as it was sent or trained."""
+        theta = generic["theta"].clone(memory_format=torch.contiguous_format)
+        if self.params.hyper_head:
+            own = vmap(self.generated)(generic["hypernetwork"], self.class_counts(clients))
+        else:
+            own = clients["head"]
+        theta[:, self.layout.head] += own
+        return theta
 
     def _first_psi(self) -> Tensor:
         """Draw psi as PyTorch draws linear layers."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hpcfl.clients import Clients
 from hpcfl.messages import BUFFERS, Cohort, Message, Upload
-from hpcfl.methods.base import Context, Method, Params, State, mean_of_clusters, statistics_of_models
+from hpcfl.methods.base import ClusterMeans, Context, Method, Params, State, statistics_of_models
 from hpcfl.training import sample_losses
 
 
@@ -45,22 +45,34 @@ class IFCA(Method):
         self.num_statistics = params.clusters
 
     def server_state(self) -> State:
-        return {"theta": self.context.different_starts(self.params.clusters)}
+        return {
+            "theta": self.context.different_starts(self.params.clusters),
+            "cluster": torch.full((self.context.num_clients,), -1),
+        }
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared=dict(server))
+        return Message(shared={name: server[name] for name in ("theta", BUFFERS) if name in server})
 
     def train(self, clients: Clients, down: Message) -> Message:
         chosen, start = self._choose(clients, down)
         return Message(rows={"theta": clients.sgd(start).theta, "cluster": chosen})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        rows = up.collect()
-        for name in server:
-            server[name] = mean_of_clusters(rows[name], cohort.num_samples, rows["cluster"], server[name])
+        names = [name for name in ("theta", BUFFERS) if name in server]
+        means = {name: ClusterMeans(cohort.num_samples, server[name]) for name in names}
+        for positions, block in up:
+            chosen = block.rows["cluster"]
+            server["cluster"][list(cohort.clients[positions])] = chosen
+            for name, mean in means.items():
+                mean.add(positions, block.rows[name], chosen)
+        server.update({name: mean.value() for name, mean in means.items()})
 
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": self._choose(clients, down)[1]}
+
+    def history(self, server: State) -> State:
+        """Return the model that each client chose when it last trained, int64 [N]; -1 before."""
+        return {"cluster": server["cluster"]}
 
     def memory(self) -> dict[str, int]:
         return {"models": 4 * self.row_size}

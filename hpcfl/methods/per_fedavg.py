@@ -14,7 +14,8 @@ mini-batches of the client's training data, thrown away afterwards; never on tes
 Choices: beta is `train.lr`; A, B and C go through the training data in orders of their own, so that a local
 epoch is one pass of B; weights of the mean are training-set sizes; running statistics are those of g(u; B);
 momentum and weight decay of `train.*` act on w, in training and in the adaptation before an evaluation, and
-not on u; `train.finetune_epochs` replaces that adaptation by whole epochs of size alpha. alpha = 0 is FedAvg
+not on u; after a download the adapted w is scored, after local training the client's new w as it is;
+`train.finetune_epochs` replaces that adaptation by whole epochs of size alpha. alpha = 0 is FedAvg
 on B, to the bit.
 """
 

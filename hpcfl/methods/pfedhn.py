@@ -115,6 +115,11 @@ class PFedHN(Method):
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": self._with_head(clients, down)}
 
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        # what goes up is the way back; the head in it is beside the point, since the own one has moved
+        theta = down["theta"] - up.rows["theta"]
+        return {"theta": self._with_head(clients, Message(rows={"theta": theta}))}
+
     def memory(self) -> dict[str, int]:
         return {"hypernetwork and its momentum": 2 * 4 * self.generator.size}
 

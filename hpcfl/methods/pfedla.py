@@ -16,7 +16,11 @@ Choices the paper leaves open:
   update       the server keeps the trained theta_i that clients upload, and forms Delta itself
   layer        weight and bias of a module together, a BatchNorm module by itself; `method.layer`
   weights      softmax over clients; relu divided by its sum (public code), own model where all are zero
-  step         see `PFedLAParams.optimiser`: the paper names no learning rate for the hypernetworks
+  step         the paper names no learning rate for the hypernetworks, and c grows with |Delta|^2, so one that
+               suits one network or data set stands still or saturates at once with another. `scaled` divides
+               all c of a client by the largest |Delta_i|^2 it has sent: layers keep their scales, on which
+               HeurpFedLA's choice rests, and steps shrink as training settles. Adam takes both away: in
+               hundreds of rounds every layer goes on to one-hot weights, which is local training
   start        common initial models and heads as in `head_init`
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ
@@ -41,6 +45,8 @@ from hpcfl.parameters import Granularity
 
 HYPERNETWORKS = "hypernetworks/"
 OPTIMISER = "optimiser/"
+LARGEST_UPDATE = OPTIMISER + "largest_update"
+STEP_SIZES = {"scaled": 1.0, "adam": 1e-3, "sgd": 5e-3}
 PIECE = 4096
 """Columns of all models that a product reads at once."""
 HISTORY_LIMIT = 10_000
@@ -62,11 +68,12 @@ class PFedLAParams(Params):
     """Width of the hypernetwork's trunk (public code: 100)."""
     hidden_layers: int = Field(3, ge=1)
     """Linear layers with ReLU in the trunk (public code: 3)."""
-    optimiser: Optimiser = "adam"
-    """The hypernetworks' step: Adam, our default, which takes away the scale of the inner products, or the
-    plain step of eq. 10 and 11."""
-    hypernetwork_lr: float = Field(1e-3, ge=0)
-    """Step size of the hypernetworks (public code, with sgd: 0.005); 0 keeps the first weights for ever."""
+    optimiser: Optimiser = "scaled"
+    """The hypernetworks' step: the plain one of eq. 10 and 11 (sgd); the same on products divided by the
+    largest |Delta_i|^2 that the client has sent (scaled); or Adam, which takes away all of their scale."""
+    hypernetwork_lr: float | None = Field(None, ge=0)
+    """Step size of the hypernetworks; 0 keeps the first weights for ever; default: 1 with scaled, 0.001 with
+    adam, 0.005 with sgd (public code)."""
     layer: Granularity = "module"
     """What gets a weight of its own: a module, a block (convolution with its BatchNorm), or a tensor."""
     initial_models: Literal["common", "own"] = "common"
@@ -88,6 +95,8 @@ class PFedLA(Method):
                 "allowed: method.head_init=uniform or default"
             )
         self.layers = self.layout.layers(params.layer)
+        given = params.hypernetwork_lr
+        self.hypernetwork_lr = STEP_SIZES[params.optimiser] if given is None else given
         self.hypernetworks = Hypernetworks(
             context.num_clients, len(self.layers), params.embedding, params.hidden, params.hidden_layers
         )
@@ -101,6 +110,8 @@ class PFedLA(Method):
         state = {"theta": self.context.initial_parameters(clients, own)}
         if self._mixes_buffers:
             state[BUFFERS] = self.initial_buffers(clients)
+        if self.params.optimiser == "scaled":
+            state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
         state |= {HYPERNETWORKS + name: tensor for name, tensor in hypernetworks.items()}
         return state | {OPTIMISER + name: tensor for name, tensor in moments.items()}
 
@@ -125,7 +136,15 @@ class PFedLA(Method):
         retained = self.retained(alpha.detach(), clients)
         arrived = up.collect()
         assert up.sent is not None
-        products = self.products(arrived["theta"], up.sent.rows["theta"], server["theta"])
+        start = up.sent.rows["theta"]
+        products = self.products(arrived["theta"], start, server["theta"])
+        if LARGEST_UPDATE in server:
+            update = (arrived["theta"] - start).double().square().sum(dim=1)
+            largest = torch.maximum(server[LARGEST_UPDATE][index], update)
+            server[LARGEST_UPDATE][index] = largest
+            # a client that never moved has products of zero
+            scale = largest.where(largest > 0, 1.0)
+            products = products / scale.to(products).view(-1, 1, 1)
         # a retained layer was not mixed, so it says nothing about the weights
         products = products.masked_fill(retained.unsqueeze(-1), 0.0)
         gradients = torch.autograd.grad(-(alpha * products).sum(), list(leaves.values()))
@@ -135,7 +154,7 @@ class PFedLA(Method):
             dict(zip(leaves, gradients, strict=True)),
             clients,
             self.params.optimiser,
-            self.params.hypernetwork_lr,
+            self.hypernetwork_lr,
             retained,
         )
         server["theta"][index] = arrived["theta"]
@@ -156,11 +175,12 @@ class PFedLA(Method):
 
     def memory(self) -> dict[str, int]:
         clients, item = self.context.num_clients, 4
-        copies = 3 if self.params.optimiser == "adam" else 1
+        numbers = clients * self.hypernetworks.size
+        moments = {"adam": 2 * numbers * item, "scaled": clients * 2 * item, "sgd": 0}
         return {
             "theta": clients * self.layout.size * item,
-            "hypernetworks": clients * self.hypernetworks.size * item,
-            "hypernetworks' optimiser": clients * self.hypernetworks.size * item * (copies - 1),
+            "hypernetworks": numbers * item,
+            "hypernetworks' optimiser": moments[self.params.optimiser],
         }
 
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:

@@ -7,12 +7,17 @@
 
 All branches go down and up; alpha_i stays at the client and only its values go up. Weights are mixed first:
 with g = dL/dW_l, dL/dW_{b,l} = alpha_{b,l} g and dL/dalpha_{b,l} = <g, W_{b,l}>, so a step costs one ordinary
-backward pass whatever B is. B = 1 is FedAvg to the bit.
+backward pass whatever B is. B = 1 is FedAvg to the bit; equal weights for ever are FedAvg whatever B is.
 
 Choices the paper leaves open:
+  start        W_b = W + D_b, with everybody's common model W (drawn or given) and differences D_b that sum
+               to zero: the uniform mixture is an ordinary network. A mean of independent draws has
+               1/sqrt(B) of its weights in every layer, hence logits near zero; equal branches would have
+               equal gradients for ever
+  step         dL/dW_{b,l} is divided by sum_b alpha_{b,l}^2: a client's mixture moves as FedAvg's model does
+               with the same `train.lr`. Eq. 4 as printed moves it by a B-th of that while weights are equal,
+               and by all of it once one branch has all weight (`method.step=branch`)
   alpha        softmax of logits that start at 0; `method.constraint=simplex` projects after each step
-  branches     the first starts as everybody's common model, the others from draws of their own (equal
-               branches would have equal gradients for ever)
   bias         belongs to its branch
   BatchNorm    one for all branches (the paper's network has none); running statistics are those of
                training the branches
@@ -24,8 +29,9 @@ Choices the paper leaves open:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -34,6 +40,7 @@ from torch import Tensor
 from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, LayerMean, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.randomness import torch_stream
 from hpcfl.training import Batch, TrainConfig, cross_entropy_loss
 
 FIRST, OTHERS = "theta", "branches"
@@ -46,6 +53,10 @@ class PFedMBParams(Params):
     """Branches B of each layer (paper: at most 10, tuned; 5 in its pairs experiment); 1 is FedAvg."""
     alpha_lr: float = Field(1.0, ge=0)
     """Step size of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
+    step: Literal["mixture", "branch"] = "mixture"
+    """What moves by `train.lr` times a gradient: a client's mixture, or each branch as eq. 4 has it."""
+    difference: float = Field(1.0, gt=0)
+    """Standard deviation of D_b at the start, as a factor on that of the same tensor of the common model."""
     constraint: Literal["softmax", "simplex"] = "softmax"
     """How alpha stays on the simplex: softmax of logits, or Euclidean projection after each step."""
     shared_alpha: bool = False
@@ -61,8 +72,6 @@ class PFedMB(Method):
     summary = "several branches a layer, mixed by each client's own weights"
     Params = PFedMBParams
     extra_labels = ("alpha",)
-    # B branches of weight 1/B move their mixture by 1/B of a step
-    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
     params: PFedMBParams
 
     def __init__(self, context: Context, params: PFedMBParams) -> None:
@@ -70,10 +79,9 @@ class PFedMB(Method):
         batchnorm = self.layout.batchnorm_modules
         self.branched = torch.tensor([layer.name not in batchnorm for layer in self.layers])
         self.kept = "logits" if params.constraint == "softmax" else "alpha"
-        context.refuse_equal_starts(params.branches, "branches")
 
     def server_state(self) -> State:
-        return {"branches": self.context.different_starts(self.params.branches)}
+        return {"branches": self.context.initial_parameters() + self._differences()}
 
     def client_state(self, clients: Sequence[int]) -> State:
         start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches
@@ -109,6 +117,9 @@ class PFedMB(Method):
         trains_alpha = self.params.finetune == "routine"
         branches, kept = self._routine(clients, self._together(down), epochs, "finetune", trains_alpha)
         return {"theta": self.mix(self.alpha(kept), branches)}
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+        return {"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))}
 
     def client_history(self, clients: Clients) -> State:
         return {"alpha": self.alpha(clients[self.kept])}
@@ -168,6 +179,21 @@ class PFedMB(Method):
         ]
         return torch.cat(parts, dim=-1).mT
 
+    def _differences(self) -> Tensor:
+        """Draw D_b [B, P], which sum to zero over b; none where layers have no branches."""
+        count = self.params.branches
+        if count == 1:
+            return torch.zeros(1, self.layout.size)
+        drawn = torch.randn(count, self.layout.size, generator=torch_stream(self.context.seed, "branches"))
+        # centring takes away one of B degrees of freedom
+        centred = (drawn - drawn.mean(dim=0)) * math.sqrt(count / (count - 1))
+        common = self.context.initial_parameters()
+        for slot in self.layout.parameters:
+            part = slice(slot.start, slot.stop)
+            is_batchnorm = slot.module in self.layout.batchnorm_modules
+            centred[:, part] *= 0.0 if is_batchnorm else common[part].std(correction=0)
+        return self.params.difference * centred
+
     def _routine(
         self,
         clients: Clients,
@@ -181,10 +207,13 @@ class PFedMB(Method):
         if trains_alpha and self._alpha_moves:
             kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
         alpha = self.alpha(kept)
+        share = alpha
+        if self.params.step == "mixture":
+            share = alpha / alpha.square().sum(dim=-1, keepdim=True)
 
         def gradient(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             of_mixed, losses = self._mixed_gradient(clients, alpha[batch.rows], weights, batch)
-            return self.spread(alpha[batch.rows], of_mixed), losses
+            return self.spread(share[batch.rows], of_mixed), losses
 
         return clients.sgd(branches, gradient=gradient, epochs=epochs, purpose=purpose).theta, kept
 

@@ -10,7 +10,8 @@ Choices: the paper's R inner rounds are the mini-batches of `train.local_epochs`
 mini-batch to the next and starts a round at w; no extra weight decay (the authors' code adds 0.001); momentum
 and weight decay of `train.*` act on theta_i; only sampled clients train; weights are training-set sizes (the
 paper's: uniform); evaluated is theta_i, with running statistics of its own (in public code, by an alias,
-w_i).
+w_i), which `train.finetune_epochs` adapts with its own step size lr_p, without the pull. A mini-batch costs K
+gradients.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from pydantic import Field
 
 from hpcfl.clients import Clients
 from hpcfl.messages import Cohort, Message, Upload
-from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State, pull_towards, weighted_mean
-from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training import TrainConfig
 
 
@@ -41,7 +41,7 @@ class PFedMeParams(Params):
     """Server's step (authors: 1 and 2); 1 is the mean of w_i."""
 
 
-class PFedMe(OwnModel, FedAvg):
+class PFedMe(OwnBesideGlobal):
     name = "pfedme"
     summary = "each client's own model on a spring to the global one (Moreau envelope)"
     Params = PFedMeParams
@@ -67,6 +67,10 @@ class PFedMe(OwnModel, FedAvg):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"] = torch.lerp(server["theta"], mean, self.params.beta)
+
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+        lr = self.params.personal_lr * clients.lr_decay
+        return {"theta": clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune").theta}
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:

@@ -2,21 +2,23 @@
 
     y_i <- E epochs of SGD from w, steps y <- y - lr (g(y) - c_i + c)           (Algorithm 1)
     c_i <- c_i - c + (w - y_i) / (K lr)                                         (option II)
-    w   <- w + lr_g (weighted mean of y_i - w)
-    c   <- c + |S| / N mean over S of the change of c_i
+    w   <- w + lr_g sum_{i in S} p_i (y_i - w) / sum_{i in S} p_i
+    c   <- c + sum_{i in S} p_i (change of c_i),  so that c = sum_i p_i c_i over all clients
 
-K is the number of steps client i did in this round, lr the step size of this round, so that c_i is the mean
-of its gradients. w and c go down; what goes up are y_i and the change of c_i.
+p_i is client i's share of all training samples, or 1/N with `method.weights=uniform`, the paper's. K is the
+number of steps client i did in this round, lr the step size of this round, so that c_i is the mean of its
+gradients. w and c go down; what goes up are y_i and the change of c_i.
 
-Choices: y_i are averaged by training-set sizes like everybody's models (the paper's mean is uniform), the
-changes of c_i uniformly, so that c stays the mean of all c_i; momentum would make (w - y_i) / (K lr)
-something else and is refused; weight decay counts as part of the gradient; evaluated is w. With c = c_i = 0,
-so in the first round, this is FedAvg to the bit.
+Choices: models and variates have the same weights p_i: corrected steps come to rest where c = 0, which is a
+stationary point of sum_i p_i L_i, by samples everybody's objective, whatever weighs the models; momentum
+would make (w - y_i) / (K lr) something else and is refused; weight decay counts as part of the gradient;
+evaluated is w. With c = c_i = 0, so in the first round and by samples, this is FedAvg to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -34,6 +36,8 @@ class ScaffoldParams(Params):
 
     global_lr: float = Field(1.0, gt=0)
     """Server's step lr_g (paper: 1); 1 takes the mean of the clients' models."""
+    weights: Literal["samples", "uniform"] = "samples"
+    """Whether a client counts by its training samples, as with FedAvg, or all alike, as in the paper."""
 
 
 class Scaffold(FedAvg):
@@ -75,6 +79,10 @@ class Scaffold(FedAvg):
         return Message(rows={"theta": theta, "variate": change})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        means = weighted_means(up, {"theta": cohort.num_samples, "variate": torch.ones(len(cohort))})
+        of_cohort, of_all = cohort.num_samples, self.context.num_samples
+        if self.params.weights == "uniform":
+            of_cohort, of_all = torch.ones(len(cohort)), torch.ones(self.context.num_clients)
+        means = weighted_means(up, {"theta": of_cohort, "variate": of_cohort})
+        share = float(of_cohort.sum() / of_all.sum())
         server["theta"] = torch.lerp(server["theta"], means["theta"], self.params.global_lr)
-        server["variate"] = server["variate"] + len(cohort) / self.context.num_clients * means["variate"]
+        server["variate"] = server["variate"] + share * means["variate"]

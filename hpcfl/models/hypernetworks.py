@@ -22,7 +22,7 @@ from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
 
 HeadInit = Literal["zero", "default", "uniform"]
-Optimiser = Literal["adam", "sgd"]
+Optimiser = Literal["adam", "sgd", "scaled"]
 
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPSILON = 1e-8
@@ -137,7 +137,7 @@ def descend(
 
     values = moving((state[name] for name in names), rows)
     slopes = moving(gradients.values(), range(len(rows)))
-    if optimiser == "sgd":
+    if optimiser != "adam":
         torch._foreach_add_(values, slopes, alpha=-lr)
         return
     first, second = (moving((moments[f"{name}.{kind}"] for name in names), rows) for kind in MOMENTS)
@@ -164,8 +164,8 @@ def descend(
 
 
 def initial_moments(state: Tensors, optimiser: Optimiser) -> Tensors:
-    """Return the optimiser's state for hypernetworks [N, ...]; empty for plain SGD."""
-    if optimiser == "sgd":
+    """Return the optimiser's state for hypernetworks [N, ...]; empty for plain steps."""
+    if optimiser != "adam":
         return {}
     moments = {f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in MOMENTS}
     shapes = {"steps": state["heads.bias"].shape[:1], "heads.steps": state["heads.bias"].shape[:2]}

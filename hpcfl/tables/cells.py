@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcfl.config import Config, lay_over, resolve
 from hpcfl.errors import UserError
-from hpcfl.tables.file import ONLY, Comparison, Outline, Row, read_outline
+from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Table:
         self.rows: list[Row] = outline.rows
         self.columns: list[str] = outline.columns
         """Labels; [ONLY] of a table without columns."""
-        self.compare: list[Comparison] = outline.compare
+        self.compare: list[Pair] = outline.compare
         self.seeds = _seeds(outline.seeds, shrinking.seeds)
         self.title = outline.title
         self.shrunk = ""
@@ -155,7 +155,7 @@ class Table:
         """Refuse to compare two rows whose clients are not the same ones."""
         for pair in self.compare:
             first, second = (self.labels.index(label) for label in pair.rows)
-            for name in pair.columns or ():
+            for name in pair.columns:
                 column = self.columns.index(name)
                 for one, other in zip(self.of(first, column), self.of(second, column), strict=True):
                     if _clients(one.config) != _clients(other.config):
@@ -218,4 +218,4 @@ def _listed(values: Sequence[object]) -> str:
 
 def _slug(label: str) -> str:
     """Return a label as a part of a folder's name."""
-    return re.sub(r"[^a-z0-9_.]+", "-", label.lower()).strip("-.")
+    return re.sub(r"[^a-z0-9_.+]+", "-", label.lower()).strip("-.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,6 +25,7 @@ from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
 from hpcfl.tables.planning import plan
+from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.writing import write, write_results
 from hpcfl.world import World, agreed, open_world
 
@@ -33,10 +36,23 @@ A_CELL_NEEDS_S = 30
 def table(arguments: Sequence[str]) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
-    Each cell is a run in DIR/<column>/<row>-s<seed>; the table is DIR/table.md, table.tex, table.csv.
-    Running the same command again goes on. key.sub=value counts for every cell.
+    A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; the table is in
+    DIR/table.md, .tex and .csv. The same command again goes on. key.sub=value counts for every cell.
+
+    TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
+    all settings), columns or sweep, compare (pairs of rows), show (quantities), source (of published
+    numbers), size (a line on top), extends (a table file to change: its columns and rows by label).
+      columns:
+        - {label: many, data: {clients: 100}}
+        - {sweep: {key: train.lr, values: [0.1, 0.2]}}
+      rows:
+        - {method: {name: pfedla}, published: {many: 61.4}}
+        - {label: alone, method: {name: local}, without: [lr = 0.2]}
+      compare: [[pfedla, alone]]
+    A row's settings lie over its column's, and these over the common ones.
     """
-    parser = Parser("hpcfl table", table.__doc__)
+    quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
+    parser = Parser("hpcfl table", f"{inspect.cleandoc(table.__doc__ or '')}\n\n{quantities}")
     parser.add_argument("settings", nargs="*", metavar="TABLE.yaml | key.sub=value")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
     parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")

@@ -107,12 +107,12 @@ def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
     by_place = {(entry.row.label, entry.column): entry for entry in known}
     made = []
     for pair in table.compare:
-        for column in pair.columns or ():
+        for column in pair.columns:
             first, second = (by_place[label, column].of_clients for label in pair.rows)
             seeds = [seed for seed in table.seeds if seed in first and seed in second]
             accuracies = ([of_row[seed] for seed in seeds] for of_row in (first, second))
             paired = paired_difference(*accuracies) if seeds else None
-            made.append(Difference((pair.rows[0], pair.rows[1]), column, seeds, paired))
+            made.append(Difference(pair.rows, column, seeds, paired))
     return made
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
 from hpcfl.errors import UserError
 from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
-from hpcfl.tables.schema import ColumnEntry, Comparison, RowEntry, TableEntry, mistake, place_of
+from hpcfl.tables.schema import ColumnEntry, RowEntry, TableEntry, mistake, place_of
 
 ONLY = ""
 """Label of the column of a table that names none."""
@@ -30,6 +30,14 @@ class Row:
     without: tuple[str, ...] = ()
     published: dict[str, float] = field(default_factory=dict)
     """In %, by column."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two rows whose difference, first minus second, is shown in some columns."""
+
+    rows: tuple[str, str]
+    columns: list[str]
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class Outline:
     """The tree under all layers, by column."""
     layers: list[Layer]
     """A later one is laid over all of an earlier one."""
-    compare: list[Comparison]
+    compare: list[Pair]
     show: list[str]
 
 
@@ -226,7 +234,15 @@ class _Reader:
         if entry.published is None:
             return {}
         if isinstance(entry.published, dict):
-            return {label: float(value) for label, value in entry.published.items()}
+            return {str(label): float(value) for label, value in entry.published.items()}
+        if isinstance(entry.published, list):
+            if len(entry.published) != len(columns):
+                raise UserError(
+                    f"{place}: published has {len(entry.published)} numbers for {len(columns)} columns; give "
+                    "one a column, and null where there is none"
+                )
+            pairs = zip(columns, entry.published, strict=True)
+            return {label: float(value) for label, value in pairs if value is not None}
         if len(columns) > 1:
             raise UserError(
                 f"{place}: published={entry.published} does not say of which column; "
@@ -234,33 +250,37 @@ class _Reader:
             )
         return {columns[0]: float(entry.published)}
 
-    def _comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Comparison]:
+    def _comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Pair]:
         """Return the pairs of rows, each with the columns in which both have a cell."""
+        if self._file.compare is None:
+            return self._inherited_comparisons(columns, rows)
         by_label = {row.label: row for row in rows}
         chosen = []
-        for pair in self._file.compare if self._file.compare is not None else self._base.compare:
-            inherited = self._file.compare is None
-            if inherited and not all(label in by_label for label in pair.rows):
-                continue
-            place = f"{self._path}, compare {pair.rows[0]} with {pair.rows[1]}"
-            for label in pair.rows:
+        for entry in self._file.compare:
+            place = f"{self._path}, compare {entry.rows[0]} with {entry.rows[1]}"
+            for label in entry.rows:
                 if label not in by_label:
                     raise UserError(f"{place}: {_unknown('rows', label, by_label)}")
-            if pair.rows[0] == pair.rows[1]:
+            if entry.rows[0] == entry.rows[1]:
                 raise UserError(f"{place}: a row differs from itself by nothing; name two")
-            left_out = {name for label in pair.rows for name in by_label[label].without}
-            wanted = columns if pair.columns is None else pair.columns
-            for name in wanted:
-                if not inherited and name not in columns:
+            pair = Pair((entry.rows[0], entry.rows[1]), list(entry.columns or columns))
+            both = _with_both(pair, columns, by_label)
+            for name in entry.columns or ():
+                if name not in columns:
                     raise UserError(f"{place}: {_unknown('columns', name, columns)}")
-                if not inherited and pair.columns is not None and name in left_out:
+                if name not in both.columns:
                     raise UserError(f"{place}: column {name} has no cell of both rows; drop it")
-            both = [name for name in columns if name in wanted and name not in left_out]
-            if both or not inherited:
-                if not both:
-                    raise UserError(f"{place}: no column has a cell of both rows; drop the pair")
-                chosen.append(Comparison(rows=pair.rows, columns=both))
+            if not both.columns:
+                raise UserError(f"{place}: no column has a cell of both rows; drop the pair")
+            chosen.append(both)
         return chosen
+
+    def _inherited_comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Pair]:
+        """Return what is left of the extended file's pairs."""
+        by_label = {row.label: row for row in rows}
+        pairs = [pair for pair in self._base.compare if all(label in by_label for label in pair.rows)]
+        left = [_with_both(pair, columns, by_label) for pair in pairs]
+        return [pair for pair in left if pair.columns]
 
     def _show(self) -> list[str]:
         show = self._file.show
@@ -268,6 +288,12 @@ class _Reader:
             if name not in QUANTITIES:
                 raise UserError(f"{self._path}: show: {_unknown('quantities', name, QUANTITIES)}")
         return show or self._base.show
+
+
+def _with_both(pair: Pair, columns: Sequence[str], by_label: Mapping[str, Row]) -> Pair:
+    """Return a pair in those of its columns that are there and have a cell of both rows."""
+    without = {name for label in pair.rows for name in by_label[label].without}
+    return replace(pair, columns=[name for name in columns if name in pair.columns and name not in without])
 
 
 def _in_columns(row: Row, columns: Sequence[str]) -> Row:

@@ -45,6 +45,11 @@ def _bytes(way: str) -> Callable[[Entry], str]:
     return show
 
 
+def _round_s(entry: Entry) -> float:
+    """Return seconds of the whole run by its rounds, on as many processes as ran it."""
+    return (entry.mean("wall_s") or 0) / entry.config.train.rounds
+
+
 def _published(entry: Entry) -> str:
     return "" if entry.published is None else f"{entry.published:.2f}"
 
@@ -70,6 +75,7 @@ QUANTITIES = {
         "fine-tuning epochs", lambda entry: str(entry.config.train.finetune_epochs), of_runs=False
     ),
     "steps_per_s": Quantity("client steps/s", lambda entry: f"{entry.mean('client_steps_per_s') or 0:.0f}"),
+    "round_s": Quantity("seconds a round", lambda entry: f"{_round_s(entry):.2f}"),
     "rounds": Quantity("rounds", lambda entry: str(entry.config.train.rounds), of_runs=False),
     "tuned": Quantity("tuned on validation samples", lambda entry: entry.row.tuned or "", of_runs=False),
 }

@@ -12,8 +12,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StrictBool,
-    StrictFloat,
     StrictInt,
     StrictStr,
     ValidationError,
@@ -29,7 +27,28 @@ def _one_line(text: str) -> str:
 
 
 Line = Annotated[StrictStr, AfterValidator(_one_line)]
-Percent = Annotated[StrictInt | StrictFloat, Field(ge=0, le=100, allow_inf_nan=False)]
+
+
+def _is_percent(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 100
+
+
+def _percents(value: Any) -> Any:
+    numbers = list(value.values()) if isinstance(value, dict) else value
+    if isinstance(value, list):
+        numbers = [number for number in value if number is not None]
+    if not all(map(_is_percent, numbers if isinstance(numbers, list) else [numbers])):
+        raise ValueError(
+            "it must be a number from 0 to 100, one for each column in a list (null where there is none), or "
+            "column: number"
+        )
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, dict):
+        raise ValueError("it must be a number, true, false, text, or a list")
+    return value
 
 
 class _Entry(BaseModel):
@@ -53,7 +72,7 @@ class SweepEntry(_Entry):
     """A short way to write columns that differ in one key."""
 
     key: Line
-    values: list[StrictBool | StrictInt | StrictFloat | StrictStr] = Field(min_length=1)
+    values: list[Annotated[Any, AfterValidator(_plain)]] = Field(min_length=1)
 
     def columns(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the label and the settings of each value."""
@@ -81,11 +100,11 @@ class RowEntry(SettingsEntry):
     """Which keys were chosen on a validation split, and among what; the table repeats it."""
     without: list[Line] | None = None
     """Columns in which the row has no cell."""
-    published: Percent | dict[Line, Percent] | None = None
-    """Accuracy that the source names, in %, by column."""
+    published: Annotated[Any, AfterValidator(_percents)] = None
+    """Accuracy that the source names, in %: of the only column, of each in turn, or by column."""
 
 
-class Comparison(_Entry):
+class ComparisonEntry(_Entry):
     """Two rows whose difference, first minus second, is shown with its interval."""
 
     rows: list[Line] = Field(min_length=2, max_length=2)
@@ -114,7 +133,7 @@ class TableEntry(_Entry):
     sweep: SweepEntry | None = None
     """In place of columns."""
     rows: list[RowEntry] | None = Field(None, min_length=1)
-    compare: list[Annotated[Comparison, BeforeValidator(_as_comparison)]] | None = None
+    compare: list[Annotated[ComparisonEntry, BeforeValidator(_as_comparison)]] | None = None
     show: list[StrictStr] | None = Field(None, min_length=1)
     """Which quantities stand in the printed table."""
 
@@ -135,7 +154,11 @@ def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
     first = error.errors()[0]
     place, keys = str(path), list(first["loc"])
     kind: type[BaseModel] = TableEntry
-    entries: dict[str, type[BaseModel]] = {"rows": RowEntry, "columns": ColumnEntry, "compare": Comparison}
+    entries: dict[str, type[BaseModel]] = {
+        "rows": RowEntry,
+        "columns": ColumnEntry,
+        "compare": ComparisonEntry,
+    }
     if keys[0] in entries and len(keys) > 1:
         group, number = str(keys[0]), int(keys[1])
         entry = tree[group][number]

@@ -1,0 +1,372 @@
+"""Figures of a table: what stands in which file and column, of folders whose numbers are known."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.stats
+from conftest import in_mpi_world
+
+from hpcfl.ledger import METRICS
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.tables.cells import Cell, Shrinking, Table
+from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
+from hpcfl.tables.quantities import QUANTITIES
+from hpcfl.tables.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
+from hpcfl.tables.writing import MOST_CLIENT_LINES, write, write_results
+
+pytestmark = pytest.mark.skipif(in_mpi_world(), reason="reads files only")
+
+TABLE = """
+title: Two & two
+source: table 9
+size: "tiny: 4 clients"
+seeds: [0, 1, 2]
+settings: {data: {clients: 4}, train: {rounds: 8, local_epochs: 2}, run: {eval_every: 4}}
+columns:
+  - {label: easy, data: {partition: {classes_per_client: 10}}}
+  - {label: hard, data: {partition: {classes_per_client: 2}}}
+rows:
+  - {label: ours_1, method: {name: ditto, personal_epochs: 1}, published: {easy: 61.43, hard: 7}}
+  - {label: theirs, method: {name: pfedme}, train: {finetune_epochs: 5}, without: [hard]}
+  - {label: alone, method: {name: local}, published: {hard: 50}}
+compare: [[ours_1, theirs], [ours_1, alone]]
+"""
+ACCURACIES = {
+    "ours_1": {0: [0.5, 0.7, 0.6, 0.8], 1: [0.4, 0.9, 0.7, 0.8], 2: [0.6, 0.8, 0.7, 0.9]},
+    "theirs": {0: [0.4, 0.5, 0.6, 0.7], 1: [0.4, 0.8, 0.6, 0.7], 2: [0.3, 0.8, 0.6, 0.9]},
+}
+"""Of the four clients in column `easy` by seed; nothing else is finished."""
+
+
+def finish(cell: Cell, accuracies: list[float], **last: object) -> None:
+    """Write the folder of a run to its last round, with two evaluations, of which the first is the better."""
+    cell.folder.mkdir(parents=True)
+    (cell.folder / "config.yaml").write_text(cell.config.yaml())
+    mean = float(np.mean(accuracies))
+    line = dict.fromkeys(METRICS, 0.0) | {
+        "accuracy_mean": mean,
+        "accuracy_std": float(np.std(accuracies)),
+        "accuracy_weighted": mean - 0.1,
+        "accuracy_after_download": math.nan,
+        "accuracy_after_training": mean,
+        "coverage": 0.75,
+        "client_steps_per_s": 60,
+        "bytes_down": 8 * 4 * 1000,
+        "bytes_up": 8 * 4 * 10,
+        "index_bytes_up": 8 * 4 * 2,
+    }
+    rows = [
+        line | {"round": 4, "accuracy_mean": mean + 0.01, "client_steps_per_s": 30},
+        line | {"round": 8} | last,
+    ]
+    write_csv(cell.folder / "metrics.csv", rows)
+    write_csv(
+        cell.folder / "clients.csv", [{"client": n, "accuracy": value} for n, value in enumerate(accuracies)]
+    )
+
+
+def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Table:
+    """Return a table with the cells of ACCURACIES finished."""
+    path = tmp_path / "two.yaml"
+    path.write_text(TABLE)
+    made = Table(path, [], tmp_path / "out")
+    for cell in made.cells:
+        if cell.label in ACCURACIES and cell.column == 0:
+            finish(cell, ACCURACIES[cell.label][cell.seed])
+    return made
+
+
+# Statistics
+
+
+def test_worst_tenth_is_one_client_at_least() -> None:
+    assert worst_tenth([0.5, 0.1, 0.9]) == 0.1
+    assert worst_tenth([n / 100 for n in range(29, -1, -1)]) == pytest.approx(0.01)
+    assert worst_tenth([0.3] * 9 + [0.0] * 10) == 0.0
+
+
+def test_mean_and_deviation_of_what_is_known() -> None:
+    assert mean_and_deviation([0.5, 0.7]) == pytest.approx((0.6, 0.1 * 2**0.5))
+    assert mean_and_deviation([0.5, math.nan]) == (0.5, None)
+    assert mean_and_deviation([math.nan]) == (None, None)
+
+
+def test_an_interval_is_student_s() -> None:
+    # t(2) = 4.3027, deviation 2, 4.3027 * 2 / sqrt 3
+    found = interval([1.0, 3.0, 5.0])
+    assert (found.mean, found.count) == (3.0, 3)
+    assert found.half_width == pytest.approx(4.9683, abs=1e-4)
+    assert not found.excludes_zero
+    theirs = scipy.stats.ttest_1samp([1.0, 3.0, 5.0], 0).confidence_interval(0.95)
+    assert (found.mean - found.half_width, found.mean + found.half_width) == pytest.approx(tuple(theirs))
+    assert interval([1.0, 1.1]).excludes_zero == (0.05 * 12.7062 < 1.05)
+    assert math.isnan(interval([1.0]).half_width)
+    assert not interval([1.0]).excludes_zero
+
+
+def test_a_paired_difference_is_of_seeds_and_of_clients() -> None:
+    first, second = [[0.5, 0.7], [0.4, 0.9], [0.6, 0.8]], [[0.4, 0.7], [0.2, 0.8], [0.6, 0.5]]
+    # differences 0.1 0, 0.2 0.1, 0 0.3; of the seeds 0.05, 0.15, 0.15
+    found = paired_difference(first, second)
+    assert found.over_seeds.mean == pytest.approx(0.35 / 3)
+    assert (found.over_seeds.count, found.over_clients.count) == (3, 6)
+    # deviation of the seeds 0.057735
+    assert found.over_seeds.half_width == pytest.approx(4.302653 * 0.0577350 / 3**0.5, rel=1e-5)
+    # sum of squares 0.15 - 0.7^2 / 6, over 5; t(5) = 2.570582
+    deviation = ((0.15 - 0.49 / 6) / 5) ** 0.5
+    assert found.over_clients.half_width == pytest.approx(2.570582 * deviation / 6**0.5, rel=1e-5)
+
+
+def test_what_both_rows_share_cancels() -> None:
+    hard_or_easy = np.random.default_rng(0).uniform(size=(3, 50))
+    found = paired_difference((hard_or_easy + 0.01).tolist(), hard_or_easy.tolist())
+    assert found.over_clients.mean == pytest.approx(0.01)
+    assert found.over_clients.half_width == pytest.approx(0, abs=1e-12)
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([[0.1, 0.2]], [[0.1]])
+
+
+# Files
+
+
+def test_every_figure_stands_in_the_csv(table: Table) -> None:
+    _, missing = write(table)
+    assert missing == 9
+    ours, theirs, alone, *hard = read_csv(table.folder / "table.csv")
+    assert [(row["label"], row["column"]) for row in hard] == [("ours_1", "hard"), ("alone", "hard")]
+    means = [0.65, 0.7, 0.75]
+    assert float(ours["accuracy_mean"]) == pytest.approx(0.7)
+    assert float(ours["accuracy_std_over_seeds"]) == pytest.approx(0.05)
+    assert [float(ours[f"accuracy_seed_{seed}"]) for seed in (0, 1, 2)] == pytest.approx(means)
+    assert (float(ours["best_accuracy"]), float(ours["best_round"])) == pytest.approx((0.71, 4))
+    assert float(ours["accuracy_weighted"]) == pytest.approx(0.6)
+    assert (ours["accuracy_after_download"], ours["scored"]) == ("", "after training")
+    assert float(ours["accuracy_after_training"]) == pytest.approx(0.7)
+    spreads = [np.std(ACCURACIES["ours_1"][seed]) for seed in (0, 1, 2)]
+    assert float(ours["spread_over_clients"]) == pytest.approx(np.mean(spreads))
+    assert float(ours["worst_tenth_accuracy"]) == pytest.approx(0.5)
+    assert float(ours["worst_tenth_accuracy_std_over_seeds"]) == pytest.approx(0.1)
+    assert (ours["bytes_down"], ours["bytes_up"], ours["other_bytes_up"]) == ("1000", "10", "2")
+    assert float(ours["client_steps_per_s"]) == pytest.approx(40)
+    assert float(ours["coverage"]) == 0.75
+    # two epochs of w and one of v_i; five steps on each mini-batch
+    assert (float(ours["gradients_a_batch"]), float(theirs["gradients_a_batch"])) == (1.5, 5)
+    assert (ours["finetune_epochs"], theirs["finetune_epochs"]) == ("0", "5")
+    assert (ours["published_accuracy"], theirs["published_accuracy"]) == ("0.6143", "")
+    assert (ours["seeds"], ours["missing_seeds"], alone["seeds"], alone["missing_seeds"]) == (*"30", *"03")
+    assert (alone["accuracy_mean"], alone["accuracy_seed_0"], alone["published_accuracy"]) == ("", "", "")
+    assert {row["title"] for row in (ours, *hard)} == {"Two & two"}
+    assert {row["size"] for row in (ours, *hard)} == {"tiny: 4 clients"}
+
+
+def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
+    write(table)
+    against_theirs, against_alone, hard = read_csv(table.folder / "differences.csv")
+    assert (against_theirs["first"], against_theirs["second"], against_theirs["column"]) == (
+        "ours_1",
+        "theirs",
+        "easy",
+    )
+    expected = paired_difference(*([list(of.values()) for of in ACCURACIES.values()]))
+    assert float(against_theirs["difference"]) == pytest.approx(expected.over_seeds.mean)
+    for name, found in (("seeds", expected.over_seeds), ("clients", expected.over_clients)):
+        bounds = [float(against_theirs[f"over_{name}_{end}"]) for end in ("low", "high")]
+        assert bounds == pytest.approx([found.mean - found.half_width, found.mean + found.half_width])
+    assert (against_theirs["seeds"], against_theirs["clients_and_seeds"]) == ("3", "12")
+    for row in (against_alone, hard):
+        assert (row["difference"], row["over_seeds_low"], row["seeds"]) == ("", "", "0")
+
+
+def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
+    (table.of(1, 0)[1].folder / "clients.csv").unlink()
+    text, _ = write(table)
+    line = read_csv(table.folder / "differences.csv")[0]
+    assert (line["seeds"], line["clients_and_seeds"]) == ("2", "8")
+    of_first = [np.mean(ACCURACIES["ours_1"][seed]) - np.mean(ACCURACIES["theirs"][seed]) for seed in (0, 2)]
+    assert float(line["difference"]) == pytest.approx(np.mean(of_first))
+    assert re.search(r"ours_1 - theirs +easy +\+10\.0 +± 0\.0 \* +2 ", text)
+    (table.of(1, 0)[2].folder / "clients.csv").unlink()
+    text, _ = write(table)
+    line = read_csv(table.folder / "differences.csv")[0]
+    assert (line["seeds"], line["over_seeds_low"], line["clients_and_seeds"]) == ("1", "", "4")
+    assert re.search(r"ours_1 - theirs +easy +\+10\.0 +- +1 ", text)
+
+
+def test_the_printed_table(table: Table) -> None:
+    text, _ = write(table)
+    lines = text.splitlines()
+    assert lines[0] == "# Two & two"
+    assert lines[2] == "tiny: 4 clients"
+    overview = lines.index("accuracy, %; in brackets: published, table 9:")
+    assert [re.split(" {2,}", line) for line in lines[overview + 1 : overview + 5]] == [
+        ["method", "easy", "hard"],
+        ["ours_1", "70.0 ± 5.0 (61.43)", "missing (7.00)"],
+        ["theirs", "60.8 ± 5.2", "-"],
+        ["alone", "missing", "missing (50.00)"],
+    ]
+    easy = lines.index("easy:")
+    header, ours, theirs, alone = (re.split(" {2,}", line) for line in lines[easy + 1 : easy + 5])
+    assert "fine-tuning epochs" in header
+    assert "rounds" not in header
+    assert "tuned on validation samples" not in header
+    of_ours = dict(zip(header, ours, strict=False))
+    assert of_ours["accuracy, %"] == "70.0 ± 5.0"
+    assert of_ours["published, %"] == "61.43"
+    assert {"after training", "1,000", "10 + 2"} <= set(ours)
+    assert "5" in theirs
+    assert alone[:2] == ["alone", "missing"]
+
+
+def test_a_file_chooses_what_is_shown(table: Table) -> None:
+    table.show = ["best", "coverage", "spread", "weighted"]
+    text, _ = write(table)
+    assert "best, %; in brackets" in text
+    assert "71.0 ± 5.0 (round 4)" in text
+    easy = text.splitlines().index("easy:")
+    assert re.split(" {2,}", text.splitlines()[easy + 1]) == [
+        "method",
+        *(QUANTITIES[name].header for name in table.show),
+    ]
+
+
+def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_path: Path) -> None:
+    write(table)
+    written = write_results(table)
+    names = ["two.csv", "two_differences.csv", "two_clients.csv"]
+    assert written == [tmp_path / "results" / name for name in names]
+    for name, original in zip(names, ("table.csv", "differences.csv"), strict=False):
+        assert (tmp_path / "results" / name).read_text() == (table.folder / original).read_text()
+    lines = read_csv(written[2])
+    assert len(lines) == 2 * 3 * 4 < MOST_CLIENT_LINES
+    known = [float(line["accuracy"]) for line in lines if (line["label"], line["seed"]) == ("theirs", "1")]
+    assert known == ACCURACIES["theirs"][1]
+
+
+def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text(TABLE)
+    table = Table(path, [], tmp_path / "out", Shrinking(rounds=3, seeds=(1,)))
+    finish(table.cells[0], [0.25] * 4, round=3)
+    write(table)
+    assert write_results(table)[0].name == "two-3rounds.csv"
+    line = read_csv(tmp_path / "results" / "two-3rounds.csv")[0]
+    shrunk = "Two & two (shrunk: at most 3 rounds instead of 8, seeds 1 of 0, 1, 2)"
+    assert (line["title"], line["rounds"], line["accuracy_seed_1"]) == (shrunk, "3", "0.25")
+    assert (tmp_path / "out" / "table.md").read_text().startswith(f"# {shrunk}\n\ntiny: 4 clients\n")
+    assert r"\textbf{Two \& two (shrunk: at most 3 rounds" in (tmp_path / "out" / "table.tex").read_text()
+
+
+# Formats
+
+DOCUMENT = Document(
+    "50 % & more_{x}",
+    ["a note ~ with \\ and ^, <1> | #2 $"],
+    [Grid("", ["method", "a & b"], [["x_1", "1 ± 2"], ["a|b", ""]]), Grid("second", ["m"], [["1"]])],
+)
+
+
+def test_text_is_aligned() -> None:
+    assert as_text(DOCUMENT).splitlines()[4:7] == ["method  a & b", "x_1     1 ± 2", "a|b"]
+
+
+def test_markdown_keeps_its_columns() -> None:
+    lines = as_markdown(DOCUMENT).splitlines()
+    assert lines[4:8] == ["| method | a & b |", "| --- | --- |", "| x_1 | 1 ± 2 |", "| a&#124;b |  |"]
+    assert lines[9] == "## second"
+
+
+def test_latex_has_no_character_that_means_something() -> None:
+    latex = as_latex(DOCUMENT)
+    assert r"\textbf{50 \% \& more\_\{x\}}" in latex
+    assert r"a note \textasciitilde{} with \textbackslash{} and \textasciicircum{}, " in latex
+    assert r"\textless{}1\textgreater{} \textbar{} \#2 \$" in latex
+    body = [line for line in latex.splitlines() if not line.startswith("%")]
+    plain = re.sub(r"\\[&%$#_{}]", "", "\n".join(body))
+    assert plain.count("{") == plain.count("}")
+    assert plain.count("$") % 2 == 0
+    assert not re.search("[_#^~%]", plain)
+    assert plain.count(r"\begin{tabular}") == plain.count(r"\end{tabular}") == 2
+    first = body[body.index(r"\medskip\noindent\begin{tabular}{lr}") :]
+    rows = [line for line in first[: first.index(r"\end{tabular}\par")] if line.endswith(r"\\")]
+    assert rows == [r"method & a \& b \\", r"x\_1 & 1 $\pm$ 2 \\", r"a\textbar{}b &  \\"]
+
+
+# The command
+
+
+def test_plan_lists_cells_with_gradients_and_hours_and_writes_nothing(
+    table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    words = ["table", str(table.path), "--out", str(table.folder), "data.per_client=40", "--plan"]
+    assert main([*words, "--quiet"]) == FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    easy = lines.index("easy:")
+    rows = [re.split(" {2,}", line) for line in lines[easy + 1 : easy + 5]]
+    assert rows[0] == ["method", "cells", "finished", "gradients a cell", "ms a gradient", "hours"]
+    # 28 samples are 2 mini-batches: 8 rounds of 4 clients, by 3 epochs, 10, and 2; 5 epochs of fine-tuning
+    # before each of 2 evaluations
+    assert [row[:4] for row in rows[1:]] == [
+        ["ours_1", "3", "0", "192"],
+        ["theirs", "3", "0", "720"],
+        ["alone", "3", "0", "128"],
+    ]
+    assert len({row[4] for row in rows[1:]}) == 1
+    step_s = float(rows[1][4]) / 1e3
+    assert 0 < step_s < 1
+    for row in rows[1:]:
+        assert float(row[5]) == pytest.approx(3 * int(row[3]) * step_s / 3600, abs=0.006)
+    total = 3 * (192 + 720 + 128 + 192 + 128)
+    assert f"15 cells, {total:,} gradients of mini-batches, " in " ".join(lines)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["table", str(table.path), "--out", str(table.folder), "--plan"]) == FINISHED
+    lines = capsys.readouterr().out.splitlines()
+    easy = lines.index("easy:")
+    assert [re.split(" {2,}", line)[1:3] for line in lines[easy + 2 : easy + 5]] == [
+        ["3", "3"],
+        ["3", "3"],
+        ["3", "0"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rounds", "0"], "--rounds 0 is not possible; give a whole number from 1 on"),
+        (["--rounds", "x"], "--rounds x is not possible"),
+        (["--seeds", "0;1"], "--seeds 0;1 is not possible; give whole numbers such as --seeds 0,1"),
+        (["--seeds", "7"], "--seeds: 7 is none of the table's seeds; allowed: 0, 1, 2"),
+        (["--plan", "data.per_client=9999"], "row 1 (ours_1), column easy, seed 0: "),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    table: Table, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    assert main(["table", str(table.path), *words]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert err.count("\n") == 1
