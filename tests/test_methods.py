@@ -585,16 +585,13 @@ def test_engines_agree(
 # Moments
 
 
-MOMENTS = [case for case in CASES if case not in ("fedafk", "fedmn")]
-
-
 def loss_on_training_data(run: Run, clients: Clients, model: State) -> float:
     """Return the loss of one client's model on what it trains on."""
     x, y = clients.samples("train", 0)
     return float(-run.method.predict(clients, model, 0, x).gather(1, y.unsqueeze(1)).log().mean())
 
 
-@pytest.mark.parametrize("case", MOMENTS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
 def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
     """Models of both moments are there, the scored ones where that is their moment, and change nothing."""
@@ -646,7 +643,7 @@ def assert_same_model(one: State, other: State) -> None:
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-@pytest.mark.parametrize("case", MOMENTS)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("double")
 def test_scores_of_all_rounds_change_no_state_and_no_bytes(
     finished: Callable[[str, str], Run], settings: list[str], case: str

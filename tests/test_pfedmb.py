@@ -377,7 +377,7 @@ class EqualBranches(PFedMB):
 
 @pytest.mark.parametrize("constraint", ["softmax", "simplex"])
 def test_equal_branches_would_never_move_the_weights_and_ours_are_not_equal(constraint: str) -> None:
-    keys = (OURS, f"method.constraint={constraint}")
+    keys = (OURS, f"method.constraint={constraint}", "method.alpha_lr=1")
     assert (alpha_of(Run(*keys, kind=EqualBranches)) - 0.2).abs().max() < 1e-5
     assert (alpha_of(Run(*keys)) - 0.2).abs().max() > 0.02
 

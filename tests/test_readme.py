@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, in_mpi_world, run_tree
+from readme_tables import MARK, with_tables
 
 from hpcfl.main import main
 from hpcfl.methods import METHODS
@@ -79,6 +80,11 @@ def test_every_command_of_the_tour_runs(
 def test_the_readme_names_files_that_exist() -> None:
     for path in re.findall(r"(?:jobs|configs|hpcfl)/[\w./-]+\.(?:sh|sbatch|yaml|py)", README):
         assert (REPOSITORY / path).exists(), path
+
+
+def test_tables_of_results_are_made_from_the_files_beside_the_table_files() -> None:
+    assert len(MARK.findall(README)) > 3
+    assert with_tables(README) == README
 
 
 def test_nothing_in_the_readme_waits_to_be_filled_in() -> None:

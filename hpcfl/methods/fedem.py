@@ -12,10 +12,11 @@ step of the first line from 1/M, which is forgotten, as the authors' unseen clie
 
 Choices: q is taken once a round, with all received components in evaluation mode, before any of them is
 trained; every component sees the same mini-batches; the first component is everybody's common start, the
-others are drawn on their own (equal ones would never part); each component averages running statistics
-of its own. q sums to 1 over the components, and the loss is a mean over the mini-batch, so that a component's
-step is about lr / M: `train.lr` is not that of other methods, and the default is three times everybody's (on
-digits, 0.15 has 81 % where 0.05 has 60 %). A mini-batch costs M gradients. M = 1 is FedAvg to the bit.
+others are drawn on their own (equal ones would never part); each component averages running statistics of its
+own. q sums to 1 over the components, and the loss is a mean over the mini-batch, so that a component's step
+is about lr / M: `train.lr` is not that of other methods, and the default is three times everybody's (digits,
+one local epoch, 30 rounds, one seed: 90 % where 0.05 has 76 %). A mini-batch costs M gradients. M = 1 is
+FedAvg to the bit.
 """
 
 from __future__ import annotations

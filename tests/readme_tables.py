@@ -1,0 +1,98 @@
+"""The README's tables of results, made from configs/tables/results/*.csv.
+
+    python tests/readme_tables.py        writes them into README.md
+
+A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parent.parent
+RESULTS = REPOSITORY / "configs" / "tables" / "results"
+MARK = re.compile(r"(<!-- results/(\w+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
+
+Line = dict[str, str]
+
+
+def percent(line: Line, name: str) -> str:
+    if line[name] in ("", "nan"):
+        return ""
+    spread = line.get(f"{name.removesuffix('_mean')}_std_over_seeds", "")
+    text = f"{100 * float(line[name]):.1f}"
+    return f"{text} ± {100 * float(spread):.1f} %" if spread else f"{text} %"
+
+
+def sent(line: Line, way: str) -> str:
+    others = int(line[f"other_bytes_{way}"] or 0)
+    numbers = f"{int(line[f'bytes_{way}']):,}" if line[f"bytes_{way}"] else ""
+    return f"{numbers} + {others:,}" if others else numbers
+
+
+CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
+    "accuracy": ("accuracy", lambda line: percent(line, "accuracy_mean")),
+    "published": ("paper", lambda line: percent(line, "published_accuracy")),
+    "after_download": ("after download", lambda line: percent(line, "accuracy_after_download")),
+    "after_training": ("after training", lambda line: percent(line, "accuracy_after_training")),
+    "worst_tenth": ("worst tenth", lambda line: percent(line, "worst_tenth_accuracy")),
+    "seeds": ("seeds", lambda line: line["seeds"]),
+    "down": ("bytes down", lambda line: sent(line, "down")),
+    "up": ("bytes up", lambda line: sent(line, "up")),
+    "gradients": ("gradients", lambda line: f"{float(line['gradients_a_batch']):.3g}"),
+    "finetune": ("fine-tuning", lambda line: line["finetune_epochs"]),
+    "tuned": ("chosen on validation samples", lambda line: line["tuned"]),
+}
+"""By the name in the marking line: the header, and the cell of a line of the CSV file."""
+
+
+def made_from(lines: list[Line], names: list[str]) -> str:
+    """Return a table of rows by figures, with the setting in front where there are several."""
+    several = len({line["column"] for line in lines}) > 1
+    header = [*(["setting"] if several else []), "method", *(CELLS[name][0] for name in names)]
+    rows = [
+        [*([line["column"]] if several else []), line["label"], *(CELLS[name][1](line) for name in names)]
+        for line in lines
+        if line["seeds"] != "0"
+    ]
+    return as_markdown(header, rows)
+
+
+def differences_from(lines: list[Line]) -> str:
+    """Return paired differences in points, with the 95 % interval over seeds."""
+    several = len({line["column"] for line in lines}) > 1
+    rows = []
+    for line in lines:
+        if not line["over_seeds_low"]:
+            continue
+        figures = [100 * float(line[name]) for name in ("difference", "over_seeds_low", "over_seeds_high")]
+        pair = f"{line['first']} - {line['second']}"
+        rows.append(
+            [*([line["column"]] if several else []), pair, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)]
+        )
+    header = [*(["setting"] if several else []), "rows", "difference in points, 95 % interval over seeds"]
+    return as_markdown(header, rows)
+
+
+def as_markdown(header: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *rows))
+
+
+def with_tables(readme: str) -> str:
+    """Return the README with every marked table made anew."""
+
+    def table(found: re.Match[str]) -> str:
+        with (RESULTS / f"{found[2]}.csv").open(newline="") as file:
+            lines = list(csv.DictReader(file))
+        names = [name.strip() for name in (found[3] or "").split(",") if name.strip()]
+        return found[1] + (made_from(lines, names) if names else differences_from(lines))
+
+    return MARK.sub(table, readme)
+
+
+if __name__ == "__main__":
+    path = REPOSITORY / "README.md"
+    path.write_text(with_tables(path.read_text()))
