@@ -136,7 +136,7 @@ def _refuse_single_samples(config: Config, method: Method) -> None:
 
 def _refuse_small_blocks(config: Config, method: Method) -> None:
     """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
-    most_figures = max(3, len(method.layers)) * method.context.num_clients
+    most_figures = max(4, len(method.layers)) * method.context.num_clients
     smallest = max(method.row_size, method.layout.buffer_size, most_figures)
     if config.run.max_elements < smallest:
         raise UserError(

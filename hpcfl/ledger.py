@@ -38,7 +38,8 @@ SECONDS = frozenset({"wall_s", "client_steps_per_s"})
 """Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
 
 MOMENTS = ("after_download", "after_training")
-"""When models are scored beside the evaluated ones: right after a download, and right after training."""
+"""When models are scored beside the evaluated ones: right after a download, and right after training, which
+only the round's cohort does."""
 
 BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
 DIRECTIONS = ("down", "up")

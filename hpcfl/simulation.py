@@ -131,8 +131,8 @@ class Simulation:
         if method.negotiates(cohort.round):
             down, sent = self._negotiate(cohort, groups, down, traffic)
         began_s = time.monotonic()
-        up, loss, steps, accuracy = self._train(groups, down, is_evaluated)
-        train_s = time.monotonic() - began_s
+        up, loss, steps, accuracy, scoring_s = self._train(groups, down, is_evaluated)
+        train_s = time.monotonic() - began_s - scoring_s
         upload = traffic.counting_up(self._channel.up(up, cohort, sent))
         if world.is_server:
             method.receive(self.server, cohort, upload)
@@ -168,21 +168,27 @@ class Simulation:
 
     def _train(
         self, groups: Groups, down: Message, is_evaluated: bool
-    ) -> tuple[Message, Tensor, Tensor, Tensor]:
-        """Train this rank's cohort members; return upload, mean losses, steps, and accuracy if asked."""
+    ) -> tuple[Message, Tensor, Tensor, Tensor, float]:
+        """Train this rank's cohort members.
+
+        Returns their upload, mean losses, steps and, if asked, accuracies, and the seconds these took.
+        """
         nothing = torch.zeros(0, dtype=torch.float64)
         uploads, losses, steps, scores = [], [nothing], [nothing], [nothing]
+        scoring_s = 0.0
         for part, clients in groups:
             mine = down.select(part)
             up = self.method.work(clients, mine)
             steps.append(clients.steps.double().cpu())
             losses.append((clients.loss_sum / clients.steps.clamp(min=1)).cpu())
+            began_s = time.monotonic()
             model = self.method.after_training(clients, mine, up) if is_evaluated else {}
             scores.append(self._accuracies(clients, model))
+            scoring_s += time.monotonic() - began_s
             # brought to the CPU group by group, so that a GPU never holds a whole cohort's
             uploads.append(_stack([up]))
             clients.commit()
-        return _stack(uploads), torch.cat(losses), torch.cat(steps), torch.cat(scores)
+        return _stack(uploads), torch.cat(losses), torch.cat(steps), torch.cat(scores), scoring_s
 
     def _own_rows(self, cohort: Cohort) -> list[int]:
         """Return where the cohort's members on this rank stand in the rank's client state."""

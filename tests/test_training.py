@@ -84,7 +84,7 @@ def cut(num_samples: int, batch_size: int, last_batch: LastBatch) -> list[int]:
 
 
 def test_an_epoch_is_cut_evenly_or_its_last_mini_batch_is_dropped_or_kept() -> None:
-    # FINDINGS' example: 420 samples by 32 would end with a step on 4
+    # a last mini-batch of 4 would be a step as long as the 13 before it
     assert cut(420, 32, "even") == [30] * 14
     assert cut(420, 32, "drop") == [32] * 13
     assert cut(420, 32, "keep") == [32] * 13 + [4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.messages import Cohort, Upload
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
 
@@ -21,9 +21,6 @@ class ModelBank(OwnModel):
             "models": self.context.initial_parameters(range(clients)),
             "is_known": torch.zeros(clients, dtype=torch.int64),
         }
-
-    def scored(self, server: State, cohort: Cohort) -> Message:
-        return self.download(server, cohort)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         for positions, block in up:

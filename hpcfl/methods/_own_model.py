@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message
+from hpcfl.messages import Message
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedavg import FedAvg
 
@@ -25,9 +25,6 @@ class OwnModel(Method):
     def client_state(self, clients: Sequence[int]) -> State:
         return {"theta": self.context.initial_parameters(clients)}
 
-    def scored(self, server: State, cohort: Cohort) -> Message:
-        return Message()
-
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": clients["theta"]}
 
@@ -37,9 +34,6 @@ class OwnModel(Method):
 
 class OwnBesideGlobal(OwnModel, FedAvg):
     """Own models beside a global one `theta` of the server, which is what a download brings."""
-
-    def scored(self, server: State, cohort: Cohort) -> Message:
-        return self.download(server, cohort)
 
     def received(self, clients: Clients, down: Message) -> State:
         return {"theta": down["theta"]}

@@ -211,7 +211,8 @@ class Method:
     def trained(self, clients: Clients, down: Message, up: Message) -> State:
         """Return the models of a group right after `train`, which returned `up`; {} where there are none.
 
-        Default: the upload's `theta`.
+        Default: the upload's `theta`; a method that uploads anything but the trained model, such as a
+        difference, overrides this.
         """
         return {"theta": up.rows["theta"]} if "theta" in up.rows else {}
 

@@ -112,8 +112,8 @@ class FedALA(FedAvg):
         )
         losses: list[Tensor] = []
         while active.any() and len(losses) < self.params.most_passes:
-            losses.append(torch.zeros(len(clients), dtype=torch.float64, device=apart.device))
-            purpose = f"adaptive aggregation/{len(losses)}"
+            total, seen = torch.zeros(2, len(clients), dtype=torch.float64, device=apart.device)
+            purpose = f"adaptive aggregation/{len(losses) + 1}"
             for batch in clients.batches(purpose, 1, samples=chosen):
                 rows = batch.rows
                 parts = {
@@ -125,17 +125,18 @@ class FedALA(FedAvg):
                 slope = gradients["top"] * apart[rows]
                 moved = (weights[rows] - self.params.weights_lr * slope).clamp(0, 1)
                 weights[rows] = torch.where(active[rows].unsqueeze(1), moved, weights[rows])
-                losses[-1][rows] += values * batch.y.shape[1]
-            active = active & (stage < HAS_LEARNT) & ~self._is_settled(losses, chosen)
+                total[rows] += values * batch.y.shape[1]
+                seen[rows] += batch.y.shape[1]
+            losses.append(total / seen)
+            active = active & (stage < HAS_LEARNT) & ~self._is_settled(losses)
         return weights, torch.where(learns, HAS_LEARNT, stage)
 
-    def _is_settled(self, losses: list[Tensor], chosen: Sequence[Tensor]) -> Tensor:
-        """Return whose mean losses of the last passes hardly differ, bool [C]; at first nobody's."""
+    def _is_settled(self, losses: list[Tensor]) -> Tensor:
+        """Return whose mean losses [C] of the last passes hardly differ, bool [C]; at first nobody's."""
         last = torch.stack(losses[-self.params.last_passes :])
         if len(last) < self.params.last_passes:
             return torch.zeros(last.shape[1], dtype=torch.bool, device=last.device)
-        sizes = torch.tensor([len(samples) for samples in chosen], device=last.device)
-        return (last / sizes).std(dim=0, correction=0) < self.params.threshold
+        return last.std(dim=0, correction=0) < self.params.threshold
 
 
 def _loss_of_top(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:

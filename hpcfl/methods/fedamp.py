@@ -6,13 +6,13 @@
 with xi_ij = alpha A'(||theta_i - theta_j||^2), A(x) = 1 - exp(-x / sigma), or in the heuristic variant
 (HeurFedAMP, `method.weights=cosine`) xi_ij proportional to exp(sigma cos(theta_i, theta_j)).
 
-Choices: squared distances are divided by their mean over all pairs of clients (`method.scale=none`: as they
-are, where with a whole network's distances A' is soon 0 and FedAMP local training); theta_j of a client that
-is not sampled is its last upload, and one that never uploaded is nobody's neighbour (the paper has full
-participation, PFLlib takes the uploads of one round alone); training starts from u_i; the pull has a gradient
-(PFLlib's has none, so that its FedAMP is local training); a diverged client trains alone and has no weight
-with others; running statistics stay with the client; evaluated is theta_i after its last training, while a
-download brings u_i. alpha (N - 1) / sigma above 1 would weigh a client's own model negatively and is refused.
+Choices: squared distances are divided by their mean over all pairs of clients that have uploaded
+(`method.scale=none`: as they are, where with a whole network's distances A' is soon 0 and FedAMP local
+training); theta_j of a client that is not sampled is its last upload, and one that never uploaded is nobody's
+neighbour (the paper has full participation, PFLlib takes the uploads of one round alone); training starts
+from u_i; the pull has a gradient (PFLlib's has none, so that its FedAMP is local training); a diverged client
+trains alone and has no weight with others; running statistics stay with the client; evaluated is theta_i
+after its last training, while a download brings u_i. alpha (N - 1) / sigma above 1 would weigh a client's own model negatively and is refused.
 """
 
 from __future__ import annotations
