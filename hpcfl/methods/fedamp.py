@@ -12,7 +12,8 @@ training); theta_j of a client that is not sampled is its last upload, and one t
 neighbour (the paper has full participation, PFLlib takes the uploads of one round alone); training starts
 from u_i; the pull has a gradient (PFLlib's has none, so that its FedAMP is local training); a diverged client
 trains alone and has no weight with others; running statistics stay with the client; evaluated is theta_i
-after its last training, while a download brings u_i. alpha (N - 1) / sigma above 1 would weigh a client's own model negatively and is refused.
+after its last training, while a download brings u_i. alpha (N - 1) / sigma above 1 would weigh a client's own
+model negatively and is refused.
 """
 
 from __future__ import annotations
