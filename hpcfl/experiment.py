@@ -88,11 +88,7 @@ def build(config: Config, world: World) -> Experiment:
     torch.backends.cudnn.allow_tf32 = False
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
-    if method.chain is not None and world.num_workers > 1:
-        raise UserError(
-            f"{method.chain} trains a round's clients one after the other, and {world.num_workers} workers "
-            "would train them side by side; start one or two ranks, or drop it"
-        )
+    refuse_chain(method, world.num_workers)
     _refuse_small_blocks(config, method)
     _refuse_single_samples(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
@@ -121,6 +117,15 @@ def build(config: Config, world: World) -> Experiment:
 def is_batched(config: Config, device: torch.device) -> bool:
     """Whether a run trains with the batched engine on a device."""
     return config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
+
+
+def refuse_chain(method: Method, num_workers: int) -> None:
+    """Raise UserError where several workers would train clients that come one after the other."""
+    if method.chain is not None and num_workers > 1:
+        raise UserError(
+            f"{method.chain} trains a round's clients one after the other, and {num_workers} workers "
+            "would train them side by side; start one or two ranks, or drop it"
+        )
 
 
 def _refuse_single_samples(config: Config, method: Method) -> None:

@@ -26,36 +26,49 @@ MORE = {
     "fedala": ["method.share=0.5", "method.most_passes=1"],
     "fedrep-two": ["method.head_epochs=2", "method.body_epochs=3"],
     "pfedmb-fixed": ["method.alpha_lr=0"],
+    "pfedmb-weights": ["method.finetune=weights"],
 }
 """Settings that change the number, or that make it exact."""
+
+BEFORE = {"fedala": 2}
+"""Gradients by which a model that is fine-tuned comes to be: a pass over half of the samples."""
 
 
 @pytest.mark.parametrize("case", sorted({*METHODS, *VARIANTS, *MORE}))
 def test_gradients_are_those_that_are_taken(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, epochs, cohort = 4, 2, 3
-    counts: list[int] = []
-    gradient, work = LoopEngine.gradient, Method.work
+    counts: dict[str, list[int]] = {"work": [], "evaluated": []}
+    gradient = LoopEngine.gradient
 
     def counting(self: LoopEngine, *arguments: Any) -> Any:
         if working:
-            counts[-1] += 1
+            counts[working[-1]][-1] += 1
         return gradient(self, *arguments)
 
-    working: list[bool] = []
+    working: list[str] = []
 
-    def watched(self: Method, *arguments: Any) -> Any:
-        counts.append(0)
-        working.append(True)
-        done = work(self, *arguments)
-        working.pop()
-        return done
+    def watch(name: str) -> None:
+        hook = getattr(Method, name)
+
+        def watched(self: Method, *arguments: Any) -> Any:
+            counts[name].append(0)
+            working.append(name)
+            done = hook(self, *arguments)
+            working.pop()
+            return done
+
+        monkeypatch.setattr(Method, name, watched)
 
     monkeypatch.setattr(LoopEngine, "gradient", counting)
-    monkeypatch.setattr(Method, "work", watched)
-    settings: Sequence[str] = [*method_settings(case), *MORE.get(case, [])]
+    watch("work")
+    watch("evaluated")
+    settings: Sequence[str] = [*method_settings(case), *MORE.get(case, []), "train.finetune_epochs=2"]
     run = Run(*settings, "data.clients=3", f"train.local_epochs={epochs}", "train.rounds=4")
+    finetuning = 2 * batches * run.method.finetuning_gradients(run.config.params) + BEFORE.get(case, 0)
+    # one evaluation, and the models of the last checkpoint with client 0's once more
+    assert counts["evaluated"] == [finetuning] * (2 * cohort + 1)
     # of the last round: what a method does only at first is not what a round takes
-    taken = counts[-cohort:]
+    taken = counts["work"][-cohort:]
     expected = run.method.epochs_a_round * batches
     assert taken == [expected] * cohort
     assert run.method.epochs_a_round == type(run.method).gradient_epochs(run.config.params, run.config.train)

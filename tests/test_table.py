@@ -606,6 +606,21 @@ def test_three_ranks_make_the_same_table(
     assert "train.lr: 0.05 there, 9.0 here" in wrong.stderr
 
 
+def test_clients_one_after_the_other_are_refused_before_any_cell_runs(
+    words: list[str], tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+) -> None:
+    path = tmp_path / "chain.yaml"
+    path.write_text(TABLE.replace("{name: heurpfedla, k: 2}", "{name: fedmn, order: chain}"))
+    command = ["-m", "hpcfl.main", "table", str(path), *words[1:], "--out", str(tmp_path / "out")]
+    wrong = mpirun(3, *command, check=False)
+    assert wrong.returncode == BAD_INPUT
+    assert (wrong.stdout, wrong.stderr.count("\n")) == ("", 1)
+    assert (
+        "row 2 (HeurpFedLA, k = 2), seed 0: method.order=chain trains a round's clients one" in wrong.stderr
+    )
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_ranks_stop_together_and_go_on(
     words: list[str], whole: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ import pytest
 import scipy.stats
 from conftest import in_mpi_world
 
+from hpcfl.config import load_config
+from hpcfl.experiment import load_data, make_method
 from hpcfl.ledger import METRICS
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
+from hpcfl.tables.planning import step_seconds
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.tables.writing import MOST_CLIENT_LINES, write, write_results
@@ -68,7 +72,12 @@ def finish(cell: Cell, accuracies: list[float], **last: object) -> None:
     ]
     write_csv(cell.folder / "metrics.csv", rows)
     write_csv(
-        cell.folder / "clients.csv", [{"client": n, "accuracy": value} for n, value in enumerate(accuracies)]
+        cell.folder / "clients.csv",
+        [
+            {"client": n, "accuracy": value}
+            | {"accuracy_after_download": math.nan, "accuracy_after_training": value / 2 if n else math.nan}
+            for n, value in enumerate(accuracies)
+        ],
     )
 
 
@@ -193,8 +202,24 @@ def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
         bounds = [float(against_theirs[f"over_{name}_{end}"]) for end in ("low", "high")]
         assert bounds == pytest.approx([found.mean - found.half_width, found.mean + found.half_width])
     assert (against_theirs["seeds"], against_theirs["clients_and_seeds"]) == ("3", "12")
+    # ditto's and pFedMe's models come to be by training
+    assert against_theirs["moment"] == "after training"
     for row in (against_alone, hard):
         assert (row["difference"], row["over_seeds_low"], row["seeds"]) == ("", "", "0")
+
+
+def test_a_pair_is_compared_at_the_moment_that_it_names(table: Table) -> None:
+    table.compare = [replace(table.compare[0], at=at) for at in ("after_training", "after_download")]
+    text, _ = write(table)
+    trained, downloaded = read_csv(table.folder / "differences.csv")
+    # client 0 has no model after training
+    halved = [[[value / 2 for value in row[1:]] for row in of.values()] for of in ACCURACIES.values()]
+    expected = paired_difference(*halved).over_clients
+    assert (trained["moment"], trained["seeds"], trained["clients_and_seeds"]) == ("after training", "3", "9")
+    assert float(trained["over_clients_low"]) == pytest.approx(expected.mean - expected.half_width)
+    assert (downloaded["moment"], downloaded["seeds"]) == ("after download", "0")
+    assert re.search(r"ours_1 - theirs +easy +after training +\+3\.\d", text)
+    assert re.search(r"ours_1 - theirs +easy +after download +missing", text)
 
 
 def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
@@ -204,13 +229,13 @@ def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
     assert (line["seeds"], line["clients_and_seeds"]) == ("2", "8")
     of_first = [np.mean(ACCURACIES["ours_1"][seed]) - np.mean(ACCURACIES["theirs"][seed]) for seed in (0, 2)]
     assert float(line["difference"]) == pytest.approx(np.mean(of_first))
-    assert re.search(r"ours_1 - theirs +easy +\+10\.0 +± 0\.0 \* +2 ", text)
+    assert re.search(r"ours_1 - theirs +easy +after training +\+10\.0 +± 0\.0 \* +2 ", text)
     assert re.search(r"^theirs +60\.0 ± 7\.1, 1 seeds missing +-$", text, re.MULTILINE)
     (table.of(1, 0)[2].folder / "clients.csv").unlink()
     text, _ = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["seeds"], line["over_seeds_low"], line["clients_and_seeds"]) == ("1", "", "4")
-    assert re.search(r"ours_1 - theirs +easy +\+10\.0 +- +1 ", text)
+    assert re.search(r"ours_1 - theirs +easy +after training +\+10\.0 +- +1 ", text)
 
 
 def test_the_printed_table(table: Table) -> None:
@@ -269,8 +294,8 @@ def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
     table = Table(path, [], tmp_path / "out", Shrinking(rounds=3, seeds=(1,)))
     finish(table.cells[0], [0.25] * 4, round=3)
     write(table)
-    assert write_results(table)[0].name == "two-3rounds.csv"
-    line = read_csv(tmp_path / "results" / "two-3rounds.csv")[0]
+    assert write_results(table)[0].name == "two-3rounds-seeds1.csv"
+    line = read_csv(tmp_path / "results" / "two-3rounds-seeds1.csv")[0]
     shrunk = "Two & two (shrunk: at most 3 rounds instead of 8, seeds 1 of 0, 1, 2)"
     assert (line["title"], line["rounds"], line["accuracy_seed_1"]) == (shrunk, "3", "0.25")
     assert (tmp_path / "out" / "table.md").read_text().startswith(f"# {shrunk}\n\ntiny: 4 clients\n")
@@ -326,10 +351,10 @@ def test_plan_lists_cells_with_gradients_and_hours_and_writes_nothing(
     rows = [re.split(" {2,}", line) for line in lines[easy + 1 : easy + 5]]
     assert rows[0] == ["method", "cells", "finished", "gradients a cell", "ms a gradient", "hours"]
     # 28 samples are 2 mini-batches: 8 rounds of 4 clients, by 3 epochs, 10, and 2; 5 epochs of fine-tuning
-    # before each of 2 evaluations
+    # before each of 2 evaluations and the last checkpoint, for which client 0 is tuned twice
     assert [row[:4] for row in rows[1:]] == [
         ["ours_1", "3", "0", "192"],
-        ["theirs", "3", "0", "720"],
+        ["theirs", "3", "0", "770"],
         ["alone", "3", "0", "128"],
     ]
     assert len({row[4] for row in rows[1:]}) == 1
@@ -337,9 +362,21 @@ def test_plan_lists_cells_with_gradients_and_hours_and_writes_nothing(
     assert 0 < step_s < 1
     for row in rows[1:]:
         assert float(row[5]) == pytest.approx(3 * int(row[3]) * step_s / 3600, abs=0.006)
-    total = 3 * (192 + 720 + 128 + 192 + 128)
+    total = 3 * (192 + 770 + 128 + 192 + 128)
     assert f"15 cells, {total:,} gradients of mini-batches, " in " ".join(lines)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_fedmn_is_timed_with_its_own_network_in_all_its_shapes() -> None:
+    sizes = ["method.name=fedmn", "data.clients=3", "data.per_client=40", "run.device=cpu", "train.rounds=4"]
+    seconds = []
+    for more in ([], ["method.pretrain_rounds=2"], ["method.routing=open", "run.engine=batched"]):
+        config = load_config(None, [*sizes, "method.widths=[2048,1024]", *more])
+        method = make_method(config, *load_data(config))
+        seconds.append(step_seconds(config, method))
+    plain = load_config(None, [*sizes, "method.name=fedavg"])
+    # encoders, blocks and a router of 2,048 numbers in place of one network
+    assert min(seconds) > 2 * step_seconds(plain, make_method(plain, *load_data(plain)))
 
 
 def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture[str]) -> None:

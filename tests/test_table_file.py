@@ -197,12 +197,31 @@ def test_fewer_rounds_and_seeds_are_said_in_the_title_and_lie_elsewhere(folder: 
     table = Table(folder / "paper.yaml", [], None, Shrinking(rounds=25, seeds=(5,)))
     assert {(cell.seed, cell.config.train.rounds) for cell in table.cells} == {(5, 20), (5, 25)}
     assert table.title == "A paper's table (shrunk: at most 25 rounds instead of 40, seeds 5 of 3, 5)"
-    assert table.folder == Path("runs/paper-25rounds")
+    assert (table.folder, table.result_name) == (Path("runs/paper-25rounds"), "paper-25rounds-seeds5")
     assert Table(folder / "paper.yaml", [], None, Shrinking(seeds=(3, 5))).title == "A paper's table"
     untouched = Table(folder / "paper.yaml", [], folder / "out", Shrinking(rounds=40))
     assert (untouched.title, untouched.folder) == ("A paper's table", folder / "out")
+    fewer = Table(folder / "paper.yaml", [], None, Shrinking(seeds=(5,)))
+    # cells of the other seeds may come later, but their results are no results of all
+    assert (fewer.folder, fewer.result_name) == (Path("runs/paper"), "paper-seeds5")
     with pytest.raises(UserError, match="--seeds: 4 is none of the table's seeds; allowed: 3, 5"):
         Table(folder / "paper.yaml", [], None, Shrinking(seeds=(3, 4)))
+
+
+def test_the_title_says_what_the_command_line_changes_but_not_where_the_data_lie(folder: Path) -> None:
+    where = [
+        "data.source=npz",
+        "data.path=x.npz",
+        "data.layout=NHWC",
+        "data.normalise=cifar10",
+        "data.root=d",
+    ]
+    silent = [*where, "data.subset_per_class=null", "run.eval_every=2", "run.device=cpu"]
+    assert Table(folder / "paper.yaml", silent, None).title == "A paper's table"
+    changed = [*silent, "train.lr=0.1", "data.subset_per_class=50"]
+    table = Table(folder / "paper.yaml", changed, None, Shrinking(seeds=(5,)))
+    said = "(shrunk: seeds 5 of 3, 5; with train.lr=0.1, data.subset_per_class=50)"
+    assert table.title == f"A paper's table {said}"
 
 
 # Mistakes
@@ -331,6 +350,17 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "few, data: {clients: 8}, method: {hypernetwork_lr: 0.7}, train: {rounds: 40, lr: 0.1}",
         ", row 2 (fedavg), column many: nothing that changes a result tells it from row 2 (fedavg), column",
     ),
+    "two columns that differ in when they are scored and in how many train at once": (
+        "{clients: 8}, train: {rounds: 40, lr: 0.1}",
+        "{clients: 5}, run: {clients_at_once: 3, eval_every: 2}",
+        ", row 1 (ours), column many: nothing that changes a result tells it from row 1 (ours), column few",
+    ),
+    "a group that is a number": ("data: {clients: 8}", "data: 5", ", row 1 (ours), column many: data=5 "),
+    "an unknown moment of a pair": (
+        "columns: [few]",
+        "at: after_lunch",
+        ", compare 2: at='after_lunch' is not possible: Input should be 'after_download' or 'after_training'",
+    ),
     "an unknown quantity": (
         "source: table 1",
         "show: [accuracy, wurst_tenth]",
@@ -353,6 +383,16 @@ def test_a_mistake_is_told_with_its_place(folder: Path, what: str) -> None:
     assert PAPER.count(old) == 1
     (folder / "paper.yaml").write_text(PAPER.replace(old, new))
     assert refused(folder / "paper.yaml").startswith(said)
+
+
+@pytest.mark.parametrize(
+    "table",
+    ["rows: [data: 5]", "rows: [{}]\nsettings: {data: 5}", "rows: [{}]\nsweep: {key: data, values: [5]}"],
+)
+def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(f"title: t\nseeds: [0]\n{table}\n")
+    assert "data=5 " in refused(path)
 
 
 EXTENDING_MISTAKES: dict[str, tuple[str, str, str]] = {
@@ -394,5 +434,8 @@ def test_the_example_of_the_help_is_a_table(tmp_path: Path, capsys: pytest.Captu
     assert table.columns == ["many", "lr = 0.1", "lr = 0.2"]
     assert len(table.cells) == 5
     assert [(pair.rows, pair.columns) for pair in table.compare] == [
-        (("pfedla", "alone"), ["many", "lr = 0.1"])
+        (("pfedla", "alone"), ["many", "lr = 0.1"]),
+        (("pfedla", "alone"), ["many"]),
     ]
+    assert [pair.at for pair in table.compare] == [None, "after_training"]
+    assert table.tuned == ["train.lr of 0.1 and 0.2", None]

@@ -19,7 +19,7 @@ from hpcfl.errors import UserError
 from hpcfl.messages import BUFFERS, Cohort, Message, Upload, WeightedMean
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
-from hpcfl.training import BufferPolicy, TrainConfig
+from hpcfl.training import Batch, BufferPolicy, Forward, TrainConfig, cross_entropy_loss
 
 State = Tensors
 """What a server or client keeps, or a model's parts, by name."""
@@ -337,6 +337,15 @@ class Method:
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
         """Return about how many gradients of each mini-batch a client takes in a round."""
         return train.local_epochs
+
+    @classmethod
+    def finetuning_gradients(cls, params: Any) -> float:
+        """Return about how many gradients of each mini-batch an epoch of fine-tuning takes."""
+        return 1
+
+    def timed_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        """Return the loss of `theta` whose gradient `hpcfl table --plan` times; default: cross-entropy."""
+        return cross_entropy_loss(forward, tensors, batch)
 
     @property
     def epochs_a_round(self) -> float:

@@ -107,6 +107,10 @@ class FedEM(FedAvg):
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
         return train.local_epochs * params.components
 
+    @classmethod
+    def finetuning_gradients(cls, params: Any) -> float:
+        return float(params.components)
+
     def sample_shares(self, clients: Clients, theta: Tensor) -> Tensor:
         """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""
         losses = [

@@ -127,6 +127,10 @@ class FedFomo(ModelBank):
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
         return train.local_epochs * (1 - params.held_out)
 
+    @classmethod
+    def finetuning_gradients(cls, params: Any) -> float:
+        return 1 - float(params.held_out)
+
     def chosen(self, affinity: Tensor, is_known: Tensor, client: int, round: int) -> Tensor:
         """Return the ids [at most M] of known models that a client gets, from its row of the matrix [N]."""
         stream = torch_stream(self.context.seed, "fedfomo", round, client)

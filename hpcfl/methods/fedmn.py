@@ -315,6 +315,11 @@ class FedMN(Method):
         outputs = forward.call("", theta, batch.x, decision)
         return torch.nn.functional.cross_entropy(outputs, batch.y)
 
+    def timed_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        """Return the loss with all paths open and the router learning: no round takes more."""
+        paths = batch.x.new_ones(num_paths(self.params.architecture))
+        return self._loss(forward, tensors | {"decision": paths, "slope": paths}, batch)
+
     def _hand_on(self, views: Tensors) -> None:
         """Copy the first encoder's body into all others and the router's."""
         for name, tensor in views.items():

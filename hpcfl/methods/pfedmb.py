@@ -135,6 +135,11 @@ class PFedMB(Method):
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
         return train.local_epochs * (2 if params.branches > 1 and params.alpha_lr > 0 else 1)
 
+    @classmethod
+    def finetuning_gradients(cls, params: Any) -> float:
+        trains_alpha = params.finetune == "routine" and params.branches > 1 and params.alpha_lr > 0
+        return 2 if trains_alpha else 1
+
     @property
     def _alpha_moves(self) -> bool:
         return self.params.branches > 1 and self.params.alpha_lr > 0

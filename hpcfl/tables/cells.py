@@ -12,6 +12,8 @@ from hpcfl.config import RESULT_NEUTRAL, Config, flatten, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 
+_WHERE_DATA_LIE = ("data.source", "data.root", "data.path", "data.layout", "data.normalise")
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -61,15 +63,17 @@ class Table:
         self.title = outline.title
         self.shrunk = ""
         """Which options made the table shorter than its file says, for its title."""
-        self.result_name = _name(path, shrinking)
+        name = _name(path, shrinking)
+        self.result_name = name if self.seeds == outline.seeds else f"{name}-seeds{_listed(self.seeds, '-')}"
         """What files are called that hold the table's results."""
-        self.folder = out or Path("runs") / self.result_name
+        # not of its seeds, so that cells of more of them come to those that are there
+        self.folder = out or Path("runs") / name
         self.cells = self._cells(outline, overrides, shrinking)
         """All of the first seed first, column by column."""
         self._refuse_one_source_for_all(overrides)
         self._refuse_twins()
         self._refuse_unpaired()
-        self._say_shrunk(outline, shrinking)
+        self._say_changed(outline, shrinking, overrides)
 
     @property
     def tuned(self) -> list[str | None]:
@@ -122,7 +126,7 @@ class Table:
             for layer in outline.layers:
                 for more in (layer.settings, layer.columns.get(column, {}), layer.rows.get(row.label, {})):
                     tree = lay_over(tree, more)
-            self._sources.add(str((tree.get("data") or {}).get("source")))
+            self._sources.add(str(flatten(tree).get("data.source")))
             tree = lay_over(tree, overrides)
             run_group = tree.get("run")
             if isinstance(run_group, dict) and "seed" in run_group:
@@ -179,15 +183,18 @@ class Table:
                             "both rows the same data, data.seed and run.eval_split"
                         )
 
-    def _say_shrunk(self, outline: Outline, shrinking: Shrinking) -> None:
+    def _say_changed(self, outline: Outline, shrinking: Shrinking, overrides: Sequence[str]) -> None:
+        """Put into the title what the command line leaves out and changes."""
         said = []
         if shrinking.rounds is not None and shrinking.rounds < self._longest:
             said.append(f"at most {shrinking.rounds} rounds instead of {self._longest}")
         if self.seeds != outline.seeds:
             said.append(f"seeds {_listed(self.seeds)} of {_listed(outline.seeds)}")
         self.shrunk = ", ".join(said)
-        if said:
-            self.title += f" (shrunk: {self.shrunk})"
+        changes = ", ".join(word for word in overrides if not _is_of_this_machine(word))
+        notes = [f"shrunk: {self.shrunk}"] * bool(said) + [f"with {changes}"] * bool(changes)
+        if notes:
+            self.title += f" ({'; '.join(notes)})"
 
     def _of(self, cell: Cell, short: bool = False) -> str:
         """Say where a cell is, without its seed."""
@@ -210,8 +217,8 @@ def _what_changes_results(config: Config) -> str:
     keys = {key: value for key, value in flatten(config.tree()).items() if key not in RESULT_NEUTRAL}
     if config.data.source != "emnist":
         del keys["data.split"]
-    if config.run.engine == "loop":
-        del keys["run.clients_at_once"]
+    # the one changes at most the last bits, the other only which rounds the best one is chosen from
+    del keys["run.clients_at_once"], keys["run.eval_every"]
     return json.dumps(keys, sort_keys=True)
 
 
@@ -235,8 +242,14 @@ def _name(path: Path, shrinking: Shrinking) -> str:
     return path.stem if shrinking.rounds is None else f"{path.stem}-{shrinking.rounds}rounds"
 
 
-def _listed(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))
+def _is_of_this_machine(override: str) -> bool:
+    """Whether a key only says where the data lie, or how the run is carried out."""
+    key, _, _ = override.partition("=")
+    return key in _WHERE_DATA_LIE or key.startswith("run.") or override == "data.subset_per_class=null"
+
+
+def _listed(values: Sequence[object], separator: str = ", ") -> str:
+    return separator.join(map(str, values))
 
 
 def _slug(label: str) -> str:

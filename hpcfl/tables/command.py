@@ -17,7 +17,7 @@ from hpcfl.arguments import Parser, RunOptions, command_line, split_settings
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
-from hpcfl.experiment import load_data, make_method
+from hpcfl.experiment import load_data, make_method, refuse_chain
 from hpcfl.process import StopFlag
 from hpcfl.run import run
 from hpcfl.runfolder import RunFolder
@@ -40,16 +40,17 @@ def table(arguments: Sequence[str]) -> bool:
     DIR/table.md, .tex and .csv. The same command again goes on. key.sub=value counts for every cell.
 
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
-    all settings), columns or sweep, compare (pairs of rows), show (quantities), source (of published
-    numbers), size (a line on top), extends (a table file to change: its columns and rows by label).
+    them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
+    published numbers), size (a line on top), extends (a table file to change, by labels).
       columns:
         - {label: many, data: {clients: 100}}
         - {sweep: {key: train.lr, values: [0.1, 0.2]}}
       rows:
-        - {method: {name: pfedla}, published: {many: 61.4}}
+        - {method: {name: pfedla}, published: {many: 61.4}, tuned: train.lr of 0.1 and 0.2}
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
-      compare: [[pfedla, alone]]
-    A row's settings lie over its column's, and these over the common ones.
+      compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
+    A row's settings lie over its column's, these over the common ones; `tuned`: chosen on validation
+    samples; `at`: after_download or after_training (default: when each row is scored).
     """
     quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
     parser = Parser("hpcfl table", f"{inspect.cleandoc(table.__doc__ or '')}\n\n{quantities}")
@@ -80,7 +81,7 @@ def table(arguments: Sequence[str]) -> bool:
             print(agreed(world, lambda: as_text(plan(whole)) if world.is_server else ""))
             return False
         own = range(part - 1, len(whole.cells), num_parts)
-        pending = agreed(world, lambda: _pending(whole, own, options.fresh) if world.is_server else [])
+        pending = agreed(world, lambda: _pending(whole, own, options.fresh, world) if world.is_server else [])
         pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
 
         say(f"{len(own) - len(pending)} of {len(own)} cells are finished, in {whole.folder}")
@@ -142,7 +143,7 @@ def _must_stop(world: World, stop: StopFlag) -> bool:
     return world.maximum(int(wanted)) == 1
 
 
-def _pending(whole: Table, own: range, fresh: bool) -> list[tuple[int, bool]]:
+def _pending(whole: Table, own: range, fresh: bool, world: World) -> list[tuple[int, bool]]:
     """Return the numbers of the cells to run, and whether each starts over; UserError for what cannot be."""
     pending = []
     for number, cell in enumerate(whole.cells):
@@ -159,11 +160,11 @@ def _pending(whole: Table, own: range, fresh: bool) -> list[tuple[int, bool]]:
             starts_over = True
         if number in own:
             pending.append((number, starts_over))
-    _refuse_impossible([whole.cells[number] for number, _ in pending])
+    _refuse_impossible([whole.cells[number] for number, _ in pending], world)
     return pending
 
 
-def _refuse_impossible(cells: Sequence[Cell]) -> None:
+def _refuse_impossible(cells: Sequence[Cell], world: World) -> None:
     """Make the method of each row and column once, or the last one's mistake would be told after hours."""
     data: Any = None
     dealt: tuple[Arrays, list[ClientIndices]]
@@ -175,7 +176,7 @@ def _refuse_impossible(cells: Sequence[Cell]) -> None:
             of_cell = (cell.config.tree()["data"], cell.config.data_seed)
             if of_cell != data:
                 data, dealt = of_cell, load_data(cell.config)
-            make_method(cell.config, *dealt)
+            refuse_chain(make_method(cell.config, *dealt), world.num_workers)
         except UserError as error:
             raise UserError(f"{cell.place}: {error}") from error
 

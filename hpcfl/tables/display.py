@@ -76,6 +76,7 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     rows = []
     for difference in compared:
         line = [f"{difference.rows[0]} - {difference.rows[1]}", *([difference.column] if has_columns else [])]
+        line.append(difference.moment)
         paired = difference.paired
         if paired is None:
             rows.append([*line, MISSING, "", "0", "", ""])
@@ -91,11 +92,11 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
                 str(paired.over_clients.count),
             ]
         )
-    header = ["rows", *(["column"] if has_columns else []), "difference, points", "95 % over seeds", "seeds"]
+    header = ["rows", *(["column"] if has_columns else []), "scored", "difference, points", "95 % over seeds"]
     return Grid(
         "paired differences client by client, * where the 95 % interval excludes 0; conclude from that over "
         "seeds, whose unit is a whole run; that over clients holds for these runs only",
-        [*header, "95 % over clients and seeds", "pairs"],
+        [*header, "seeds", "95 % over clients and seeds", "pairs"],
         rows,
     )
 

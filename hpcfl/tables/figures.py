@@ -6,6 +6,7 @@ import csv
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isnan
 from pathlib import Path
 
 from hpcfl.config import Config
@@ -14,6 +15,7 @@ from hpcfl.methods import METHODS
 from hpcfl.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import Row
+from hpcfl.tables.schema import Moment
 from hpcfl.tables.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 
 ACCURACIES = (
@@ -96,8 +98,10 @@ class Difference:
 
     rows: tuple[str, str]
     column: str
+    moment: str
+    """When the models of both rows are scored, or of the first and of the second."""
     seeds: list[int]
-    """Seeds that both rows have finished."""
+    """Seeds that both rows have finished, with a client whose models both exist at the moment."""
     paired: PairedDifference | None
     """None without a seed."""
 
@@ -108,12 +112,28 @@ def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
     made = []
     for pair in table.compare:
         for column in pair.columns:
-            first, second = (by_place[label, column].of_clients for label in pair.rows)
-            seeds = [seed for seed in table.seeds if seed in first and seed in second]
-            accuracies = ([of_row[seed] for seed in seeds] for of_row in (first, second))
+            compared = [by_place[label, column] for label in pair.rows]
+            first, second = (_at_moment(table, entry, pair.at) for entry in compared)
+            known_pairs = {}
+            for seed in table.seeds:
+                if seed in first and seed in second:
+                    both = zip(first[seed], second[seed], strict=True)
+                    known_pairs[seed] = [one for one in both if not any(map(isnan, one))]
+            seeds = [seed for seed, pairs in known_pairs.items() if pairs]
+            accuracies = ([[one[row] for one in known_pairs[seed]] for seed in seeds] for row in (0, 1))
             paired = paired_difference(*accuracies) if seeds else None
-            made.append(Difference(pair.rows, column, seeds, paired))
+            moments = [pair.at.replace("_", " ")] if pair.at else [entry.scored for entry in compared]
+            moment = ", ".join(dict.fromkeys(moments))
+            made.append(Difference(pair.rows, column, moment, seeds, paired))
     return made
+
+
+def _at_moment(table: Table, entry: Entry, moment: Moment | None) -> dict[int, list[float]]:
+    """Return the accuracy of each client by finished seed; nan where it has no model at the moment."""
+    if moment is None:
+        return entry.of_clients
+    cells = table.of(table.labels.index(entry.row.label), table.columns.index(entry.column))
+    return {cell.seed: client_accuracies(cell, moment) for cell in cells if cell.seed in entry.of_clients}
 
 
 def is_finished(cell: Cell) -> bool:
@@ -157,9 +177,10 @@ def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
     return figures
 
 
-def client_accuracies(cell: Cell) -> list[float]:
-    """Return the accuracy of each client at the end of a finished cell."""
-    return [float(line["accuracy"]) for line in read_csv(cell.folder / "clients.csv")]
+def client_accuracies(cell: Cell, moment: Moment | None = None) -> list[float]:
+    """Return the accuracy of each client at the end of a finished cell; default: when the run scores it."""
+    column = "accuracy" if moment is None else f"accuracy_{moment}"
+    return [float(line[column]) for line in read_csv(cell.folder / "clients.csv")]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
 from hpcfl.errors import UserError
 from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
-from hpcfl.tables.schema import ColumnEntry, RowEntry, TableEntry, mistake, place_of
+from hpcfl.tables.schema import ColumnEntry, Moment, RowEntry, TableEntry, mistake, place_of
 
 ONLY = ""
 """Label of the column of a table that names none."""
@@ -38,6 +38,8 @@ class Pair:
 
     rows: tuple[str, str]
     columns: list[str]
+    at: Moment | None = None
+    """When both are scored; None: each at its own moment."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +265,7 @@ class _Reader:
                     raise UserError(f"{place}: {_unknown('rows', label, by_label)}")
             if entry.rows[0] == entry.rows[1]:
                 raise UserError(f"{place}: a row differs from itself by nothing; name two")
-            pair = Pair((entry.rows[0], entry.rows[1]), list(entry.columns or columns))
+            pair = Pair((entry.rows[0], entry.rows[1]), list(entry.columns or columns), entry.at)
             both = _with_both(pair, columns, by_label)
             for name in entry.columns or ():
                 if name not in columns:

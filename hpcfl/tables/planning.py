@@ -21,7 +21,7 @@ from hpcfl.methods.base import Method
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.figures import is_finished
-from hpcfl.training import Batch, BatchedEngine, Engine, LoopEngine, cross_entropy_loss, minibatches
+from hpcfl.training import Batch, BatchedEngine, Engine, LoopEngine, minibatches
 from hpcfl.world import World
 
 TIMED_STEPS, TIMED_S = 10, 2.0
@@ -37,7 +37,7 @@ class PlannedRun:
     cells: int
     finished: int
     gradients: float
-    """Of mini-batches, in one cell: training, and fine-tuning before evaluations."""
+    """Of mini-batches, in one cell: training, and fine-tuning before evaluations and the last checkpoint."""
     step_s: float
     """Seconds of one gradient of the network and the update with it, on this machine."""
 
@@ -77,7 +77,8 @@ def plan(table: Table) -> Document:
         *([table.size] if table.size else []),
         f"{len(table.cells)} cells, {total:,.0f} gradients of mini-batches, {hours:.1f} hours of one process "
         f"on this machine, {left:.1f} hours for what is not finished. Gradients are those of training and of "
-        "fine-tuning before evaluations; hours are these times a gradient of the network timed here, without "
+        "fine-tuning before evaluations and the last checkpoint; hours are these times a gradient of the "
+        "network timed here (fedmn: of its modular one, all paths open and pretraining included), without "
         "evaluation, server and messages, and whatever a method computes beside the network.",
     ]
     return Document(table.title, notes, grids)
@@ -114,34 +115,35 @@ def gradients(config: Config, method: Method) -> float:
     num_samples = method.context.num_samples.tolist()
     batches = [len(minibatches(count, train.batch_size, train.last_batch)) for count in num_samples]
     turns = train.rounds * train.cohort_size(len(num_samples))
-    evaluations = math.ceil(train.rounds / run.eval_every)
-    finetuning = evaluations * len(num_samples) * train.finetune_epochs
+    # the last checkpoint's models are tuned once more, client 0's twice: its shapes are needed first
+    tuned = (math.ceil(train.rounds / run.eval_every) + 1) * len(num_samples) + 1
+    finetuning = tuned * train.finetune_epochs * method.finetuning_gradients(method.params)
     return float(np.mean(batches)) * (turns * method.epochs_a_round + finetuning)
 
 
 def step_seconds(config: Config, method: Method) -> float:
-    """Return the seconds of one client's gradient and update of the network, on random images.
+    """Return the seconds of one client's gradient and update of the method's network, on random images.
 
     That is the fastest of a few steps, as whatever else the machine does only slows them.
     """
     torch.set_num_threads(config.run.threads)
     device = World().device(config.run.device)
     context, size = method.context, config.train.batch_size
-    network = copy.deepcopy(context.network).to(device)
-    engine: Engine = LoopEngine(network, context.layout)
+    network = copy.deepcopy(method.network).to(device)
+    engine: Engine = LoopEngine(network, method.layout)
     if is_batched(config, device):
-        engine = BatchedEngine(network, context.layout, config.run.clients_at_once)
+        engine = BatchedEngine(network, method.layout, config.run.clients_at_once)
     count = min(engine.clients_at_once, context.num_clients)
     stream = torch.Generator().manual_seed(0)
-    theta = context.initial_parameters(range(count)).to(device)
-    buffers = context.layout.flatten(context.network)[1].expand(count, -1).clone().to(device)
+    initial = method.layout.flatten(method.network)
+    theta, buffers = (numbers.expand(count, -1).clone().to(device) for numbers in initial)
     x = torch.randn(count, size, *context.image_shape, generator=stream).to(device)
     y = torch.randint(context.num_classes, (count, size), generator=stream).to(device)
     batch = Batch(slice(None), x, y, torch.zeros(count, size, dtype=torch.int64, device=device))
     times: list[float] = []
     while len(times) < 4 or (len(times) <= TIMED_STEPS and sum(times) < TIMED_S):
         began_s = time.perf_counter()
-        slope, _ = engine.gradient(cross_entropy_loss, {"theta": theta}, buffers, batch)
+        slope, _ = engine.gradient(method.timed_loss, {"theta": theta}, buffers, batch)
         theta = theta.add(slope["theta"], alpha=-config.train.lr * 1e-3)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -155,4 +157,5 @@ def _timing_key(config: Config, method: Method) -> tuple[object, ...]:
     device = World().device(run.device)
     engine = run.clients_at_once if is_batched(config, device) else 0
     network = (config.model, config.model_options.model_dump_json(), context.image_shape, context.num_classes)
-    return (*network, config.train.batch_size, str(device), engine, run.threads)
+    own = "" if method.network is context.network else f"{config.method} {method.params.model_dump_json()}"
+    return (*network, own, config.train.batch_size, str(device), engine, run.threads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,9 @@ def _one_line(text: str) -> str:
 
 
 Line = Annotated[StrictStr, AfterValidator(_one_line)]
+
+
+Moment = Literal["after_download", "after_training"]
 
 
 def _is_percent(value: object) -> bool:
@@ -110,6 +113,8 @@ class ComparisonEntry(_Entry):
     rows: list[Line] = Field(min_length=2, max_length=2)
     columns: list[Line] | None = None
     """Default: all in which both rows have a cell."""
+    at: Moment | None = None
+    """When both rows' models are scored; default: each row's own moment."""
 
 
 def _as_comparison(value: Any) -> Any:

@@ -50,6 +50,7 @@ DIFFERENCE_COLUMNS = (
     "first",
     "second",
     "column",
+    "moment",
     "difference",
     "over_seeds_low",
     "over_seeds_high",
@@ -157,7 +158,7 @@ def _line(entry: Entry) -> dict[str, Any]:
 def _difference_line(difference: Difference) -> dict[str, Any]:
     """Return a line of differences.csv; a bound is empty where there is no interval."""
     line: dict[str, Any] = dict(zip(("first", "second"), difference.rows, strict=True))
-    line |= {"column": difference.column, "seeds": len(difference.seeds)}
+    line |= {"column": difference.column, "moment": difference.moment, "seeds": len(difference.seeds)}
     if difference.paired is None:
         return line
     for name in ("over_seeds", "over_clients"):
