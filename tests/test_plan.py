@@ -10,9 +10,11 @@ import torch
 from conftest import in_mpi_world
 
 from hpcfl.config import load_config
+from hpcfl.experiment import load_data, make_method
 from hpcfl.main import FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
+from hpcfl.tables.planning import step_seconds
 from hpcfl.training import TrainConfig
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
@@ -140,3 +142,15 @@ def test_with_a_thousand_clients_the_hypernetworks_outweigh_the_models() -> None
     assert memory["theta"] == 4 * 1000 * DIGITS_CNN
     assert memory["hypernetworks"] == 4 * 1000 * hypernetwork_numbers(1000, 4)
     assert memory["hypernetworks"] > 30 * memory["theta"]
+
+
+def test_fedmn_is_timed_with_its_own_network_in_all_its_shapes() -> None:
+    sizes = ["method.name=fedmn", "data.clients=3", "data.per_client=40", "run.device=cpu", "train.rounds=4"]
+    seconds = []
+    for more in ([], ["method.pretrain_rounds=2"], ["method.routing=open", "run.engine=batched"]):
+        config = load_config(None, [*sizes, "method.widths=[2048,1024]", *more])
+        method = make_method(config, *load_data(config))
+        seconds.append(step_seconds(config, method))
+    plain = load_config(None, [*sizes, "method.name=fedavg"])
+    # encoders, blocks and a router of 2,048 numbers in place of one network
+    assert min(seconds) > 2 * step_seconds(plain, make_method(plain, *load_data(plain)))

@@ -83,6 +83,11 @@ def table(folder: Path, *words: str) -> int:
     return main(["table", *words, "--out", str(folder)])
 
 
+def changed(words: list[str]) -> str:
+    """Return what the title says of `words`: nothing of the file, where the data lie, and the device."""
+    return f"with {', '.join(words[4:-1])}"
+
+
 def figures(folder: Path) -> list[dict[str, str]]:
     """Return the rows of table.csv."""
     with (folder / "table.csv").open(newline="") as lines:
@@ -174,7 +179,7 @@ def test_the_table_is_made_of_the_files(
     assert table(copied, *words) == FINISHED
     markdown = (copied / "table.md").read_text()
     title, _, setting, _, header, rule, first, second = markdown.splitlines()
-    assert title == "# Two methods on digits"
+    assert title == f"# Two methods on digits ({changed(words)})"
     assert setting.startswith(
         "Seeds 0, 1; rounds 3; clients 7; accuracy on the test split after the last round"
     )
@@ -292,7 +297,7 @@ def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
         "cell 5/6: fedavg, A half! seed 1",
         "cell 6/6: local, A half! seed 1",
     ]
-    assert "# Two columns (shrunk: at most 2 rounds instead of 3)\n" in out
+    assert f"# Two columns (shrunk: at most 2 rounds instead of 3; {changed(words)})\n" in out
     alone = [*words[1:], *FEDAVG, "train.participation=0.5", "train.rounds=2", "run.seed=1"]
     assert run_here(tmp_path / "alone", alone) == FINISHED
     assert not differing(tmp_path / "alone", tmp_path / "out" / "a-half" / "fedavg-s1")
@@ -319,7 +324,8 @@ def test_the_same_command_again_does_nothing(
     assert table(copied, *words) == FINISHED
     assert files(copied) == before
     out = capsys.readouterr().out
-    assert out.startswith(f"4 of 4 cells are finished, in {copied}\n\n# Two methods on digits\n\nSeeds 0, 1;")
+    title = f"# Two methods on digits ({changed(words)})"
+    assert out.startswith(f"4 of 4 cells are finished, in {copied}\n\n{title}\n\nSeeds 0, 1;")
     assert "cell 1/4" not in out
     assert "missing" not in out
 
@@ -594,7 +600,9 @@ def test_three_ranks_make_the_same_table(
     command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--out", tmp_path / "out"]
     done = mpirun(3, *command)
     assert done.stderr == ""
-    assert [line for line in done.stdout.splitlines() if line.startswith("# ")] == ["# Two methods on digits"]
+    assert [line for line in done.stdout.splitlines() if line.startswith("# ")] == [
+        f"# Two methods on digits ({changed(words)})"
+    ]
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]

@@ -14,13 +14,10 @@ import pytest
 import scipy.stats
 from conftest import in_mpi_world
 
-from hpcfl.config import load_config
-from hpcfl.experiment import load_data, make_method
 from hpcfl.ledger import METRICS
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
-from hpcfl.tables.planning import step_seconds
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.tables.writing import MOST_CLIENT_LINES, write, write_results
@@ -365,18 +362,6 @@ def test_plan_lists_cells_with_gradients_and_hours_and_writes_nothing(
     total = 3 * (192 + 770 + 128 + 192 + 128)
     assert f"15 cells, {total:,} gradients of mini-batches, " in " ".join(lines)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_fedmn_is_timed_with_its_own_network_in_all_its_shapes() -> None:
-    sizes = ["method.name=fedmn", "data.clients=3", "data.per_client=40", "run.device=cpu", "train.rounds=4"]
-    seconds = []
-    for more in ([], ["method.pretrain_rounds=2"], ["method.routing=open", "run.engine=batched"]):
-        config = load_config(None, [*sizes, "method.widths=[2048,1024]", *more])
-        method = make_method(config, *load_data(config))
-        seconds.append(step_seconds(config, method))
-    plain = load_config(None, [*sizes, "method.name=fedavg"])
-    # encoders, blocks and a router of 2,048 numbers in place of one network
-    assert min(seconds) > 2 * step_seconds(plain, make_method(plain, *load_data(plain)))
 
 
 def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture[str]) -> None:
