@@ -183,7 +183,7 @@ class Simulation:
             losses.append((clients.loss_sum / clients.steps.clamp(min=1)).cpu())
             began_s = time.monotonic()
             model = self.method.after_training(clients, mine, up) if is_evaluated else {}
-            scores.append(self._accuracies(clients, model))
+            scores.append(self._scores(clients, model)[:, 0])
             scoring_s += time.monotonic() - began_s
             # brought to the CPU group by group, so that a GPU never holds a whole cohort's
             uploads.append(_stack([up]))
@@ -226,20 +226,15 @@ class Simulation:
     def _figures(self, clients: Clients, down: Message) -> Tensor:
         """Return accuracy and mean loss of a group's evaluated models, and accuracy after download [C, 3]."""
         is_scored = self.method.scored_moment == "download" and not self.config.train.finetune_epochs
-        after_download = torch.empty(0)
-        if not is_scored:
-            model = self.method.after_download(clients, down)
-            after_download = self._accuracies(clients, model)
-        model = self.method.evaluated(clients, down)
-        scores = torch.cat([self._score(clients, model, position) for position in range(len(clients))])
-        return torch.cat([scores, (scores[:, 0] if is_scored else after_download).unsqueeze(1)], dim=1)
+        before = None if is_scored else self._scores(clients, self.method.after_download(clients, down))
+        scores = self._scores(clients, self.method.evaluated(clients, down))
+        return torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1)
 
-    def _accuracies(self, clients: Clients, model: State) -> Tensor:
-        """Return the accuracy of each client's model as float64 [C]; nan where there is none."""
+    def _scores(self, clients: Clients, model: State) -> Tensor:
+        """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where there is none."""
         if not model:
-            return torch.full((len(clients),), torch.nan, dtype=torch.float64)
-        rows = [self._score(clients, model, position)[:, 0] for position in range(len(clients))]
-        return torch.cat(rows)
+            return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
+        return torch.cat([self._score(clients, model, position) for position in range(len(clients))])
 
     def _sampled(self, done: int) -> set[int]:
         """Return the clients that were sampled at least once in `done` rounds."""
@@ -308,10 +303,11 @@ class Simulation:
         if checkpoint is not None:
             self.server = checkpoint.server
             self.ledger.restore(checkpoint.ledger, checkpoint.history)
+            ledgers = self.ledger.history()
             self._history = {
                 name: [torch.from_numpy(row) for row in rows]
                 for name, rows in checkpoint.history.items()
-                if name not in self.ledger.history()
+                if name not in ledgers
             }
             self._forget_off_schedule(done)
             self._wall_before_s = self.ledger.wall_s

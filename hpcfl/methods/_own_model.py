@@ -28,9 +28,6 @@ class OwnModel(Method):
     def personalised(self, clients: Clients, down: Message) -> State:
         return {"theta": clients["theta"]}
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        return {"theta": clients["theta"]}
-
 
 class OwnBesideGlobal(OwnModel, FedAvg):
     """Own models beside a global one `theta` of the server, which is what a download brings."""

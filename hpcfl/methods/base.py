@@ -211,9 +211,11 @@ class Method:
     def trained(self, clients: Clients, down: Message, up: Message) -> State:
         """Return the models of a group right after `train`, which returned `up`; {} where there are none.
 
-        Default: the upload's `theta`; a method that uploads anything but the trained model, such as a
-        difference, overrides this.
+        Default: the evaluated models, if they come to be at this moment, else the upload's `theta`; a method
+        that uploads anything but the trained model, such as a difference, overrides this.
         """
+        if self.scored_moment == "training":
+            return self.personalised(clients, down)
         return {"theta": up.rows["theta"]} if "theta" in up.rows else {}
 
     def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:

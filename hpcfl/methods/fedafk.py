@@ -149,9 +149,6 @@ class FedAFK(Method):
         arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
         return {"theta": arrived}
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        return {"theta": clients["theta"]}
-
     def client_history(self, clients: Clients) -> State:
         return {"coefficient": clients["coefficient"]}
 

@@ -66,6 +66,11 @@ class PFedMBParams(Params):
     finetune: Literal["routine", "weights"] = "routine"
     """What fine-tuning before an evaluation does: alpha, then weights; or weights only."""
 
+    @property
+    def alpha_moves(self) -> bool:
+        """Whether there is an alpha to train."""
+        return self.branches > 1 and self.alpha_lr > 0
+
 
 class PFedMB(Method):
     name = "pfedmb"
@@ -133,16 +138,11 @@ class PFedMB(Method):
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * (2 if params.branches > 1 and params.alpha_lr > 0 else 1)
+        return train.local_epochs * (2 if params.alpha_moves else 1)
 
     @classmethod
     def finetuning_gradients(cls, params: Any) -> float:
-        trains_alpha = params.finetune == "routine" and params.branches > 1 and params.alpha_lr > 0
-        return 2 if trains_alpha else 1
-
-    @property
-    def _alpha_moves(self) -> bool:
-        return self.params.branches > 1 and self.params.alpha_lr > 0
+        return 2 if params.finetune == "routine" and params.alpha_moves else 1
 
     def alpha(self, kept: Tensor) -> Tensor:
         """Return alpha [C, L, B] from what clients keep: rows for branched layers, or one for all of them."""
@@ -209,7 +209,7 @@ class PFedMB(Method):
     ) -> tuple[Tensor, Tensor]:
         """Train alpha, then the branches [C, B, P] (Algorithm 1); return branches and what clients keep."""
         kept = clients[self.kept]
-        if trains_alpha and self._alpha_moves:
+        if trains_alpha and self.params.alpha_moves:
             kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
         alpha = self.alpha(kept)
         share = alpha
