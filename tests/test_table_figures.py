@@ -227,7 +227,7 @@ def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
     of_first = [np.mean(ACCURACIES["ours_1"][seed]) - np.mean(ACCURACIES["theirs"][seed]) for seed in (0, 2)]
     assert float(line["difference"]) == pytest.approx(np.mean(of_first))
     assert re.search(r"ours_1 - theirs +easy +after training +\+10\.0 +± 0\.0 \* +2 ", text)
-    assert re.search(r"^theirs +60\.0 ± 7\.1, 1 seeds missing +-$", text, re.MULTILINE)
+    assert re.search(r"^theirs +60\.0 ± 7\.1, 1 seed missing +-$", text, re.MULTILINE)
     (table.of(1, 0)[2].folder / "clients.csv").unlink()
     text, _ = write(table)
     line = read_csv(table.folder / "differences.csv")[0]

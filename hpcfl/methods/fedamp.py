@@ -30,9 +30,8 @@ from hpcfl.errors import UserError
 from hpcfl.messages import Cohort, Message
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State, pull_towards
+from hpcfl.parameters import COLUMNS_AT_ONCE
 
-PIECE = 4096
-"""Columns of all models that a product reads at once."""
 LONGEST = 1e18
 """Length of a model from which on squared distances have no number in float32."""
 
@@ -126,7 +125,7 @@ def _squared_distances(models: Tensor, rows: Sequence[int], is_known: Tensor) ->
     """
     products = torch.zeros(len(rows), len(models), dtype=torch.float64)
     squares, pairs, spread = products.new_zeros(len(models)), int(is_known.sum()) - 1, 0.0
-    for part in models.split(PIECE, dim=1):
+    for part in models.split(COLUMNS_AT_ONCE, dim=1):
         apart = part.double() - part[0].double()
         products.addmm_(apart[rows], apart.T)
         squares += apart.square().sum(dim=1)
@@ -141,7 +140,7 @@ def _squared_distances(models: Tensor, rows: Sequence[int], is_known: Tensor) ->
 def _cosines(models: Tensor, rows: Sequence[int]) -> Tensor:
     """Return the cosine similarity [S, n] of some rows with all models [n, P]."""
     products = torch.zeros(len(rows), len(models), dtype=torch.float64)
-    for part in models.split(PIECE, dim=1):
+    for part in models.split(COLUMNS_AT_ONCE, dim=1):
         products.addmm_(part[rows].double(), part.T.double())
     lengths = models.norm(dim=1).double().clamp(min=1e-8)
     return products / (lengths[rows].unsqueeze(1) * lengths)

@@ -41,14 +41,12 @@ from hpcfl.errors import UserError
 from hpcfl.messages import BUFFERS, Cohort, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
-from hpcfl.parameters import Granularity
+from hpcfl.parameters import COLUMNS_AT_ONCE, Granularity
 
 HYPERNETWORKS = "hypernetworks/"
 OPTIMISER = "optimiser/"
 LARGEST_UPDATE = OPTIMISER + "largest_update"
 STEP_SIZES = {"scaled": 1.0, "adam": 1e-3, "sgd": 5e-3}
-PIECE = 4096
-"""Columns of all models that a product reads at once."""
 HISTORY_LIMIT = 10_000
 """Above this many weights N*L*N, history keeps only the weight that each client gives itself: 2,500
 evaluations of the whole stay below 100 MB."""
@@ -228,8 +226,8 @@ class PFedLA(Method):
     def _pieces(self) -> Iterator[tuple[int, slice]]:
         """Yield (layer number, columns), in pieces that stay in a processor's cache for all N models."""
         for number, layer in enumerate(self.layers):
-            for start in range(layer.start, layer.stop, PIECE):
-                yield number, slice(start, min(start + PIECE, layer.stop))
+            for start in range(layer.start, layer.stop, COLUMNS_AT_ONCE):
+                yield number, slice(start, min(start + COLUMNS_AT_ONCE, layer.stop))
 
     def _normalise(self, outputs: Tensor, clients: Sequence[int]) -> Tensor:
         if self.params.weights == "softmax":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -87,6 +88,11 @@ class Table:
     def of(self, row: int, column: int) -> list[Cell]:
         """Return the cells of a row and a column, one a seed; none where the row has none there."""
         return [cell for cell in self.cells if (cell.row, cell.column) == (row, column)]
+
+    def firsts(self) -> list[Cell]:
+        """Return the first seed's cells, column by column."""
+        places = itertools.product(range(len(self.columns)), range(len(self.rows)))
+        return [cells[0] for column, row in places if (cells := self.of(row, column))]
 
     def name(self, cell: Cell) -> str:
         """Return what a cell is called: its row and column."""

@@ -11,20 +11,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from hpcfl.arguments import Parser, RunOptions, command_line, split_settings
-from hpcfl.data.partitions import ClientIndices
-from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
-from hpcfl.experiment import load_data, make_method, refuse_chain
 from hpcfl.process import StopFlag
 from hpcfl.run import run
 from hpcfl.runfolder import RunFolder
-from hpcfl.tables.cells import Cell, Shrinking, Table
+from hpcfl.tables.cells import Shrinking, Table
 from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
-from hpcfl.tables.planning import plan
+from hpcfl.tables.planning import methods_of, plan
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.writing import write, write_results
 from hpcfl.world import World, agreed, open_world
@@ -160,25 +156,12 @@ def _pending(whole: Table, own: range, fresh: bool, world: World) -> list[tuple[
             starts_over = True
         if number in own:
             pending.append((number, starts_over))
-    _refuse_impossible([whole.cells[number] for number, _ in pending], world)
+    unfinished = {(whole.cells[number].row, whole.cells[number].column) for number, _ in pending}
+    firsts = [cell for cell in whole.firsts() if (cell.row, cell.column) in unfinished]
+    # each method is made once before the first cell runs: a mistake in the last is told now, not after hours
+    for _ in methods_of(firsts, world.num_workers):
+        pass
     return pending
-
-
-def _refuse_impossible(cells: Sequence[Cell], world: World) -> None:
-    """Make the method of each row and column once, or the last one's mistake would be told after hours."""
-    data: Any = None
-    dealt: tuple[Arrays, list[ClientIndices]]
-    firsts: dict[tuple[int, int], Cell] = {}
-    for cell in cells:
-        firsts.setdefault((cell.row, cell.column), cell)
-    for cell in firsts.values():
-        try:
-            of_cell = (cell.config.tree()["data"], cell.config.data_seed)
-            if of_cell != data:
-                data, dealt = of_cell, load_data(cell.config)
-            refuse_chain(make_method(cell.config, *dealt), world.num_workers)
-        except UserError as error:
-            raise UserError(f"{cell.place}: {error}") from error
 
 
 def _part(text: str | None) -> tuple[int, int]:

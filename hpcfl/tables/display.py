@@ -40,7 +40,7 @@ def _overview(table: Table, known: Sequence[Entry]) -> Grid:
             entry = by_place.get((label, column))
             text = NO_CELL if entry is None else _shown(first.show, entry, first.of_runs)
             if entry is not None and entry.figures and entry.missing:
-                text += f", {entry.missing} seeds missing"
+                text += f", {entry.missing} seed{'s' if entry.missing > 1 else ''} missing"
             if entry is not None and entry.published is not None:
                 text += f" ({entry.published:.2f})"
             line.append(text)

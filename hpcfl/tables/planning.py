@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
-from hpcfl.experiment import is_batched, load_data, make_method
+from hpcfl.experiment import is_batched, load_data, make_method, refuse_chain
 from hpcfl.methods.base import Method
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.document import Document, Grid
@@ -86,27 +86,33 @@ def plan(table: Table) -> Document:
 
 def planned_runs(table: Table) -> Iterator[PlannedRun]:
     """Yield the runs of a table, column by column; UserError for data or methods that cannot be."""
+    seconds: dict[tuple[object, ...], float] = {}
+    for cell, method in methods_of(table.firsts(), num_workers=1):
+        config, cells = cell.config, table.of(cell.row, cell.column)
+        key = _timing_key(config, method)
+        if key not in seconds:
+            seconds[key] = step_seconds(config, method)
+        finished = sum(map(is_finished, cells))
+        yield PlannedRun(cell, len(cells), finished, gradients(config, method), seconds[key])
+
+
+def methods_of(cells: Iterable[Cell], num_workers: int) -> Iterator[tuple[Cell, Method]]:
+    """Yield cells and their methods; UserError, with the cell's place, for what cannot be run.
+
+    Data are loaded once for cells in a row that share them.
+    """
     data: Any = None
     dealt: tuple[Arrays, list[ClientIndices]]
-    seconds: dict[tuple[object, ...], float] = {}
-    for column in range(len(table.columns)):
-        for row in range(len(table.rows)):
-            cells = table.of(row, column)
-            if not cells:
-                continue
-            config = cells[0].config
-            try:
-                of_cell = (config.tree()["data"], config.data_seed)
-                if of_cell != data:
-                    data, dealt = of_cell, load_data(config)
-                method = make_method(config, *dealt)
-            except UserError as error:
-                raise UserError(f"{cells[0].place}: {error}") from error
-            key = _timing_key(config, method)
-            if key not in seconds:
-                seconds[key] = step_seconds(config, method)
-            finished = sum(map(is_finished, cells))
-            yield PlannedRun(cells[0], len(cells), finished, gradients(config, method), seconds[key])
+    for cell in cells:
+        try:
+            of_cell = (cell.config.tree()["data"], cell.config.data_seed)
+            if of_cell != data:
+                data, dealt = of_cell, load_data(cell.config)
+            method = make_method(cell.config, *dealt)
+            refuse_chain(method, num_workers)
+        except UserError as error:
+            raise UserError(f"{cell.place}: {error}") from error
+        yield cell, method
 
 
 def gradients(config: Config, method: Method) -> float:
