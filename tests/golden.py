@@ -1,0 +1,179 @@
+"""Golden numbers: what tiny runs of every method, partitions and networks gave when they were last looked at.
+
+    python tests/golden.py write                 makes golden.json anew (a change of numbers says why)
+    python tests/golden.py compare A [B]         names what differs between two commits, to the bit, on this
+                                                 machine; without B: between A and this checkout
+
+A number in golden.json holds on every machine, within the tolerances of test_golden.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bits import MEETS_ALL_SOON, VARIANTS, contents, method_settings, run_here, tiny_settings, write_digits
+
+from hpcfl.data.partitions import PARTITIONS, class_table, partition
+from hpcfl.methods import METHODS
+from hpcfl.models import MODELS, build_network
+
+HERE = Path(__file__).resolve().parent
+FILE = HERE / "golden.json"
+
+CASES = [*METHODS, *VARIANTS]
+NUMBERS = ("accuracy_mean", "loss_mean", "train_loss_mean")
+COUNTS = ("bytes_down", "bytes_up")
+
+LABELS = np.repeat(np.arange(10), 40)
+"""The classes that partitions deal: 40 samples of each of ten."""
+PARTITION_OPTIONS: dict[str, dict[str, Any]] = {"pachinko": {"coarse_classes": 5}}
+
+SHAPES = {"digits_cnn": (1, 8, 8), "mlp": (1, 8, 8)}
+"""Images that a network is built for, where they are not those of CIFAR-10."""
+
+
+def run_case(case: str, digits: Path, folder: Path) -> None:
+    """Run a method for three rounds, four of seven clients in each, and evaluate after every round."""
+    settings = [*tiny_settings(digits), *MEETS_ALL_SOON, *method_settings(case)]
+    assert run_here(folder, [*settings, "train.participation=0.6", "train.rounds=3", "run.eval_every=1"]) == 0
+
+
+def numbers_of(folder: Path) -> dict[str, list[float]]:
+    """Return a run's loss, accuracy and bytes after each round."""
+    with (folder / "metrics.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    found: dict[str, list[float]] = {
+        name: [float(f"{float(row[name]):.6g}") for row in rows] for name in NUMBERS
+    }
+    return found | {name: [int(row[name]) for row in rows] for name in COUNTS}
+
+
+def class_counts(name: str) -> list[list[int]]:
+    """Return how many samples of each class a partition deals to each of four clients."""
+    owner = np.arange(len(LABELS)) % 4 if name == "given" else None
+    parts = partition(
+        name,
+        LABELS,
+        10,
+        num_clients=4,
+        per_client=None,
+        test_fraction=0.25,
+        val_fraction=0.0,
+        seed=1,
+        options=PARTITION_OPTIONS.get(name, {}),
+        owner=owner,
+        is_test=None,
+    )
+    counts: list[list[int]] = class_table(LABELS, parts, 10).tolist()
+    return counts
+
+
+def first_logits(name: str) -> list[float]:
+    """Return what a freshly drawn network says of one image whose numbers rise from -1 to 1."""
+    shape = SHAPES.get(name, (3, 32, 32))
+    network = build_network(name, shape, 10, MODELS[name].options.model_validate({}), 0, -1).eval()
+    image = torch.linspace(-1, 1, int(np.prod(shape))).view(1, *shape)
+    with torch.no_grad():
+        return [float(f"{logit:.6g}") for logit in network(image)[0].tolist()]
+
+
+def write() -> None:
+    """Write golden.json."""
+    with tempfile.TemporaryDirectory() as temporary:
+        base = Path(temporary)
+        write_digits(base / "digits.npz")
+        found: dict[str, Any] = {"methods": {}}
+        for case in CASES:
+            run_case(case, base / "digits.npz", base / case)
+            found["methods"][case] = numbers_of(base / case)
+    found["partitions"] = {name: class_counts(name) for name in PARTITIONS}
+    found["networks"] = {name: first_logits(name) for name in MODELS}
+    lines = [
+        f'"{kind}": {{\n'
+        + ",\n".join(f'"{name}": {json.dumps(one)}' for name, one in of_kind.items())
+        + "\n}"
+        for kind, of_kind in found.items()
+    ]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def digests() -> dict[str, dict[str, str]]:
+    """Return by case a digest of everything its run leaves behind, by name."""
+    found = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        base = Path(temporary)
+        write_digits(base / "digits.npz")
+        for case in CASES:
+            run_case(case, base / "digits.npz", base / case)
+            left = contents(base / case)
+            found[case] = {
+                name: hashlib.sha256(repr(item).encode()).hexdigest() for name, item in left.items()
+            }
+    return found
+
+
+def compare(commits: list[str]) -> int:
+    """Print what differs between two commits, or a commit and this checkout; return how many cases do."""
+    with tempfile.TemporaryDirectory() as temporary:
+        first, second = (
+            digests_of(commit, Path(temporary) / str(number)) for number, commit in enumerate(commits)
+        )
+    differing = 0
+    for case in sorted({*first, *second}):
+        one, other = first.get(case, {}), second.get(case, {})
+        names = sorted(name for name in {*one, *other} if one.get(name) != other.get(name))
+        differing += bool(names)
+        if names:
+            print(f"{case}: {', '.join(names)}")
+    print(f"{differing} of {len({*first, *second})} cases differ")
+    return differing
+
+
+def digests_of(commit: str, folder: Path) -> dict[str, dict[str, str]]:
+    """Return the digests that a commit's own golden.py makes; those of this checkout for an empty name."""
+    with checkout(commit, folder) as root:
+        environment = os.environ | {"PYTHONPATH": str(root)}
+        command = [sys.executable, str(root / "tests" / "golden.py"), "digests"]
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{commit or 'this checkout'} cannot be run:\n{done.stderr}")
+    found: dict[str, dict[str, str]] = json.loads(done.stdout)
+    return found
+
+
+@contextmanager
+def checkout(commit: str, folder: Path) -> Iterator[Path]:
+    """Give a folder with a commit's files, or the repository itself for an empty name."""
+    if not commit:
+        yield HERE.parent
+        return
+    git = ["git", "-C", str(HERE.parent), "worktree"]
+    subprocess.run([*git, "add", "--detach", "--quiet", str(folder), commit], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run([*git, "remove", "--force", str(folder)], check=True)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["write"]:
+            write()
+        case ["digests"]:
+            print(json.dumps(digests()))
+        case ["compare", *commits] if 1 <= len(commits) <= 2:
+            sys.exit(bool(compare([*commits, ""][:2])))
+        case _:
+            sys.exit(__doc__)
