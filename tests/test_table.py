@@ -12,11 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import FrameType
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import yaml
@@ -53,7 +55,7 @@ ALONE = {
     "heurpfedla-k-2-s1": [*HEURPFEDLA, "run.seed=1"],
 }
 """What the cells are, in their order, when typed as single runs."""
-OUTPUTS = ["table.csv", "table.md", "table.tex"]
+OUTPUTS = ["diagnostics.csv", "table.csv", "table.md", "table.tex"]
 COHORTS = {"fedavg": 7, "heurpfedla-k-2": 4}
 SPEEDS = dict.fromkeys(("client_steps_per_s", "wall_s"))
 
@@ -204,6 +206,23 @@ def test_the_table_is_made_of_the_files(
     assert first.endswith(" | 2 | 1,201 + 3 | 2 | 1 | 40 |  |")
     assert second.startswith("| HeurpFedLA, k = 2 | ")
     assert second.endswith(" | train.lr of 0.05, 0.1 |")
+
+
+def test_what_methods_keep_in_their_history_is_summed_up(whole: Path) -> None:
+    lines = rows_of(whole / "diagnostics.csv")
+    # evaluations after rounds 2 and 3
+    kinds = {(line["label"], line["seed"], line["round"], line["quantity"]) for line in lines}
+    label, rounds = "HeurpFedLA, k = 2", ("2", "3")
+    assert kinds == set(product([label], "01", rounds, ["alpha", "retained_rounds"]))
+    with h5py.File(whole / "heurpfedla-k-2-s1" / "checkpoint.h5", "r") as file:
+        weights, retained = (file["history"][name][-1] for name in ("alpha", "retained_rounds"))
+    last = [line for line in lines if (line["seed"], line["round"]) == ("1", "3")]
+    counts = [float(line["value"]) for line in last if line["quantity"] == "retained_rounds"]
+    assert counts == pytest.approx(retained.mean(axis=0), rel=1e-5)
+    # four of seven clients in three rounds keep two layers each
+    assert sum(counts) == pytest.approx(4 * 3 * 2 / 7, rel=1e-5)
+    own = [float(line["value"]) for line in last if line["clients"] == "itself"]
+    assert own == pytest.approx(np.einsum("clc->lc", weights).mean(axis=1), rel=1e-5)
 
 
 def test_rows_of_other_lengths_say_so(

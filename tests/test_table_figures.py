@@ -167,6 +167,7 @@ def test_every_figure_stands_in_the_csv(table: Table) -> None:
     assert (float(ours["best_accuracy"]), float(ours["best_round"])) == pytest.approx((0.71, 4))
     assert float(ours["accuracy_weighted"]) == pytest.approx(0.6)
     assert (ours["accuracy_after_download"], ours["scored"]) == ("", "after training")
+    assert theirs["scored"] == "after fine-tuning"
     assert float(ours["accuracy_after_training"]) == pytest.approx(0.7)
     spreads = [np.std(ACCURACIES["ours_1"][seed]) for seed in (0, 1, 2)]
     assert float(ours["spread_over_clients"]) == pytest.approx(np.mean(spreads))
@@ -199,8 +200,8 @@ def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
         bounds = [float(against_theirs[f"over_{name}_{end}"]) for end in ("low", "high")]
         assert bounds == pytest.approx([found.mean - found.half_width, found.mean + found.half_width])
     assert (against_theirs["seeds"], against_theirs["clients_and_seeds"]) == ("3", "12")
-    # ditto's and pFedMe's models come to be by training
-    assert against_theirs["moment"] == "after training"
+    # ditto's models come to be by training, and the other row's are fine-tuned
+    assert against_theirs["moment"] == "after training, after fine-tuning"
     for row in (against_alone, hard):
         assert (row["difference"], row["over_seeds_low"], row["seeds"]) == ("", "", "0")
 
@@ -226,13 +227,13 @@ def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
     assert (line["seeds"], line["clients_and_seeds"]) == ("2", "8")
     of_first = [np.mean(ACCURACIES["ours_1"][seed]) - np.mean(ACCURACIES["theirs"][seed]) for seed in (0, 2)]
     assert float(line["difference"]) == pytest.approx(np.mean(of_first))
-    assert re.search(r"ours_1 - theirs +easy +after training +\+10\.0 +± 0\.0 \* +2 ", text)
+    assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +± 0\.0 \* +2 ", text)
     assert re.search(r"^theirs +60\.0 ± 7\.1, 1 seed missing +-$", text, re.MULTILINE)
     (table.of(1, 0)[2].folder / "clients.csv").unlink()
     text, _ = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["seeds"], line["over_seeds_low"], line["clients_and_seeds"]) == ("1", "", "4")
-    assert re.search(r"ours_1 - theirs +easy +after training +\+10\.0 +- +1 ", text)
+    assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +- +1 ", text)
 
 
 def test_the_printed_table(table: Table) -> None:

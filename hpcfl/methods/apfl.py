@@ -18,7 +18,7 @@ training, at 0 vbar is the client's copy of FedAvg's model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -47,6 +47,7 @@ class APFL(OwnBesideGlobal):
     name = "apfl"
     summary = "each client's own model and the global one, mixed by a learnt weight"
     Params = APFLParams
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("client",)}
     params: APFLParams
 
     def client_state(self, clients: Sequence[int]) -> State:

@@ -120,6 +120,10 @@ class Method:
     extra_labels: ClassVar[tuple[str, ...]] = ()
     """Names of sent tensors that are not made of the network's layers."""
 
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Of what is in the history, the axes of tensors that tables sum up: client first, then layer, branch or
+    once more client."""
+
     needs_body: ClassVar[bool] = False
     """Whether the method tells a network's feature extractor from its head, so that it needs both."""
 

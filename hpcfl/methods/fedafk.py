@@ -30,7 +30,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -72,6 +72,7 @@ class FedAFK(Method):
     name = "fedafk"
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     Params = FedAFKParams
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"coefficient": ("client",)}
     scored_moment = "training"
     buffer_policies = ("local",)
     needs_body = True

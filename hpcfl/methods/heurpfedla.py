@@ -8,12 +8,16 @@ Choices the paper leaves open:
   ties         go to the lowest layer
   retained     a retained layer gives no gradient and its head does not move; embedding and trunk still do
   traffic      only the download shrinks, as the paper's table 3 has it: others need theta_i^l
+  step         the choice compares self-weights of different layers, hence the sizes of their heads' steps,
+               which `method.optimiser=scaled` and `sgd` take from eq. 10 and 11, and Adam makes alike
+  BatchNorm    is a layer that can be chosen; with `method.layer=block` it belongs to its convolution's
   k = 0        is pFedLA to the bit; k = number of layers is Local after the first round
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -38,6 +42,9 @@ class HeurpFedLA(PFedLA):
     name = "heurpfedla"
     summary = "pFedLA whose clients keep the k layers they weigh highest"
     Params = HeurpFedLAParams
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = PFedLA.history_axes | {
+        "retained_rounds": ("client", "layer")
+    }
     params: HeurpFedLAParams
 
     def __init__(self, context: Context, params: HeurpFedLAParams) -> None:

@@ -83,6 +83,10 @@ class PFedLA(Method):
     summary = "a hypernetwork a client weighs all clients' models layer by layer"
     Params: ClassVar[Any] = PFedLAParams
     buffer_policies = ("local", "mixed", "average")
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "alpha": ("client", "layer", "client"),
+        "self_weight": ("client", "layer"),
+    }
     params: PFedLAParams
 
     def __init__(self, context: Context, params: PFedLAParams) -> None:

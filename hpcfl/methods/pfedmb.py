@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -77,6 +77,7 @@ class PFedMB(Method):
     summary = "several branches a layer, mixed by each client's own weights"
     Params = PFedMBParams
     extra_labels = ("alpha",)
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("client", "layer", "branch")}
     params: PFedMBParams
 
     def __init__(self, context: Context, params: PFedMBParams) -> None:

@@ -22,7 +22,7 @@ from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
 from hpcfl.tables.planning import methods_of, plan
 from hpcfl.tables.quantities import QUANTITIES
-from hpcfl.tables.writing import write, write_results
+from hpcfl.tables.writing import write, write_diagnostics, write_results
 from hpcfl.world import World, agreed, open_world
 
 A_CELL_NEEDS_S = 30
@@ -33,7 +33,8 @@ def table(arguments: Sequence[str]) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; the table is in
-    DIR/table.md, .tex and .csv. The same command again goes on. key.sub=value counts for every cell.
+    DIR/table.md, .tex and .csv, and diagnostics.csv has the weights in the methods' history: early, midway
+    and at the end. The same command again goes on. key.sub=value counts for every cell.
 
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
@@ -84,6 +85,7 @@ def table(arguments: Sequence[str]) -> bool:
         command = command_line(["table", *arguments], world.size)
         stopped = _run_cells(whole, pending, world, stop, command, options.quiet)
         text, missing = agreed(world, lambda: write(whole) if world.is_server else ("", 0))
+        agreed(world, lambda: write_diagnostics(whole) if world.is_server else None)
         say(f"\n{text}\nin {whole.folder}: table.md, table.tex and CSV files")
         if options.write_results:
             written = agreed(world, lambda: write_results(whole) if world.is_server else [])

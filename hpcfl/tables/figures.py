@@ -73,7 +73,9 @@ class Entry:
 
     @property
     def scored(self) -> str:
-        """When the accuracy is measured: that of the models right after the download, or after training."""
+        """When the accuracy is measured: right after the download, after training, or after fine-tuning."""
+        if self.config.train.finetune_epochs:
+            return "after fine-tuning"
         return f"after {METHODS[self.config.method].scored_moment}"
 
 

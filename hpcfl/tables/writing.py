@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcfl.errors import UserError
 from hpcfl.tables.cells import Table
+from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, diagnostics
 from hpcfl.tables.display import document
 from hpcfl.tables.document import as_latex, as_markdown, as_text
 from hpcfl.tables.figures import ACCURACIES, COSTS, Difference, Entry, differences, entries
@@ -85,10 +86,18 @@ def write(table: Table) -> tuple[str, int]:
     return as_text(made), sum(entry.missing for entry in known)
 
 
+def write_diagnostics(table: Table) -> None:
+    """Write diagnostics.csv beside the table, where a method's history has something to sum up."""
+    lines = diagnostics(table)
+    if lines:
+        _write_files(table.folder, {"diagnostics.csv": _csv(DIAGNOSTIC_COLUMNS, lines)})
+
+
 def write_results(table: Table) -> list[Path]:
     """Write what was measured in results/<name of the table file>.csv and such beside it; return the files.
 
-    There are table.csv, differences.csv, and a file of every client's accuracy, if it is small.
+    There are table.csv, differences.csv, diagnostics.csv, and a file of every client's accuracy, if it is
+    small.
     """
     known = entries(table)
     texts = _csv_files(table, known, differences(table, known))
@@ -101,6 +110,8 @@ def write_results(table: Table) -> list[Path]:
     ]
     if len(lines) <= MOST_CLIENT_LINES:
         texts["clients"] = _csv(CLIENT_COLUMNS, lines)
+    if summed_up := diagnostics(table):
+        texts["diagnostics"] = _csv(DIAGNOSTIC_COLUMNS, summed_up)
     stem = table.result_name
     names = {kind: f"{stem}.csv" if kind == "table" else f"{stem}_{kind}.csv" for kind in texts}
     folder = table.path.parent / "results"

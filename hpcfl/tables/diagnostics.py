@@ -1,0 +1,79 @@
+"""A method's history in numbers: weights of clients, branches and layers, early, midway and at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcfl.data.partitions import class_table
+from hpcfl.experiment import load_data, make_method
+from hpcfl.ledger import METRICS
+from hpcfl.methods import METHODS
+from hpcfl.tables.cells import Table
+from hpcfl.tables.figures import is_finished
+
+DIAGNOSTIC_COLUMNS = ("label", "column", "seed", "round", "quantity", "layer", "clients", "value")
+"""Columns of diagnostics.csv."""
+
+Line = dict[str, object]
+
+
+def diagnostics(table: Table) -> list[Line]:
+    """Return lines of diagnostics.csv from the checkpoints of the finished cells.
+
+    `clients` says what is averaged: each client with itself, pairs with so many classes in common, or all
+    clients. Between a client and another, the value of a weight [client, layer, client] is the weight, that
+    of shares [client, layer, branch] is what both have in common, sum_b min(a_b, a'_b); of a client with
+    itself it is the weight, or the largest share. Values of [client, layer] and [client] are means over all.
+    """
+    lines: list[Line] = []
+    data: Any = None
+    for cell in table.cells:
+        axes = METHODS[cell.config.method].history_axes
+        if not axes or not is_finished(cell):
+            continue
+        of_cell = (cell.config.tree()["data"], cell.config.data_seed)
+        if of_cell != data:
+            data, dealt = of_cell, load_data(cell.config)
+            arrays, parts = dealt
+            owned = class_table(arrays.y, parts, arrays.num_classes) > 0
+            common = owned.astype(np.int64) @ owned.T
+        layers = [layer.name for layer in make_method(cell.config, *dealt).layers]
+        place = {"label": cell.label, "column": table.columns[cell.column], "seed": cell.seed}
+        with h5py.File(cell.folder / "checkpoint.h5", "r", locking=False) as file:
+            history = file["history"]
+            rounds = file["ledger/metrics"][:, METRICS.index("round")]
+            for moment in sorted({0, len(rounds) // 2, len(rounds) - 1}):
+                for name in axes.keys() & history.keys():
+                    for layer, clients, value in _summary(axes[name], history[name][moment], common):
+                        lines.append(
+                            place
+                            | {"round": int(rounds[moment]), "quantity": name}
+                            | {"layer": "" if layer is None else layers[layer], "clients": clients}
+                            | {"value": float(f"{value:.6g}")}
+                        )
+    return lines
+
+
+def _summary(
+    axes: tuple[str, ...], values: np.ndarray, common: np.ndarray
+) -> Iterator[tuple[int | None, str, float]]:
+    """Yield (layer, which clients, mean value) of a tensor with these axes; `common` [N, N]: classes."""
+    if axes == ("client",):
+        yield None, "all", float(values.mean())
+        return
+    for layer in range(values.shape[1]):
+        of_layer = values[:, layer]
+        if axes == ("client", "layer"):
+            yield layer, "all", float(of_layer.mean())
+            continue
+        own, between = of_layer.max(axis=1), np.minimum(of_layer[:, None], of_layer[None]).sum(axis=-1)
+        if axes[-1] == "client":
+            own, between = np.diagonal(of_layer), of_layer
+        yield layer, "itself", float(own.mean())
+        others = ~np.eye(len(common), dtype=bool)
+        for count in np.unique(common[others])[::-1].tolist():
+            yield layer, f"{count} classes in common", float(between[others & (common == count)].mean())

@@ -1,0 +1,37 @@
+"""What diagnostics.csv says of a method's history: worked-out means by layer and classes in common."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcfl.tables.diagnostics import _summary
+
+COMMON = np.array([[2, 1, 0], [1, 2, 1], [0, 1, 2]])
+"""Classes that three clients have in common; each has two."""
+
+
+def test_weights_between_clients_are_parted_by_their_classes() -> None:
+    # one layer; each client's weights of itself and of the others
+    weights = np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.0, 0.6, 0.4]])[:, None]
+    lines = list(_summary(("client", "layer", "client"), weights, COMMON))
+    assert [(layer, clients) for layer, clients, _ in lines] == [
+        (0, "itself"),
+        (0, "1 classes in common"),
+        (0, "0 classes in common"),
+    ]
+    # (0.3 + 0.1 + 0.1 + 0.6) / 4 and (0.2 + 0.0) / 2
+    assert [value for *_, value in lines] == pytest.approx([1.7 / 3, 1.1 / 4, 0.1])
+
+
+def test_shares_of_branches_have_an_overlap() -> None:
+    shares = np.array([[1.0, 0.0], [0.75, 0.25], [0.0, 1.0]])[:, None]
+    lines = list(_summary(("client", "layer", "branch"), shares, COMMON))
+    # the largest shares; then, clients 0 and 1 have 0.75 in common, 1 and 2 have 0.25, 0 and 2 nothing
+    assert [value for *_, value in lines] == pytest.approx([2.75 / 3, 0.5, 0.0])
+
+
+def test_what_has_no_other_client_is_a_mean_over_all() -> None:
+    by_layer = np.array([[1, 0], [2, 3]])
+    assert list(_summary(("client", "layer"), by_layer, COMMON)) == [(0, "all", 1.5), (1, "all", 1.5)]
+    assert list(_summary(("client",), np.array([0.25, 0.75]), COMMON)) == [(None, "all", 0.5)]
