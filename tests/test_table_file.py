@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from conftest import in_mpi_world
 
 from hpcfl.config import flatten
@@ -393,6 +394,44 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
     path = tmp_path / "one.yaml"
     path.write_text(f"title: t\nseeds: [0]\n{table}\n")
     assert "data=5 " in refused(path)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"data": {"seed": 0}}),
+        ({}, {"data": {"layout": "NHWC"}}),
+        ({}, {"data": {"normalise": "digits"}}),
+        ({"run": {"device": "cpu", "engine": "loop"}}, {"run": {"threads": 2}}),
+        ({}, {"method": {"hypernetwork_lr": 1.0, "head_init": "zero"}}),
+        ({"method": {"name": "fedafk", "mixing": False}}, {"method": {"coefficient_lr": 0.5}}),
+        ({"method": {"name": "fedphp"}}, {"method": {"temperature": 2.0}}),
+        (
+            {"method": {"name": "pfedmb", "branches": 1}},
+            {"method": {"alpha_lr": 7.0, "aggregation": "plain"}},
+        ),
+    ],
+)
+def test_rows_that_differ_only_in_keys_without_effect_are_refused(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    path = tmp_path / "one.yaml"
+    both = {group: one.get(group, {}) | other.get(group, {}) for group in {*one, *other}}
+    rows = [{"label": "one"} | one, {"label": "other"} | both]
+    path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
+    assert "nothing that changes a result tells it from row 1 (one)" in refused(path)
+
+
+def test_rows_that_differ_in_a_key_with_effect_are_two(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    rows = [
+        {"label": "alone", "method": {"name": "fedafk", "coefficient_lr": 0.5}},
+        {"label": "slow", "method": {"name": "fedafk", "coefficient_lr": 0.1}},
+        {"label": "B = 2", "method": {"name": "pfedmb", "branches": 2, "alpha_lr": 1.0}},
+        {"label": "B = 2, slow", "method": {"name": "pfedmb", "branches": 2, "alpha_lr": 0.1}},
+    ]
+    path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
+    assert len(Table(path, [], tmp_path / "out").cells) == 4
 
 
 EXTENDING_MISTAKES: dict[str, tuple[str, str, str]] = {

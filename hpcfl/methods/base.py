@@ -30,6 +30,13 @@ class Params(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
+    def in_use(self) -> dict[str, Any]:
+        """Return the keys that change a run, with the values that it uses; two runs alike here are one.
+
+        A key without effect beside the others is left out, and a default that depends on them filled in.
+        """
+        return self.model_dump(mode="json")
+
 
 class Context:
     """What a method may know of the run: sizes, seed, training settings and initial weights."""

@@ -17,7 +17,7 @@ last training (PFLlib: theta_i), while a download brings w.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -46,6 +46,10 @@ class FedPHPParams(Params):
     """Widths of the Gaussian kernels of `mmd`; far below the features' distances nothing is compared."""
     temperature: float = Field(4.0, gt=0)
     """Temperature of `distillation`."""
+
+    def in_use(self) -> dict[str, Any]:
+        idle = "temperature" if self.regulariser == "mmd" else ""
+        return {name: value for name, value in super().in_use().items() if name != idle}
 
 
 class FedPHP(OwnBesideGlobal):

@@ -77,6 +77,11 @@ class PFedLAParams(Params):
     initial_models: Literal["common", "own"] = "common"
     """Whether clients start from the same weights or each from its own (public code)."""
 
+    def in_use(self) -> dict[str, Any]:
+        lr = STEP_SIZES[self.optimiser] if self.hypernetwork_lr is None else self.hypernetwork_lr
+        head_init = self.head_init or ("zero" if self.weights == "softmax" else "uniform")
+        return super().in_use() | {"hypernetwork_lr": lr, "head_init": head_init}
+
 
 class PFedLA(Method):
     name = "pfedla"
@@ -97,8 +102,7 @@ class PFedLA(Method):
                 "allowed: method.head_init=uniform or default"
             )
         self.layers = self.layout.layers(params.layer)
-        given = params.hypernetwork_lr
-        self.hypernetwork_lr = STEP_SIZES[params.optimiser] if given is None else given
+        self.hypernetwork_lr: float = params.in_use()["hypernetwork_lr"]
         self.hypernetworks = Hypernetworks(
             context.num_clients, len(self.layers), params.embedding, params.hidden, params.hidden_layers
         )
@@ -106,8 +110,7 @@ class PFedLA(Method):
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
         own = self.params.initial_models == "own"
-        head_init = self.params.head_init or ("zero" if self.params.weights == "softmax" else "uniform")
-        hypernetworks = self.hypernetworks.initial(self.context.seed, head_init)
+        hypernetworks = self.hypernetworks.initial(self.context.seed, self.params.in_use()["head_init"])
         moments = initial_moments(hypernetworks, self.params.optimiser)
         state = {"theta": self.context.initial_parameters(clients, own)}
         if self._mixes_buffers:

@@ -71,6 +71,12 @@ class PFedMBParams(Params):
         """Whether there is an alpha to train."""
         return self.branches > 1 and self.alpha_lr > 0
 
+    def in_use(self) -> dict[str, Any]:
+        idle: set[str] = set()
+        if self.branches == 1:
+            idle = set(type(self).model_fields) - {"branches"}
+        return {name: value for name, value in super().in_use().items() if name not in idle}
+
 
 class PFedMB(Method):
     name = "pfedmb"

@@ -221,11 +221,16 @@ def _in_column(column: str) -> str:
 def _what_changes_results(config: Config) -> str:
     """Return all keys with their values, but for those that change nothing, some of them in this run only."""
     keys = {key: value for key, value in flatten(config.tree()).items() if key not in RESULT_NEUTRAL}
-    if config.data.source != "emnist":
-        del keys["data.split"]
-    # the one changes at most the last bits, the other only which rounds the best one is chosen from
-    del keys["run.clients_at_once"], keys["run.eval_every"]
-    return json.dumps(keys, sort_keys=True)
+    keys |= {"data.seed": config.data_seed, "method": [config.method, config.params.in_use()]}
+    source = config.data.source
+    # the first four change at most the last bits, the fifth only which rounds the best one is chosen from
+    idle = {"run.clients_at_once", "run.engine", "run.device", "run.threads", "run.eval_every"}
+    idle |= {key for key in keys if key.startswith("method.")}
+    idle |= set() if source == "emnist" else {"data.split"}
+    idle |= set() if source == "npz" else {"data.layout"}
+    if keys["data.normalise"] == source:
+        keys["data.normalise"] = "auto"
+    return json.dumps({key: value for key, value in keys.items() if key not in idle}, sort_keys=True)
 
 
 def _clients(config: Config) -> tuple[object, ...]:

@@ -32,8 +32,8 @@ A_CELL_NEEDS_S = 30
 def table(arguments: Sequence[str]) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
-    A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md, .tex,
-    .csv and diagnostics.csv. The same command again goes on. key.sub=value counts for every cell.
+    A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
+    .tex, .csv and diagnostics.csv. The same command again goes on. key.sub=value counts for every cell.
 
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
