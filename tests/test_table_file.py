@@ -406,7 +406,7 @@ def test_data_is_a_group_of_keys(tmp_path: Path, table: str) -> None:
         ({}, {"method": {"hypernetwork_lr": 1.0, "head_init": "zero"}}),
         ({"method": {"name": "fedafk", "mixing": False}}, {"method": {"coefficient_lr": 0.5}}),
         ({"method": {"name": "fedphp"}}, {"method": {"temperature": 2.0}}),
-        ({"method": {"name": "pfedmb", "branches": 1}}, {"method": {"alpha_lr": 7.0}}),
+        (
             {"method": {"name": "pfedmb", "branches": 1}},
             {"method": {"alpha_lr": 7.0, "aggregation": "plain"}},
         ),
