@@ -5,6 +5,7 @@ The sets themselves are not here, so pools stand in that have their image shapes
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from hpcfl.experiment import deal, make_method
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
-from hpcfl.tables.cells import Cell, Table
+from hpcfl.tables.cells import Cell, Shrinking, Table
+from hpcfl.tables.writing import settings
 
 FOLDER = REPOSITORY / "configs"
 
@@ -198,6 +200,28 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
     assert ours["train"]["batch_size"] == theirs["train"]["batch_size"]
 
 
+@pytest.mark.parametrize(
+    ("name", "tuning"),
+    [
+        ("fedafk_table5_evening", "fedafk_tuning"),
+        ("fedmn_switches_evening", "fedmn_switches_tuning"),
+        ("pfedmb_table1_evening", "pfedmb_tuning"),
+        ("pfedmb_table2_evening", "pfedmb_tuning"),
+    ],
+)
+def test_what_an_evening_s_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
+    table, tried = (Table(FOLDER / "tables" / f"{one}.yaml", [], None) for one in (name, tuning))
+    assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
+    known = {(cell.config.method, str(cell.config.params), cell.config.train.lr) for cell in tried.cells}
+    for cell in table.cells:
+        text = table.rows[cell.row].tuned or "none"
+        of_another_column = (
+            text.startswith("with Dirichlet") and "Dirichlet" not in table.columns[cell.column]
+        )
+        if not text.startswith("none") and not of_another_column:
+            assert (cell.config.method, str(cell.config.params), cell.config.train.lr) in known, cell.place
+
+
 def paper_table(name: str) -> Table:
     return Table(FOLDER / "tables" / f"{name}.yaml", ["data.path=FOLDER"] * ("femnist" in name), None)
 
@@ -261,3 +285,39 @@ def settings_in_comments() -> list[tuple[str, str]]:
 def test_settings_that_the_comments_name_are_possible(name: str, setting: str) -> None:
     key, _, value = setting.partition("=")
     assert flatten(load(name, setting).tree())[key] == yaml.safe_load(value)
+
+
+RESULTS = [
+    path
+    for path in sorted((FOLDER / "tables" / "results").glob("*.csv"))
+    if not path.stem.endswith(("_clients", "_differences", "_diagnostics"))
+]
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
+    found = re.fullmatch(r"(\w+)(?:-(\d+)rounds)?", path.stem)
+    assert found is not None
+    name, rounds = found.groups()
+    shrinking = Shrinking(None if rounds is None else int(rounds))
+    table = Table(FOLDER / "tables" / f"{name}.yaml", [], None, shrinking)
+    with path.open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert {(line["title"].partition(" (shrunk")[0], line["size"]) for line in lines} == {
+        (table.title.partition(" (shrunk")[0], table.size or "")
+    }
+    assert [name for name in lines[0] if name.startswith("accuracy_seed_")] == [
+        f"accuracy_seed_{seed}" for seed in table.seeds
+    ]
+    of_table = {(cell.label, table.columns[cell.column]): cell for cell in reversed(table.cells)}
+    assert [(line["label"], line["column"]) for line in lines] == sorted(
+        of_table, key=lambda place: (table.columns.index(place[1]), table.labels.index(place[0]))
+    )
+    for line in lines:
+        cell = of_table[line["label"], line["column"]]
+        config = cell.config
+        assert (line["method"], line["settings"]) == (config.method, settings(config))
+        assert int(line["rounds"]) == config.train.rounds
+        assert int(line["finetune_epochs"]) == config.train.finetune_epochs
+        assert line["eval_split"] == config.run.eval_split
+        assert line["tuned"] == (table.rows[cell.row].tuned or "")

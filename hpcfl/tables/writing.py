@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, diagnostics
@@ -21,6 +23,7 @@ COLUMNS = (
     "label",
     "column",
     "method",
+    "settings",
     "accuracy_mean",
     "accuracy_std_over_seeds",
     "published_accuracy",
@@ -145,6 +148,7 @@ def _line(entry: Entry) -> dict[str, Any]:
         "label": entry.row.label,
         "column": entry.column,
         "method": entry.config.method,
+        "settings": settings(entry.config),
         "accuracy_std_over_seeds": entry.deviation("accuracy_mean"),
         "published_accuracy": None if entry.published is None else round(entry.published / 100, 6),
         "scored": entry.scored,
@@ -164,6 +168,13 @@ def _line(entry: Entry) -> dict[str, Any]:
     for seed, figures in entry.figures.items():
         line[f"accuracy_seed_{seed}"] = figures["accuracy_mean"]
     return line
+
+
+def settings(config: Config) -> str:
+    """Return a run's step size, and the hyper-parameters that are not its method's defaults."""
+    used, default = config.params.in_use(), type(config.params)().in_use()
+    own = [f"method.{name}={json.dumps(value)}" for name, value in used.items() if default.get(name) != value]
+    return " ".join([f"train.lr={config.train.lr:g}", *own])
 
 
 def _difference_line(difference: Difference) -> dict[str, Any]:
