@@ -501,6 +501,28 @@ class Retains(HeurpFedLA):
         return torch.tensor([layer.name in self.kept for layer in self.layers]).expand(len(alpha), -1)
 
 
+@pytest.mark.parametrize(
+    ("settings", "least", "most"),
+    [(["method.optimiser=scaled"], 0.7, 1.0), (["method.optimiser=adam"], 0.0, 0.5)],
+)
+def test_heurpfedla_keeps_the_fully_connected_layers_unless_adam_takes_the_scale_away(
+    settings: list[str], least: float, most: float
+) -> None:
+    run = Run(
+        "method.name=heurpfedla",
+        "data.clients=8",
+        "data.partition.classes_per_client=4",
+        "model.batchnorm=true",
+        "train.rounds=12",
+        *settings,
+    )
+    by_layer = run.server["retained_rounds"].sum(dim=0)
+    assert [layer.name for layer in run.method.layers] == ["conv1", "bn1", "conv2", "bn2", "fc1", "fc2"]
+    assert by_layer.sum() == 8 * 12
+    # a uniform choice would give these two of six layers a third
+    assert least <= float(by_layer[-2:].sum() / by_layer.sum()) <= most
+
+
 def retaining(*names: str) -> type[HeurpFedLA]:
     return type("RetainsSome", (Retains,), {"kept": names})
 
