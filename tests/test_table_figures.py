@@ -34,7 +34,10 @@ columns:
   - {label: easy, data: {partition: {classes_per_client: 10}}}
   - {label: hard, data: {partition: {classes_per_client: 2}}}
 rows:
-  - {label: ours_1, method: {name: ditto, personal_epochs: 1}, published: {easy: 61.43, hard: 7}}
+  - label: ours_1
+    method: {name: ditto, personal_epochs: 1}
+    published: {easy: 61.43, hard: 7}
+    published_bytes: {easy: 1200}
   - {label: theirs, method: {name: pfedme}, train: {finetune_epochs: 5}, without: [hard]}
   - {label: alone, method: {name: local}, published: {hard: 50}}
 compare: [[ours_1, theirs], [ours_1, alone]]
@@ -180,6 +183,7 @@ def test_every_figure_stands_in_the_csv(table: Table) -> None:
     assert (float(ours["gradients_a_batch"]), float(theirs["gradients_a_batch"])) == (1.5, 5)
     assert (ours["finetune_epochs"], theirs["finetune_epochs"]) == ("0", "5")
     assert (ours["published_accuracy"], theirs["published_accuracy"]) == ("0.6143", "")
+    assert (ours["published_bytes"], theirs["published_bytes"]) == ("1200.0", "")
     assert (ours["seeds"], ours["missing_seeds"], alone["seeds"], alone["missing_seeds"]) == (*"30", *"03")
     assert (alone["accuracy_mean"], alone["accuracy_seed_0"], alone["published_accuracy"]) == ("", "", "")
     assert {row["title"] for row in (ours, *hard)} == {"Two & two"}
@@ -262,8 +266,9 @@ def test_the_printed_table(table: Table) -> None:
 
 
 def test_a_file_chooses_what_is_shown(table: Table) -> None:
-    table.show = ["best", "coverage", "spread", "weighted"]
+    table.show = ["best", "coverage", "spread", "weighted", "published_bytes"]
     text, _ = write(table)
+    assert re.search(r"^ours_1 .* 1,200$", text, re.MULTILINE)
     assert "best, %; in brackets" in text
     assert "71.0 ± 5.0 (round 4)" in text
     easy = text.splitlines().index("easy:")

@@ -255,6 +255,16 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "published: {many: 3}, without: [many, ",
         ", row 3 (local): published names column many, in which `without` leaves the row no cell",
     ),
+    "published bytes that are none": (
+        "published: {few: 61.43, many: 73}",
+        "published_bytes: {few: -1}",
+        ", row 1 (ours): published_bytes={'few': -1} is not possible: it must be a number from 0 on",
+    ),
+    "published bytes of an unknown column": (
+        "published: {few: 61.43, many: 73}",
+        "published_bytes: {fex: 1000}",
+        ", row 1 (ours): published_bytes: fex is none of the columns",
+    ),
     "a published number of no column": (
         "published: {few: 61.43, many: 73}",
         "published: 61.43",

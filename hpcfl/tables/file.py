@@ -30,6 +30,8 @@ class Row:
     without: tuple[str, ...] = ()
     published: dict[str, float] = field(default_factory=dict)
     """In %, by column."""
+    published_bytes: dict[str, float] = field(default_factory=dict)
+    """Down and up together, of a client in a round, by column."""
 
 
 @dataclass(frozen=True)
@@ -197,25 +199,29 @@ class _Reader:
                     "give each a label of its own"
                 )
             old = before.get(label, Row(label, place))
-            published = self._published(place, entry, columns)
-            for name in (*(entry.without or ()), *published):
-                if name not in columns:
-                    key = "without" if name in (entry.without or ()) else "published"
-                    raise UserError(f"{place}: {key}: {_unknown('columns', name, columns)}")
+            published = {
+                key: _by_column(place, key, getattr(entry, key), columns)
+                for key in ("published", "published_bytes")
+            }
+            for key, names in {"without": entry.without or (), **published}.items():
+                for name in names:
+                    if name not in columns:
+                        raise UserError(f"{place}: {key}: {_unknown('columns', name, columns)}")
             row = _in_columns(
                 replace(
                     old,
                     place=place,
                     tuned=entry.tuned or old.tuned,
                     without=old.without if entry.without is None else tuple(entry.without),
-                    published=old.published | published,
+                    published=old.published | published["published"],
+                    published_bytes=old.published_bytes | published["published_bytes"],
                 ),
                 columns,
             )
-            for name in published:
-                if name in row.without:
+            for key, numbers in published.items():
+                for name in set(numbers) & set(row.without):
                     raise UserError(
-                        f"{place}: published names column {name}, in which `without` leaves the row no cell; "
+                        f"{place}: {key} names column {name}, in which `without` leaves the row no cell; "
                         "drop one of the two"
                     )
             rows[label], trees[label] = row, entry.tree()
@@ -231,26 +237,6 @@ class _Reader:
             if isinstance(method, dict) and "name" in method:
                 return str(method["name"])
         return DEFAULT_METHOD
-
-    def _published(self, place: str, entry: RowEntry, columns: Sequence[str]) -> dict[str, float]:
-        if entry.published is None:
-            return {}
-        if isinstance(entry.published, dict):
-            return {str(label): float(value) for label, value in entry.published.items()}
-        if isinstance(entry.published, list):
-            if len(entry.published) != len(columns):
-                raise UserError(
-                    f"{place}: published has {len(entry.published)} numbers for {len(columns)} columns; give "
-                    "one a column, and null where there is none"
-                )
-            pairs = zip(columns, entry.published, strict=True)
-            return {label: float(value) for label, value in pairs if value is not None}
-        if len(columns) > 1:
-            raise UserError(
-                f"{place}: published={entry.published} does not say of which column; "
-                f"write published: {{{columns[0]}: {entry.published}}}"
-            )
-        return {columns[0]: float(entry.published)}
 
     def _comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Pair]:
         """Return the pairs of rows, each with the columns in which both have a cell."""
@@ -298,12 +284,34 @@ def _with_both(pair: Pair, columns: Sequence[str], by_label: Mapping[str, Row]) 
     return replace(pair, columns=[name for name in columns if name in pair.columns and name not in without])
 
 
+def _by_column(place: str, key: str, given: Any, columns: Sequence[str]) -> dict[str, float]:
+    """Return published numbers by column; `given` is as the file has them."""
+    if given is None:
+        return {}
+    if isinstance(given, dict):
+        return {str(label): float(value) for label, value in given.items()}
+    if isinstance(given, list):
+        if len(given) != len(columns):
+            raise UserError(
+                f"{place}: {key} has {len(given)} numbers for {len(columns)} columns; give one a column, and "
+                "null where there is none"
+            )
+        pairs = zip(columns, given, strict=True)
+        return {label: float(value) for label, value in pairs if value is not None}
+    if len(columns) > 1:
+        raise UserError(
+            f"{place}: {key}={given} does not say of which column; write {key}: {{{columns[0]}: {given}}}"
+        )
+    return {columns[0]: float(given)}
+
+
 def _in_columns(row: Row, columns: Sequence[str]) -> Row:
     """Return a row without what it says of columns that are not there."""
     return replace(
         row,
         without=tuple(name for name in row.without if name in columns),
         published={name: value for name, value in row.published.items() if name in columns},
+        published_bytes={name: value for name, value in row.published_bytes.items() if name in columns},
     )
 
 

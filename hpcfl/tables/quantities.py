@@ -54,6 +54,11 @@ def _published(entry: Entry) -> str:
     return "" if entry.published is None else f"{entry.published:.2f}"
 
 
+def _published_bytes(entry: Entry) -> str:
+    known = entry.row.published_bytes.get(entry.column)
+    return "" if known is None else f"{known:,.0f}"
+
+
 QUANTITIES = {
     "accuracy": Quantity("accuracy, %", _accuracy("accuracy_mean")),
     "published": Quantity("published, %", _published, of_runs=False),
@@ -68,6 +73,7 @@ QUANTITIES = {
     "seeds": Quantity("seeds", lambda entry: str(len(entry.figures)), of_runs=False),
     "bytes_down": Quantity("bytes down", _bytes("down")),
     "bytes_up": Quantity("bytes up", _bytes("up")),
+    "published_bytes": Quantity("published bytes down and up", _published_bytes, of_runs=False),
     "gradients": Quantity(
         "gradients a mini-batch", lambda entry: f"{entry.gradients_a_batch:.3g}", of_runs=False
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,20 +33,24 @@ Line = Annotated[StrictStr, AfterValidator(_one_line)]
 Moment = Literal["after_download", "after_training"]
 
 
-def _is_percent(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 100
+def _published(most: float, kind: str) -> AfterValidator:
+    """Check numbers from 0 to `most`: of the only column, of each in turn, or by column."""
 
+    def is_possible(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
 
-def _percents(value: Any) -> Any:
-    numbers = list(value.values()) if isinstance(value, dict) else value
-    if isinstance(value, list):
-        numbers = [number for number in value if number is not None]
-    if not all(map(_is_percent, numbers if isinstance(numbers, list) else [numbers])):
-        raise ValueError(
-            "it must be a number from 0 to 100, one for each column in a list (null where there is none), or "
-            "column: number"
-        )
-    return value
+    def check(value: Any) -> Any:
+        numbers = list(value.values()) if isinstance(value, dict) else value
+        if isinstance(value, list):
+            numbers = [number for number in value if number is not None]
+        if not all(map(is_possible, numbers if isinstance(numbers, list) else [numbers])):
+            raise ValueError(
+                f"it must be {kind}, one for each column in a list (null where there is none), or "
+                "column: number"
+            )
+        return value
+
+    return AfterValidator(check)
 
 
 def _plain(value: Any) -> Any:
@@ -103,8 +108,10 @@ class RowEntry(SettingsEntry):
     """Which keys were chosen on a validation split, and among what; the table repeats it."""
     without: list[Line] | None = None
     """Columns in which the row has no cell."""
-    published: Annotated[Any, AfterValidator(_percents)] = None
+    published: Annotated[Any, _published(100, "a number from 0 to 100")] = None
     """Accuracy that the source names, in %: of the only column, of each in turn, or by column."""
+    published_bytes: Annotated[Any, _published(math.inf, "a number from 0 on")] = None
+    """Bytes down and up of a client in a round that the source names, in the same ways."""
 
 
 class ComparisonEntry(_Entry):

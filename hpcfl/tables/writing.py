@@ -27,6 +27,7 @@ COLUMNS = (
     "accuracy_mean",
     "accuracy_std_over_seeds",
     "published_accuracy",
+    "published_bytes",
     *(
         name
         for accuracy in ACCURACIES
@@ -151,6 +152,7 @@ def _line(entry: Entry) -> dict[str, Any]:
         "settings": settings(entry.config),
         "accuracy_std_over_seeds": entry.deviation("accuracy_mean"),
         "published_accuracy": None if entry.published is None else round(entry.published / 100, 6),
+        "published_bytes": entry.row.published_bytes.get(entry.column),
         "scored": entry.scored,
         "seeds": len(entry.figures),
         "missing_seeds": entry.missing,
