@@ -21,7 +21,7 @@ from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Params
 from hpcfl.models import MODELS, NetworkOptions
-from hpcfl.training import TrainConfig
+from hpcfl.training.settings import TrainConfig
 
 DEFAULT_METHOD, DEFAULT_PARTITION, DEFAULT_SOURCE = "pfedla", "classes", "digits"
 

@@ -10,8 +10,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcfl.ledger import SECONDS
 from hpcfl.main import main
+from hpcfl.storage.ledger import SECONDS
 
 CLOCK_COLUMNS = SECONDS | {"train_s"}
 

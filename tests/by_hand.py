@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Channel, Cohort, Message
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World
 from hpcfl.methods import Context, Method
 from hpcfl.models import MODELS
-from hpcfl.training import TrainConfig
-from hpcfl.world import World
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 
 def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:

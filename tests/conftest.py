@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpcfl.world import World, open_world
+from hpcfl.communication.world import World, open_world
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")

@@ -9,22 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcfl.clients import Clients, Workplace
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.data.shard import Shard
-from hpcfl.experiment import build
-from hpcfl.messages import Channel
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.models import MODELS, build_network
 from hpcfl.models.hypernetworks import Hypernetworks
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import ParameterLayout
-from hpcfl.process import StopFlag
-from hpcfl.progress import Progress
-from hpcfl.simulation import Simulation
-from hpcfl.training import BatchedEngine, LoopEngine, TrainConfig
-from hpcfl.world import World
+from hpcfl.simulation.experiment import build
+from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.engines import BatchedEngine, LoopEngine
+from hpcfl.training.settings import TrainConfig
 
 SMALL = (
     "data.clients=4",

@@ -11,13 +11,13 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from hpcfl.communication.world import abort_on_exception, open_world
 from hpcfl.config import load_config
-from hpcfl.experiment import build
-from hpcfl.process import StopFlag
-from hpcfl.progress import Progress
-from hpcfl.runfolder import RunFolder
-from hpcfl.simulation import Simulation
-from hpcfl.world import abort_on_exception, open_world
+from hpcfl.simulation.experiment import build
+from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.runfolder import RunFolder
 
 
 def resident_bytes(name: str) -> int:

@@ -14,13 +14,14 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, mean_by_samples
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.world import World
 from hpcfl.errors import UserError
-from hpcfl.messages import BUFFERS, Channel, Cohort, Message
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
-from hpcfl.training import minibatches
-from hpcfl.world import World
+from hpcfl.training.batches import minibatches
+from hpcfl.training.clients import Clients
 
 PER_FEDAVG, FEDALA = "method.name=per_fedavg", "method.name=fedala"
 LINEAR = ("model.name=mlp", "model.hidden=[]")

@@ -25,10 +25,10 @@ from conftest import REPOSITORY, in_mpi_world, run_tree
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.experiment import build, load_data, make_method
 from hpcfl.methods import METHODS
-from hpcfl.world import World
+from hpcfl.simulation.experiment import build, load_data, make_method
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="starts worlds of its own")
 

@@ -24,7 +24,8 @@ import pytest
 import torch
 
 import hpcfl
-from hpcfl.checkpoint import (
+from hpcfl.errors import UserError
+from hpcfl.storage.checkpoint import (
     Block,
     CheckpointStore,
     Header,
@@ -36,7 +37,6 @@ from hpcfl.checkpoint import (
     Table,
     TensorRecord,
 )
-from hpcfl.errors import UserError
 
 NUM_CLIENTS = 7
 DTYPES = (torch.bool, torch.uint8, torch.int64, torch.float32, torch.float64)

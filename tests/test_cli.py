@@ -22,8 +22,9 @@ import h5py
 import pytest
 from conftest import REPOSITORY, clean_environment, in_mpi_world, run_tree
 
-from hpcfl.arguments import RunOptions, command_line, parse_run
-from hpcfl.bench import _report_branches
+from hpcfl.commands.arguments import RunOptions, command_line, parse_run
+from hpcfl.commands.bench import _report_branches
+from hpcfl.commands.summary import next_command
 from hpcfl.config import load_config
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
@@ -31,8 +32,7 @@ from hpcfl.errors import UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
-from hpcfl.process import FolderLock
-from hpcfl.summary import next_command
+from hpcfl.storage.lock import FolderLock
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 Mpirun = Callable[..., CompletedProcess[str]]
@@ -239,7 +239,7 @@ def test_a_folder_in_use_is_refused(finished: Path, capsys: pytest.CaptureFixtur
 HOLDER = """
 import sys
 from pathlib import Path
-from hpcfl.process import FolderLock
+from hpcfl.storage.lock import FolderLock
 with FolderLock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -279,7 +279,7 @@ RANKS_PROGRAM = """
 import json, sys
 from pathlib import Path
 from hpcfl.main import main
-from hpcfl.world import open_world
+from hpcfl.communication.world import open_world
 codes = []
 for words in json.loads(sys.argv[1]):
     try:

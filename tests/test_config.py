@@ -24,7 +24,7 @@ from hpcfl.data.partitions import PARTITIONS
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
-from hpcfl.training import TrainConfig
+from hpcfl.training.settings import TrainConfig
 
 
 def write(path: Path, text: str) -> Path:

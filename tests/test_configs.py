@@ -17,10 +17,10 @@ from conftest import REPOSITORY
 from hpcfl.config import Config, flatten, load_config
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import SOURCES, Arrays
-from hpcfl.experiment import deal, make_method
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
+from hpcfl.simulation.experiment import deal, make_method
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.writing import settings
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd
 
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.main import BAD_INPUT, main
-from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.scaffold import Scaffold
 
 ONE_A_ROUND = "train.participation=0.25"

@@ -18,16 +18,18 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World
 from hpcfl.main import FINISHED, main
-from hpcfl.messages import Channel, Cohort, Message
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK, FedAFKParams
 from hpcfl.models import MODELS, build_network
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
-from hpcfl.training import Batch, cross_entropy_loss, minibatches
-from hpcfl.world import World
+from hpcfl.training.batches import Batch, minibatches
+from hpcfl.training.clients import Clients
+from hpcfl.training.losses import cross_entropy_loss
 
 OURS = "method.name=fedafk"
 BODY, HEAD, BATCHNORM = 13_056, 650, 96

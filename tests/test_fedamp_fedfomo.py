@@ -18,16 +18,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, network_with
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods import Context
 from hpcfl.methods.fedamp import FedAMP, _squared_distances
 from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
 from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
-from hpcfl.training import TrainConfig, minibatches
+from hpcfl.training.batches import minibatches
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 FEDAMP, FEDFOMO = "method.name=fedamp", "method.name=fedfomo"
 MLP = ("model.name=mlp", "model.hidden=[16]")

@@ -7,9 +7,10 @@ import torch
 from harness import Run
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.training.clients import Clients
 
 UNEQUAL = (
     "data.partition.name=dirichlet",

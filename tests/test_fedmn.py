@@ -19,17 +19,18 @@ from harness import SMALL, UNEQUAL, Run, paths_by_hand
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.experiment import build
 from hpcfl.main import BAD_INPUT, FINISHED, main
-from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Upload
 from hpcfl.methods.base import State
 from hpcfl.methods.fedmn import FedMN
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
 from hpcfl.randomness import torch_stream
-from hpcfl.world import World
+from hpcfl.simulation.experiment import build
+from hpcfl.training.clients import Clients
 
 FLAT = ("method.name=fedmn", "model.name=mlp", "model.hidden=[8]")
 """FedMN on small encoders."""

@@ -12,7 +12,7 @@ from harness import Run
 
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
-from hpcfl.training import LoopEngine
+from hpcfl.training.engines import LoopEngine
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs by itself")
 

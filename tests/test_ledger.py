@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpcfl.ledger import METRICS, MOMENTS, Ledger
-from hpcfl.messages import Cohort, Traffic
+from hpcfl.communication.messages import Cohort
+from hpcfl.communication.traffic import Traffic
+from hpcfl.storage.ledger import METRICS, MOMENTS, Ledger
 
 LABELS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])

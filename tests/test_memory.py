@@ -10,9 +10,9 @@ from subprocess import CompletedProcess
 import numpy as np
 from conftest import REPOSITORY
 
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.experiment import build
-from hpcfl.world import World
+from hpcfl.simulation.experiment import build
 
 NUM_CLIENTS = 1000
 COHORT = 100

@@ -16,19 +16,12 @@ import torch
 from conftest import in_mpi_world
 from torch import Tensor
 
-from hpcfl.messages import (
-    BUFFERS,
-    Channel,
-    Cohort,
-    LayerMean,
-    Message,
-    Traffic,
-    Upload,
-    WeightedMean,
-    count_bytes,
-)
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.means import LayerMean, WeightedMean
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.traffic import Traffic, count_bytes
+from hpcfl.communication.world import World
 from hpcfl.parameters import Layer
-from hpcfl.world import World
 
 LAYERS = (Layer("a", 0, 3, 0, 0), Layer("b", 3, 5, 0, 2), Layer("c", 5, 9, 2, 2))
 SIZES = torch.tensor([3, 2, 4])

@@ -24,14 +24,15 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch_twins import batches_of, network_with, train_by_torch
 
-from hpcfl.clients import Clients
-from hpcfl.ledger import METRICS
-from hpcfl.messages import Channel, Cohort
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.messages import Cohort
+from hpcfl.communication.world import World
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
-from hpcfl.training import minibatches
-from hpcfl.world import World
+from hpcfl.storage.ledger import METRICS
+from hpcfl.training.batches import minibatches
+from hpcfl.training.clients import Clients
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs of one rank, and many")
 

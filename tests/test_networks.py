@@ -16,7 +16,7 @@ from hpcfl.models import MODELS, Network, build_network
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import stream_seed
 from hpcfl.torchvision_parts import torchvision_part
-from hpcfl.training import Forward
+from hpcfl.training.forward import Forward
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
 TORCHVISION = {"resnet18": "resnet18", "mobilenetv2": "mobilenet_v2"}
@@ -295,7 +295,7 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 def test_torchvision_is_imported_with_its_networks_only() -> None:
     program = """
 import sys
-from hpcfl.experiment import build
+from hpcfl.simulation.experiment import build
 from hpcfl.models import MODELS, build_network
 def build_one(name):
     build_network(name, (1, 16, 16), 10, MODELS[name].options(), 0)

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.traffic import count_bytes
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, main
-from hpcfl.messages import Channel, Cohort, Message, count_bytes
 from hpcfl.methods import METHODS, Context, Params
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.models import MODELS
-from hpcfl.training import TrainConfig
-from hpcfl.world import World
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 ROUNDS = 3
 DIGITS_CNN, HEAD, BATCHNORM = 13_706, 650, 96

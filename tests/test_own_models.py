@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, mean_by_samples, network_with, torchs_sgd
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Channel, Cohort, Message, Upload
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World
 from hpcfl.methods.fedphp import FedPHP, discrepancy
 from hpcfl.methods.pfedme import PFedMe
-from hpcfl.world import World
+from hpcfl.training.clients import Clients
 
 DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
 DIGITS_CNN, WITH_BATCHNORM = 13_706, 13_802

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.traffic import count_bytes
+from hpcfl.communication.world import World
 from hpcfl.errors import UserError
-from hpcfl.messages import Channel, Cohort, Message, Upload, count_bytes
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
 from hpcfl.models import NetworkOptions
 from hpcfl.models.generators import Generator
-from hpcfl.training import TrainConfig
-from hpcfl.world import World
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 OURS = "method.name=pfedhn"
 SMALL_ONE = ("model.name=mlp", "model.hidden=[]", "method.hidden=8", "method.hidden_layers=1")

@@ -13,15 +13,18 @@ from harness import UNEQUAL, OneClient, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.traffic import Traffic, count_bytes
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Traffic, Upload, count_bytes
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.methods.heurpfedla import HeurpFedLA
 from hpcfl.methods.pfedla import PFedLA
 from hpcfl.randomness import torch_stream
-from hpcfl.training import Batch, cross_entropy_loss, minibatches
+from hpcfl.training.batches import Batch, minibatches
+from hpcfl.training.clients import Clients
+from hpcfl.training.losses import cross_entropy_loss
 
 HEADS_BIAS = "hypernetworks/heads.bias"
 DIVERSE = ("method.initial_models=own", "method.head_init=default", "method.hypernetwork_lr=0.01")

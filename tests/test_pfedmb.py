@@ -16,17 +16,19 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.experiment import build
 from hpcfl.main import FINISHED, main
-from hpcfl.messages import Channel, Cohort, Message, Upload
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation.experiment import build
 from hpcfl.torchvision_parts import torchvision_part
-from hpcfl.training import Batch, cross_entropy_loss, minibatches
-from hpcfl.world import World
+from hpcfl.training.batches import Batch, minibatches
+from hpcfl.training.clients import Clients
+from hpcfl.training.losses import cross_entropy_loss
 
 OURS = "method.name=pfedmb"
 DIGITS_CNN, LAYERS, BATCHNORM = 13_706, 4, 96

@@ -10,12 +10,12 @@ import torch
 from conftest import in_mpi_world
 
 from hpcfl.config import load_config
-from hpcfl.experiment import load_data, make_method
 from hpcfl.main import FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
+from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.tables.planning import step_seconds
-from hpcfl.training import TrainConfig
+from hpcfl.training.settings import TrainConfig
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 

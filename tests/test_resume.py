@@ -19,10 +19,10 @@ import pytest
 from bits import MEETS_ALL_SOON, VARIANTS, differing, method_settings, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY, clean_environment, in_mpi_world, kill_tree
 
-from hpcfl.clients import Clients
+from hpcfl.communication.messages import Message
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
-from hpcfl.messages import Message
 from hpcfl.methods import METHODS, Method
+from hpcfl.training.clients import Clients
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="starts worlds of its own")
 

@@ -15,8 +15,8 @@ from conftest import in_mpi_world
 
 from hpcfl import __version__
 from hpcfl.config import load_config, resolve
-from hpcfl.ledger import METRICS, SECONDS
 from hpcfl.main import FINISHED, main
+from hpcfl.storage.ledger import METRICS, SECONDS
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 

@@ -16,19 +16,22 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.means import WeightedMean
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.traffic import count_bytes
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.data.sources import load_arrays
 from hpcfl.errors import UserError
-from hpcfl.experiment import build
-from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Upload, WeightedMean, count_bytes
 from hpcfl.methods.base import ClusterMeans, Context, State
 from hpcfl.methods.clustered_fl import bipartition, cross_similarity
 from hpcfl.methods.fedem import FedEM
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation.experiment import build
 from hpcfl.torchvision_parts import torchvision_part
-from hpcfl.training import minibatches
-from hpcfl.world import World
+from hpcfl.training.batches import minibatches
+from hpcfl.training.clients import Clients
 
 IFCA, CLUSTERED, FEDEM = (f"method.name={name}" for name in ("ifca", "clustered_fl", "fedem"))
 LINEAR = ("model.name=mlp", "model.hidden=[]")

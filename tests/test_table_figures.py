@@ -14,8 +14,8 @@ import pytest
 import scipy.stats
 from conftest import in_mpi_world
 
-from hpcfl.ledger import METRICS
 from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
 from hpcfl.tables.quantities import QUANTITIES

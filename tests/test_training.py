@@ -12,22 +12,14 @@ from harness import make_network, make_place, spread
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients, Workplace
-from hpcfl.parameters import ParameterLayout
+from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
-from hpcfl.training import (
-    Batch,
-    BatchedEngine,
-    Forward,
-    LastBatch,
-    LoopEngine,
-    Tensors,
-    TrainConfig,
-    cross_entropy_loss,
-    minibatches,
-    same_size_groups,
-    sample_losses,
-)
+from hpcfl.training.batches import Batch, minibatches, same_size_groups
+from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.engines import BatchedEngine, LoopEngine
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import cross_entropy_loss, sample_losses
+from hpcfl.training.settings import LastBatch, TrainConfig
 
 KINDS: tuple[LastBatch, ...] = ("even", "drop", "keep")
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from conftest import in_mpi_world, run_tree
 
+from hpcfl.communication.world import World, abort_on_exception, agree, open_world
 from hpcfl.errors import UserError
-from hpcfl.world import World, abort_on_exception, agree, open_world
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
 Mpirun = Callable[..., CompletedProcess[str]]
@@ -220,7 +220,7 @@ def test_a_serial_world_never_imports_mpi() -> None:
     code = """
 import os, sys
 import torch
-from hpcfl.world import open_world
+from hpcfl.communication.world import open_world
 for variables in ({}, {"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_NTASKS": "9"}):
     os.environ.update(variables)
     world = open_world()
@@ -245,7 +245,7 @@ def test_one_rank_under_a_launcher_of_several_is_refused() -> None:
     code = """
 import os
 from hpcfl.errors import UserError
-from hpcfl.world import open_world
+from hpcfl.communication.world import open_world
 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
     os.environ[name] = "3"
     try:
@@ -265,7 +265,7 @@ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
 @pytest.mark.parametrize("failing", ["1", "01"])
 def test_an_exception_aborts_all_ranks(mpirun: Mpirun, failing: str) -> None:
     code = f"""
-from hpcfl.world import abort_on_exception, open_world
+from hpcfl.communication.world import abort_on_exception, open_world
 world = open_world()
 world.barrier()
 with abort_on_exception(world):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from hpcfl.models import Network
 from hpcfl.randomness import torch_stream
-from hpcfl.training import minibatches
+from hpcfl.training.batches import minibatches
 
 SOME = (*UNEQUAL_FEW, "train.participation=0.75", "model.batchnorm=true")
 """Unequal clients, three of four in a round."""

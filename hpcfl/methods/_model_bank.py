@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hpcfl.messages import Cohort, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
 

@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Context, State, weighted_mean
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import columns
+from hpcfl.training.clients import Clients
 
 
 class OwnLayers(FedAvg):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Message
+from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training.clients import Clients
 
 
 class OwnModel(Method):

@@ -24,11 +24,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Message
+from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
-from hpcfl.training import TrainConfig
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 
 class APFLParams(Params):

@@ -14,12 +14,17 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import WeightedMean
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import BUFFERS, Cohort, Message, Upload, WeightedMean
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
-from hpcfl.training import Batch, BufferPolicy, Forward, TrainConfig, cross_entropy_loss
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import cross_entropy_loss
+from hpcfl.training.settings import BufferPolicy, TrainConfig
 
 State = Tensors
 """What a server or client keeps, or a model's parts, by name."""

@@ -30,9 +30,10 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from hpcfl.clients import Clients
-from hpcfl.messages import BUFFERS, Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.methods.base import ClusterMeans, Method, Params, State
+from hpcfl.training.clients import Clients
 
 
 class ClusteredFLParams(Params):

@@ -17,11 +17,11 @@ from typing import Any
 
 from pydantic import Field
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Message
+from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, pull_towards
-from hpcfl.training import TrainConfig
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 
 class DittoParams(Params):

@@ -37,11 +37,15 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Context, Method, Params, State, weighted_mean
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward, TrainConfig, cross_entropy_loss, distillation_loss
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import cross_entropy_loss, distillation_loss
+from hpcfl.training.settings import TrainConfig
 
 FIXED_HEAD = -2
 """The draw of initial weights that h_0 is taken from; clients are 0 and up, the common start is -1."""

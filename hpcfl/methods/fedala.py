@@ -26,13 +26,15 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
+from hpcfl.communication.messages import Message
 from hpcfl.errors import UserError
-from hpcfl.messages import Message
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward, TrainConfig
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
+from hpcfl.training.settings import TrainConfig
 
 NEW, TRAINED, HAS_LEARNT = 0, 1, 2
 """How far a client has come; the last is to have learnt W_i for the first time."""

@@ -25,12 +25,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State, pull_towards
 from hpcfl.parameters import COLUMNS_AT_ONCE
+from hpcfl.training.clients import Clients
 
 LONGEST = 1e18
 """Length of a model from which on squared distances have no number in float32."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Method, State, weighted_mean
+from hpcfl.training.clients import Clients
 
 
 class FedAvg(Method):

@@ -19,10 +19,11 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Context, Params, State, weighted_mean
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training.clients import Clients
 
 
 class FedBABUParams(Params):

@@ -29,12 +29,15 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
-from hpcfl.messages import BUFFERS, Message
+from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Context, Params, State, statistics_of_models
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward, TrainConfig, sample_losses
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import sample_losses
+from hpcfl.training.settings import TrainConfig
 
 
 class FedEMParams(Params):

@@ -27,13 +27,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import BUFFERS, Cohort, Message, Upload
 from hpcfl.methods._model_bank import ModelBank
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.randomness import torch_stream
-from hpcfl.training import TrainConfig, sample_losses
+from hpcfl.training.clients import Clients
+from hpcfl.training.losses import sample_losses
+from hpcfl.training.settings import TrainConfig
 
 
 class FedFomoParams(Params):

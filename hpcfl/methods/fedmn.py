@@ -53,14 +53,17 @@ import torch
 from pydantic import Field, Strict
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import LayerMean
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import BUFFERS, Cohort, LayerMean, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, num_paths
 from hpcfl.parameters import ParameterLayout, Tensors, columns
 from hpcfl.randomness import stream_seed, torch_stream
-from hpcfl.training import Batch, Forward
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
 
 Blocks = Annotated[int, Strict(), Field(ge=1, le=64)]
 Width = Annotated[int, Strict(), Field(ge=1, le=2**16)]

@@ -24,12 +24,14 @@ from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
-from hpcfl.messages import BUFFERS, Message
+from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward, distillation_loss
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import distillation_loss
 
 MOST = 0.9
 """Largest share that a private model keeps of itself in a round."""

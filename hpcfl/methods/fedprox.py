@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Message
+from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Params, pull_towards
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training.clients import Clients
 
 
 class FedProxParams(Params):

@@ -17,10 +17,10 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
 from hpcfl.methods.base import Params
 from hpcfl.methods.fedper import FedPer
-from hpcfl.training import TrainConfig
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 
 class FedRepParams(Params):

@@ -29,13 +29,15 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Context, Params, State, weighted_means
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import draw_linear, torch_stream
-from hpcfl.training import Batch, Forward
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
 
 
 class FedRoDParams(Params):

@@ -23,12 +23,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import columns
+from hpcfl.training.clients import Clients
 
 
 class HeurpFedLAParams(PFedLAParams):

@@ -19,10 +19,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
-from hpcfl.messages import BUFFERS, Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.methods.base import ClusterMeans, Context, Method, Params, State, statistics_of_models
-from hpcfl.training import sample_losses
+from hpcfl.training.clients import Clients
+from hpcfl.training.losses import sample_losses
 
 
 class IFCAParams(Params):

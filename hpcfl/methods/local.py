@@ -8,9 +8,9 @@ partial participation costs Local the same training as everybody else.
 
 from __future__ import annotations
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Message
+from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnModel
+from hpcfl.training.clients import Clients
 
 
 class Local(OwnModel):

@@ -21,12 +21,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from hpcfl.clients import Clients
-from hpcfl.messages import BUFFERS, Message
+from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
-from hpcfl.training import Batch, Forward
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
 
 
 class MoonParams(Params):

@@ -26,11 +26,12 @@ from typing import Any, Literal
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Message
+from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training import Batch, TrainConfig
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 
 class PerFedAvgParams(Params):

@@ -25,11 +25,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.generators import EMBEDDING, Generator
+from hpcfl.training.clients import Clients
 
 HYPERNETWORK, VELOCITY = "hypernetwork/", "velocity/"
 

@@ -36,12 +36,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import BUFFERS, Cohort, Message, Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
 from hpcfl.parameters import COLUMNS_AT_ONCE, Granularity
+from hpcfl.training.clients import Clients
 
 HYPERNETWORKS = "hypernetworks/"
 OPTIMISER = "optimiser/"

@@ -37,11 +37,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, LayerMean, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import LayerMean
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.randomness import torch_stream
-from hpcfl.training import Batch, TrainConfig, cross_entropy_loss
+from hpcfl.training.batches import Batch
+from hpcfl.training.clients import Clients
+from hpcfl.training.losses import cross_entropy_loss
+from hpcfl.training.settings import TrainConfig
 
 FIRST, OTHERS = "theta", "branches"
 

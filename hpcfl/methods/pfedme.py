@@ -21,11 +21,12 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from hpcfl.clients import Clients
-from hpcfl.messages import Cohort, Message, Upload
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State, pull_towards, weighted_mean
-from hpcfl.training import TrainConfig
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
 
 
 class PFedMeParams(Params):

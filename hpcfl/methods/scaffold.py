@@ -24,11 +24,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.clients import Clients
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods.base import Context, Params, State, weighted_means
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training.clients import Clients
 
 
 class ScaffoldParams(Params):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import h5py
 import numpy as np
 
 from hpcfl.data.partitions import class_table
-from hpcfl.experiment import load_data, make_method
-from hpcfl.ledger import METRICS
 from hpcfl.methods import METHODS
+from hpcfl.simulation.experiment import load_data, make_method
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Table
 from hpcfl.tables.figures import is_finished
 
@@ -43,18 +44,20 @@ def diagnostics(table: Table) -> list[Line]:
             common = owned.astype(np.int64) @ owned.T
         layers = [layer.name for layer in make_method(cell.config, *dealt).layers]
         place = {"label": cell.label, "column": table.columns[cell.column], "seed": cell.seed}
-        with h5py.File(cell.folder / "checkpoint.h5", "r", locking=False) as file:
-            history = file["history"]
-            rounds = file["ledger/metrics"][:, METRICS.index("round")]
-            for moment in sorted({0, len(rounds) // 2, len(rounds) - 1}):
-                for name in axes.keys() & history.keys():
-                    for layer, clients, value in _summary(axes[name], history[name][moment], common):
-                        lines.append(
-                            place
-                            | {"round": int(rounds[moment]), "quantity": name}
-                            | {"layer": "" if layer is None else layers[layer], "clients": clients}
-                            | {"value": float(f"{value:.6g}")}
-                        )
+        checkpoint = CheckpointStore(cell.folder, warnings.warn).load()
+        if checkpoint is None:
+            continue
+        checkpoint.close()
+        rounds = checkpoint.ledger["metrics"].values[:, METRICS.index("round")]
+        for moment in sorted({0, len(rounds) // 2, len(rounds) - 1}):
+            for name in [name for name in axes if name in checkpoint.history]:
+                for layer, clients, value in _summary(axes[name], checkpoint.history[name][moment], common):
+                    lines.append(
+                        place
+                        | {"round": int(rounds[moment]), "quantity": name}
+                        | {"layer": "" if layer is None else layers[layer], "clients": clients}
+                        | {"value": float(f"{value:.6g}")}
+                    )
     return lines
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.runfolder import RunFolder
+from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import Row
 from hpcfl.tables.schema import Moment

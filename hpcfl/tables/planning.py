@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
-from hpcfl.experiment import is_batched, load_data, make_method, refuse_chain
 from hpcfl.methods.base import Method
+from hpcfl.simulation.experiment import is_batched, load_data, make_method, refuse_chain
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.figures import is_finished
-from hpcfl.training import Batch, BatchedEngine, Engine, LoopEngine, minibatches
-from hpcfl.world import World
+from hpcfl.training.batches import Batch, minibatches
+from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 
 TIMED_STEPS, TIMED_S = 10, 2.0
 """A network is timed for so many steps, or so many seconds if that is less, but never fewer than 3 steps."""

@@ -28,8 +28,6 @@ def _one_line(text: str) -> str:
 
 
 Line = Annotated[StrictStr, AfterValidator(_one_line)]
-
-
 Moment = Literal["after_download", "after_training"]
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpcfl.clients import Workplace
+from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
-from hpcfl.training import BatchedEngine, Engine, LoopEngine
-from hpcfl.world import World
+from hpcfl.training.clients import Workplace
+from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 
 
 @dataclass(frozen=True)

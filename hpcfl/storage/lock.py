@@ -1,20 +1,17 @@
-"""What a run shares with its machine: requests to stop, and the lock on its folder."""
+"""The lock on a run folder."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import logging
 import os
-import signal
 import socket
-import time
+import warnings
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
 from hpcfl.errors import UserError
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 LOCK_NAME = ".lock"
 _HELD_ERRORS = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -22,52 +19,13 @@ _UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 # (device, inode) of the lock files this process holds: the kernel would grant it the same lock again.
 _held_files: set[tuple[int, int]] = set()
 
-_logger = logging.getLogger(__name__)
-
-
-class StopFlag:
-    """A request to stop at the next round boundary: SIGTERM, SIGUSR1, SIGUSR2 or SIGINT, or SLURM's end time.
-
-    The signals only set the flag; a second SIGINT raises KeyboardInterrupt. Each rank has its own flag, so
-    ranks agree before they act on it.
-    """
-
-    def __init__(self) -> None:
-        """Install the handlers; only the main thread may do so."""
-        self._requested = False
-        self._interrupted = False
-        end_time = os.environ.get("SLURM_JOB_END_TIME", "")
-        self._end_time_s = int(end_time) if end_time.isdecimal() else None
-        self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self._requested
-
-    def time_is_short(self, needed_s: float) -> bool:
-        """Return whether SLURM ends the job within `needed_s` seconds; False where it gave no end time."""
-        return self._end_time_s is not None and self._end_time_s - time.time() < needed_s
-
-    def restore(self) -> None:
-        """Put the handlers back that were there before."""
-        for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python, such as one of an MPI library.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interrupted:
-            raise KeyboardInterrupt
-        self._interrupted = self._interrupted or number == signal.SIGINT
-        self._requested = True
-
 
 class FolderLock:
     """The one lock of a run folder, held by rank 0 and gone with its process, even after SIGKILL.
 
     It is a POSIX record lock on `<folder>/.lock`, which names the owner. Such a lock belongs to the process,
     not to the file object: it is lost when any part of the process opens and closes that file. It follows
-    the file when the folder is renamed. Where the file system has no locks, a warning is logged instead.
+    the file when the folder is renamed. Where the file system has no locks, there is a warning instead.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +38,9 @@ class FolderLock:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _UNSUPPORTED_ERRORS:
-                _logger.warning("%s: this file system has no locks, a second run is not refused", folder)
+                warnings.warn(
+                    f"{folder}: this file system has no locks, a second run is not refused", stacklevel=1
+                )
             else:
                 owner = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip()
                 os.close(self._descriptor)

@@ -6,15 +6,15 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
-from hpcfl.arguments import RunOptions
+from hpcfl.commands.arguments import RunOptions
+from hpcfl.commands.summary import next_command, print_summary
+from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config
-from hpcfl.experiment import build
-from hpcfl.process import StopFlag
-from hpcfl.progress import Progress
-from hpcfl.runfolder import RunFolder
-from hpcfl.simulation import Outcome, Simulation
-from hpcfl.summary import next_command, print_summary
-from hpcfl.world import World, agreed
+from hpcfl.simulation.experiment import build
+from hpcfl.simulation.loop import Outcome, Simulation
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.runfolder import RunFolder
 
 
 def run(

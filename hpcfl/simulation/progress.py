@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from hpcfl.ledger import Ledger
+from hpcfl.storage.ledger import Ledger
 
 LINE_EVERY_S = 30.0
 

@@ -1,4 +1,4 @@
-"""What travels between server and clients: named tensors, the layers they carry, and their bytes.
+"""The way of messages between the server and the workers, in blocks of clients.
 
 Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbers, L layers.
 """
@@ -8,127 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World
 from hpcfl.parameters import Layer, columns
-from hpcfl.world import World
-
-INDEX_BYTES = 8
-"""What naming one layer that was left out costs on the wire."""
-
-BUFFERS = "buffers"
-"""The name under which running statistics travel; they are counted in a column of their own."""
-
-
-@dataclass(frozen=True)
-class Cohort:
-    """The clients of one round, in ascending order of id."""
-
-    round: int
-    clients: tuple[int, ...]
-    num_samples: Tensor
-    """Training samples of each client, int64 [S]."""
-
-    def __len__(self) -> int:
-        return len(self.clients)
-
-
-@dataclass
-class Message:
-    """Named tensors for a group of clients.
-
-    `shared` tensors [...] are the same for every client, `rows` [C, ...] have one row a client. `keep[name]`
-    says which layers of a tensor [..., P] travel: bool [L] if known to everyone, bool [C, L] if chosen client
-    by client; without it all do. What did not travel arrives as zero, except in a shared tensor whose layers
-    are chosen client by client: it arrives whole.
-    """
-
-    shared: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    keep: dict[str, Tensor] = field(default_factory=dict)
-    num_clients: int = 1
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor with its client axis, [C, ...]; a shared one is expanded without a copy."""
-        if name in self.rows:
-            return self.rows[name]
-        shared = self.shared[name]
-        return shared.expand(self.num_clients, *shared.shape)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.rows or name in self.shared
-
-    def to(self, device: torch.device) -> Message:
-        """Return the message with its tensors on a device; masks too."""
-        shared, rows, keep = (
-            {name: tensor.to(device) for name, tensor in tensors.items()}
-            for tensors in (self.shared, self.rows, self.keep)
-        )
-        return Message(shared, rows, keep, self.num_clients)
-
-    def select(self, part: slice) -> Message:
-        """Return the message of some of its clients, without copying."""
-        keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.keep.items()}
-        count = len(range(self.num_clients)[part])
-        rows = {name: rows[part] for name, rows in self.rows.items()}
-        return Message(self.shared, rows, keep, count)
-
-    def __or__(self, other: Message) -> Message:
-        """Return both messages of the same clients as one; where a name is in both, the other's tensor."""
-        return Message(
-            self.shared | other.shared, self.rows | other.rows, self.keep | other.keep, self.num_clients
-        )
-
-
-@dataclass
-class Traffic:
-    """Bytes addressed to, or sent by, each client of a cohort; int64 throughout."""
-
-    parameters: np.ndarray
-    """[S, labels]: trainable numbers by layer; a tensor not made of layers has a label of its own."""
-    buffers: np.ndarray
-    """[S]: running statistics."""
-    indices: np.ndarray
-    """[S]: names of layers left out, and whole-number tensors."""
-
-    def add(self, positions: slice, other: Traffic) -> None:
-        """Add the bytes of the clients at these positions of the cohort."""
-        for mine, others in zip(vars(self).values(), vars(other).values(), strict=True):
-            mine[positions] += others
-
-
-def count_bytes(
-    message: Message, layers: Sequence[Layer], labels: Sequence[str], names_layers: bool = True
-) -> Traffic:
-    """Count a message's bytes for each of its clients: a shared tensor once for each of them.
-
-    `names_layers` says whether leaving out layers client by client costs their names.
-    """
-    clients = message.num_clients
-    traffic = Traffic(
-        np.zeros((clients, len(labels)), np.int64), np.zeros(clients, np.int64), np.zeros(clients, np.int64)
-    )
-    for name in [*message.shared, *message.rows]:
-        tensor = message.rows[name][:1] if name in message.rows else message.shared[name].unsqueeze(0)
-        item = tensor.element_size()
-        shape = tensor.shape[1:]
-        if name == BUFFERS:
-            traffic.buffers += item * shape.numel()
-        elif not tensor.is_floating_point():
-            traffic.indices += item * shape.numel()
-        elif shape and shape[-1] == layers[-1].stop:
-            sizes = np.array([layer.size for layer in layers])
-            keep = message.keep.get(name, torch.ones(len(layers), dtype=torch.bool)).numpy()
-            traffic.parameters[:, : len(layers)] += keep * sizes * (item * math.prod(shape[:-1]))
-            if keep.ndim == 2 and names_layers:
-                traffic.indices += INDEX_BYTES * (~keep).sum(axis=1)
-        else:
-            traffic.parameters[:, labels.index(name)] += item * shape.numel()
-    return traffic
 
 
 @dataclass(frozen=True)
@@ -361,48 +248,3 @@ class Upload:
         """Read what is left, so that no rank waits for ever."""
         for _ in self:
             pass
-
-
-class WeightedMean:
-    """A weighted mean over clients that takes blocks as they come, in client order.
-
-    One fused multiply-add a client, so that the bits do not depend on how the cohort is cut in blocks.
-    """
-
-    def __init__(self, weights: Tensor) -> None:
-        self._weights = (weights.double() / weights.double().sum()).tolist()
-        self.value: Tensor | None = None
-
-    def add(self, positions: slice, rows: Tensor) -> None:
-        """Add the clients at these positions of the cohort, rows [C, ...]."""
-        if self.value is None:
-            self.value = torch.zeros_like(rows[0])
-        for row, weight in zip(rows, self._weights[positions], strict=True):
-            self.value.add_(row, alpha=weight)
-
-
-class LayerMean:
-    """A mean over clients with weights of its own for each layer (and branch), taking blocks as they come.
-
-    `weights` [S, ..., L] are divided by `total` [..., L] (default: their sum over the cohort); where that is
-    0, the mean keeps the numbers of `old` [..., P].
-    """
-
-    def __init__(
-        self, weights: Tensor, layers: Sequence[Layer], old: Tensor, total: Tensor | None = None
-    ) -> None:
-        weights = weights.double()
-        total = weights.sum(dim=0) if total is None else total.double()
-        self._weights = weights / total.where(total > 0, 1.0)
-        self._layers = layers
-        self.value = old.where(columns(tuple(layers), total == 0), 0.0)
-
-    def add(self, positions: slice, rows: Tensor) -> None:
-        """Add the clients at these positions of the cohort, rows [C, ..., P]."""
-        for row, weights in zip(rows, self._weights[positions], strict=True):
-            for number, layer in enumerate(self._layers):
-                mean, numbers = (tensor[..., layer.start : layer.stop] for tensor in (self.value, row))
-                for index in np.ndindex(weights.shape[:-1]):
-                    # adding nothing would still turn -0 to 0, and a diverged client's numbers to nan
-                    if weight := float(weights[(*index, number)]):
-                        mean[index].add_(numbers[index], alpha=weight)

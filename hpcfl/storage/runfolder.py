@@ -15,12 +15,12 @@ from typing import Any
 import yaml
 
 from hpcfl import __version__
-from hpcfl.checkpoint import CheckpointStore, LayoutRecord, LoadedCheckpoint
 from hpcfl.config import ENVIRONMENT, Config, differences
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
-from hpcfl.process import LOCK_NAME, FolderLock
+from hpcfl.storage.checkpoint import CheckpointStore, LayoutRecord, LoadedCheckpoint
+from hpcfl.storage.lock import LOCK_NAME, FolderLock
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """What config.yaml is called until it is whole; a killed run may leave it."""

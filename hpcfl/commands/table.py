@@ -12,18 +12,18 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
-from hpcfl.arguments import Parser, RunOptions, command_line, split_settings
+from hpcfl.commands.arguments import Parser, RunOptions, command_line, split_settings
+from hpcfl.commands.run import run
+from hpcfl.communication.world import World, agreed, open_world
 from hpcfl.errors import UserError
-from hpcfl.process import StopFlag
-from hpcfl.run import run
-from hpcfl.runfolder import RunFolder
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Shrinking, Table
 from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
 from hpcfl.tables.planning import methods_of, plan
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.writing import write, write_diagnostics, write_results
-from hpcfl.world import World, agreed, open_world
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""

@@ -12,24 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcfl.checkpoint import (
-    Block,
-    Header,
-    LayoutRecord,
-    Rows,
-    RowShape,
-    Snapshot,
-)
-from hpcfl.clients import Clients
-from hpcfl.experiment import Experiment
-from hpcfl.ledger import Ledger
-from hpcfl.messages import BUFFERS, Channel, Cohort, Message, Traffic, Upload, count_bytes
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.traffic import Traffic, count_bytes
+from hpcfl.communication.world import World
 from hpcfl.methods.base import Method, State
-from hpcfl.process import StopFlag
-from hpcfl.progress import Progress
 from hpcfl.randomness import torch_stream
-from hpcfl.runfolder import RunFolder
-from hpcfl.world import World
+from hpcfl.simulation.experiment import Experiment
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.checkpoint import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
+from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.runfolder import RunFolder
+from hpcfl.training.clients import Clients
 
 EVALUATED_ELEMENTS = 2**27
 """Numbers in the models that are evaluated at once. How clients are cut may change a product's last bits, so

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcfl.arguments import RunOptions, command_line
+from hpcfl.commands.arguments import RunOptions, command_line
 from hpcfl.config import Config
-from hpcfl.ledger import Ledger
 from hpcfl.methods import METHODS
-from hpcfl.progress import Progress
+from hpcfl.simulation.progress import Progress
+from hpcfl.storage.ledger import Ledger
 
 FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
 

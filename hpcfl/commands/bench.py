@@ -17,27 +17,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hpcfl.arguments import Parser
-from hpcfl.clients import Clients, Workplace
+from hpcfl.commands.arguments import Parser
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World, agreed, open_world
 from hpcfl.config import Config, resolve
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
-from hpcfl.experiment import build
-from hpcfl.messages import Cohort, Message, Upload
 from hpcfl.methods import Context
 from hpcfl.methods.pfedla import HYPERNETWORKS, PFedLA, PFedLAParams
 from hpcfl.methods.pfedmb import PFedMB, PFedMBParams
 from hpcfl.models import ConvNetOptions
 from hpcfl.parameters import Tensors
-from hpcfl.process import StopFlag
-from hpcfl.progress import Progress
 from hpcfl.randomness import numpy_stream, torch_stream
-from hpcfl.runfolder import RunFolder
-from hpcfl.simulation import Simulation
-from hpcfl.training import LoopEngine, TrainConfig, minibatches
-from hpcfl.world import World, agreed, open_world
+from hpcfl.simulation.experiment import build
+from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.runfolder import RunFolder
+from hpcfl.training.batches import minibatches
+from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.engines import LoopEngine
+from hpcfl.training.settings import TrainConfig
 
 IMAGE = (3, 32, 32)
 NUM_CLASSES = 10

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfl.checkpoint import Table
-from hpcfl.messages import Cohort, Traffic
+from hpcfl.communication.messages import Cohort
+from hpcfl.communication.traffic import Traffic
+from hpcfl.storage.checkpoint import Table
 
 METRICS = (
     "round",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +18,11 @@ from torch.nn.utils.rnn import pad_sequence
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
-from hpcfl.training import (
-    Batch,
-    Engine,
-    LoopEngine,
-    Loss,
-    TrainConfig,
-    cross_entropy_loss,
-    minibatches,
-    same_size_groups,
-)
+from hpcfl.training.batches import Batch, minibatches, same_size_groups
+from hpcfl.training.engines import Engine, LoopEngine
+from hpcfl.training.losses import Loss, cross_entropy_loss
+from hpcfl.training.settings import TrainConfig
+from hpcfl.training.sgd import Descent, Trained
 
 GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """From weights [len(batch.rows), ...] and a batch to their gradient and the losses [len(batch.rows)]."""
@@ -49,37 +43,6 @@ class Workplace:
     seed: int
     device: torch.device
     state: Tensors
-
-
-class Trained(NamedTuple):
-    """The end of a local training pass: theta [C, ..., P] and the number of steps [C]."""
-
-    theta: Tensor
-    steps: Tensor
-
-
-class Descent:
-    """SGD on theta [C, ...] of a group, with the run's momentum (from zero) and weight decay.
-
-    `trained` limits the update to one slice of the last axis, the rest staying frozen.
-    """
-
-    def __init__(self, theta: Tensor, lr: float, train: TrainConfig, trained: slice = slice(None)) -> None:
-        self.theta = theta.clone(memory_format=torch.contiguous_format)
-        self._lr, self._train, self._trained = lr, train, trained
-        self._velocity = torch.zeros_like(theta) if train.momentum else None
-
-    def step(self, rows: slice | Tensor, gradient: Tensor) -> None:
-        """Move the group's clients `rows` against their gradient [len(rows), ...]."""
-        weights = self.theta[rows]
-        if self._train.weight_decay:
-            gradient = gradient.add(weights, alpha=self._train.weight_decay)
-        if self._velocity is not None:
-            gradient = self._velocity[rows].mul_(self._train.momentum).add_(gradient)
-            self._velocity[rows] = gradient
-        weights[..., self._trained].add_(gradient[..., self._trained], alpha=-self._lr)
-        if not isinstance(rows, slice):
-            self.theta[rows] = weights
 
 
 class Clients:

@@ -1,0 +1,21 @@
+"""`hpcfl data fetch`: downloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpcfl.commands.arguments import Parser
+from hpcfl.data.sources import fetch
+
+
+def data(arguments: Sequence[str]) -> None:
+    """Download a data set, on a machine with a network; runs never download."""
+    parser = Parser("hpcfl data", data.__doc__)
+    parser.add_argument("action", choices=["fetch"])
+    parser.add_argument("name", help="a source of `hpcfl list`")
+    parser.add_argument(
+        "--root", default="data", help="folder to put it in; a run's data.root (default: data)"
+    )
+    parser.add_argument("--split", default="mnist", help="EMNIST's split, to check its name (default: mnist)")
+    options = parser.parse_args(arguments)
+    print(f"{options.name} is in {fetch(options.name, options.root, options.split)}")

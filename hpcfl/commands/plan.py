@@ -1,0 +1,52 @@
+"""`hpcfl plan`: what a run would do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpcfl.commands.arguments import SETTINGS_HELP, Parser, split_settings
+from hpcfl.config import Config, load_config
+from hpcfl.data.partitions import class_table
+from hpcfl.methods.base import Method
+from hpcfl.simulation.experiment import load_data, make_method
+from hpcfl.training.batches import minibatches
+
+
+def plan(arguments: Sequence[str]) -> None:
+    """Show what a run would do without running it: clients by classes, the network, steps, memory."""
+    parser = Parser("hpcfl plan", plan.__doc__)
+    parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
+    config = load_config(*split_settings(parser.parse_args(arguments).settings))
+    arrays, parts = load_data(config)
+    method = make_method(config, arrays, parts)
+    print(f"{config.partition} partition of {config.data.source}: samples of each class")
+    splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
+    counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
+    header = ["client", *map(str, range(arrays.num_classes)), "train", "val", "test"]
+    rows = [
+        [str(client), *(str(count or ".") for count in row)] for client, row in enumerate(counts.tolist())
+    ]
+    total = ["all", *map(str, counts.sum(axis=0))]
+    widths = [max(map(len, column)) for column in zip(header, *rows, total, strict=True)]
+    for cells in (header, *rows, total):
+        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
+    print("\n".join(_describe(config, method, splits[:, 0])))
+
+
+def _describe(config: Config, method: Method, num_train: np.ndarray) -> list[str]:
+    layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
+    train = config.train
+    cohort = train.cohort_size(len(num_train))
+    gradients = [
+        len(minibatches(count, train.batch_size, train.last_batch)) * method.epochs_a_round
+        for count in num_train.tolist()
+    ]
+    work = np.mean(gradients) * cohort * train.rounds
+    lines = [
+        f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})",
+        f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, {train.local_epochs} local epochs: "
+        f"about {work:,.0f} gradients of mini-batches",
+    ]
+    return lines + [f"server memory, {part}: {count:,} bytes" for part, count in method.memory().items()]

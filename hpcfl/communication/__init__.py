@@ -1,0 +1,1 @@
+"""Ranks and collectives, and the messages that travel between server and clients."""

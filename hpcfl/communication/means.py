@@ -1,0 +1,59 @@
+"""Means over clients that take blocks as they come, in client order.
+
+Shapes: S clients of the cohort, C clients of a block, P trainable numbers, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcfl.parameters import Layer, columns
+
+
+class WeightedMean:
+    """A weighted mean over clients that takes blocks as they come, in client order.
+
+    One fused multiply-add a client, so that the bits do not depend on how the cohort is cut in blocks.
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = (weights.double() / weights.double().sum()).tolist()
+        self.value: Tensor | None = None
+
+    def add(self, positions: slice, rows: Tensor) -> None:
+        """Add the clients at these positions of the cohort, rows [C, ...]."""
+        if self.value is None:
+            self.value = torch.zeros_like(rows[0])
+        for row, weight in zip(rows, self._weights[positions], strict=True):
+            self.value.add_(row, alpha=weight)
+
+
+class LayerMean:
+    """A mean over clients with weights of its own for each layer (and branch), taking blocks as they come.
+
+    `weights` [S, ..., L] are divided by `total` [..., L] (default: their sum over the cohort); where that is
+    0, the mean keeps the numbers of `old` [..., P].
+    """
+
+    def __init__(
+        self, weights: Tensor, layers: Sequence[Layer], old: Tensor, total: Tensor | None = None
+    ) -> None:
+        weights = weights.double()
+        total = weights.sum(dim=0) if total is None else total.double()
+        self._weights = weights / total.where(total > 0, 1.0)
+        self._layers = layers
+        self.value = old.where(columns(tuple(layers), total == 0), 0.0)
+
+    def add(self, positions: slice, rows: Tensor) -> None:
+        """Add the clients at these positions of the cohort, rows [C, ..., P]."""
+        for row, weights in zip(rows, self._weights[positions], strict=True):
+            for number, layer in enumerate(self._layers):
+                mean, numbers = (tensor[..., layer.start : layer.stop] for tensor in (self.value, row))
+                for index in np.ndindex(weights.shape[:-1]):
+                    # adding nothing would still turn -0 to 0, and a diverged client's numbers to nan
+                    if weight := float(weights[(*index, number)]):
+                        mean[index].add_(numbers[index], alpha=weight)

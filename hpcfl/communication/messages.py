@@ -1,0 +1,74 @@
+"""What travels between server and clients: named tensors and the layers they carry.
+
+Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbers, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+BUFFERS = "buffers"
+"""The name under which running statistics travel; they are counted in a column of their own."""
+
+
+@dataclass(frozen=True)
+class Cohort:
+    """The clients of one round, in ascending order of id."""
+
+    round: int
+    clients: tuple[int, ...]
+    num_samples: Tensor
+    """Training samples of each client, int64 [S]."""
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+
+@dataclass
+class Message:
+    """Named tensors for a group of clients.
+
+    `shared` tensors [...] are the same for every client, `rows` [C, ...] have one row a client. `keep[name]`
+    says which layers of a tensor [..., P] travel: bool [L] if known to everyone, bool [C, L] if chosen client
+    by client; without it all do. What did not travel arrives as zero, except in a shared tensor whose layers
+    are chosen client by client: it arrives whole.
+    """
+
+    shared: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    keep: dict[str, Tensor] = field(default_factory=dict)
+    num_clients: int = 1
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a tensor with its client axis, [C, ...]; a shared one is expanded without a copy."""
+        if name in self.rows:
+            return self.rows[name]
+        shared = self.shared[name]
+        return shared.expand(self.num_clients, *shared.shape)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.rows or name in self.shared
+
+    def to(self, device: torch.device) -> Message:
+        """Return the message with its tensors on a device; masks too."""
+        shared, rows, keep = (
+            {name: tensor.to(device) for name, tensor in tensors.items()}
+            for tensors in (self.shared, self.rows, self.keep)
+        )
+        return Message(shared, rows, keep, self.num_clients)
+
+    def select(self, part: slice) -> Message:
+        """Return the message of some of its clients, without copying."""
+        keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.keep.items()}
+        count = len(range(self.num_clients)[part])
+        rows = {name: rows[part] for name, rows in self.rows.items()}
+        return Message(self.shared, rows, keep, count)
+
+    def __or__(self, other: Message) -> Message:
+        """Return both messages of the same clients as one; where a name is in both, the other's tensor."""
+        return Message(
+            self.shared | other.shared, self.rows | other.rows, self.keep | other.keep, self.num_clients
+        )

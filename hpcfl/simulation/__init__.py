@@ -1,0 +1,1 @@
+"""The round loop, and what it needs to start, watch and stop."""

@@ -1,0 +1,1 @@
+"""What a run leaves on disk: its folder and lock, checkpoints, and figures round by round."""

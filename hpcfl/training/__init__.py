@@ -1,0 +1,1 @@
+"""Local training: settings, mini-batches, losses, SGD, and the two engines."""

@@ -1,0 +1,60 @@
+"""Mini-batches: one of some clients, and how an epoch is cut.
+
+Shapes: C clients, B samples of a mini-batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hpcfl.training.settings import LastBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One mini-batch of some clients: rows of the group, x [C, B, ...], y [C, B], sample index [C, B].
+
+    Inside a loss the client axis is gone: x [B, ...], y [B], index [B].
+    """
+
+    rows: slice | Tensor
+    x: Tensor
+    y: Tensor
+    index: Tensor
+
+    def pick(self, table: Tensor) -> Tensor:
+        """Return what a table [clients of the group, samples, ...] says of these samples, [C, B, ...]."""
+        chosen = table[self.rows]
+        clients = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
+        return chosen[clients, self.index]
+
+
+def minibatches(num_samples: int, batch_size: int, last_batch: LastBatch = "even") -> list[tuple[int, int]]:
+    """Cut an epoch into (start, stop), as `TrainConfig.last_batch` says."""
+    if last_batch == "even":
+        count = math.ceil(num_samples / batch_size)
+        if count > 1 and num_samples // count == 1:
+            count -= 1
+        small, larger = divmod(num_samples, max(1, count))
+        sizes = [small + 1] * larger + [small] * (count - larger)
+        stops = list(itertools.accumulate(sizes))
+        return list(zip([0, *stops[:-1]], stops, strict=True)) if stops else []
+    starts = list(range(0, num_samples, batch_size))
+    if last_batch == "drop" and num_samples >= batch_size:
+        num_samples -= num_samples % batch_size
+        starts = starts[: num_samples // batch_size]
+    if len(starts) > 1 and num_samples - starts[-1] == 1:
+        starts.pop()
+    return list(zip(starts, [*starts[1:], num_samples], strict=True)) if starts else []
+
+
+def same_size_groups(sizes: list[int]) -> Iterator[tuple[int, list[int]]]:
+    """Yield (size, positions) for each distinct non-zero size, largest first."""
+    for size in sorted(set(sizes) - {0}, reverse=True):
+        yield size, [position for position, other in enumerate(sizes) if other == size]

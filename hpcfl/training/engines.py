@@ -1,0 +1,139 @@
+"""Gradients and probabilities of many clients' models: the loop engine and the batched engine.
+
+Shapes: C clients, P trainable numbers, U running statistics, B samples of a mini-batch, K classes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn.functional import cross_entropy
+
+from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.training.batches import Batch
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import Loss, class_probabilities, cross_entropy_loss
+
+EVALUATION_BATCH = 512
+
+
+class Engine(Protocol):
+    """What a method's training needs: gradients of per-client losses, for C clients at a time."""
+
+    clients_at_once: int
+
+    def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
+        """Differentiate each client's loss with respect to each of its tensors.
+
+        Takes tensors [C, ...] and buffers [C, U] (updated in place); returns gradients of the same
+        names and shapes, and the losses [C].
+        """
+
+
+class LoopEngine:
+    """One client at a time with plain autograd: the reference, and the fastest choice on a CPU."""
+
+    clients_at_once = 1
+
+    def __init__(self, network: nn.Module, layout: ParameterLayout) -> None:
+        self._layout = layout
+        self._network = _prepare(network)
+        # a working copy whose parameters and gradients are views of one flat vector each
+        self._working = _prepare(network)
+        theta, self._buffers = layout.flatten(self._working)
+        self._theta, self._gradient = theta, torch.zeros_like(theta)
+        views, gradients = layout.views(self._theta), layout.views(self._gradient)
+        for name, parameter in self._working.named_parameters():
+            parameter.data = views[name]
+            parameter.grad = gradients[name]
+        for name, view in layout.buffer_views(self._buffers).items():
+            module, _, buffer = name.rpartition(".")
+            self._working.get_submodule(module).register_buffer(buffer, view)
+
+    def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
+        """See Engine; C is 1. The returned gradient of `theta` is overwritten by the next call."""
+        one = Batch(batch.rows, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
+        if loss is cross_entropy_loss:
+            return self._plain_gradient(tensors["theta"], buffers, one)
+        leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
+        value = loss(Forward(self._network, self._layout, buffers[0]), leaves, one)
+        gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
+        return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
+
+    def _plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
+        self._load(theta[0], buffers[0])
+        self._gradient.zero_()
+        value = cross_entropy(self._working(batch.x), batch.y)
+        value.backward()
+        buffers[0].copy_(self._buffers)
+        return {"theta": self._gradient.unsqueeze(0)}, value.detach().view(1)
+
+    @torch.no_grad()
+    def outputs(
+        self, theta: Tensor, buffers: Tensor, call: Callable[..., Tensor], *samples: Tensor
+    ) -> Tensor:
+        """Return call(network, *samples) [n, ...] for one model theta [P] in evaluation mode.
+
+        Samples [n, ...] come in parts.
+        """
+        self._load(theta, buffers)
+        self._working.eval()
+        parts = zip(*(tensor.split(EVALUATION_BATCH) for tensor in samples), strict=True)
+        outputs = [call(self._working, *map(_fastest_order, part)) for part in parts]
+        self._working.train()
+        return torch.cat(outputs)
+
+    def probabilities(self, theta: Tensor, buffers: Tensor, x: Tensor) -> Tensor:
+        """Return class probabilities [n, K] of one model theta [P] in evaluation mode."""
+        return self.outputs(theta, buffers, class_probabilities, x)
+
+    def _load(self, theta: Tensor, buffers: Tensor) -> None:
+        self._theta.copy_(theta)
+        self._buffers.copy_(buffers)
+
+
+class BatchedEngine:
+    """Many clients as one computation, `torch.func.vmap` over the client axis: for GPUs."""
+
+    def __init__(self, network: nn.Module, layout: ParameterLayout, clients_at_once: int) -> None:
+        self._network, self._layout = _prepare(network), layout
+        self.clients_at_once = clients_at_once
+
+    def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
+        """See Engine."""
+
+        def client_loss(
+            tensors: Tensors, buffers: Tensor, x: Tensor, y: Tensor, index: Tensor
+        ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            statistics = buffers.clone()
+            forward = Forward(self._network, self._layout, statistics)
+            value = loss(forward, tensors, Batch(batch.rows, x, y, index))
+            return value, (value.detach(), statistics)
+
+        per_client = vmap(grad(client_loss, has_aux=True), randomness="error")
+        gradients, (values, statistics) = per_client(tensors, buffers, batch.x, batch.y, batch.index)
+        buffers.copy_(statistics)
+        return gradients, values
+
+
+def _fastest_order(x: Tensor) -> Tensor:
+    """Return images [B, channels, height, width] in the memory order that suits a CPU's convolutions.
+
+    Whatever else a network is given comes back as it is.
+    """
+    if x.dim() != 4 or x.device.type != "cpu":
+        return x
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _prepare(network: nn.Module) -> nn.Module:
+    working = copy.deepcopy(network).train()
+    for module in working.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.num_batches_tracked = None
+    return working

@@ -1,0 +1,65 @@
+"""A network as a function of one flat vector.
+
+Shapes: P trainable numbers, U running statistics, B samples of a mini-batch, K classes, F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hpcfl.parameters import ParameterLayout, Tensors
+
+
+class Forward:
+    """A network as a function of a flat vector, as losses see it: one client, no client axis.
+
+    BatchNorm uses the batch's statistics and updates `buffers` [U] in place.
+    """
+
+    def __init__(self, network: nn.Module, layout: ParameterLayout, buffers: Tensor) -> None:
+        self._network, self._layout, self._buffers = network, layout, buffers
+
+    def logits(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+        """Return logits [B, K] of the model theta [P]; `buffers` [U] stand in for the client's own."""
+        return self.call("", theta, x, buffers=buffers)
+
+    def features(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
+        """Return the body's features [B, F]."""
+        return self.call("body", theta, x, buffers=buffers)
+
+    def head(self, theta: Tensor, features: Tensor) -> Tensor:
+        """Return the head's logits [B, K] for given features."""
+        return self.call("head", theta, features)
+
+    def logits_of_parts(self, lower: Tensor, upper: Tensor, x: Tensor) -> Tensor:
+        """Return logits [B, K] of a model cut between two layers, lower [p] and upper [P - p].
+
+        Where `lower` has no gradient, its layers are left out of the backward pass.
+        """
+        named = self._layout.views(lower) | self._layout.views(upper, len(lower))
+        return self._apply("", named, x)
+
+    def statistics(self) -> Tensor:
+        """Return a copy of the client's running statistics [U], for a pass whose update nobody keeps."""
+        return self._buffers.clone()
+
+    def call(self, part: str, theta: Tensor, *inputs: Any, buffers: Tensor | None = None) -> Tensor:
+        """Return the output of one part of the model theta [P]; "" is the whole network."""
+        return self._apply(part, self._layout.views(theta), *inputs, buffers=buffers)
+
+    def _apply(self, part: str, weights: Tensors, *inputs: Any, buffers: Tensor | None = None) -> Tensor:
+        kept = self._layout.buffer_views(self._buffers if buffers is None else buffers)
+        # under vmap, BatchNorm updates a view into a longer row only in a copy of its own
+        statistics = {k: v.clone(memory_format=torch.contiguous_format) for k, v in kept.items()}
+        named = weights | statistics
+        module = self._network.get_submodule(part)
+        if part:
+            named = {k.removeprefix(f"{part}."): v for k, v in named.items() if k.startswith(f"{part}.")}
+        output: Tensor = functional_call(module, named, inputs)
+        for name, tensor in kept.items():
+            tensor.copy_(statistics[name])
+        return output

@@ -1,0 +1,42 @@
+"""Losses of one client on a mini-batch, and what is asked of a network in evaluation mode.
+
+Shapes: B samples of a mini-batch, n samples, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, kl_div
+
+from hpcfl.parameters import Tensors
+from hpcfl.training.batches import Batch
+from hpcfl.training.forward import Forward
+
+Loss = Callable[[Forward, Tensors, Batch], Tensor]
+"""A client's mean loss on a mini-batch, from the forward pass, the client's tensors and the batch."""
+
+
+def cross_entropy_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy of `theta`: the loss of plain local training."""
+    return cross_entropy(forward.logits(tensors["theta"], batch.x), batch.y)
+
+
+def distillation_loss(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:
+    """Return the mean over a batch of KL(softmax teacher || softmax student), both [B, K].
+
+    Both are divided by the temperature before softmax, and the loss is multiplied by its square.
+    """
+    known = (teacher / temperature).softmax(dim=1)
+    return temperature**2 * kl_div((student / temperature).log_softmax(dim=1), known, reduction="batchmean")
+
+
+def class_probabilities(network: nn.Module, x: Tensor) -> Tensor:
+    """Return class probabilities [n, K] of a network that gives logits."""
+    return network(x).softmax(dim=1)
+
+
+def sample_losses(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of each sample [n]."""
+    return cross_entropy(network(x), y, reduction="none")

@@ -1,0 +1,50 @@
+"""The keys under `train.*`."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+BufferPolicy = Literal["local", "average", "mixed"]
+LastBatch = Literal["even", "drop", "keep"]
+
+
+class TrainConfig(BaseModel):
+    """The keys under `train.*`: how long and how clients train."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    rounds: int = Field(30, ge=1)
+    """Communication rounds."""
+    participation: float = Field(1.0, gt=0, le=1)
+    """Share p of the N clients in a round: a cohort of max(1, floor(p N + 0.5))."""
+    local_epochs: int = Field(5, ge=1)
+    """Passes over a client's training data in a round."""
+    batch_size: int = Field(16, ge=2)
+    """Samples a mini-batch, at most but for one; see `train.last_batch`."""
+    last_batch: LastBatch = "even"
+    """How n samples are cut in mini-batches of B.
+
+    even: ceil(n / B), whose sizes differ by one at most. drop: n mod B samples are left out in each epoch; a
+    client with fewer than B keeps its only mini-batch. keep: they are a smaller last one, whose step is as
+    long as the others' and the last before a model is sent or scored. One sample alone always joins the
+    mini-batch before it."""
+    lr: float = Field(0.05, gt=0)
+    """Step size of local SGD, with a fresh optimiser each round."""
+    lr_decay: float = Field(1.0, gt=0, le=1)
+    """Factor on the step size after each round; 1 keeps it constant."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Momentum of local SGD, starting from zero each round."""
+    weight_decay: float = Field(0.0, ge=0)
+    """L2 penalty's factor in the gradient."""
+    finetune_epochs: int = Field(0, ge=0)
+    """Local epochs before each evaluation, on a copy that is thrown away; 0 is none."""
+    buffers: BufferPolicy | None = None
+    """Running statistics of BatchNorm: kept by the client, averaged like parameters, or (pFedLA) mixed with
+    the weights of their BatchNorm layer; default: the method's."""
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Return how many of N clients take part in a round."""
+        return max(1, math.floor(self.participation * num_clients + 0.5))

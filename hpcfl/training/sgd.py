@@ -1,0 +1,44 @@
+"""SGD on the flat vectors of a group of clients.
+
+Shapes: C clients of the group, P trainable numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcfl.training.settings import TrainConfig
+
+
+class Trained(NamedTuple):
+    """The end of a local training pass: theta [C, ..., P] and the number of steps [C]."""
+
+    theta: Tensor
+    steps: Tensor
+
+
+class Descent:
+    """SGD on theta [C, ...] of a group, with the run's momentum (from zero) and weight decay.
+
+    `trained` limits the update to one slice of the last axis, the rest staying frozen.
+    """
+
+    def __init__(self, theta: Tensor, lr: float, train: TrainConfig, trained: slice = slice(None)) -> None:
+        self.theta = theta.clone(memory_format=torch.contiguous_format)
+        self._lr, self._train, self._trained = lr, train, trained
+        self._velocity = torch.zeros_like(theta) if train.momentum else None
+
+    def step(self, rows: slice | Tensor, gradient: Tensor) -> None:
+        """Move the group's clients `rows` against their gradient [len(rows), ...]."""
+        weights = self.theta[rows]
+        if self._train.weight_decay:
+            gradient = gradient.add(weights, alpha=self._train.weight_decay)
+        if self._velocity is not None:
+            gradient = self._velocity[rows].mul_(self._train.momentum).add_(gradient)
+            self._velocity[rows] = gradient
+        weights[..., self._trained].add_(gradient[..., self._trained], alpha=-self._lr)
+        if not isinstance(rows, slice):
+            self.theta[rows] = weights

@@ -1,0 +1,72 @@
+"""The package's rooms: imports go down the list, and two libraries have one door each."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY
+
+PACKAGE = REPOSITORY / "hpcfl"
+
+ROOMS = [
+    ["main"],
+    ["commands"],
+    ["tables"],
+    ["simulation"],
+    ["storage"],
+    ["config"],
+    ["methods"],
+    ["training"],
+    ["communication", "data", "models"],
+    ["parameters", "torchvision_parts"],
+    ["randomness"],
+    ["errors"],
+]
+"""From the top; a room imports from those below it and from itself, not from those beside it."""
+
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+DOORS = {"mpi4py": ["communication/world.py"], "h5py": ["storage/checkpoint.py"]}
+"""Which files import a library."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield node.module or ""
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def test_every_file_has_a_room() -> None:
+    rooms = {room_of(path) for path in FILES} - {"__init__"}
+    assert rooms == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down(path: Path) -> None:
+    own = room_of(path)
+    if own == "__init__":
+        return
+    for module in imported(path):
+        package, _, rest = module.partition(".")
+        other = rest.partition(".")[0]
+        if package == "hpcfl" and other in LEVEL:
+            assert other == own or LEVEL[other] > LEVEL[own], f"{own} imports {module}"
+
+
+@pytest.mark.parametrize("library", DOORS)
+def test_a_library_has_its_doors(library: str) -> None:
+    found = [path for path in FILES if any(module.partition(".")[0] == library for module in imported(path))]
+    assert [str(path.relative_to(PACKAGE)) for path in found] == DOORS[library]
