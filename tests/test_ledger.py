@@ -36,7 +36,7 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
         "after_download": np.array([0.25, 0.5, 0.75]),
         "after_training": np.array([np.nan, 0.125, np.nan]),
     }
-    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES, moments, 2 / 3)
+    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES, moments, 2 / 3, {})
     if folder is not None:
         ledger.append_files(folder)
     ledger.record_round(
@@ -84,7 +84,7 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
 def test_weights_are_numbers_of_samples() -> None:
     ledger = Ledger(3, LABELS)
     ledger.wall_s = 1.0
-    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]), UNKNOWN, 1.0)
+    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]), UNKNOWN, 1.0, {})
     assert ledger.last("accuracy_weighted") == pytest.approx((2 + 2.5) / 8)
     assert ledger.last("accuracy_mean") == 0.5
     assert np.isnan(ledger.last("accuracy_after_download"))
@@ -183,7 +183,7 @@ def test_best_is_the_first_of_the_highest() -> None:
     ledger = Ledger(2, LABELS)
     unknown = {moment: np.full(2, np.nan) for moment in MOMENTS}
     for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
-        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2), unknown, 1.0)
+        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2), unknown, 1.0, {})
     assert ledger.best() == (0.625, 4)
     assert ledger.last("accuracy_mean") == 0.5
 
@@ -191,7 +191,7 @@ def test_best_is_the_first_of_the_highest() -> None:
 def test_the_last_evaluation_can_be_forgotten(ledger: Ledger) -> None:
     before = [row.copy() for row in ledger.metrics]
     ledger.wall_s = 20.0
-    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0)
+    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0, {})
     assert ledger.best() == (1.0, 3)
     ledger.forget_last_evaluation()
     assert ledger.metrics == before

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.parameters import Layer
 
@@ -61,3 +62,32 @@ def count_bytes(
         else:
             traffic.parameters[:, labels.index(name)] += item * shape.numel()
     return traffic
+
+
+class RoundTraffic:
+    """The bytes of a round on the server, down and up, by client of the cohort.
+
+    `names_layers`: see `count_bytes`.
+    """
+
+    def __init__(
+        self, num_clients: int, layers: Sequence[Layer], labels: Sequence[str], names_layers: bool
+    ) -> None:
+        self._layers, self._labels, self._names_layers = layers, labels, names_layers
+        self.down, self.up = (
+            Traffic(np.zeros((num_clients, len(labels)), np.int64), *np.zeros((2, num_clients), np.int64))
+            for _ in range(2)
+        )
+
+    def count_down(self, message: Message | None) -> None:
+        """Count what was sent to the whole cohort; None on other ranks than the server."""
+        if message is not None:
+            self.down.add(slice(None), self._count(message))
+
+    def counting_up(self, upload: Upload) -> Upload:
+        """Return an upload whose blocks are counted as they are read."""
+        upload.observe(lambda positions, block: self.up.add(positions, self._count(block)))
+        return upload
+
+    def _count(self, message: Message) -> Traffic:
+        return count_bytes(message, self._layers, self._labels, self._names_layers)

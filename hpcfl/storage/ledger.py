@@ -1,4 +1,4 @@
-"""What a run cost and gave: bytes, seconds and accuracy, round by round, in CSV files and checkpoints.
+"""What a run cost and gave: bytes, seconds, accuracy and the method's history, in CSV files and checkpoints.
 
 Shapes: N clients, K labels (the layers, and what else is sent).
 """
@@ -59,6 +59,8 @@ class Ledger:
         self.loss: list[np.ndarray] = []
         self.moments: dict[str, list[np.ndarray]] = {moment: [] for moment in MOMENTS}
         """Accuracy of each client's model at a moment [N], an entry an evaluation; nan where it has none."""
+        self.of_method: dict[str, list[np.ndarray]] = {}
+        """The method's own history by name, an entry an evaluation."""
         self._rounds: list[int] = []
         self._bytes: list[np.ndarray] = []
         self.client_bytes = np.zeros((num_clients, len(DIRECTIONS)), np.int64)
@@ -92,11 +94,13 @@ class Ledger:
         num_samples: np.ndarray,
         moments: Mapping[str, np.ndarray],
         coverage: float,
+        of_method: Mapping[str, np.ndarray],
     ) -> None:
         """Add one evaluation after `round` completed rounds.
 
         Takes accuracy and loss of each client's evaluated model [N], the accuracy at each of MOMENTS [N] (nan
-        where a client has no such model), and the share of clients that were sampled at least once.
+        where a client has no such model), the share of clients that were sampled at least once, and the
+        method's history.
         """
         total = np.sum(self._bytes, axis=0) if self._bytes else np.zeros((2, len(self._labels)), np.int64)
         values = {
@@ -120,12 +124,14 @@ class Ledger:
         self.metrics.append([float(values[name]) for name in METRICS])
         self.accuracy.append(accuracy)
         self.loss.append(loss)
+        for name, value in of_method.items():
+            self.of_method.setdefault(name, []).append(value)
         self._steps = self._train_s = 0.0
 
     def forget_last_evaluation(self) -> None:
         """Take the newest evaluation back."""
         self.metrics.pop()
-        for rows in (self.accuracy, self.loss, *self.moments.values()):
+        for rows in (self.accuracy, self.loss, *self.moments.values(), *self.of_method.values()):
             rows.pop()
 
     def last(self, name: str) -> float:
@@ -153,17 +159,20 @@ class Ledger:
         }
 
     def history(self) -> dict[str, np.ndarray]:
-        """Return what evaluations gave, by client, [evaluations, N] a name."""
+        """Return what evaluations gave: the method's history, and figures by client [evaluations, N]."""
         known = {"accuracy": self.accuracy, "loss": self.loss}
         known |= {f"accuracy_{moment}": rows for moment, rows in self.moments.items()}
         shape = (len(self.accuracy), len(self.client_bytes))
-        return {name: np.array(rows, np.float64).reshape(shape) for name, rows in known.items()}
+        of_method = {name: np.stack(rows) for name, rows in self.of_method.items() if rows}
+        return of_method | {name: np.array(rows, np.float64).reshape(shape) for name, rows in known.items()}
 
     def restore(self, tables: Mapping[str, Table], history: Mapping[str, np.ndarray]) -> None:
         """Take over the tables of a checkpoint and its `history`."""
         self.metrics = [list(row) for row in tables["metrics"].values]
         self.accuracy, self.loss = list(history["accuracy"]), list(history["loss"])
         self.moments = {moment: list(history[f"accuracy_{moment}"]) for moment in MOMENTS}
+        figures = {"accuracy", "loss", *(f"accuracy_{moment}" for moment in MOMENTS)}
+        self.of_method = {name: list(rows) for name, rows in history.items() if name not in figures}
         bytes_table = tables["bytes"].values
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))

@@ -1,0 +1,90 @@
+"""The clients of a run as one rank sees them: cohorts, this rank's groups of them, and their figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World
+from hpcfl.methods.base import State
+from hpcfl.randomness import torch_stream
+from hpcfl.simulation.experiment import Experiment
+from hpcfl.training.clients import Clients
+
+EVALUATED_ELEMENTS = 2**27
+"""Numbers in the models that are evaluated at once. How clients are cut may change a product's last bits, so
+this is no setting, as `run.max_elements` is."""
+
+
+class Federation:
+    """Cohorts and groups of one run on one rank, and the channel between ranks."""
+
+    def __init__(self, experiment: Experiment, world: World) -> None:
+        self.experiment, self.world = experiment, world
+        self.method, self.config = experiment.method, experiment.config
+        self.place = experiment.workplace
+        self.num_clients = len(experiment.num_train)
+        self.channel = Channel(world, self.method.layers, self.num_clients)
+        self.labels = [*(layer.name for layer in self.method.layers), *self.method.extra_labels]
+        """Of what bytes are counted by."""
+
+    def cohort(self, number: int) -> Cohort:
+        """Sample the clients of round `number`, the same on every rank without a message."""
+        size = self.config.train.cohort_size(self.num_clients)
+        order = torch.randperm(
+            self.num_clients, generator=torch_stream(self.config.run.seed, "cohort", number)
+        )
+        return self.cohort_of(number, sorted(order[:size].tolist()))
+
+    def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
+        """Return a cohort of given clients, in ascending order."""
+        return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
+
+    def everyone(self, round: int) -> Iterator[Cohort]:
+        """Cut all clients in cohorts of bounded size that span all shards alike, for any number of ranks."""
+        parts = max(1, math.ceil(self.num_clients * self.method.row_size / EVALUATED_ELEMENTS))
+        for part in range(min(parts, self.num_clients)):
+            yield self.cohort_of(round, list(range(part, self.num_clients, parts)))
+
+    def groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
+        """Yield this rank's cohort members, as many at once as the engine takes."""
+        own = list(cohort.clients[self.channel.own(cohort)])
+        size = self.place.engine.clients_at_once
+        for start in range(0, len(own), size):
+            yield slice(start, start + size), Clients(self.place, own[start : start + size], cohort.round)
+
+    def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
+        """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
+        message = self.method.send(server, cohort, for_evaluation=True) if self.world.is_server else None
+        down = self.channel.down(message, cohort)
+        for part, clients in self.groups(cohort):
+            yield clients, down.select(part)
+
+    def own_rows(self, cohort: Cohort) -> list[int]:
+        """Return where the cohort's members on this rank stand in the rank's client state."""
+        return [client - self.place.clients.start for client in cohort.clients[self.channel.own(cohort)]]
+
+    def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
+        """Bring float64 figures [own clients, F] to the server, [S, F], and None elsewhere. Collective."""
+        width = rows.shape[1]
+        counts = [n * width for n in self.world.owner_counts(cohort.clients, self.num_clients)]
+        gathered = self.world.gather(rows.reshape(-1).contiguous(), counts)
+        return None if gathered is None else gathered.view(-1, width)
+
+
+def stack(messages: Sequence[Message]) -> Message:
+    """Put the messages of several groups together; rows are brought to the CPU."""
+    if not messages:
+        return Message(num_clients=0)
+    first = messages[0]
+    rows = {name: torch.cat([m.rows[name].cpu() for m in messages]) for name in first.rows}
+    keep = {
+        name: mask if mask.dim() == 1 else torch.cat([m.keep[name] for m in messages])
+        for name, mask in first.keep.items()
+    }
+    return Message(rows=rows, keep=keep, num_clients=sum(m.num_clients for m in messages))
