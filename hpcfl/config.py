@@ -246,7 +246,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Name the keys that change results and differ between two configuration trees, with both values.
 
-    Keys that only one of them has come with another `name`, and are told only where nothing else differs.
+    A key that only one of them has belongs to another `name`; it is left out unless nothing else differs.
     """
     before, after = flatten(old), flatten(new)
     missing = "(not set)"

@@ -44,8 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda message, *_args, **_kwargs: print_warning(str(message))
             if not arguments or arguments[0] not in COMMANDS:
                 return _run(arguments, world, at_exit)
-            takes_part = world.is_server or arguments[0] in COLLECTIVE_COMMANDS
-            stopped = agreed(world, lambda: COMMANDS[arguments[0]](arguments[1:]) if takes_part else False)
+            command, *words = arguments
+            takes_part = world.is_server or command in COLLECTIVE_COMMANDS
+            stopped = agreed(world, lambda: COMMANDS[command](words, world) if takes_part else False)
             return STOPPED if stopped else FINISHED
     except UserError as error:
         if speaks:

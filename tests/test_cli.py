@@ -22,6 +22,7 @@ import h5py
 import pytest
 from conftest import REPOSITORY, clean_environment, in_mpi_world, run_tree
 
+from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
 from hpcfl.commands.bench import _report_branches
 from hpcfl.commands.summary import next_command
@@ -454,3 +455,10 @@ def read_all(leader: int) -> str:
             os.close(leader)
             return b"".join(parts).decode()
         parts.append(part)
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        main(["--version"])
+    assert leaving.value.code == FINISHED
+    assert capsys.readouterr().out == f"hpcfl {__version__}\n"

@@ -17,14 +17,14 @@ from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from hpcfl.communication.channel import Channel, Upload
-from hpcfl.communication.means import WeightedMean
+from hpcfl.communication.means import ClusterMeans, WeightedMean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.data.sources import load_arrays
 from hpcfl.errors import UserError
-from hpcfl.methods.base import ClusterMeans, Context, State
+from hpcfl.methods.base import Context, State
 from hpcfl.methods.clustered_fl import bipartition, cross_similarity
 from hpcfl.methods.fedem import FedEM
 from hpcfl.randomness import torch_stream

@@ -9,15 +9,16 @@ from hpcfl.commands.data import data
 from hpcfl.commands.list import list_everything
 from hpcfl.commands.plan import plan
 from hpcfl.commands.table import table
+from hpcfl.communication.world import World
 
-COMMANDS: dict[str, Callable[[Sequence[str]], bool | None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str], World], bool | None]] = {
     "list": list_everything,
     "plan": plan,
     "data": data,
     "bench": bench,
     "table": table,
 }
-"""A command returns whether a request to stop ended it early."""
+"""A command takes the words behind its name and the ranks; it returns whether a request to stop ended it."""
 
 
 COLLECTIVE_COMMANDS = ("bench", "table")

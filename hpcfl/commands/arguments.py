@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from hpcfl import __version__
 from hpcfl.errors import UserError
 
 SETTINGS_HELP = "CONFIG.yaml | key.sub=value"
@@ -48,6 +49,7 @@ def parse_run(arguments: Sequence[str], description: str | None) -> RunOptions:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<name>)")
     parser.add_argument("--fresh", action="store_true", help="move the old run folder aside and start over")
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
+    parser.add_argument("--version", action="version", version=f"hpcfl {__version__}")
     options = parser.parse_intermixed_args(list(arguments))
     config, overrides = split_settings(options.settings)
     return RunOptions(config, overrides, options.out, options.fresh, options.quiet)

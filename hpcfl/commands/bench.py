@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import World, agreed, open_world
+from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config, resolve
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
@@ -49,7 +49,7 @@ SERVER_CLIENTS, SERVER_COHORT = 100, 10
 CHECKPOINT_EVERY = 50
 
 
-def bench(arguments: Sequence[str]) -> None:
+def bench(arguments: Sequence[str], world: World) -> None:
     """Measure training steps, pFedLA's server step, a round's overhead and a checkpoint.
 
     The last two use the ranks there are: mpirun -n 3 python -m hpcfl.main bench.
@@ -60,7 +60,6 @@ def bench(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     if options.repeats < 1 or options.rounds < 1:
         raise UserError("--repeats and --rounds must be 1 or more, such as --repeats 15 --rounds 4")
-    world = open_world()
     torch.set_num_threads(1)
     if world.is_server:
         print("LeNet-16/32 with BatchNorm, batch 32 (pFedMB: LeNet-6/16, batch 64), one thread", flush=True)

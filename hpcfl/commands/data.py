@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcfl.commands.arguments import Parser
+from hpcfl.communication.world import World
 from hpcfl.data.sources import fetch
 
 
-def data(arguments: Sequence[str]) -> None:
+def data(arguments: Sequence[str], world: World) -> None:
     """Download a data set, on a machine with a network; runs never download."""
     parser = Parser("hpcfl data", data.__doc__)
     parser.add_argument("action", choices=["fetch"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcfl.commands.arguments import Parser
+from hpcfl.communication.world import World
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 
 
-def list_everything(arguments: Sequence[str]) -> None:
+def list_everything(arguments: Sequence[str], world: World) -> None:
     """Print what there is, one line each: its kind and its name."""
     parser = Parser("hpcfl list", list_everything.__doc__)
     parser.add_argument("--describe", action="store_true", help="say what each is")

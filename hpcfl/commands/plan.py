@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, split_settings
+from hpcfl.communication.world import World
 from hpcfl.config import Config, load_config
 from hpcfl.data.partitions import class_table
 from hpcfl.methods.base import Method
@@ -14,7 +15,7 @@ from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.training.batches import minibatches
 
 
-def plan(arguments: Sequence[str]) -> None:
+def plan(arguments: Sequence[str], world: World) -> None:
     """Show what a run would do without running it: clients by classes, the network, steps, memory."""
     parser = Parser("hpcfl plan", plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)

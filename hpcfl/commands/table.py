@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpcfl.commands.arguments import Parser, RunOptions, command_line, split_settings
 from hpcfl.commands.run import run
-from hpcfl.communication.world import World, agreed, open_world
+from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
@@ -29,7 +29,7 @@ A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
 
 
-def table(arguments: Sequence[str]) -> bool:
+def table(arguments: Sequence[str], world: World) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
@@ -67,7 +67,6 @@ def table(arguments: Sequence[str]) -> bool:
         raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
     part, num_parts = _part(options.part)
     shrinking = _shrinking(options.rounds, options.seeds)
-    world = open_world()
     say = _speech(options.quiet)
     with ExitStack() as at_exit:
         stop = StopFlag()

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcfl.parameters import Layer, columns
+from hpcfl.communication.channel import Upload
+from hpcfl.parameters import Layer, Tensors, columns
 
 
 class WeightedMean:
@@ -57,3 +58,47 @@ class LayerMean:
                     # adding nothing would still turn -0 to 0, and a diverged client's numbers to nan
                     if weight := float(weights[(*index, number)]):
                         mean[index].add_(numbers[index], alpha=weight)
+
+
+def weighted_mean(up: Upload, name: str, weights: Tensor) -> Tensor:
+    """Return the mean over a cohort's rows `name` [S, ...] with weights [S], normalised over the cohort."""
+    return weighted_means(up, {name: weights})[name]
+
+
+def weighted_means(up: Upload, weights: Tensors) -> Tensors:
+    """Return `weighted_mean` of several names, with weights [S] of their own, in one reading."""
+    means = {name: WeightedMean(of_clients) for name, of_clients in weights.items()}
+    for positions, block in up:
+        for name, mean in means.items():
+            mean.add(positions, block.rows[name])
+    values = {name: mean.value for name, mean in means.items() if mean.value is not None}
+    assert len(values) == len(weights)
+    return values
+
+
+class ClusterMeans:
+    """The weighted mean of each cluster's clients, taking blocks as they come, in client order.
+
+    Weights [S] of a cohort are normalised over each cluster's members; a cluster without members keeps its
+    row of `old` [k, ...]. With one cluster this is WeightedMean to the bit.
+    """
+
+    def __init__(self, weights: Tensor, old: Tensor) -> None:
+        self._weights = (weights.double() / weights.double().sum()).tolist()
+        self._samples = weights.double()
+        self._old, self._sums = old, torch.zeros_like(old)
+        self._cluster = torch.full((len(weights),), -1)
+
+    def add(self, positions: slice, rows: Tensor, cluster: Tensor) -> None:
+        """Add the clients at these positions of the cohort, rows [C, ...] of clusters [C]."""
+        self._cluster[positions] = cluster
+        for row, weight, number in zip(rows, self._weights[positions], cluster.tolist(), strict=True):
+            self._sums[number].add_(row, alpha=weight)
+
+    def value(self) -> Tensor:
+        """Return the means [k, ...]."""
+        means = self._old.clone()
+        for number in self._cluster.unique().tolist():
+            share = float(self._samples[self._cluster == number].sum() / self._samples.sum())
+            means[number] = self._sums[number] / share
+        return means

@@ -113,7 +113,7 @@ class Method:
     """One federated method as hooks around a round; a subclass overrides what it does differently.
 
     Hooks get explicit state and return messages or tensors; what they keep is in the two state
-    dictionaries, which every checkpoint holds. Running statistics of BatchNorm are looked after here.
+    dictionaries, which every checkpoint holds. This class also carries the running statistics of BatchNorm.
     """
 
     name: ClassVar[str]
@@ -124,7 +124,7 @@ class Method:
     train_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults under `train.*` that differ from everybody's."""
     scored_moment: ClassVar[Literal["download", "training"]] = "download"
-    """When the models that `personalised` returns come to be: at a download, or by local training."""
+    """What makes the models that `personalised` returns: a download, or local training."""
     shared_parts: ClassVar[tuple[str, ...]] = ()
     """Parts of the evaluated models that are the same for all clients, so that one row says it all."""
     schedule_uses_rounds: ClassVar[bool] = False
@@ -220,14 +220,14 @@ class Method:
     def received(self, clients: Clients, down: Message) -> State:
         """Return the models right after a download, before local training; {} where there are none.
 
-        `down` is what `scored` returned. Default: the evaluated models, if they come to be at this moment.
+        `down` is what `scored` returned. Default: the evaluated models, if a download makes them.
         """
         return self.personalised(clients, down) if self.scored_moment == "download" else {}
 
     def trained(self, clients: Clients, down: Message, up: Message) -> State:
         """Return the models of a group right after `train`, which returned `up`; {} where there are none.
 
-        Default: the evaluated models, if they come to be at this moment, else the upload's `theta`; a method
+        Default: the evaluated models, if training makes them, else the upload's `theta`; a method
         that uploads anything but the trained model, such as a difference, overrides this.
         """
         if self.scored_moment == "training":
@@ -248,7 +248,7 @@ class Method:
         return {}
 
     def history(self, server: State) -> State:
-        """Return what the method is known by, one tensor a name, kept for every evaluation."""
+        """Return the method's diagnostics, one tensor a name, kept for every evaluation."""
         return {}
 
     def client_history(self, clients: Clients) -> State:
@@ -384,50 +384,6 @@ class Method:
             clients.buffers = down[BUFFERS].clone(memory_format=torch.contiguous_format)
         elif BUFFERS in clients:
             clients.buffers = clients[BUFFERS].clone()
-
-
-def weighted_mean(up: Upload, name: str, weights: Tensor) -> Tensor:
-    """Return the mean over a cohort's rows `name` [S, ...] with weights [S], normalised over the cohort."""
-    return weighted_means(up, {name: weights})[name]
-
-
-def weighted_means(up: Upload, weights: State) -> State:
-    """Return `weighted_mean` of several names, with weights [S] of their own, in one reading."""
-    means = {name: WeightedMean(of_clients) for name, of_clients in weights.items()}
-    for positions, block in up:
-        for name, mean in means.items():
-            mean.add(positions, block.rows[name])
-    values = {name: mean.value for name, mean in means.items() if mean.value is not None}
-    assert len(values) == len(weights)
-    return values
-
-
-class ClusterMeans:
-    """The weighted mean of each cluster's clients, taking blocks as they come, in client order.
-
-    Weights [S] of a cohort are normalised over each cluster's members; a cluster without members keeps its
-    row of `old` [k, ...]. With one cluster this is WeightedMean to the bit.
-    """
-
-    def __init__(self, weights: Tensor, old: Tensor) -> None:
-        self._weights = (weights.double() / weights.double().sum()).tolist()
-        self._samples = weights.double()
-        self._old, self._sums = old, torch.zeros_like(old)
-        self._cluster = torch.full((len(weights),), -1)
-
-    def add(self, positions: slice, rows: Tensor, cluster: Tensor) -> None:
-        """Add the clients at these positions of the cohort, rows [C, ...] of clusters [C]."""
-        self._cluster[positions] = cluster
-        for row, weight, number in zip(rows, self._weights[positions], cluster.tolist(), strict=True):
-            self._sums[number].add_(row, alpha=weight)
-
-    def value(self) -> Tensor:
-        """Return the means [k, ...]."""
-        means = self._old.clone()
-        for number in self._cluster.unique().tolist():
-            share = float(self._samples[self._cluster == number].sum() / self._samples.sum())
-            means[number] = self._sums[number] / share
-        return means
 
 
 def statistics_of_models(clients: Clients, count: int) -> Tensor:

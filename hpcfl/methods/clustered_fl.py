@@ -12,7 +12,7 @@ Choices: the split is complete linkage on cosine similarities (authors' code) or
 `method.linkage=single`, the partition of least largest similarity (Algorithm 1); gamma_max is 0, so that the
 third criterion holds whenever parts differ (authors' code has none); splits are tested every round, as in
 that code, where the paper first trains to convergence. Norms and similarities are those of each client's last
-update since its cluster came to be: under partial participation, which neither has, a cluster waits until all
+update in its present cluster: under partial participation, which neither has, a cluster waits until all
 its clients have trained, and then compares updates that left from the models of different rounds. Clients are
 known by their ids throughout; means are uniform, as in the paper; each cluster averages running statistics of
 its own; evaluated is the newest model of the client's cluster. The server keeps N updates, and a download
@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import ClusterMeans
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.methods.base import ClusterMeans, Method, Params, State
+from hpcfl.methods.base import Method, Params, State
 from hpcfl.training.clients import Clients
 
 
@@ -121,7 +122,7 @@ class ClusteredFL(Method):
         return {"theta": down["theta"] + up.rows["theta"]}
 
     def history(self, server: State) -> State:
-        """Return clusters and, of clients heard of since theirs came to be, both norms that are compared."""
+        """Return clusters and both compared norms, nan before a client has trained in its cluster."""
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
         nothing = torch.full_like(server["theta"], torch.nan)
         means = ClusterMeans(torch.ones(int(known.sum())), nothing)

@@ -38,8 +38,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.methods.base import Context, Method, Params, State, weighted_mean
+from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.methods.base import Method, State, weighted_mean
+from hpcfl.methods.base import Method, State
 from hpcfl.training.clients import Clients
 
 

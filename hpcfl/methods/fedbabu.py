@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.methods.base import Context, Params, State, weighted_mean
+from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training.clients import Clients
 

@@ -20,8 +20,9 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import ClusterMeans
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.methods.base import ClusterMeans, Context, Method, Params, State, statistics_of_models
+from hpcfl.methods.base import Context, Method, Params, State, statistics_of_models
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import sample_losses
 

@@ -22,9 +22,10 @@ import torch
 from pydantic import Field
 
 from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods._own_model import OwnBesideGlobal
-from hpcfl.methods.base import Params, State, pull_towards, weighted_mean
+from hpcfl.methods.base import Params, State, pull_towards
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
 

@@ -211,7 +211,7 @@ class Clients:
 
     @property
     def lr_decay(self) -> float:
-        """What is left of `train.lr` in this round, and of what follows it."""
+        """The learning-rate factor of this round: `train.lr_decay` to the power of the rounds before it."""
         return self._place.train.lr_decay**self.round
 
     def record(self, batch: Batch, losses: Tensor) -> None:
@@ -238,7 +238,7 @@ class Clients:
 
     @contextmanager
     def statistics_aside(self) -> Iterator[None]:
-        """Forget what passes inside do to the running statistics: those of a model that is not evaluated."""
+        """Restore the running statistics at the end: passes inside train a model that is not evaluated."""
         kept = self.buffers.clone()
         yield
         self.buffers = kept
