@@ -32,7 +32,7 @@ def work(run: Run, client: int, round: int = 0) -> tuple[Message, Clients]:
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
     clients = Clients(run.place, [client], round)
     channel = Channel(World(), run.method.layers, run.num_clients)
-    return run.method.work(clients, channel.down(run.method.send(run.server, cohort), cohort)), clients
+    return run.driver.work(clients, channel.down(run.driver.send(run.server, cohort), cohort)), clients
 
 
 def step_size(run: Run, round: int) -> float:

@@ -67,6 +67,7 @@ class Run:
         self.place = experiment.workplace
         self.place.shard.x = self.place.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
+        self.driver = experiment.driver
         self.config = experiment.config
         self.num_clients = len(experiment.num_train)
         stop = StopFlag()
@@ -93,12 +94,12 @@ class Run:
             num_samples=self.method.context.num_samples,
         )
         channel = Channel(World(), self.method.layers, self.num_clients)
-        down = channel.down(self.method.send(self.server, cohort, for_evaluation=True), cohort)
+        down = channel.down(self.driver.send(self.server, cohort, for_evaluation=True), cohort)
         models = []
         for client in range(self.num_clients):
             clients = Clients(self.place, [client], rounds)
-            models.append(self.method.evaluated(clients, down.select(slice(client, client + 1))))
-        return {name: torch.cat([model[name] for model in models]) for name in models[0]}
+            models.append(self.driver.evaluated(clients, down.select(slice(client, client + 1))))
+        return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

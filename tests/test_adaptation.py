@@ -20,6 +20,7 @@ from hpcfl.communication.world import World
 from hpcfl.errors import UserError
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation.driver import Driver
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients
 
@@ -47,7 +48,7 @@ def slope(run: Run, theta: Tensor, x: Tensor, y: Tensor, statistics: Tensor | No
 def sent_to(run: Run, client: int, round: int, server: State | None = None) -> tuple[Clients, Message]:
     """Return one client in a round and what the server sends it."""
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
-    message = run.method.send(run.server if server is None else server, cohort)
+    message = run.driver.send(run.server if server is None else server, cohort)
     return Clients(run.place, [client], round), Channel(World(), run.method.layers, 4).down(message, cohort)
 
 
@@ -122,7 +123,7 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
 @pytest.mark.usefixtures("double")
 def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> None:
     run = Run(PER_FEDAVG, f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     theta, statistics = start["theta"], run.method.initial_buffers()
     for number in range(2):
         cohort = run.simulation.cohort(number)
@@ -144,7 +145,7 @@ def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> No
 def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
     common = (PER_FEDAVG, *LINEAR, "train.rounds=1", "train.batch_size=100", "train.lr=1", "method.alpha=0.5")
     run = Run(*common)
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     x, y = run.place.shard.samples("train", 0)
     w = start["theta"].clone().requires_grad_()
     d = slope(run, w.detach() - 0.5 * slope(run, w.detach(), x, y), x, y)
@@ -153,14 +154,14 @@ def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
     errors = []
     for delta in (0.04, 0.02, 0.01):
         free = Run(*common, "method.variant=hessian_free", f"method.delta={delta}").method
-        trained = free.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+        trained = Driver(free).work(*sent_to(run, 0, 0, start)).rows["theta"][0]
         correction = trained - (start["theta"] - d)
         errors.append(float((correction - 0.5 * product).norm()))
     # central differences: a quarter of the error for half the distance
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.1)
     assert errors[2] < 0.01 * float(0.5 * product.norm())
-    first_order = run.method.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+    first_order = run.driver.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
     torch.testing.assert_close(first_order, start["theta"] - d, rtol=0, atol=1e-12)
 
 
@@ -334,7 +335,7 @@ def test_one_step_of_the_weights_is_autograds_through_the_combined_model(adaptiv
         assert leaf.grad is not None
         expected = (leaf.detach() - 30 * leaf.grad).clamp(0, 1)
         clients, down = sent_to(run, client, 1)
-        run.method.work(clients, down)
+        run.driver.work(clients, down)
         torch.testing.assert_close(clients["weights"][0], expected, rtol=0, atol=1e-9)
         assert (expected - weights[client]).abs().max() > 0.01
 

@@ -43,7 +43,7 @@ def cohort_of(run: Run, *clients: int) -> Cohort:
 def work(run: Run, client: int) -> tuple[Message, Clients]:
     """Train one client in round 0 from its state and the server's as they are now."""
     clients = Clients(run.place, [client], 0)
-    return run.method.work(clients, run.method.send(run.server, cohort_of(run, client))), clients
+    return run.driver.work(clients, run.driver.send(run.server, cohort_of(run, client))), clients
 
 
 def fixed_head(run: Run) -> Tensor:
@@ -109,7 +109,7 @@ class ZeroFixedHead(FedAFK):
 
 def test_a_lone_client_without_global_steps_leaves_the_global_extractor_as_it_was() -> None:
     run = Run(OURS, "data.clients=1", "data.partition.name=iid", kind=ZeroFixedHead)
-    start = run.method.initial_server()["theta"]
+    start = run.driver.initial_server()["theta"]
     assert torch.equal(run.server["theta"], start)
     moved = run.clients["theta"][0] - start
     assert moved[run.method.layout.body].abs().max() > 1e-3
@@ -123,9 +123,9 @@ def test_one_fixed_head_for_all_clients_and_rounds_that_is_nobodys_own() -> None
     head = run.method.layout.head
     h_0 = fixed_head(run)
     assert h_0.shape == (HEAD,)
-    assert torch.equal(run.method.initial_server()["theta"][head], h_0)
+    assert torch.equal(run.driver.initial_server()["theta"][head], h_0)
     assert torch.equal(run.server["theta"][head], h_0)
-    start = run.method.initial_clients(range(4))["theta"][:, head]
+    start = run.driver.initial_clients(range(4))["theta"][:, head]
     assert all((own - h_0).abs().mean() > 0.01 for own in (*start, *run.clients["theta"][:, head]))
     longer = Run(OURS, "train.rounds=1", "data.clients=6")
     assert torch.equal(longer.server["theta"][head], h_0)
@@ -138,7 +138,7 @@ def test_the_fixed_head_never_travels_and_costs_nothing() -> None:
     assert run.bytes_by_client.tolist() == [[2 * 4 * BODY] * 2] * 4
     channel = Channel(World(), run.method.layers, 4)
     cohort = cohort_of(run, *range(4))
-    arrived = channel.down(run.method.send(run.server, cohort), cohort)
+    arrived = channel.down(run.driver.send(run.server, cohort), cohort)
     head = run.method.layout.head
     assert not arrived["theta"][:, head].any()
     assert torch.equal(arrived["theta"][:, :BODY], run.server["theta"][:BODY].expand(4, -1))
@@ -453,15 +453,15 @@ def test_what_arrives_is_the_global_extractor_under_the_own_head_and_what_is_tra
     run = Run(OURS, "train.rounds=2", "model.batchnorm=true")
     body = run.method.layout.body
     channel, cohort = Channel(World(), run.method.layers, 4), cohort_of(run, 2)
-    down = channel.down(run.method.send(run.server, cohort), cohort)
+    down = channel.down(run.driver.send(run.server, cohort), cohort)
     clients = Clients(run.place, [2], 2)
-    arrived = run.method.after_download(clients, down)
+    arrived = run.driver.after_download(clients, down)
     assert torch.equal(arrived["theta"][0, body], run.server["theta"][body])
     assert torch.equal(arrived["theta"][0, body.stop :], run.clients["theta"][2, body.stop :])
     assert torch.equal(arrived["buffers"][0], run.clients["buffers"][2])
     assert torch.equal(clients["theta"][0], run.clients["theta"][2])
-    up = run.method.work(clients, down)
-    trained = run.method.after_training(clients, down, up)
+    up = run.driver.work(clients, down)
+    trained = run.driver.after_training(clients, down, up)
     assert torch.equal(trained["theta"], clients["theta"])
     assert (trained["theta"][0] - run.clients["theta"][2]).abs().max() > 1e-3
     assert (trained["theta"] - up.rows["theta"]).abs().max() > 1e-3

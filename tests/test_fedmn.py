@@ -29,6 +29,7 @@ from hpcfl.methods.fedmn import FedMN
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import build
 from hpcfl.training.clients import Clients
 
@@ -51,12 +52,13 @@ class Watched(FedMN):
         self.asked.append((cohort.clients, requests["paths"].clone()))
         return super().supply(server, cohort, requests)
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        self.local[clients.ids[0]] = super().trained(clients, down, up)
-        return self.local[clients.ids[0]]
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+        models = super().trained(clients, down, up)
+        self.local[clients.ids[0]] = dict(models.rows)
+        return models
 
-    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
-        super().receive(server, cohort, up)
+    def end_round(self, server: State, cohort: Cohort) -> None:
+        super().end_round(server, cohort)
         self.after.append({name: tensor.clone() for name, tensor in server.items()})
 
 
@@ -107,17 +109,17 @@ def uploads(
     method = run.method
     cohort = Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
     channel = Channel(World(), method.layers, run.num_clients)
-    down = channel.down(method.send(run.server, cohort), cohort)
+    down = channel.down(Driver(method).send(run.server, cohort), cohort)
     groups = [Clients(run.place, [client], round) for client in clients]
     parts = [slice(position, position + 1) for position in range(len(groups))]
-    asked = [method.ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)]
+    asked = [Driver(method).ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)]
     requests = {"paths": torch.cat([message.rows["paths"] for message in asked])}
-    sent = channel.down(method.answer(run.server, cohort, requests), cohort)
+    sent = channel.down(Driver(method).answer(run.server, cohort, requests), cohort)
     more = down | sent
     order = list(zip(groups, parts, strict=True))
     trained = {}
     for group, part in reversed(order) if backwards else order:
-        trained[group.ids[0]] = method.work(group, more.select(part)).rows["theta"][0]
+        trained[group.ids[0]] = Driver(method).work(group, more.select(part)).rows["theta"][0]
         group.commit()
     return trained
 
@@ -204,7 +206,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     # encoders to blocks, blocks to blocks, outputs: block3_1 is fed by block2_2 of clients 0 and 2
     paths = ["0101001010", "1101000000", "0001001010"]
     bits = torch.tensor([[int(p[:8], 2), int(p[8:].ljust(8, "0"), 2)] for p in paths], dtype=torch.uint8)
-    sent = method.answer(server, cohort, {"paths": bits})
+    sent = Driver(method).answer(server, cohort, {"paths": bits})
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
     blocks = iter([(slice(0, 3), Message(rows={"theta": rows}, num_clients=3))])
@@ -463,7 +465,7 @@ def test_test_labels_are_never_used_for_routing() -> None:
     before = run.evaluated()["decision"]
     shard, channel = run.place.shard, Channel(World(), run.method.layers, run.num_clients)
     cohort = run.simulation.cohort(0)
-    down = channel.down(run.method.send(run.server, cohort, for_evaluation=True), cohort)
+    down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
     logits = run.method.logits(Clients(run.place, [0], 1), down)
     first_test = int(shard.offset["test"][0])
     shard.y[first_test:] = (shard.y[first_test:] + 1) % 10

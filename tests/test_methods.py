@@ -25,11 +25,12 @@ from torch.nn.functional import cross_entropy, linear
 from torch_twins import batches_of, network_with, train_by_torch
 
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.messages import Cohort
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation.driver import Driver
 from hpcfl.storage.ledger import METRICS
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients
@@ -559,12 +560,12 @@ def evaluated_together(run: Run) -> State:
     """Return what `Run.evaluated` does, but from groups of several clients."""
     cohort = Cohort(ROUNDS, tuple(range(N)), run.method.context.num_samples)
     channel = Channel(World(), run.method.layers, N)
-    down = channel.down(run.method.send(run.server, cohort, for_evaluation=True), cohort)
+    down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
     models = []
     for start, stop in ((0, 3), (3, 6), (6, 7)):
         group = Clients(run.place, range(start, stop), ROUNDS)
-        models.append(run.method.evaluated(group, down.select(slice(start, stop))))
-    return {name: torch.cat([model[name] for model in models]) for name in models[0]}
+        models.append(run.driver.evaluated(group, down.select(slice(start, stop))))
+    return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
 
 @pytest.mark.parametrize("case", [*CASES, *FOR_ENGINES])
@@ -586,7 +587,7 @@ def test_engines_agree(
 # Moments
 
 
-def loss_on_training_data(run: Run, clients: Clients, model: State) -> float:
+def loss_on_training_data(run: Run, clients: Clients, model: Message) -> float:
     """Return the loss of one client's model on what it trains on."""
     x, y = clients.samples("train", 0)
     return float(-run.method.predict(clients, model, 0, x).gather(1, y.unsqueeze(1)).log().mean())
@@ -604,34 +605,40 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
     before, after = [], []
     for client in range(N):
         part = slice(client, client + 1)
-        to_score = channel.down(method.send(run.server, cohort, for_evaluation=True), cohort).select(part)
+        to_score = channel.down(Driver(method).send(run.server, cohort, for_evaluation=True), cohort).select(
+            part
+        )
         clients = Clients(run.place, [client], ROUNDS)
-        received = method.after_download(clients, to_score)
+        received = Driver(method).after_download(clients, to_score)
         assert bool(received) == (case != "local")
         if received:
             before.append(loss_on_training_data(run, clients, received))
         if method.scored_moment == "download" and not run.config.train.finetune_epochs:
-            scored = method.evaluated(Clients(run.place, [client], ROUNDS), to_score)
+            scored = Driver(method).evaluated(Clients(run.place, [client], ROUNDS), to_score)
             assert_same_model(received, scored)
         torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
 
         clients = Clients(run.place, [client], ROUNDS)
-        down = channel.down(method.send(run.server, cohort), cohort).select(part)
+        down = channel.down(Driver(method).send(run.server, cohort), cohort).select(part)
         if method.negotiates(ROUNDS):
-            asked = method.ask(clients, down)
+            asked = Driver(method).ask(clients, down)
             down = (
-                down | asked | method.answer(run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.rows)
+                down
+                | asked
+                | Driver(method).answer(run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.rows)
             )
-        up = method.work(clients, down)
+        up = Driver(method).work(clients, down)
         end = copy.deepcopy((up.rows, clients.buffers, {name: clients[name] for name in state}))
-        trained = method.after_training(clients, down, up)
+        trained = Driver(method).after_training(clients, down, up)
         after.append(loss_on_training_data(run, clients, trained))
         torch.testing.assert_close(
             (up.rows, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
         )
         if method.scored_moment == "training":
             clients.commit()
-            assert_same_model(trained, method.evaluated(Clients(run.place, [client], ROUNDS), to_score))
+            assert_same_model(
+                trained, Driver(method).evaluated(Clients(run.place, [client], ROUNDS), to_score)
+            )
             for name, rows in kept[1].items():
                 state[name].copy_(rows)
     assert len(after) == N
@@ -639,9 +646,9 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
         assert sum(after) < sum(before)
 
 
-def assert_same_model(one: State, other: State) -> None:
-    assert set(one) == set(other)
-    assert all(torch.equal(one[name], other[name]) for name in other)
+def assert_same_model(one: Message, other: Message) -> None:
+    assert set(one.names) == set(other.names)
+    assert all(torch.equal(one[name], other[name]) for name in other.names)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -653,4 +660,4 @@ def test_scores_of_all_rounds_change_no_state_and_no_bytes(
     always = Run("data.per_client=null", *settings, *keys_of(case), "run.eval_every=1")
     assert torch.equal(always.bytes_by_client, once.bytes_by_client)
     for one, other in ((always.server, once.server), (always.clients, once.clients)):
-        assert_same_model(one, other)
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

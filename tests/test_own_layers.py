@@ -75,8 +75,8 @@ def work(run: Run, client: int) -> tuple[Message, Message]:
     """Train one client once more, as in round 0; return what it gets and what it sends."""
     cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
     channel = Channel(World(), run.method.layers, run.num_clients)
-    down = channel.down(run.method.send(run.server, cohort), cohort)
-    return down, run.method.work(Clients(run.place, [client], 0), down)
+    down = channel.down(run.driver.send(run.server, cohort), cohort)
+    return down, run.driver.work(Clients(run.place, [client], 0), down)
 
 
 # All of them
@@ -215,7 +215,7 @@ def test_fedbn_keeps_batchnorm_with_the_client_and_sends_the_rest() -> None:
         run = Run("method.name=fedbn", "model.batchnorm=true", "train.participation=0.5")
     everyone = Cohort(0, tuple(range(4)), run.method.context.num_samples)
     names = [layer.name for layer in run.method.layers]
-    counted = count_bytes(run.method.send(run.server, everyone), run.method.layers, names)
+    counted = count_bytes(run.driver.send(run.server, everyone), run.method.layers, names)
     assert dict(zip(names, counted.parameters[0].tolist(), strict=True)) == {
         "conv1": 4 * 160,
         "bn1": 0,
@@ -378,7 +378,7 @@ class FedRoDTwin:
 
     def __init__(self, run: Run) -> None:
         self.run, self.is_hyper = run, run.config.params.hyper_head
-        start = run.method.initial_server()
+        start = run.driver.initial_server()
         self.theta, self.buffers, self.psi = start["theta"], start["buffers"], start.get("hypernetwork")
         head = run.method.context.initial_parameters()[numbers(run, in_head)]
         self.heads = [head] * run.num_clients
@@ -510,7 +510,7 @@ def test_fedrod_sends_the_generic_model_and_the_maker_of_heads_both_ways() -> No
     assert made.bytes_by_client.tolist() == [[4 * (DIGITS_CNN + hyper)] * 2] * 4
     assert (set(made.server), set(made.clients)) == ({"theta", "hypernetwork"}, set())
     assert (set(heads.server), set(heads.clients)) == ({"theta"}, {"head"})
-    first = made.method.initial_server()["hypernetwork"].abs()
+    first = made.driver.initial_server()["hypernetwork"].abs()
     for numbers_drawn, inputs in ((first[: 10 * 7 + 7], 10), (first[10 * 7 + 7 :], 7)):
         assert 0.9 < numbers_drawn.max() * math.sqrt(inputs) <= 1
     evaluated = made.evaluated()["theta"]

@@ -22,6 +22,7 @@ from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
 from hpcfl.models import NetworkOptions
 from hpcfl.models.generators import Generator
+from hpcfl.simulation.driver import Driver
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
 
@@ -81,13 +82,13 @@ def cohort_of(run: Run, clients: Sequence[int], round: int = 0) -> Cohort:
 def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> None:
     """Take one round's deltas [S, P] to the server."""
     blocks = iter([(slice(0, len(deltas)), Message(rows={"theta": deltas}, num_clients=len(deltas)))])
-    run.method.receive(server, cohort_of(run, clients), Upload(blocks))
+    run.driver.receive(server, cohort_of(run, clients), Upload(blocks))
 
 
 def method_of(*keys: str) -> tuple[Run, State]:
     """Return a method with a drawn generator, so that all its gradients are there, and the server's start."""
     run = Run(OURS, *SMALL_ONE, "method.start=drawn", "train.rounds=1", *keys)
-    return run, run.method.initial_server()
+    return run, run.driver.initial_server()
 
 
 def close(found: State, expected: State) -> None:
@@ -151,8 +152,10 @@ def test_common_start_generates_everybodys_weights_and_a_drawn_one_does_not() ->
     )
     everyone = Cohort(0, (0, 1, 2, 3), common.context.num_samples)
     initial = common.context.initial_parameters()
-    assert torch.equal(common.send(common.initial_server(), everyone)["theta"], initial.expand(4, -1))
-    models = drawn.send(drawn.initial_server(), everyone)["theta"]
+    assert torch.equal(
+        Driver(common).send(Driver(common).initial_server(), everyone)["theta"], initial.expand(4, -1)
+    )
+    models = Driver(drawn).send(Driver(drawn).initial_server(), everyone)["theta"]
     assert torch.pdist(models).min() > 1
     assert (models - initial).abs().max() > 0.1
 
@@ -160,7 +163,7 @@ def test_common_start_generates_everybodys_weights_and_a_drawn_one_does_not() ->
 @pytest.mark.parametrize("start", ["common", "drawn"])
 def test_without_a_step_size_all_models_stay(start: str) -> None:
     run = Run(OURS, *SMALL_ONE, "method.hypernetwork_lr=0", f"method.start={start}")
-    close(part(run.server), part(run.method.initial_server()))
+    close(part(run.server), part(run.driver.initial_server()))
     assert run.server[f"{VELOCITY}head.bias"].abs().max() > 1e-3
 
 
@@ -184,31 +187,31 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
     method = run.method
 
     def loss(server: State) -> float:
-        theta = method.send(server, cohort_of(run, [2]))["theta"][0]
+        theta = Driver(method).send(server, cohort_of(run, [2]))["theta"][0]
         x, y = run.place.shard.samples("train", 2)
         return float(cross_entropy(functional_call(method.context.network, method.layout.views(theta), x), y))
 
-    server = method.initial_server()
+    server = Driver(method).initial_server()
     cohort = cohort_of(run, [2])
-    down = Channel(World(), method.layers, 4).down(method.send(server, cohort), cohort)
-    delta = method.work(Clients(run.place, [2], 0), down).rows["theta"]
+    down = Channel(World(), method.layers, 4).down(Driver(method).send(server, cohort), cohort)
+    delta = Driver(method).work(Clients(run.place, [2], 0), down).rows["theta"]
     before = loss(server)
     for _ in range(3):
         answer(run, server, [2], delta)
     assert loss(server) < before - 1e-4
-    server = method.initial_server()
+    server = Driver(method).initial_server()
     answer(run, server, [2], -delta)
     assert loss(server) > before
 
 
 def test_clients_send_what_they_started_from_less_what_they_came_to() -> None:
     run = Run(OURS, *SMALL_ONE, "train.rounds=1", *UNEQUAL_FEW)
-    server = run.method.initial_server()
+    server = run.driver.initial_server()
     for client in range(4):
         clients = Clients(run.place, [client], 0)
-        down = run.method.send(server, cohort_of(run, [client]))
+        down = run.driver.send(server, cohort_of(run, [client]))
         trained = Clients(run.place, [client], 0).sgd(down["theta"]).theta
-        assert torch.equal(run.method.work(clients, down).rows["theta"], down["theta"] - trained)
+        assert torch.equal(run.driver.work(clients, down).rows["theta"], down["theta"] - trained)
 
 
 @pytest.mark.usefixtures("double")
@@ -304,7 +307,7 @@ def test_unsampled_clients_keep_their_embeddings_to_the_bit_while_their_models_c
     run = Run(OURS, "train.rounds=2", "train.participation=0.25")
     sampled = {client for number in range(2) for client in run.simulation.cohort(number).clients}
     rest = sorted(set(range(4)) - sampled)
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     for name in (f"{HYPERNETWORK}embedding", f"{VELOCITY}embedding"):
         assert torch.equal(run.server[name][rest], start[name][rest])
         assert (run.server[name] != start[name]).any(dim=1).sum() == len(sampled)
@@ -353,12 +356,12 @@ def test_a_private_head_stays_with_its_client_and_never_travels() -> None:
     assert torch.equal(evaluated[:, layout.body], method.generator.generate(part(run.server), range(4)))
 
     cohort, channel = cohort_of(run, [1, 2], 2), Channel(World(), method.layers, 4)
-    down = channel.down(method.send(run.server, cohort), cohort)
+    down = channel.down(Driver(method).send(run.server, cohort), cohort)
     assert down["theta"][:, layout.head].count_nonzero() == 0
     alone = Clients(run.place, [1], 2)
     start = torch.cat([down["theta"][:1, layout.body], run.clients["head"][1:2]], dim=1)
     trained = Clients(run.place, [1], 2).sgd(start).theta
-    up = method.work(alone, down.select(slice(0, 1)))
+    up = Driver(method).work(alone, down.select(slice(0, 1)))
     received = channel.up(up, cohort_of(run, [1], 2)).collect()["theta"]
     assert torch.equal(received[:, layout.body], (start - trained)[:, layout.body])
     assert received[:, layout.head].count_nonzero() == 0
@@ -381,7 +384,7 @@ class Given(NetworkOptions):
 def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
     context = Context("digits_cnn", Given(), (1, 8, 8), 10, torch.tensor([4, 4]), TrainConfig(), 0)
     common = PFedHN(context, PFedHNParams())
-    sent = common.send(common.initial_server(), Cohort(0, (0, 1), torch.ones(2)))["theta"]
+    sent = Driver(common).send(Driver(common).initial_server(), Cohort(0, (0, 1), torch.ones(2)))["theta"]
     torch.testing.assert_close(sent, context.initial_parameters([0, 1]), rtol=0, atol=1e-6)
     with pytest.raises(UserError, match=r"^method\.start=drawn .* drop model\.weights, or use method\.st"):
         PFedHN(context, PFedHNParams(start="drawn"))

@@ -22,6 +22,7 @@ from hpcfl.methods.base import State
 from hpcfl.methods.heurpfedla import HeurpFedLA
 from hpcfl.methods.pfedla import PFedLA
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation.driver import Driver
 from hpcfl.training.batches import Batch, minibatches
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import cross_entropy_loss
@@ -49,12 +50,12 @@ def aggregate(method: Method, server: State, clients: Sequence[int], trained: Te
     cohort = cohort_of(method, clients)
     message = Message(rows={"theta": trained}, num_clients=len(trained))
     blocks = iter([(slice(0, len(trained)), message)])
-    method.aggregate(server, cohort, Upload(blocks, method.send(server, cohort)))
+    method.aggregate(server, cohort, Upload(blocks, Driver(method).send(server, cohort)))
 
 
 def traffic(run: Run, clients: Sequence[int]) -> Traffic:
     """Count what the server would send now."""
-    message = run.method.send(run.server, cohort_of(run.method, clients))
+    message = run.driver.send(run.server, cohort_of(run.method, clients))
     return count_bytes(message, run.method.layers, [layer.name for layer in run.method.layers])
 
 
@@ -131,7 +132,7 @@ def test_weights_of_a_client_and_layer_are_not_negative_and_sum_to_one(weights: 
 def test_first_weights_are_uniform_and_common_models_give_them_no_gradient() -> None:
     one = Run("train.rounds=1", "method.optimiser=sgd", "method.hypernetwork_lr=10")
     uniform = torch.full((4, 4, 4), 0.25)
-    assert torch.equal(one.method.alpha(one.method.initial_server(), range(4)), uniform)
+    assert torch.equal(one.method.alpha(one.driver.initial_server(), range(4)), uniform)
     assert torch.equal(one.method.alpha(one.server, range(4)), uniform)
     two = Run("train.rounds=2", "method.optimiser=sgd", "method.hypernetwork_lr=10")
     assert (two.method.alpha(two.server, range(4)) - 0.25).abs().max() > 1e-3
@@ -174,7 +175,7 @@ def test_a_small_step_lowers_the_loss_of_the_mixed_model(
         f"method.hypernetwork_lr={ {'sgd': 0.01, 'scaled': 1e-5, 'adam': 1e-4}[optimiser] }",
     )
     method, models = run.method, run.server["theta"].clone()
-    server = method.initial_server() | {"theta": models.clone()}
+    server = Driver(method).initial_server() | {"theta": models.clone()}
     mixed = method.mix(method.alpha(server, range(4)), models)
     before = [loss_and_gradient(run, client, mixed[client]) for client in range(4)]
     trained = mixed - 0.1 * torch.stack([gradient for _, gradient in before])
@@ -187,7 +188,7 @@ def test_a_small_step_lowers_the_loss_of_the_mixed_model(
 @pytest.mark.parametrize("optimiser", ["sgd", "scaled", "adam"])
 def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optimiser: str) -> None:
     run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
-    server = run.method.initial_server()
+    server = run.driver.initial_server()
     before = run.method.alpha(server, [0])
     aggregate(run.method, server, [0], server["theta"][1:2].clone())
     after = run.method.alpha(server, [0])
@@ -200,7 +201,7 @@ def test_scaled_steps_do_not_depend_on_how_large_updates_are_but_on_how_they_shr
 
     def moved(optimiser: str, size: float) -> Tensor:
         run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
-        server = run.method.initial_server()
+        server = run.driver.initial_server()
         server["theta"] = random(4, 13_706, seed=1) * size
         before = run.method.alpha(server, [0])
         mixed = run.method.mix(before, server["theta"])
@@ -214,7 +215,7 @@ def test_scaled_steps_do_not_depend_on_how_large_updates_are_but_on_how_they_shr
     assert 50 < plain < 150
 
     run = Run("method.initial_models=own", "method.optimiser=scaled", "method.hypernetwork_lr=0.01")
-    server = run.method.initial_server()
+    server = run.driver.initial_server()
     update = 0.1 * random(1, 13_706, seed=2)
     steps = []
     for size in (1.0, 0.1, 1.0):
@@ -222,7 +223,7 @@ def test_scaled_steps_do_not_depend_on_how_large_updates_are_but_on_how_they_shr
         mixed = run.method.mix(before, server["theta"])
         aggregate(run.method, server, [0], mixed + size * update)
         steps.append(float((run.method.alpha(server, [0]) - before).abs().max()))
-        server["theta"][0] = run.method.initial_server()["theta"][0]
+        server["theta"][0] = run.driver.initial_server()["theta"][0]
     assert server["optimiser/largest_update"][0] == pytest.approx(
         float(update.double().square().sum()), rel=1e-4
     )
@@ -306,7 +307,7 @@ class SlowTwin:
 
     def __init__(self, run: Run) -> None:
         self.run, self.params, self.train = run, run.config.params, run.config.train
-        start = run.method.initial_server()
+        start = run.driver.initial_server()
         self.networks = [copy.deepcopy(run.method.context.network).train() for _ in range(run.num_clients)]
         for network, theta in zip(self.networks, start["theta"], strict=True):
             torch.nn.utils.vector_to_parameters(theta.clone(), network.parameters())
@@ -394,14 +395,14 @@ def test_rounds_equal_a_slow_twin_with_one_module_a_client(keys: tuple[str, ...]
     if "model.batchnorm=true" in keys:
         statistics = torch.stack([run.method.layout.flatten(network)[1] for network in twin.networks])
         torch.testing.assert_close(evaluated["buffers"], statistics, rtol=0, atol=1e-9)
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     assert (hypernetworks(run.server)["heads.bias"] - hypernetworks(start)["heads.bias"]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 def test_unsampled_clients_keep_all_their_state_but_take_part_in_every_sum(optimiser: str) -> None:
     run = Run(*DIVERSE, "train.rounds=1", "train.participation=0.5", f"method.optimiser={optimiser}")
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     sampled = list(run.simulation.cohort(0).clients)
     rest = sorted(set(range(4)) - set(sampled))
     assert len(sampled) == 2
@@ -434,7 +435,7 @@ def test_each_layer_of_the_chosen_granularity_has_weights_of_its_own(layer: str,
     )
     alpha = run.method.alpha(run.server, range(4))
     assert alpha.shape == (4, num_layers, 4)
-    sent = run.method.send(run.server, cohort_of(run.method, range(4)))
+    sent = run.driver.send(run.server, cohort_of(run.method, range(4)))
     mixed, statistics = sent["theta"], sent["buffers"]
     names = [part.name for part in run.method.layers]
     number_of = {
@@ -456,7 +457,7 @@ def test_local_statistics_never_leave_the_client() -> None:
     run = Run(*DIVERSE, "model.batchnorm=true")
     assert run.method.buffers == "local"
     assert "buffers" not in run.server
-    sent = run.method.send(run.server, cohort_of(run.method, range(4)))
+    sent = run.driver.send(run.server, cohort_of(run.method, range(4)))
     assert set(sent.rows) == {"theta"}
     assert sent.shared == {}
     assert (run.clients["buffers"] != run.method.initial_buffers()).any(dim=1).all()
@@ -482,11 +483,11 @@ def test_mixed_statistics_are_kept_by_the_server_and_carry_the_weights_of_their_
 def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:
     run = Run(*DIVERSE, *UNEQUAL, "train.rounds=1", "model.batchnorm=true", "train.buffers=average")
     method, samples = run.method, run.method.context.num_samples
-    sent = method.send(method.initial_server(), cohort_of(method, range(4)))
+    sent = Driver(method).send(Driver(method).initial_server(), cohort_of(method, range(4)))
     trained = []
     for client in range(4):
         alone = Clients(run.place, [client], 0)
-        trained.append(method.work(alone, sent.select(slice(client, client + 1))).rows["buffers"][0])
+        trained.append(Driver(method).work(alone, sent.select(slice(client, client + 1))).rows["buffers"][0])
     expected = (torch.stack(trained) * samples.unsqueeze(1)).sum(dim=0) / samples.sum()
     torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(run.evaluated()["buffers"], run.server["buffers"].expand(4, -1))
@@ -600,7 +601,7 @@ def test_bytes_down_and_retained_bytes_are_pfedlas_and_bytes_up_are_equal() -> N
     keys = (*DIVERSE, "train.rounds=1")
     pfedla = Run(*keys)
     ours = Run(*keys, "method.name=heurpfedla", "method.k=2")
-    chosen = ours.method.retained(ours.method.alpha(ours.method.initial_server(), range(4)), range(4))
+    chosen = ours.method.retained(ours.method.alpha(ours.driver.initial_server(), range(4)), range(4))
     assert len({tuple(row) for row in chosen.tolist()}) > 1
     sizes = torch.tensor([layer.size for layer in ours.method.layers])
     assert torch.equal(
@@ -615,7 +616,7 @@ def test_bytes_down_and_retained_bytes_are_pfedlas_and_bytes_up_are_equal() -> N
 def test_heads_of_retained_layers_do_not_move() -> None:
     adam = "method.optimiser=adam"
     run = Run(*DIVERSE, "train.rounds=1", "method.name=heurpfedla", "method.k=2", adam)
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     chosen = run.method.retained(run.method.alpha(start, range(4)), range(4))
     for name in ("heads.weight", "heads.bias"):
         for tensor, moment in (("hypernetworks/", ""), ("optimiser/", ".first"), ("optimiser/", ".second")):

@@ -24,6 +24,7 @@ from hpcfl.main import FINISHED, main
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import build
 from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training.batches import Batch, minibatches
@@ -39,8 +40,8 @@ def work(run: Run, client: int, server: State | None = None) -> tuple[Message, C
     cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
     clients = Clients(run.place, [client], 0)
     channel = Channel(World(), run.method.layers, run.num_clients)
-    down = channel.down(run.method.send(server or run.server, cohort), cohort)
-    return run.method.work(clients, down), clients
+    down = channel.down(run.driver.send(server or run.server, cohort), cohort)
+    return run.driver.work(clients, down), clients
 
 
 def aggregate(run: Run, num_samples: Sequence[int], branches: Tensor, alpha: Tensor) -> Tensor:
@@ -171,7 +172,7 @@ class SlowTwin:
 
     def __init__(self, run: Run) -> None:
         self.run, self.params, self.train = run, run.config.params, run.config.train
-        self.branches = run.method.initial_server()["branches"]
+        self.branches = run.driver.initial_server()["branches"]
         rows = 1 if self.params.shared_alpha else LAYERS
         start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches
         self.kept = [torch.full((rows, self.params.branches), start) for _ in range(run.num_clients)]
@@ -317,7 +318,7 @@ def test_clients_of_one_mind_make_eq_5_the_plain_mean_of_every_branch_that_has_a
 
 def test_the_mean_takes_alpha_from_after_its_step() -> None:
     run = Run(OURS, *UNEQUAL_FEW, "train.rounds=1", "method.alpha_lr=20")
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     uploads = []
     for client in range(4):
         run.place.state["logits"].zero_()
@@ -348,7 +349,7 @@ def test_every_client_keeps_weights_of_its_own_and_the_server_none() -> None:
     moved = (three.clients["logits"] != two.clients["logits"]).flatten(1).any(dim=1)
     assert moved[sampled].all()
     cohort = Cohort(3, tuple(range(4)), three.method.context.num_samples)
-    sent = three.method.send(three.server, cohort)
+    sent = three.driver.send(three.server, cohort)
     assert (set(sent.shared), set(sent.rows)) == ({FIRST, OTHERS}, set())
     everyone = Run(OURS)
     assert len({tuple(row.flatten().tolist()) for row in everyone.clients["logits"]}) == 4
@@ -390,7 +391,7 @@ def test_the_uniform_mixture_starts_as_an_ordinary_network(num_branches: int, ba
     keys = (OURS, "train.rounds=1", f"method.branches={num_branches}", f"model.batchnorm={batchnorm}")
     run = Run(*keys)
     context, layout = run.method.context, run.method.layout
-    start = run.method.initial_server()["branches"]
+    start = run.driver.initial_server()["branches"]
     mixture, ordinary = start.mean(dim=0), context.initial_parameters([7], own=True)[0]
     mask = layout.is_batchnorm()
     for slot in layout.parameters:
@@ -412,7 +413,7 @@ def test_the_uniform_mixture_starts_as_an_ordinary_network(num_branches: int, ba
 @pytest.mark.parametrize("difference", [0.5, 2.0])
 def test_branches_differ_by_as_much_as_the_common_model_varies(difference: float) -> None:
     run = Run(OURS, "train.rounds=1", "model.batchnorm=true", f"method.difference={difference}")
-    start, layout = run.method.initial_server()["branches"], run.method.layout
+    start, layout = run.driver.initial_server()["branches"], run.method.layout
     common, mask = run.method.context.initial_parameters(), run.method.layout.is_batchnorm()
     assert torch.equal(start[:, mask], common[mask].expand(5, -1))
     for slot in layout.parameters:
@@ -422,7 +423,7 @@ def test_branches_differ_by_as_much_as_the_common_model_varies(difference: float
             assert float(apart.std() / common[part].std()) == pytest.approx(difference, rel=0.1)
             assert np.corrcoef(apart.numpy())[~np.eye(5, dtype=bool)] == pytest.approx(-1 / 4, abs=0.15)
     other = Run(OURS, "train.rounds=1", "model.batchnorm=true", "run.seed=1").method
-    apart = other.initial_server()["branches"] - other.context.initial_parameters()
+    apart = Driver(other).initial_server()["branches"] - other.context.initial_parameters()
     assert not torch.equal(apart, start - common)
 
 
@@ -498,7 +499,7 @@ def test_a_diverged_run_has_weights_that_are_no_numbers_and_no_error() -> None:
 
 def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
     run = Run(OURS, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
-    mask, start = run.method.layout.is_batchnorm(), run.method.initial_server()
+    mask, start = run.method.layout.is_batchnorm(), run.driver.initial_server()
     samples = run.method.context.num_samples
     run.place.state["logits"].zero_()
     uploads = [work(run, client, start)[0].rows for client in range(4)]
@@ -534,10 +535,10 @@ def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -
     cohort = Cohort(0, (1,), run.method.context.num_samples[[1]])
     clients = Clients(run.place, [1], 1)
     down = Channel(World(), run.method.layers, run.num_clients).down(
-        run.method.send(run.server, cohort), cohort
+        run.driver.send(run.server, cohort), cohort
     )
-    up = run.method.work(clients, down)
-    trained = run.method.after_training(clients, down, up)["theta"]
+    up = run.driver.work(clients, down)
+    trained = run.driver.after_training(clients, down, up)["theta"]
     expected = sum(
         up.rows["alpha"][..., b].repeat_interleave(torch.tensor([x.size for x in run.method.layers]), dim=1)
         * branch

@@ -13,6 +13,7 @@ from hpcfl.config import load_config
 from hpcfl.main import FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
+from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.tables.planning import step_seconds
 from hpcfl.training.settings import TrainConfig
@@ -120,7 +121,7 @@ def test_the_memory_that_is_planned_is_the_memory_that_is_held() -> None:
     for method_name, optimiser in itertools.product(("pfedla", "heurpfedla"), ("scaled", "adam", "sgd")):
         method = METHODS[method_name](context, METHODS[method_name].Params(optimiser=optimiser))
         held = dict.fromkeys(method.memory(), 0)
-        for name, tensor in method.initial_server().items():
+        for name, tensor in Driver(method).initial_server().items():
             kind = {"hypernetworks": "hypernetworks", "optimiser": "hypernetworks' optimiser"}
             held[kind.get(name.partition("/")[0], name)] += tensor.nbytes
         if optimiser == "adam":

@@ -54,7 +54,7 @@ def sent_to(run: Run, clients: Sequence[int], round: int) -> tuple[Clients, Mess
     """Return some clients in a round and what the server would send them now."""
     cohort = Cohort(round, tuple(clients), run.method.context.num_samples[list(clients)])
     down = Channel(World(), run.method.layers, run.num_clients).down(
-        run.method.send(run.server, cohort), cohort
+        run.driver.send(run.server, cohort), cohort
     )
     return Clients(run.place, clients, round), down
 
@@ -65,7 +65,7 @@ def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) 
     stacked = {name: torch.stack([rows[client][name] for client in clients]) for name in rows[clients[0]]}
     blocks = iter([(slice(0, len(clients)), Message(rows=stacked, num_clients=len(clients)))])
     cohort = Cohort(round, tuple(clients), run.method.context.num_samples[clients])
-    run.method.receive(server, cohort, Upload(blocks))
+    run.driver.receive(server, cohort, Upload(blocks))
 
 
 def planted(folder: Path, rules: Sequence[Sequence[int]]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def test_one_cluster_of_clustered_fl_is_fedavg_of_equal_clients() -> None:
 def test_models_start_apart_and_the_first_as_everybodys(name: str) -> None:
     key = {"ifca": "clusters", "fedem": "components"}[name]
     two, four = (
-        Run(f"method.name={name}", f"method.{key}={count}", "train.rounds=1", *LINEAR).method.initial_server()
+        Run(f"method.name={name}", f"method.{key}={count}", "train.rounds=1", *LINEAR).driver.initial_server()
         for count in (2, 4)
     )
     start = four["theta"]
@@ -206,7 +206,7 @@ def test_ifca_chooses_by_the_loss_on_training_data(two_groups: tuple[str, ...]) 
     everyone, shard = range(6), run.place.shard
 
     def chosen() -> list[int]:
-        trained = [run.method.work(*sent_to(run, [client], 4)).rows["cluster"] for client in everyone]
+        trained = [run.driver.work(*sent_to(run, [client], 4)).rows["cluster"] for client in everyone]
         return torch.cat(trained).tolist()
 
     assert chosen() == chosen_by_hand(run, everyone) == [0, 1] * 3
@@ -234,7 +234,7 @@ def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
         "train.participation=0.75",
     )
     ended = dict(run.server)
-    start = run.method.initial_server()
+    start = run.driver.initial_server()
     theta, statistics = start["theta"], start[BUFFERS]
     assert statistics.shape == (3, 96)
     choices = set()
@@ -275,7 +275,7 @@ def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
 def test_ifca_averages_by_samples_and_an_empty_cluster_keeps_its_model_to_the_bit() -> None:
     run = Run(IFCA, "method.clusters=3", "train.rounds=1", "model.batchnorm=true")
     run.method.context.num_samples = torch.tensor([10, 50, 30, 20])
-    server = run.method.initial_server()
+    server = run.driver.initial_server()
     before = {name: tensor.clone() for name, tensor in server.items()}
     receive(
         run,
@@ -314,7 +314,7 @@ def test_means_of_clusters_come_block_by_block_and_of_one_cluster_are_the_weight
 
 def test_ifca_tells_which_model_each_client_chose_last() -> None:
     run = Run(IFCA, "method.clusters=2", "train.rounds=1", *LINEAR)
-    server = run.method.initial_server()
+    server = run.driver.initial_server()
     assert run.method.history(server)["cluster"].tolist() == [-1] * 4
     theta = torch.zeros(650)
     receive(run, server, {1: {"theta": theta, "cluster": torch.tensor(1)}})
@@ -334,7 +334,7 @@ def test_traffic_of_several_models() -> None:
         labels = [layer.name for layer in run.method.layers]
         counted = count_bytes(down, run.method.layers, labels)
         assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_down * 4 * 96], [0])
-        counted = count_bytes(run.method.work(clients, down), run.method.layers, labels)
+        counted = count_bytes(run.driver.work(clients, down), run.method.layers, labels)
         assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_up * 4 * 96], [number])
 
 
@@ -350,7 +350,7 @@ def clustered(*keys: str, clients: int = 8) -> tuple[Run, State]:
         run = Run(*network, CLUSTERED, *keys)
     context = run.method.context
     context.train = context.train.model_copy(update={"rounds": 100})
-    return run, run.method.initial_server()
+    return run, run.driver.initial_server()
 
 
 def updates(*vectors: Sequence[float], clients: Sequence[int] | None = None) -> dict[int, State]:
@@ -461,7 +461,7 @@ def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:
     moved[0, 0] += 2
     moved[1:, 1] += torch.tensor([2.0, -2.0])
     torch.testing.assert_close(server["theta"], moved)
-    sent = run.method.send(server, Cohort(4, (1, 4, 7), torch.ones(3)))["theta"]
+    sent = run.driver.send(server, Cohort(4, (1, 4, 7), torch.ones(3)))["theta"]
     assert torch.equal(sent, server["theta"][[0, 1, 2]])
 
 
@@ -595,7 +595,7 @@ class SlowTwin:
 
     def __init__(self, run: Run) -> None:
         self.run, self.train = run, run.config.train
-        start = run.method.initial_server()
+        start = run.driver.initial_server()
         self.count = run.config.params.components
         self.theta = start["theta"]
         self.statistics = start.get(BUFFERS, torch.empty(self.count, 0))
@@ -677,10 +677,10 @@ class ByNumbers(FedEM):
 @pytest.mark.usefixtures("double")
 def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
     run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", "train.batch_size=100", kind=ByNumbers)
-    run.server = run.method.initial_server()
+    run.server = run.driver.initial_server()
     clients, down = sent_to(run, [1], 0)
     clients["weights"] = torch.full((1, 2), 0.5)
-    run.method.work(clients, down)
+    run.driver.work(clients, down)
     is_first = run.place.shard.samples("train", 1)[1] == 0
     # shares 5/14 and 9/14 of log 2 and log 10/9 for class 0, 5/6 and 1/6 of log 18 and log 90 for the others
     of_first = (5 * math.log(2) + 9 * math.log(10 / 9)) / 14
@@ -711,14 +711,14 @@ def test_a_step_of_fedem_is_that_of_everybody_divided_by_the_components() -> Non
 @pytest.mark.usefixtures("double")
 def test_weights_of_components_worked_out() -> None:
     run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", kind=ByNumbers)
-    run.server = run.method.initial_server()
+    run.server = run.driver.initial_server()
     _, y = run.place.shard.samples("train", 1)
     # 0.75 * 0.5 to 0.25 * 0.9 for class 0, 0.75 * 0.5 / 9 to 0.25 * 0.1 / 9 for the others
     zero, other = torch.tensor([0.375, 0.225]) / 0.6, torch.tensor([0.375, 0.025]) / 0.4
     expected = torch.where((y == 0).unsqueeze(1), zero, other)
     run.clients["weights"][1] = torch.tensor([0.75, 0.25])
     clients, down = sent_to(run, [1], 0)
-    run.method.work(clients, down)
+    run.driver.work(clients, down)
     torch.testing.assert_close(clients["weights"], expected.mean(dim=0, keepdim=True), rtol=0, atol=1e-12)
     assert 0 < (y == 0).sum() < len(y)
 
@@ -729,7 +729,7 @@ def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
     run.server["theta"].mul_(3)
     weights = run.clients["weights"][3].copy_(torch.tensor([0.6, 0.3, 0.1]))
     clients, down = sent_to(run, [3], 1)
-    model = run.method.evaluated(clients, down)
+    model = run.driver.evaluated(clients, down)
     x, _ = run.place.shard.samples("test", 3)
     outputs = torch.stack(
         [logits(run, run.server["theta"][m], run.server[BUFFERS][m], x) for m in range(3)]
@@ -760,7 +760,7 @@ def test_a_client_that_never_trained_finds_its_weights_by_the_newest_components(
     (fresh, *_) = set(range(4)) - set(run.simulation.cohort(0).clients)
     assert (run.clients["weights"][fresh] == 1 / 3).all()
     clients, down = sent_to(run, [fresh], 1)
-    found = run.method.evaluated(clients, down)["weights"][0]
+    found = run.driver.evaluated(clients, down)["weights"][0]
     likelihoods = torch.stack(
         [(-sample_losses(run, fresh, theta, torch.empty(0))).exp() for theta in run.server["theta"]], dim=1
     )

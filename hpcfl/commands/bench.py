@@ -32,6 +32,7 @@ from hpcfl.methods.pfedmb import PFedMB, PFedMBParams
 from hpcfl.models import ConvNetOptions
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import numpy_stream, torch_stream
+from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress
@@ -111,13 +112,13 @@ def _report_branches(repeats: int) -> None:
     train = TrainConfig(batch_size=64, lr=0.01, local_epochs=1)
 
     def local_round(branches: int) -> Callable[[], None]:
-        method = PFedMB(context, PFedMBParams(branches=branches))
-        workplace = _workplace(context, shard, train, method.initial_clients([0]))
-        down = method.send(method.initial_server(), Cohort(0, (0,), context.num_samples))
+        driver = Driver(PFedMB(context, PFedMBParams(branches=branches)))
+        workplace = _workplace(context, shard, train, driver.initial_clients([0]))
+        down = driver.send(driver.initial_server(), Cohort(0, (0,), context.num_samples))
 
         def work() -> None:
             for _ in range(1 if branches > 1 else 2):
-                method.work(Clients(workplace, [0], 0), down)
+                driver.work(Clients(workplace, [0], 0), down)
 
         return work
 
@@ -142,10 +143,12 @@ def _report_server_step(repeats: int) -> None:
     )
     trained = server["theta"][list(cohort.clients)] + 0.01
 
+    driver = Driver(method)
+
     def product() -> None:
-        sent = method.send(server, cohort)
+        sent = driver.send(server, cohort)
         rows = Message(rows={"theta": trained}, num_clients=SERVER_COHORT)
-        method.receive(server, cohort, Upload(iter([(slice(0, SERVER_COHORT), rows)]), sent))
+        driver.receive(server, cohort, Upload(iter([(slice(0, SERVER_COHORT), rows)]), sent))
 
     def stacked() -> None:
         for position, client in enumerate(cohort.clients):

@@ -52,6 +52,19 @@ class Message:
     def __contains__(self, name: str) -> bool:
         return name in self.rows or name in self.shared
 
+    def __bool__(self) -> bool:
+        """Whether it has a tensor."""
+        return bool(self.shared or self.rows)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, shared ones first."""
+        return [*self.shared, *self.rows]
+
+    def of(self, num_clients: int) -> Message:
+        """Return the message of so many clients, without copying."""
+        return Message(self.shared, self.rows, self.keep, num_clients)
+
     def to(self, device: torch.device) -> Message:
         """Return the message with its tensors on a device; masks too."""
         shared, rows, keep = (

@@ -27,7 +27,6 @@ class OwnLayers(FedAvg):
 
     own_part: ClassVar[str]
     """What the layers are called that stay, in checkpoints."""
-    shared_parts = ()
 
     def __init__(self, context: Context, params: Any) -> None:
         super().__init__(context, params)
@@ -57,8 +56,8 @@ class OwnLayers(FedAvg):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"] = torch.where(self.is_own, server["theta"], mean)
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": self.merged(clients, down)}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self.merged(clients, down)})
 
     def merged(self, clients: Clients, down: Message) -> Tensor:
         """Return the downloaded layers with each client's own ones put in, [C, P]."""

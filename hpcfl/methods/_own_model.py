@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Method, State
@@ -19,18 +18,17 @@ class OwnModel(Method):
     """
 
     scored_moment = "training"
-    shared_parts: ClassVar[tuple[str, ...]] = ()
     buffer_policies = ("local",)
 
     def client_state(self, clients: Sequence[int]) -> State:
         return {"theta": self.context.initial_parameters(clients)}
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": clients["theta"]}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": clients["theta"]})
 
 
 class OwnBesideGlobal(OwnModel, FedAvg):
     """Own models beside a global one `theta` of the server, which is what a download brings."""
 
-    def received(self, clients: Clients, down: Message) -> State:
-        return {"theta": down["theta"]}
+    def received(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": down["theta"]})

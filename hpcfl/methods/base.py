@@ -15,8 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import WeightedMean
-from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
@@ -113,7 +112,8 @@ class Method:
     """One federated method as hooks around a round; a subclass overrides what it does differently.
 
     Hooks get explicit state and return messages or tensors; what they keep is in the two state
-    dictionaries, which every checkpoint holds. This class also carries the running statistics of BatchNorm.
+    dictionaries, which every checkpoint holds. `hpcfl.simulation.driver` calls them, and carries the running
+    statistics of BatchNorm along.
     """
 
     name: ClassVar[str]
@@ -125,8 +125,6 @@ class Method:
     """Defaults under `train.*` that differ from everybody's."""
     scored_moment: ClassVar[Literal["download", "training"]] = "download"
     """What makes the models that `personalised` returns: a download, or local training."""
-    shared_parts: ClassVar[tuple[str, ...]] = ()
-    """Parts of the evaluated models that are the same for all clients, so that one row says it all."""
     schedule_uses_rounds: ClassVar[bool] = False
     """Whether an earlier round would differ if `train.rounds` did, so that a run cannot be prolonged."""
     extra_labels: ClassVar[tuple[str, ...]] = ()
@@ -176,8 +174,6 @@ class Method:
                 f"{self.context.model_name} has no layers before its head here; use a model that has"
             )
 
-    # Hooks of a method
-
     def server_state(self) -> State:
         """Return the server's tensors at the start: kept on rank 0, written to every checkpoint."""
         return {}
@@ -213,35 +209,41 @@ class Method:
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server's state from the cohort's upload, which can be read once, block by block."""
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        """Return the model of each client that is evaluated: `theta` [C, P] or its parts by name."""
+    def end_round(self, server: State, cohort: Cohort) -> None:
+        """Update the server's state once models and running statistics are aggregated; default: nothing."""
+
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        """Return the models that are evaluated: `theta`, or a model's parts by name.
+
+        A part that all clients have in common is `shared` [P], the others are rows [C, P].
+        """
         raise NotImplementedError
 
-    def received(self, clients: Clients, down: Message) -> State:
-        """Return the models right after a download, before local training; {} where there are none.
+    def received(self, clients: Clients, down: Message) -> Message:
+        """Return the models right after a download, before local training; empty where there are none.
 
         `down` is what `scored` returned. Default: the evaluated models, if a download makes them.
         """
-        return self.personalised(clients, down) if self.scored_moment == "download" else {}
+        return self.personalised(clients, down) if self.scored_moment == "download" else Message()
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        """Return the models of a group right after `train`, which returned `up`; {} where there are none.
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+        """Return the models of a group right after `train`, which returned `up`; empty where there are none.
 
         Default: the evaluated models, if training makes them, else the upload's `theta`; a method
         that uploads anything but the trained model, such as a difference, overrides this.
         """
         if self.scored_moment == "training":
             return self.personalised(clients, down)
-        return {"theta": up.rows["theta"]} if "theta" in up.rows else {}
+        return Message(rows={"theta": up.rows["theta"]}) if "theta" in up.rows else Message()
 
-    def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
+    def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
         return clients.probabilities(model, position, x)
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
-        theta = self.personalised(clients, down)["theta"]
-        return {"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta}
+        theta = self.personalised(clients, down).of(len(clients))["theta"]
+        return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
 
     def derived(self, server: State) -> State:
         """Return tensors written to checkpoints for readers only."""
@@ -258,88 +260,6 @@ class Method:
     def memory(self) -> dict[str, int]:
         """Return the server's bytes by part, for `hpcfl plan`."""
         return {}
-
-    # What the round loop calls: the hooks, with running statistics carried along
-
-    def initial_server(self) -> State:
-        """Return the whole server state, running statistics included."""
-        if not self._averages_buffers:
-            return self.server_state()
-        statistics = self.initial_buffers()
-        if self.num_statistics is not None:
-            statistics = statistics.repeat(self.num_statistics, 1)
-        return self.server_state() | {BUFFERS: statistics}
-
-    def initial_clients(self, clients: Sequence[int]) -> State:
-        """Return the whole state [C, ...] of some clients, running statistics included."""
-        own = self.buffers == "local" and self.layout.buffer_size
-        statistics = {BUFFERS: self.initial_buffers(clients)} if own else {}
-        return self.client_state(clients) | statistics
-
-    def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
-        """Return the download of a cohort."""
-        message = self.scored(server, cohort) if for_evaluation else self.download(server, cohort)
-        message.num_clients = len(cohort)
-        if self._averages_buffers and not self.averages_buffers_itself:
-            message.shared[BUFFERS] = server[BUFFERS]
-        return message
-
-    def ask(self, clients: Clients, down: Message) -> Message:
-        """Return a group's request."""
-        down = down.to(clients.device)
-        self._take_buffers(clients, down)
-        message = self.request(clients, down)
-        message.num_clients = len(clients)
-        return message
-
-    def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
-        """Return what a cohort gets upon its requests."""
-        message = self.supply(server, cohort, requests)
-        message.num_clients = len(cohort)
-        return message
-
-    def work(self, clients: Clients, down: Message) -> Message:
-        """Train a group and return its upload."""
-        down = down.to(clients.device)
-        self._take_buffers(clients, down)
-        up = self.train(clients, down)
-        up.num_clients = len(clients)
-        if self.layout.buffer_size:
-            if self.buffers == "local":
-                clients[BUFFERS] = clients.buffers
-            else:
-                up.rows[BUFFERS] = clients.buffers
-        return up
-
-    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
-        """Update the server from a cohort's upload. Collective through the upload."""
-        statistics = WeightedMean(cohort.num_samples)
-        if self._averages_buffers and not self.averages_buffers_itself:
-            up.observe(lambda positions, block: statistics.add(positions, block.rows[BUFFERS]))
-        self.aggregate(server, cohort, up)
-        up.drain()
-        if statistics.value is not None:
-            server[BUFFERS] = statistics.value
-
-    def evaluated(self, clients: Clients, down: Message) -> State:
-        """Return the evaluated models of a group, with `buffers` [C, U], fine-tuned if the run says so."""
-        down = down.to(clients.device)
-        self._take_buffers(clients, down)
-        epochs = self.context.train.finetune_epochs
-        model = self.finetune(clients, down, epochs) if epochs else self.personalised(clients, down)
-        return model | {BUFFERS: clients.buffers}
-
-    def after_download(self, clients: Clients, down: Message) -> State:
-        """Return a group's models right after a download, with `buffers` [C, U]; {} where there are none."""
-        down = down.to(clients.device)
-        self._take_buffers(clients, down)
-        model = self.received(clients, down)
-        return model | {BUFFERS: clients.buffers} if model else {}
-
-    def after_training(self, clients: Clients, down: Message, up: Message) -> State:
-        """Return a group's models right after `work`, with `buffers` [C, U]; {} where there are none."""
-        model = self.trained(clients, down.to(clients.device), up)
-        return model | {BUFFERS: clients.buffers} if model else {}
 
     @property
     def body_layers(self) -> Tensor:
@@ -376,14 +296,9 @@ class Method:
         return buffers if clients is None else buffers.expand(len(clients), -1).clone()
 
     @property
-    def _averages_buffers(self) -> bool:
+    def averages_buffers(self) -> bool:
+        """Whether the server keeps an average of the clients' running statistics."""
         return self.buffers == "average" and self.layout.buffer_size > 0
-
-    def _take_buffers(self, clients: Clients, down: Message) -> None:
-        if BUFFERS in down:
-            clients.buffers = down[BUFFERS].clone(memory_format=torch.contiguous_format)
-        elif BUFFERS in clients:
-            clients.buffers = clients[BUFFERS].clone()
 
 
 def statistics_of_models(clients: Clients, count: int) -> Tensor:

@@ -115,11 +115,11 @@ class ClusteredFL(Method):
                 stacklevel=2,
             )
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": down["theta"]}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": down["theta"]})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        return {"theta": down["theta"] + up.rows["theta"]}
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+        return Message(rows={"theta": down["theta"] + up.rows["theta"]})
 
     def history(self, server: State) -> State:
         """Return clusters and both compared norms, nan before a client has trained in its cluster."""

@@ -152,13 +152,13 @@ class FedAFK(Method):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"][self.layout.body] = mean[self.layout.body]
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": clients["theta"]}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": clients["theta"]})
 
-    def received(self, clients: Clients, down: Message) -> State:
+    def received(self, clients: Clients, down: Message) -> Message:
         arrived = clients["theta"].clone()
         arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
-        return {"theta": arrived}
+        return Message(rows={"theta": arrived})
 
     def client_history(self, clients: Clients) -> State:
         return {"coefficient": clients["coefficient"]}

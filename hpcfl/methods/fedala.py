@@ -61,7 +61,6 @@ class FedALA(FedAvg):
     name = "fedala"
     summary = "FedAvg whose clients learn, weight by weight, how much of it to take over"
     Params = FedALAParams
-    shared_parts = ()
     params: FedALAParams
 
     def __init__(self, context: Context, params: FedALAParams) -> None:
@@ -85,9 +84,9 @@ class FedALA(FedAvg):
         clients["theta"] = clients.sgd(start).theta
         return Message(rows={"theta": clients["theta"]})
 
-    def personalised(self, clients: Clients, down: Message) -> State:
+    def personalised(self, clients: Clients, down: Message) -> Message:
         weights, _ = self._learn(clients, down["theta"])
-        return {"theta": self.combined(weights, clients["theta"], down["theta"])}
+        return Message(rows={"theta": self.combined(weights, clients["theta"], down["theta"])})
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:

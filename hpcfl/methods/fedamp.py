@@ -90,8 +90,8 @@ class FedAMP(ModelBank):
         clients["theta"] = theta
         return Message(rows={"theta": theta})
 
-    def received(self, clients: Clients, down: Message) -> State:
-        return {"theta": down["theta"]}
+    def received(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": down["theta"]})
 
     def attention(self, models: Tensor, clients: Sequence[int], is_known: Tensor) -> Tensor:
         """Return the weights of models [n, P] in u_i of some clients [S, n], rows that sum to 1.

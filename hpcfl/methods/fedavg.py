@@ -9,8 +9,6 @@ averaged like parameters (`train.buffers=local` keeps them with the client); w i
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
@@ -21,7 +19,6 @@ from hpcfl.training.clients import Clients
 class FedAvg(Method):
     name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
-    shared_parts: ClassVar[tuple[str, ...]] = ("theta",)
 
     def server_state(self) -> State:
         return {"theta": self.context.initial_parameters()}
@@ -35,5 +32,5 @@ class FedAvg(Method):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         server["theta"] = weighted_mean(up, "theta", cohort.num_samples)
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": down["theta"]}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(shared={"theta": down.shared["theta"]})

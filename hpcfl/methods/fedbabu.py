@@ -58,13 +58,13 @@ class FedBABU(FedAvg):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"][self.layout.body] = mean[self.layout.body]
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": self._with_head(down)}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self._with_head(down)})
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         trained = self._finetuned[self.params.finetune]
         theta = clients.sgd(self._with_head(down), epochs=epochs, trained=trained, purpose="finetune").theta
-        return {"theta": theta}
+        return Message(rows={"theta": theta})
 
     def _with_head(self, down: Message) -> Tensor:
         theta = down["theta"].clone(memory_format=torch.contiguous_format)

@@ -53,7 +53,6 @@ class FedEM(FedAvg):
     Params = FedEMParams
     buffer_policies = ("average",)
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.15}
-    shared_parts: ClassVar[tuple[str, ...]] = ("theta",)
     params: FedEMParams
 
     def __init__(self, context: Context, params: FedEMParams) -> None:
@@ -74,24 +73,25 @@ class FedEM(FedAvg):
         clients["weights"] = self._mean_shares(clients, shares)
         return Message(rows={"theta": self._maximise(clients, down["theta"], shares)})
 
-    def personalised(self, clients: Clients, down: Message) -> State:
+    def personalised(self, clients: Clients, down: Message) -> Message:
         clients.buffers = statistics_of_models(clients, self.params.components)
-        return {"theta": down["theta"], "weights": self._scored_weights(clients, down["theta"])}
+        weights = self._scored_weights(clients, down["theta"])
+        return Message({"theta": down.shared["theta"]}, {"weights": weights})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        return {"theta": up.rows["theta"], "weights": clients["weights"]}
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+        return Message(rows={"theta": up.rows["theta"], "weights": clients["weights"]})
 
     def client_history(self, clients: Clients) -> State:
         return {"weights": clients["weights"]}
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         clients.buffers = statistics_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])
         weights = self._scored_weights(clients, down["theta"])
         theta = self._maximise(clients, down["theta"], shares, epochs, "finetune")
-        return {"theta": theta, "weights": weights}
+        return Message(rows={"theta": theta, "weights": weights})
 
-    def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
+    def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
         """Return the mixture's probabilities [n, K]: of `theta` [C, M, P] with `weights` [C, M]."""
         scores = [
             clients.probabilities({"theta": theta, BUFFERS: buffers}, position, x)

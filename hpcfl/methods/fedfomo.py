@@ -110,13 +110,13 @@ class FedFomo(ModelBank):
         up.observe(add_weights)
         super().aggregate(server, cohort, up)
 
-    def received(self, clients: Clients, down: Message) -> State:
-        return {"theta": self._start(clients, down)[0]}
+    def received(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self._start(clients, down)[0]})
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         _, trained_on = self._parts(clients)
         theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
-        return {"theta": theta}
+        return Message(rows={"theta": theta})
 
     def history(self, server: State) -> State:
         return {"affinity": server["affinity"]}

@@ -102,7 +102,6 @@ class FedMN(Method):
     name = "fedmn"
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
-    shared_parts = ("theta",)
     # its means over encoders and blocks pass on only a part of each step
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
     schedule_uses_rounds = True
@@ -183,10 +182,12 @@ class FedMN(Method):
             self._last = _Link(clients.round, theta.where(has, pool), clients.buffers.clone())
         return Message(rows={"theta": theta}, keep={"theta": keep})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return the local models with the decisions they were trained with: what the paper scores."""
         model = {"theta": up["theta"]}
-        return model | {"decision": clients["decision"]} if self.negotiates(clients.round) else model
+        if self.negotiates(clients.round):
+            model["decision"] = clients["decision"]
+        return Message(rows=model)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
@@ -207,9 +208,8 @@ class FedMN(Method):
             mean.add(positions, block.rows["theta"])
         server["theta"] = mean.value
 
-    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
-        """See Method; the last round of pretraining is followed by handing on the encoder's body."""
-        super().receive(server, cohort, up)
+    def end_round(self, server: State, cohort: Cohort) -> None:
+        """Hand on the encoder's body after the last round of pretraining."""
         if cohort.round == self.params.pretrain_rounds - 1:
             self._hand_on(self.layout.views(server["theta"]))
             if BUFFERS in server:
@@ -218,14 +218,15 @@ class FedMN(Method):
     def scored(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})
 
-    def personalised(self, clients: Clients, down: Message) -> State:
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        shared = {"theta": down.shared["theta"]}
         if not self._is_modular(clients):
-            return {"theta": down["theta"]}
+            return Message(shared)
         logits = self.logits(clients, down)
         decision = self._decision((logits / self.temperature(clients.round - 1)).sigmoid(), logits)
-        return {"theta": down["theta"], "decision": decision.to(clients.device)}
+        return Message(shared, {"decision": decision.to(clients.device)})
 
-    def predict(self, clients: Clients, model: State, position: int, x: Tensor) -> Tensor:
+    def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
         decision = model["decision"][position] if "decision" in model else None
 
         def probabilities(network: ModularNetwork, x: Tensor) -> Tensor:
@@ -233,11 +234,11 @@ class FedMN(Method):
 
         return clients.outputs(model, position, probabilities, x)
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
-        model = self.personalised(clients, down)
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+        model = self.personalised(clients, down).of(len(clients))
         gradient = self._gradient(clients, {"decision": model["decision"]}) if "decision" in model else None
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
-        return model | {"theta": theta}
+        return Message(rows=model.rows | {"theta": theta})
 
     def memory(self) -> dict[str, int]:
         return {"modular network": 4 * self.layout.size}
@@ -276,7 +277,7 @@ class FedMN(Method):
         """Return the weights [C, P] that a group's round starts from, all blocks included."""
         if self._last is None or self._last.round != clients.round:
             return down["parts"]
-        if self._averages_buffers:
+        if self.averages_buffers:
             clients.buffers = self._last.buffers.clone()
         return self._last.theta
 

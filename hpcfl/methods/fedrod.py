@@ -54,7 +54,6 @@ class FedRoD(FedAvg):
     name = "fedrod"
     summary = "a generic model by balanced softmax, plus each client's own head"
     Params = FedRoDParams
-    shared_parts = ()
     extra_labels = ("hypernetwork",)
     needs_body = True
     params: FedRoDParams
@@ -97,11 +96,11 @@ class FedRoD(FedAvg):
         names = [name for name in ("theta", "hypernetwork") if name in server]
         server.update(weighted_means(up, dict.fromkeys(names, cohort.num_samples)))
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": self._with_both_heads(clients, down)}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self._with_both_heads(clients, down)})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        return {"theta": self._with_both_heads(clients, up)}
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+        return Message(rows={"theta": self._with_both_heads(clients, up)})
 
     @property
     def row_size(self) -> int:

@@ -95,8 +95,8 @@ class HeurpFedLA(PFedLA):
         counts = {"retained_rounds": 8 * self.context.num_clients * len(self.layers)} if self.params.k else {}
         return super().memory() | counts
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": self._merge(clients, down)}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self._merge(clients, down)})
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the k layers of largest self-weight, bool [S, L] (eq. 12)."""

@@ -69,8 +69,8 @@ class IFCA(Method):
                 mean.add(positions, block.rows[name], chosen)
         server.update({name: mean.value() for name, mean in means.items()})
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": self._choose(clients, down)[1]}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self._choose(clients, down)[1]})
 
     def history(self, server: State) -> State:
         """Return the model that each client chose when it last trained, int64 [N]; -1 before."""

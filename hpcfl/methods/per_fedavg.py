@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.communication.messages import Message
-from hpcfl.methods.base import Params, State
+from hpcfl.methods.base import Params
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -51,7 +51,6 @@ class PerFedAvg(FedAvg):
     name = "per_fedavg"
     summary = "a global model made to be good after one local step (MAML)"
     Params = PerFedAvgParams
-    shared_parts = ()
     params: PerFedAvgParams
 
     def train(self, clients: Clients, down: Message) -> Message:
@@ -70,15 +69,15 @@ class PerFedAvg(FedAvg):
             clients.record(batch, losses)
         return Message(rows={"theta": outer.theta})
 
-    def personalised(self, clients: Clients, down: Message) -> State:
+    def personalised(self, clients: Clients, down: Message) -> Message:
         adapted = clients.descent(down["theta"], lr=self.params.alpha)
         for batch in clients.batches("evaluation", steps=self.params.adaptation_steps):
             adapted.step(batch.rows, self._slope(clients, adapted.theta[batch.rows], batch))
-        return {"theta": adapted.theta}
+        return Message(rows={"theta": adapted.theta})
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
-        return {"theta": theta}
+        return Message(rows={"theta": theta})
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:

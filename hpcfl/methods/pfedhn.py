@@ -113,13 +113,13 @@ class PFedHN(Method):
             for client, delta in zip(cohort.clients[positions], block.rows["theta"], strict=True):
                 self._step(server, [client], delta.unsqueeze(0))
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": self._with_head(clients, down)}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self._with_head(clients, down)})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         # what goes up is the way back; the head in it is beside the point, since the own one has moved
         theta = down["theta"] - up.rows["theta"]
-        return {"theta": self._with_head(clients, Message(rows={"theta": theta}))}
+        return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})
 
     def memory(self) -> dict[str, int]:
         return {"hypernetwork and its momentum": 2 * 4 * self.generator.size}

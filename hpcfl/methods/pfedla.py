@@ -167,8 +167,8 @@ class PFedLA(Method):
         if self._mixes_buffers:
             server[BUFFERS][index] = arrived[BUFFERS]
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": down["theta"]}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": down["theta"]})
 
     def derived(self, server: State) -> State:
         return {"alpha": self.alpha(server, range(self.context.num_clients))}

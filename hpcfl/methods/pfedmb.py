@@ -126,16 +126,16 @@ class PFedMB(Method):
             mean.add(one, self._together(Message(rows={name: part[one] for name, part in rows.items()})))
         server["branches"] = mean.value
 
-    def personalised(self, clients: Clients, down: Message) -> State:
-        return {"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))}
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))})
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         trains_alpha = self.params.finetune == "routine"
         branches, kept = self._routine(clients, self._together(down), epochs, "finetune", trains_alpha)
-        return {"theta": self.mix(self.alpha(kept), branches)}
+        return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> State:
-        return {"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))}
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+        return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))})
 
     def client_history(self, clients: Clients) -> State:
         return {"alpha": self.alpha(clients[self.kept])}

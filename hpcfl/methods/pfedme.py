@@ -70,9 +70,10 @@ class PFedMe(OwnBesideGlobal):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"] = torch.lerp(server["theta"], mean, self.params.beta)
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> State:
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         lr = self.params.personal_lr * clients.lr_decay
-        return {"theta": clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune").theta}
+        tuned = clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune")
+        return Message(rows={"theta": tuned.theta})
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:

@@ -29,7 +29,7 @@ class Evaluator:
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._method, self._config = federation.method, federation.config
+        self._method, self._driver, self._config = federation.method, federation.driver, federation.config
         self._sampled: set[int] = set()
         self._counted_rounds = 0
 
@@ -47,7 +47,7 @@ class Evaluator:
                 accuracy[everyone], loss[everyone], after_download[everyone] = figures.T.numpy()
         return Evaluation(accuracy, loss, after_download) if federation.world.is_server else None
 
-    def scores(self, clients: Clients, model: State) -> Tensor:
+    def scores(self, clients: Clients, model: Message) -> Tensor:
         """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where there is none."""
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
@@ -73,11 +73,11 @@ class Evaluator:
     def _figures(self, clients: Clients, down: Message) -> Tensor:
         """Return accuracy and mean loss of a group's evaluated models, and accuracy after download [C, 3]."""
         is_scored = self._method.scored_moment == "download" and not self._config.train.finetune_epochs
-        before = None if is_scored else self.scores(clients, self._method.after_download(clients, down))
-        scores = self.scores(clients, self._method.evaluated(clients, down))
+        before = None if is_scored else self.scores(clients, self._driver.after_download(clients, down))
+        scores = self.scores(clients, self._driver.evaluated(clients, down))
         return torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1)
 
-    def _score(self, clients: Clients, model: State, position: int) -> Tensor:
+    def _score(self, clients: Clients, model: Message, position: int) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
         x, y = clients.samples(self._config.run.eval_split, position)
         probabilities = self._method.predict(clients, model, position, x)

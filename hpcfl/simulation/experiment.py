@@ -15,6 +15,7 @@ from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
+from hpcfl.simulation.driver import Driver
 from hpcfl.training.clients import Workplace
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 
@@ -31,6 +32,10 @@ class Experiment:
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N]."""
     engine_name: str
+
+    @property
+    def driver(self) -> Driver:
+        return Driver(self.method)
 
 
 def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
@@ -101,7 +106,7 @@ def build(config: Config, world: World) -> Experiment:
     if batched:
         at_once = config.run.clients_at_once if method.chain is None else 1
         engine = BatchedEngine(network, method.layout, at_once)
-    state = method.initial_clients(clients)
+    state = Driver(method).initial_clients(clients)
     workplace = Workplace(shard, clients, engine, evaluator, config.train, config.run.seed, device, state)
     split = config.run.eval_split
     return Experiment(

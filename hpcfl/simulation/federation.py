@@ -27,6 +27,7 @@ class Federation:
     def __init__(self, experiment: Experiment, world: World) -> None:
         self.experiment, self.world = experiment, world
         self.method, self.config = experiment.method, experiment.config
+        self.driver = experiment.driver
         self.place = experiment.workplace
         self.num_clients = len(experiment.num_train)
         self.channel = Channel(world, self.method.layers, self.num_clients)
@@ -60,7 +61,7 @@ class Federation:
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
-        message = self.method.send(server, cohort, for_evaluation=True) if self.world.is_server else None
+        message = self.driver.send(server, cohort, for_evaluation=True) if self.world.is_server else None
         down = self.channel.down(message, cohort)
         for part, clients in self.groups(cohort):
             yield clients, down.select(part)

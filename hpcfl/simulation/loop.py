@@ -118,10 +118,11 @@ class Simulation:
         Returns on the server, if asked, the accuracy of each client's model right after training [N], nan
         where there is none.
         """
-        method, channel, is_server = self.method, self._federation.channel, self._world.is_server
+        method, driver = self.method, self._federation.driver
+        channel, is_server = self._federation.channel, self._world.is_server
         traffic = RoundTraffic(len(cohort), method.layers, self._federation.labels, method.names_layers)
         groups = list(self._federation.groups(cohort))
-        sent = method.send(self.server, cohort) if is_server else None
+        sent = driver.send(self.server, cohort) if is_server else None
         down = channel.down(sent, cohort)
         traffic.count_down(sent)
         if method.negotiates(cohort.round):
@@ -129,7 +130,7 @@ class Simulation:
         local = self._train(groups, down, is_evaluated)
         upload = traffic.counting_up(channel.up(local.up, cohort, sent))
         if is_server:
-            method.receive(self.server, cohort, upload)
+            driver.receive(self.server, cohort, upload)
         upload.drain()
         return self._record(cohort, traffic, local)
 
@@ -140,10 +141,10 @@ class Simulation:
 
         Returns all that this rank's clients have now, and on the server what it sent last.
         """
-        channel = self._federation.channel
-        asked = stack([self.method.ask(clients, down.select(part)) for part, clients in groups])
+        channel, driver = self._federation.channel, self._federation.driver
+        asked = stack([driver.ask(clients, down.select(part)) for part, clients in groups])
         requests = traffic.counting_up(channel.up(asked, cohort)).collect()
-        more = self.method.answer(self.server, cohort, requests) if self._world.is_server else None
+        more = driver.answer(self.server, cohort, requests) if self._world.is_server else None
         traffic.count_down(more)
         return down | asked | channel.down(more, cohort), more
 
@@ -151,14 +152,14 @@ class Simulation:
         """Train this rank's cohort members, and score them right after if asked."""
         nothing = torch.zeros(0, dtype=torch.float64)
         uploads, losses, steps, scores = [], [nothing], [nothing], [nothing]
-        began_s, scoring_s = time.monotonic(), 0.0
+        driver, began_s, scoring_s = self._federation.driver, time.monotonic(), 0.0
         for part, clients in groups:
             mine = down.select(part)
-            up = self.method.work(clients, mine)
+            up = driver.work(clients, mine)
             steps.append(clients.steps.double().cpu())
             losses.append((clients.loss_sum / clients.steps.clamp(min=1)).cpu())
             scoring_began_s = time.monotonic()
-            model = self.method.after_training(clients, mine, up) if is_evaluated else {}
+            model = driver.after_training(clients, mine, up) if is_evaluated else Message()
             scores.append(self._evaluator.scores(clients, model)[:, 0])
             scoring_s += time.monotonic() - scoring_began_s
             # brought to the CPU group by group, so that a GPU never holds a whole cohort's

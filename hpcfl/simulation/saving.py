@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.checkpoint import (
@@ -27,7 +28,7 @@ class Saver:
 
     def __init__(self, federation: Federation, ledger: Ledger, folder: RunFolder | None) -> None:
         self._federation, self._ledger, self._folder = federation, ledger, folder
-        self._method, self._config = federation.method, federation.config
+        self._method, self._driver, self._config = federation.method, federation.driver, federation.config
 
     def start(self) -> tuple[State, int]:
         """Go on from a checkpoint, or begin; return the server's state and the rounds done. Collective."""
@@ -39,7 +40,7 @@ class Saver:
             self._ledger.restore(checkpoint.ledger, checkpoint.history)
             self._forget_off_schedule(done)
         elif self._federation.world.is_server:
-            server = self._method.initial_server()
+            server = self._driver.initial_server()
         if done:
             self._restore_clients(checkpoint)
         if checkpoint is not None:
@@ -94,7 +95,7 @@ class Saver:
     def _blocks(self) -> Iterator[Cohort]:
         """Cut all clients in consecutive cohorts of bounded size."""
         federation = self._federation
-        state = self._method.initial_clients([0])
+        state = self._driver.initial_clients([0])
         numbers = max(1, sum(rows.numel() for rows in state.values()))
         step = max(1, federation.world.max_elements // numbers)
         for start in range(0, federation.num_clients, step):
@@ -102,7 +103,7 @@ class Saver:
 
     def _client_rows(self) -> Rows:
         """Describe the state of all clients; its blocks are collective."""
-        one = self._method.initial_clients([0])
+        one = self._driver.initial_clients([0])
         shapes = {
             name: RowShape(self._federation.num_clients, tuple(tensor.shape[1:]), tensor.dtype)
             for name, tensor in one.items()
@@ -119,45 +120,51 @@ class Saver:
                 yield np.array(cohort.clients[positions]), block.rows
 
     def _model_rows(self, server: State, done: int) -> Rows:
-        """Describe the evaluated models by client 0's, which stands for all if shared. Collective."""
+        """Describe the evaluated models by client 0's, which has the parts of all. Collective."""
         federation = self._federation
-        of_client_0 = list(self._model_blocks(server, federation.cohort_of(done, [0]), lambda _: True))
-        first = of_client_0[0][1] if of_client_0 else {}
+        shared, first = self._model_of_client_0(server, done)
         count = federation.num_clients
         shapes = {
-            name: RowShape(1 if self._is_shared(name) else count, tuple(row.shape[1:]), row.dtype)
+            name: RowShape(1 if name in shared else count, tuple(row.shape[1:]), row.dtype)
             for name, row in first.items()
         }
 
         def blocks() -> Iterator[Block]:
-            yield np.array([0]), {name: row for name, row in first.items() if self._is_shared(name)}
+            yield np.array([0]), {name: row for name, row in first.items() if name in shared}
             for cohort in federation.everyone(done):
-                yield from self._model_blocks(server, cohort, lambda name: not self._is_shared(name))
+                yield from self._model_blocks(server, cohort, shared)
 
         return Rows(shapes, blocks())
 
-    def _model_blocks(
-        self, server: State, cohort: Cohort, is_wanted: Callable[[str], bool]
-    ) -> Iterator[Block]:
-        """Bring some tensors of the cohort's evaluated models to the server, block by block. Collective."""
+    def _model_of_client_0(self, server: State, done: int) -> tuple[list[str], State]:
+        """Return what all evaluated models share, and on the server client 0's model. Collective."""
+        federation = self._federation
+        cohort = federation.cohort_of(done, [0])
         models = [
-            Message(
-                rows={name: rows for name, rows in model.items() if rows.numel() and is_wanted(name)},
-                num_clients=len(clients),
-            )
+            self._driver.evaluated(clients, down)
+            for clients, down in federation.evaluation_downloads(server, cohort)
+        ]
+        names = json.dumps([name for model in models for name in model.shared]).encode()
+        found = federation.world.gather_bytes(names if models else b"")
+        told = next((text for text in found if text), b"[]") if found is not None else None
+        shared: list[str] = json.loads(federation.world.broadcast_bytes(told))
+        whole = [_rows(model, []) for model in models]
+        return shared, federation.channel.up(stack(whole), cohort).collect()
+
+    def _model_blocks(self, server: State, cohort: Cohort, shared: Sequence[str]) -> Iterator[Block]:
+        """Bring what the cohort's models do not share to the server, block by block. Collective."""
+        models = [
+            _rows(self._driver.evaluated(clients, down), shared)
             for clients, down in self._federation.evaluation_downloads(server, cohort)
-            for model in [self._method.evaluated(clients, down)]
         ]
         for positions, block in self._federation.channel.up(stack(models), cohort):
             yield np.array(cohort.clients[positions]), block.rows
 
-    def _is_shared(self, name: str) -> bool:
-        """Whether all clients are evaluated on the same tensor, so that one row says it all."""
-        if self._config.train.finetune_epochs:
-            return False
-        if name == BUFFERS:
-            return bool(self._method.shared_parts) and self._method.buffers == "average"
-        return name in self._method.shared_parts
+
+def _rows(model: Message, without: Sequence[str]) -> Message:
+    """Return a group's models as rows, without empty parts and those named."""
+    rows = {name: model[name] for name in model.names if name not in without and model[name].numel()}
+    return Message(rows=rows, num_clients=model.num_clients)
 
 
 def _take_part(rows: Rows) -> None:

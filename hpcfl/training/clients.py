@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hpcfl.communication.messages import Message
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
@@ -243,7 +244,9 @@ class Clients:
         yield
         self.buffers = kept
 
-    def outputs(self, model: Tensors, position: int, call: Callable[..., Tensor], *samples: Tensor) -> Tensor:
+    def outputs(
+        self, model: Tensors | Message, position: int, call: Callable[..., Tensor], *samples: Tensor
+    ) -> Tensor:
         """Return call(network, *samples) of one client's model (`theta` and `buffers`, a row a client).
 
         The network is in evaluation mode; samples [n, ...] come in parts.
@@ -252,7 +255,7 @@ class Clients:
         return self._place.evaluator.outputs(theta, buffers, call, *samples)
 
     def over_training_set(
-        self, model: Tensors, call: Callable[..., Tensor], samples: Sequence[Tensor] | None = None
+        self, model: Tensors | Message, call: Callable[..., Tensor], samples: Sequence[Tensor] | None = None
     ) -> Tensor:
         """Return call(network, x, y) of each client's model on its training samples, [C, most, ...].
 
@@ -268,7 +271,7 @@ class Clients:
             rows.append(self.outputs(model, position, call, x, y))
         return pad_sequence(rows, batch_first=True)
 
-    def probabilities(self, model: Tensors, position: int, x: Tensor) -> Tensor:
+    def probabilities(self, model: Tensors | Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] of one client's model."""
         theta, buffers = model["theta"][position], model["buffers"][position]
         return self._place.evaluator.probabilities(theta, buffers, x)

@@ -1,0 +1,119 @@
+"""Calls a method's hooks for the round loop, and carries the running statistics of BatchNorm along.
+
+Shapes: S clients of a cohort, C clients of a group, U running statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import WeightedMean
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.methods.base import Method, State
+from hpcfl.training.clients import Clients
+
+
+class Driver:
+    """One method as the round loop sees it; a call is a hook with running statistics put in or kept."""
+
+    def __init__(self, method: Method) -> None:
+        self.method = method
+
+    def initial_server(self) -> State:
+        """Return the whole server state, running statistics included."""
+        method = self.method
+        if not method.averages_buffers:
+            return method.server_state()
+        statistics = method.initial_buffers()
+        if method.num_statistics is not None:
+            statistics = statistics.repeat(method.num_statistics, 1)
+        return method.server_state() | {BUFFERS: statistics}
+
+    def initial_clients(self, clients: Sequence[int]) -> State:
+        """Return the whole state [C, ...] of some clients, running statistics included."""
+        own = self.method.buffers == "local" and self.method.layout.buffer_size
+        statistics = {BUFFERS: self.method.initial_buffers(clients)} if own else {}
+        return self.method.client_state(clients) | statistics
+
+    def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
+        """Return the download of a cohort."""
+        hook = self.method.scored if for_evaluation else self.method.download
+        message = hook(server, cohort).of(len(cohort))
+        if self._carries_average:
+            message.shared[BUFFERS] = server[BUFFERS]
+        return message
+
+    def ask(self, clients: Clients, down: Message) -> Message:
+        """Return a group's request."""
+        down = self._arrived(clients, down)
+        return self.method.request(clients, down).of(len(clients))
+
+    def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
+        """Return what a cohort gets upon its requests."""
+        return self.method.supply(server, cohort, requests).of(len(cohort))
+
+    def work(self, clients: Clients, down: Message) -> Message:
+        """Train a group and return its upload."""
+        down = self._arrived(clients, down)
+        up = self.method.train(clients, down).of(len(clients))
+        if self.method.layout.buffer_size:
+            if self.method.buffers == "local":
+                clients[BUFFERS] = clients.buffers
+            else:
+                up.rows[BUFFERS] = clients.buffers
+        return up
+
+    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
+        """Update the server from a cohort's upload. Collective through the upload."""
+        statistics = WeightedMean(cohort.num_samples)
+        if self._carries_average:
+            up.observe(lambda positions, block: statistics.add(positions, block.rows[BUFFERS]))
+        self.method.aggregate(server, cohort, up)
+        up.drain()
+        if statistics.value is not None:
+            server[BUFFERS] = statistics.value
+        self.method.end_round(server, cohort)
+
+    def evaluated(self, clients: Clients, down: Message) -> Message:
+        """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
+        down = self._arrived(clients, down)
+        epochs = self.method.context.train.finetune_epochs
+        if epochs:
+            return self._with_statistics(clients, self.method.finetune(clients, down, epochs))
+        return self._with_statistics(clients, self.method.personalised(clients, down))
+
+    def after_download(self, clients: Clients, down: Message) -> Message:
+        """Return a group's models right after a download, with `buffers`; empty where there are none."""
+        down = self._arrived(clients, down)
+        return self._with_statistics(clients, self.method.received(clients, down))
+
+    def after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+        """Return a group's models right after `work`, with `buffers`; empty where there are none."""
+        return self._with_statistics(clients, self.method.trained(clients, down.to(clients.device), up))
+
+    @property
+    def _carries_average(self) -> bool:
+        return self.method.averages_buffers and not self.method.averages_buffers_itself
+
+    def _arrived(self, clients: Clients, down: Message) -> Message:
+        """Return a message on the group's device, its running statistics taken over by the group."""
+        down = down.to(clients.device)
+        if BUFFERS in down:
+            clients.buffers = down[BUFFERS].clone(memory_format=torch.contiguous_format)
+        elif BUFFERS in clients:
+            clients.buffers = clients[BUFFERS].clone()
+        return down
+
+    def _with_statistics(self, clients: Clients, models: Message) -> Message:
+        """Return models with running statistics, common to all as soon as a part and the statistics are."""
+        if not models:
+            return models
+        models = models.of(len(clients))
+        if models.shared and self.method.buffers == "average":
+            models.shared[BUFFERS] = clients.buffers[0]
+        else:
+            models.rows[BUFFERS] = clients.buffers
+        return models
