@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
+import numpy as np
 import pytest
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
 from conftest import in_mpi_world
-from harness import OneClient, Run
+from harness import SMALL, OneClient, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 from torch_twins import batches_of, network_with, train_by_torch
@@ -29,6 +30,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
+from hpcfl.methods.fedavg import FedAvg
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
 from hpcfl.storage.ledger import METRICS
@@ -661,3 +663,48 @@ def test_scores_of_all_rounds_change_no_state_and_no_bytes(
     assert torch.equal(always.bytes_by_client, once.bytes_by_client)
     for one, other in ((always.server, once.server), (always.clients, once.clients)):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# Methods of others, written without care
+
+
+class Careless(FedAvg):
+    """Evaluates models of each client's own, and says nothing else about it."""
+
+    name = "careless"
+
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        own = torch.tensor(clients.ids, dtype=down["theta"].dtype).view(-1, 1)
+        return Message(rows={"theta": down["theta"] + own})
+
+
+def test_models_of_each_client_s_own_are_saved_apart_whatever_the_base_class_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "careless", Careless)
+    for name, shape in (("fedavg", (1,)), ("careless", (4, 1))):
+        assert run_here(tmp_path / name, [*SMALL, f"method.name={name}", "train.rounds=1"]) == 0
+        with h5py.File(tmp_path / name / "checkpoint.h5", "r") as file:
+            saved, common = file["personalised/theta"][:], file["server/theta"][:]
+        added = np.arange(shape[0], dtype=np.float32).reshape(shape) if len(shape) > 1 else 0
+        np.testing.assert_array_equal(saved, common[None] + added)
+
+
+@pytest.mark.parametrize(
+    ("hook", "value", "said"),
+    [
+        ("personalised", {"theta": torch.zeros(1, 3)}, r"personalised returned a dict; return Message\("),
+        ("train", None, r"train returned a NoneType; return Message\("),
+        (
+            "train",
+            Message(rows={"theta": torch.zeros(2, 3)}),
+            "train returned 2 rows of 'theta' for 1 clients",
+        ),
+        ("download", Message(rows={"theta": torch.zeros(3, 3)}), "returned 3 rows of 'theta' for 4 clients"),
+    ],
+)
+def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, said: str) -> None:
+    kind = type("Mistaken", (FedAvg,), {hook: lambda *_: value})
+    with pytest.raises((TypeError, ValueError), match=said) as caught:
+        Run("method.name=fedavg", kind=kind)
+    assert "Mistaken" in str(caught.value)

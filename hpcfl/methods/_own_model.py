@@ -28,7 +28,10 @@ class OwnModel(Method):
 
 
 class OwnBesideGlobal(OwnModel, FedAvg):
-    """Own models beside a global one `theta` of the server, which is what a download brings."""
+    """Own models, which are evaluated, beside a global one `theta` of the server, which a download brings."""
+
+    def personalised(self, clients: Clients, down: Message) -> Message:
+        return Message(rows={"theta": clients["theta"]})
 
     def received(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})

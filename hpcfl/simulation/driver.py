@@ -41,7 +41,7 @@ class Driver:
     def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
         """Return the download of a cohort."""
         hook = self.method.scored if for_evaluation else self.method.download
-        message = hook(server, cohort).of(len(cohort))
+        message = self._message(hook.__name__, hook(server, cohort), len(cohort))
         if self._carries_average:
             message.shared[BUFFERS] = server[BUFFERS]
         return message
@@ -49,16 +49,16 @@ class Driver:
     def ask(self, clients: Clients, down: Message) -> Message:
         """Return a group's request."""
         down = self._arrived(clients, down)
-        return self.method.request(clients, down).of(len(clients))
+        return self._message("request", self.method.request(clients, down), len(clients))
 
     def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return what a cohort gets upon its requests."""
-        return self.method.supply(server, cohort, requests).of(len(cohort))
+        return self._message("supply", self.method.supply(server, cohort, requests), len(cohort))
 
     def work(self, clients: Clients, down: Message) -> Message:
         """Train a group and return its upload."""
         down = self._arrived(clients, down)
-        up = self.method.train(clients, down).of(len(clients))
+        up = self._message("train", self.method.train(clients, down), len(clients))
         if self.method.layout.buffer_size:
             if self.method.buffers == "local":
                 clients[BUFFERS] = clients.buffers
@@ -82,17 +82,18 @@ class Driver:
         down = self._arrived(clients, down)
         epochs = self.method.context.train.finetune_epochs
         if epochs:
-            return self._with_statistics(clients, self.method.finetune(clients, down, epochs))
-        return self._with_statistics(clients, self.method.personalised(clients, down))
+            return self._with_statistics("finetune", clients, self.method.finetune(clients, down, epochs))
+        return self._with_statistics("personalised", clients, self.method.personalised(clients, down))
 
     def after_download(self, clients: Clients, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self._arrived(clients, down)
-        return self._with_statistics(clients, self.method.received(clients, down))
+        return self._with_statistics("received", clients, self.method.received(clients, down))
 
     def after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return a group's models right after `work`, with `buffers`; empty where there are none."""
-        return self._with_statistics(clients, self.method.trained(clients, down.to(clients.device), up))
+        down = down.to(clients.device)
+        return self._with_statistics("trained", clients, self.method.trained(clients, down, up))
 
     @property
     def _carries_average(self) -> bool:
@@ -107,11 +108,26 @@ class Driver:
             clients.buffers = clients[BUFFERS].clone()
         return down
 
-    def _with_statistics(self, clients: Clients, models: Message) -> Message:
+    def _message(self, hook: str, value: Message, count: int) -> Message:
+        """Return what a hook returned, for so many clients; TypeError or ValueError where it is not that."""
+        place = f"{type(self.method).__name__}.{hook}"
+        if not isinstance(value, Message):
+            raise TypeError(
+                f"{place} returned a {type(value).__name__}; return Message(shared={{...}}, rows={{...}})"
+            )
+        for name, rows in value.rows.items():
+            if len(rows) != count:
+                raise ValueError(
+                    f"{place} returned {len(rows)} rows of {name!r} for {count} clients; give one a client, "
+                    "or under `shared` a tensor that all have in common"
+                )
+        return value.of(count)
+
+    def _with_statistics(self, hook: str, clients: Clients, models: Message) -> Message:
         """Return models with running statistics, common to all as soon as a part and the statistics are."""
+        models = self._message(hook, models, len(clients))
         if not models:
             return models
-        models = models.of(len(clients))
         if models.shared and self.method.buffers == "average":
             models.shared[BUFFERS] = clients.buffers[0]
         else:
