@@ -7,7 +7,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from hpcfl.data.partitions import DEFAULT_CLIENTS, PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
-from hpcfl.methods import METHODS, Params
+from hpcfl.methods import METHODS, Params, add_own_method
 from hpcfl.models import MODELS, NetworkOptions
 from hpcfl.training.settings import TrainConfig
 
@@ -89,7 +89,7 @@ class RunConfig(_Group):
     """Numbers in one block of a message; changes no result."""
 
 
-RESULT_NEUTRAL = ("data.root", "run.checkpoint_every", "run.max_elements")
+RESULT_NEUTRAL = ("data.root", "method.path", "run.checkpoint_every", "run.max_elements")
 """Keys that may differ between a run folder and the command that resumes it."""
 
 
@@ -106,6 +106,8 @@ class Config:
     model_options: NetworkOptions
     train: TrainConfig
     run: RunConfig
+    own: Mapping[str, str] = field(default_factory=dict)
+    """Of a method of the user's own: `path` of its file, and `code`, a digest of it that changes results."""
 
     @property
     def data_seed(self) -> int:
@@ -115,7 +117,7 @@ class Config:
         """Return the configuration as it stands in YAML, every default written out."""
         partition = {"name": self.partition, **self.partition_options.model_dump()}
         return {
-            "method": {"name": self.method, **self.params.model_dump()},
+            "method": {"name": self.method, **self.own, **self.params.model_dump()},
             "data": {**self.data.model_dump(), "partition": partition},
             "model": {"name": self.model, **self.model_options.model_dump()},
             "train": self.train.model_dump(),
@@ -183,6 +185,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     method, data, model = groups["method"], groups["data"], groups["model"]
     partition = _mapping("data.partition", data.pop("partition", None))
     source = _one_of("data.source", data.get("source", DEFAULT_SOURCE), SOURCES)
+    own = _own_method(method)
     names = {
         "method": _one_of("method.name", method.pop("name", DEFAULT_METHOD), METHODS),
         "data.partition": _one_of(
@@ -202,7 +205,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         "run": RunConfig,
     }
     given = groups | {"data.partition": partition, "train": chosen.train_defaults | groups["train"]}
-    known = [f"{group}.name" for group in names]
+    known = [*(f"{group}.name" for group in names), "method.path"]
     known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
     unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
     if unknown:
@@ -218,6 +221,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         made["model"],
         made["train"],
         made["run"],
+        own,
     )
     subsets = {
         f"data.{key}": value
@@ -271,6 +275,20 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _own_method(method: dict[str, Any]) -> dict[str, str]:
+    """Take the file of the user's own method out of its group, and set the name; {} where there is none."""
+    path, code = method.pop("path", None), method.pop("code", None)
+    if path is None:
+        return {}
+    name, digest = add_own_method(str(path), code)
+    if method.setdefault("name", name) != name:
+        raise UserError(
+            f"method.name={method['name']} does not go with method.path={path}, whose method is {name}; "
+            "drop one"
+        )
+    return {"path": str(path), "code": digest}
+
+
 def _default_model(source: str) -> str:
     return "digits_cnn" if source == "digits" else "lenet"
 
@@ -294,7 +312,12 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
     """Forget options that a file sets for another method, partition or model than `key=value` asks for."""
     holder: Any
     options: dict[str, type[BaseModel]]
+    if key == "method.path":
+        tree["method"] = {}
+        return
     if key == "method.name":
+        if isinstance(tree.get("method"), dict):
+            tree["method"] = {k: v for k, v in tree["method"].items() if k not in ("path", "code")}
         holder, group, default = tree, "method", DEFAULT_METHOD
         options = {name: method.Params for name, method in METHODS.items()}
     elif key == "data.partition.name":

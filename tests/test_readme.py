@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from conftest import REPOSITORY, in_mpi_world, run_tree
 from readme_tables import MARK, with_tables
 
 from hpcfl.main import main
-from hpcfl.methods import METHODS
 
 README = (REPOSITORY / "README.md").read_text()
 
@@ -25,16 +23,12 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in fences if name == language]
 
 
-@pytest.fixture
-def example_name(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Add the README's example to the methods, as its file in the folder would."""
-    code = next(text for text in blocks("python") if "class FedProx(" in text)
-    module = types.ModuleType("readme_example")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(code, "README.md", "exec"), vars(module))
-    method = module.FedProx
-    monkeypatch.setitem(METHODS, method.name, method)
-    return str(method.name)
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the README's example of a new method as a file of the user's own."""
+    path = tmp_path_factory.mktemp("own") / "my_method.py"
+    path.write_text(next(text for text in blocks("python") if "class FedProx(" in text))
+    return path
 
 
 def theta_of(folder: Path) -> bytes:
@@ -52,11 +46,11 @@ def run(folder: Path, *overrides: str) -> bytes:
 
 @pytest.mark.skipif(in_mpi_world(), reason="runs serially")
 def test_the_example_of_a_new_method_runs_and_without_its_pull_is_fedavg(
-    tmp_path: Path, example_name: str
+    tmp_path: Path, example: Path
 ) -> None:
     fedavg = run(tmp_path / "fedavg", "method.name=fedavg")
-    without = run(tmp_path / "without", f"method.name={example_name}", "method.mu=0")
-    pulled = run(tmp_path / "pulled", f"method.name={example_name}", "method.mu=1")
+    without = run(tmp_path / "without", f"method.path={example}", "method.mu=0")
+    pulled = run(tmp_path / "pulled", f"method.path={example}", "method.mu=1")
     assert without == fedavg
     assert pulled != fedavg
 

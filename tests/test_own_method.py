@@ -1,0 +1,134 @@
+"""A method of the user's own, in a file outside the package: runs, goes on, is listed, and is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import yaml
+from bits import differing
+from conftest import in_mpi_world
+
+from hpcfl.main import BAD_INPUT, FINISHED, main
+
+pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own")
+
+TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
+
+TRIMMED = '''"""Trimmed mean: the server leaves out the largest and smallest numbers of each coordinate."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from hpcfl.communication.channel import Upload
+from hpcfl.communication.messages import Cohort
+from hpcfl.methods.base import Params, State
+from hpcfl.methods.fedavg import FedAvg
+
+
+class TrimmedMeanParams(Params):
+    left_out: int = Field(1, ge=0)
+    """Numbers left out at either end of each coordinate."""
+
+
+class TrimmedMean(FedAvg):
+    Params: ClassVar[Any] = TrimmedMeanParams
+
+    def server_state(self) -> State:
+        return super().server_state() | {"rounds": self.context.initial_parameters().new_zeros(1)}
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        ordered = up.collect()["theta"].sort(dim=0).values
+        server["theta"] = ordered[self.params.left_out : len(cohort) - self.params.left_out].mean(dim=0)
+        server["rounds"] = server["rounds"] + 1
+'''
+
+
+@pytest.fixture
+def trimmed(tmp_path: Path) -> Path:
+    """Write a new aggregation rule to a file called as the test: names hold for the whole process."""
+    path = tmp_path / f"{re.sub('[^a-z0-9]', '_', tmp_path.name.lower())}.py"
+    path.write_text(TRIMMED)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Return the one line with which a command is refused."""
+    capsys.readouterr()
+    assert main([*words, *TINY]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_new_aggregation_rule_runs_on_any_number_of_ranks_and_goes_on(
+    trimmed: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+) -> None:
+    assert len(TRIMMED.splitlines()) <= 30
+    words = [f"method.path={trimmed}", *TINY]
+    assert main([*words, "--out", str(tmp_path / "whole")]) == FINISHED
+    run = ("-m", "hpcfl.main", *words, "--out")
+    mpirun(3, *run, tmp_path / "parts", "train.rounds=1")
+    mpirun(2, *run, tmp_path / "parts")
+    assert differing(tmp_path / "whole", tmp_path / "parts") == []
+    saved = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())["method"]
+    assert (saved["name"], saved["left_out"], len(saved["code"])) == (trimmed.stem, 1, 16)
+
+
+def test_its_keys_are_checked_and_it_is_listed(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "method.left_out=-1 is not possible" in refused(
+        capsys, f"method.path={trimmed}", "method.left_out=-1"
+    )
+    assert "method.left=1 is an unknown key; the nearest known one is method.left_out" in refused(
+        capsys, f"method.path={trimmed}", "method.left=1"
+    )
+    assert main(["list", "--method", str(trimmed), "--describe"]) == FINISHED
+    assert f"method {trimmed.stem}: from {trimmed.name}" in capsys.readouterr().out
+
+
+def test_another_file_is_another_run(
+    trimmed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "run")
+    other = trimmed.with_name(f"other_{trimmed.name}")
+    other.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
+    assert main([f"method.path={trimmed}", *TINY, "--out", folder, "--quiet"]) == FINISHED
+    config = str(tmp_path / "run" / "config.yaml")
+    assert main([config, "--out", folder, "--quiet"]) == FINISHED
+    assert "method.name: " in refused(capsys, f"method.path={other}", "--out", folder)
+    trimmed.write_text(TRIMMED.replace("left_out: int = Field(1", "left_out: int = Field(0"))
+    assert "is not the file of this configuration" in refused(capsys, config, "--out", folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, ": No such file or directory; give a Python file that defines a Method"),
+        ("x = 1\ny = nothing\n", ", line 2: NameError: name 'nothing' is not defined"),
+        ("def (:\n", ": SyntaxError: invalid syntax"),
+        ("x = 1\n", " defines 0 classes derived from Method (none); it needs one"),
+        (
+            "from hpcfl.methods.fedavg import FedAvg\nclass A(FedAvg): ...\nclass B(FedAvg): ...\n",
+            " defines 2 classes derived from Method (A, B); it needs one",
+        ),
+        (
+            "from hpcfl.methods.fedavg import FedAvg\nclass A(FedAvg):\n    name = 'fedavg'\n",
+            " defines a method named fedavg, as hpcfl or another file does; give the class another name",
+        ),
+    ],
+)
+def test_a_file_that_is_no_method_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    path = tmp_path / "mine.py"
+    if text is not None:
+        path.write_text(text)
+    assert refused(capsys, f"method.path={path}") == f"hpcfl: error: method.path={path}{said}"
+
+
+def test_a_name_that_is_not_the_file_s_is_refused(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, f"method.path={trimmed}", "method.name=moon")
+    assert f"method.name=moon does not go with method.path={trimmed}" in said
