@@ -708,3 +708,17 @@ def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, s
     with pytest.raises((TypeError, ValueError), match=said) as caught:
         Run("method.name=fedavg", kind=kind)
     assert "Mistaken" in str(caught.value)
+
+
+class Forgetful(FedAvg):
+    """Sends a tensor of its own and does not name it."""
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        return Message(rows=super().train(clients, down).rows | {"mood": torch.zeros(len(clients), 2)})
+
+
+def test_a_tensor_that_no_label_counts_is_named() -> None:
+    with pytest.raises(
+        ValueError, match=r"'mood' travels and is not made of .* add it to the method's extra_labels"
+    ):
+        Run("method.name=fedavg", kind=Forgetful)

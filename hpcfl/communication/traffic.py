@@ -59,8 +59,13 @@ def count_bytes(
             traffic.parameters[:, : len(layers)] += keep * sizes * (item * math.prod(shape[:-1]))
             if keep.ndim == 2 and names_layers:
                 traffic.indices += INDEX_BYTES * (~keep).sum(axis=1)
-        else:
+        elif name in labels:
             traffic.parameters[:, labels.index(name)] += item * shape.numel()
+        else:
+            raise ValueError(
+                f"{name!r} travels and is not made of the network's layers: add it to the method's "
+                f"extra_labels; known are {', '.join(labels)}"
+            )
     return traffic
 
 

@@ -147,9 +147,6 @@ class Method:
     """The setting by which a round's clients train one after the other, each from the one before it, so that
     they need one worker; None: each from what it received."""
 
-    names_layers: ClassVar[bool] = True
-    """Whether layers that do not travel to a single client must be named; not if it asked for the others."""
-
     def __init__(self, context: Context, params: Any) -> None:
         self.context = context
         self.params = params

@@ -105,7 +105,6 @@ class FedMN(Method):
     # its means over encoders and blocks pass on only a part of each step
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
     schedule_uses_rounds = True
-    names_layers = False
     params: FedMNParams
     network: ModularNetwork
 

@@ -120,7 +120,9 @@ class Simulation:
         """
         method, driver = self.method, self._federation.driver
         channel, is_server = self._federation.channel, self._world.is_server
-        traffic = RoundTraffic(len(cohort), method.layers, self._federation.labels, method.names_layers)
+        # a client that asked for layers knows which ones it gets
+        names_layers = not method.negotiates(cohort.round)
+        traffic = RoundTraffic(len(cohort), method.layers, self._federation.labels, names_layers)
         groups = list(self._federation.groups(cohort))
         sent = driver.send(self.server, cohort) if is_server else None
         down = channel.down(sent, cohort)
