@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from hpcfl.data.partitions import DEFAULT_CLIENTS, PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
-from hpcfl.methods import METHODS, Params, add_own_method
+from hpcfl.methods import METHODS, Params, add_own_method, is_own
 from hpcfl.models import MODELS, NetworkOptions
 from hpcfl.training.settings import TrainConfig
 
@@ -277,16 +277,19 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _own_method(method: dict[str, Any]) -> dict[str, str]:
     """Take the file of the user's own method out of its group, and set the name; {} where there is none."""
-    path, code = method.pop("path", None), method.pop("code", None)
+    path = method.pop("path", None)
     if path is None:
+        name = method.get("name")
+        if name in METHODS and is_own(METHODS[name]):
+            raise UserError(f"method.name={name} is a method in a file; name it as well: method.path=FILE.py")
         return {}
-    name, digest = add_own_method(str(path), code)
+    name, digest = add_own_method(str(path), method.pop("code", None))
     if method.setdefault("name", name) != name:
         raise UserError(
             f"method.name={method['name']} does not go with method.path={path}, whose method is {name}; "
             "drop one"
         )
-    return {"path": str(path), "code": digest}
+    return {"path": str(Path(str(path)).resolve()), "code": digest}
 
 
 def _default_model(source: str) -> str:
@@ -313,11 +316,13 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
     holder: Any
     options: dict[str, type[BaseModel]]
     if key == "method.path":
-        tree["method"] = {}
+        _keep_known_options(tree, *add_own_method(value))
         return
     if key == "method.name":
-        if isinstance(tree.get("method"), dict):
-            tree["method"] = {k: v for k, v in tree["method"].items() if k not in ("path", "code")}
+        method = tree.get("method")
+        if isinstance(method, dict) and "path" in method and value in METHODS:
+            _keep_known_options(tree, value)
+            return
         holder, group, default = tree, "method", DEFAULT_METHOD
         options = {name: method.Params for name, method in METHODS.items()}
     elif key == "data.partition.name":
@@ -334,6 +339,14 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
     there = holder.get(group) if isinstance(holder, dict) else None
     if isinstance(there, dict) and value in options and there.get("name", default) != value:
         holder[group] = {name: v for name, v in there.items() if name in options[value].model_fields}
+
+
+def _keep_known_options(tree: dict[str, Any], name: str, code: str | None = None) -> None:
+    """Forget what a file says of the method, but for options that another one knows, or the same code's."""
+    there = tree.get("method")
+    if isinstance(there, dict) and (code is None or there.get("code") != code):
+        known = METHODS[name].Params.model_fields
+        tree["method"] = {option: value for option, value in there.items() if option in known}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -403,6 +416,10 @@ def _validate(group: str, kind: type[BaseModel], values: Mapping[str, Any]) -> B
         return kind.model_validate(values)
     except ValidationError as error:
         key = str(error.errors()[0]["loc"][0])
+        if key not in values:
+            raise UserError(
+                f"{group}.{key} is not given and has no default; {_allowed(kind.model_fields[key])}"
+            ) from error
         raise UserError(
             f"{group}.{key}={_shown(values[key])} is not possible; {_allowed(kind.model_fields[key])}"
         ) from error
@@ -411,7 +428,7 @@ def _validate(group: str, kind: type[BaseModel], values: Mapping[str, Any]) -> B
 def _allowed(field: FieldInfo) -> str:
     """Say what a key may be: its type, bounds and default."""
     kind = f"{_in_words(field.annotation)} {_bounds(field.metadata)}".strip()
-    return f"allowed: {kind} (default: {_shown(field.default)})"
+    return f"allowed: {kind}" + ("" if field.is_required() else f" (default: {_shown(field.default)})")
 
 
 def _bounds(limits: Iterable[Any]) -> str:

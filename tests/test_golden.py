@@ -7,7 +7,6 @@ from pathlib import Path
 
 import golden
 import pytest
-from bits import write_digits
 from conftest import in_mpi_world
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="the numbers are those of one rank")
@@ -20,13 +19,6 @@ ACCURACY_TOLERANCE = 0.05
 """Seven clients have three test samples or more, so that one sample is at most a twenty-first of the mean."""
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("digits") / "digits.npz"
-    write_digits(path)
-    return path
-
-
 def test_everything_is_known() -> None:
     assert list(KNOWN["methods"]) == golden.CASES
     assert list(KNOWN["partitions"]) == list(golden.PARTITIONS)
@@ -34,8 +26,8 @@ def test_everything_is_known() -> None:
 
 
 @pytest.mark.parametrize("case", golden.CASES)
-def test_three_rounds(case: str, digits: Path, tmp_path: Path) -> None:
-    golden.run_case(case, digits, tmp_path / "run")
+def test_three_rounds(case: str, tmp_path: Path) -> None:
+    golden.run_case(case, tmp_path / "run")
     found, known = golden.numbers_of(tmp_path / "run"), KNOWN["methods"][case]
     assert {name: found[name] for name in golden.COUNTS} == {name: known[name] for name in golden.COUNTS}
     assert found["loss_mean"] == pytest.approx(known["loss_mean"], rel=LOSS_TOLERANCE)

@@ -722,3 +722,29 @@ def test_a_tensor_that_no_label_counts_is_named() -> None:
         ValueError, match=r"'mood' travels and is not made of .* add it to the method's extra_labels"
     ):
         Run("method.name=fedavg", kind=Forgetful)
+
+
+class Returning(FedAvg):
+    """Scores what it sends, by returning the upload itself."""
+
+    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+        return up
+
+
+def test_scoring_an_upload_puts_nothing_into_it() -> None:
+    keys = ("method.name=fedavg", "model.batchnorm=true", "train.buffers=local", "run.eval_every=1")
+    assert torch.equal(Run(*keys, kind=Returning).bytes_by_client, Run(*keys).bytes_by_client)
+
+
+def test_what_all_clients_share_is_saved_once(tmp_path: Path) -> None:
+    for case, shape in (("fedbabu", 1), ("fedem", 1), ("fedprox", 1), ("ditto", 4), ("fedper", 4)):
+        keys = [*SMALL, f"method.name={case}", "train.finetune_epochs=0", "train.rounds=1"]
+        assert run_here(tmp_path / case, keys) == 0
+        with h5py.File(tmp_path / case / "checkpoint.h5", "r") as file:
+            assert len(file["personalised/theta"]) == shape, case
+
+
+def test_clients_that_send_a_shared_tensor_are_told() -> None:
+    kind = type("Sharing", (FedAvg,), {"train": lambda *_: Message(shared={"theta": torch.zeros(3)})})
+    with pytest.raises(ValueError, match=r"Sharing\.train returned theta as shared; return rows"):
+        Run("method.name=fedavg", kind=kind)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -12,7 +12,10 @@ import yaml
 from bits import differing
 from conftest import in_mpi_world
 
+from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.methods import METHODS
+from hpcfl.tables.cells import Table
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own")
 
@@ -48,10 +51,22 @@ class TrimmedMean(FedAvg):
 '''
 
 
+@pytest.fixture(autouse=True)
+def methods_as_before() -> Iterator[None]:
+    """Forget the methods that a test adds."""
+    known, modules = dict(METHODS), set(sys.modules)
+    yield
+    METHODS.clear()
+    METHODS.update(known)
+    for name in set(sys.modules) - modules:
+        if name.startswith("hpcfl_own_method_"):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def trimmed(tmp_path: Path) -> Path:
-    """Write a new aggregation rule to a file called as the test: names hold for the whole process."""
-    path = tmp_path / f"{re.sub('[^a-z0-9]', '_', tmp_path.name.lower())}.py"
+    """Write a new aggregation rule to a file."""
+    path = tmp_path / "trimmed.py"
     path.write_text(TRIMMED)
     return path
 
@@ -132,3 +147,61 @@ def test_a_file_that_is_no_method_is_refused(
 def test_a_name_that_is_not_the_file_s_is_refused(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, f"method.path={trimmed}", "method.name=moon")
     assert f"method.name=moon does not go with method.path={trimmed}" in said
+
+
+def test_an_edited_file_is_another_run_in_another_process(
+    trimmed: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+) -> None:
+    words = ("-m", "hpcfl.main", f"method.path={trimmed}", *TINY, "--out", tmp_path / "run")
+    mpirun(1, *words)
+    trimmed.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
+    again = mpirun(1, *words, check=False)
+    assert again.returncode == BAD_INPUT
+    assert "method.code: " in again.stderr
+
+
+def test_options_go_with_the_method_that_knows_them(trimmed: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"method: {{path: {trimmed}, left_out: 2}}\ntrain: {{rounds: 3}}\n")
+    assert load_config(mine, ["method.name=moon"]).method == "moon"
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(load_config(mine, []).yaml())
+    moved = trimmed.with_name("elsewhere")
+    moved.mkdir()
+    (moved / trimmed.name).write_text(TRIMMED)
+    config = load_config(whole, [f"method.path={moved / trimmed.name}"])
+    assert config.tree()["method"]["left_out"] == 2
+    assert config.own["path"] == str(moved / trimmed.name)
+
+
+def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    rows = [{"method": {"path": str(trimmed)}}, {"method": {"name": "fedavg"}}]
+    path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
+    cells = Table(path, [], tmp_path / "out").cells
+    assert [(cell.label, cell.config.method) for cell in cells] == [("trimmed", "trimmed"), ("fedavg",) * 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "said"),
+    [
+        (("", ""), ["method.name=trimmed"], "is a method in a file; name it as well: method.path=FILE.py"),
+        (
+            ("= Field(1, ge=0)", "= Field(ge=0)"),
+            [],
+            "method.left_out is not given and has no default; ",
+        ),
+        (("left_out", "code"), [], "its Params has code, as method.code is another thing; rename it"),
+    ],
+)
+def test_mistakes_with_an_own_method(
+    trimmed: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str], words: list[str], said: str
+) -> None:
+    trimmed.write_text(TRIMMED.replace(*change) if change[0] else TRIMMED)
+    if words:
+        load_config(None, [f"method.path={trimmed}"])
+    assert said in refused(capsys, *(words or [f"method.path={trimmed}"]))
+
+
+def test_code_without_a_file_is_an_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "method.code=abc is an unknown key" in refused(capsys, "method.name=fedavg", "method.code=abc")

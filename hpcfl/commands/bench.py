@@ -50,12 +50,12 @@ SERVER_CLIENTS, SERVER_COHORT = 100, 10
 CHECKPOINT_EVERY = 50
 
 
-def bench(arguments: Sequence[str], world: World) -> None:
+def run_bench(arguments: Sequence[str], world: World) -> None:
     """Measure training steps, pFedLA's server step, a round's overhead and a checkpoint.
 
     The last two use the ranks there are: mpirun -n 3 python -m hpcfl.main bench.
     """
-    parser = Parser("hpcfl bench", bench.__doc__)
+    parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--repeats", type=int, default=15, help="turns of each comparison (default: 15)")
     parser.add_argument("--rounds", type=int, default=4, help="rounds of the run (default: 4)")
     options = parser.parse_args(arguments)

@@ -9,9 +9,9 @@ from hpcfl.communication.world import World
 from hpcfl.data.sources import fetch
 
 
-def data(arguments: Sequence[str], world: World) -> None:
+def fetch_data(arguments: Sequence[str], world: World) -> None:
     """Download a data set, on a machine with a network; runs never download."""
-    parser = Parser("hpcfl data", data.__doc__)
+    parser = Parser("hpcfl data", fetch_data.__doc__)
     parser.add_argument("action", choices=["fetch"])
     parser.add_argument("name", help="a source of `hpcfl list`")
     parser.add_argument(

@@ -15,9 +15,9 @@ from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.training.batches import minibatches
 
 
-def plan(arguments: Sequence[str], world: World) -> None:
+def show_plan(arguments: Sequence[str], world: World) -> None:
     """Show what a run would do without running it: clients by classes, the network, steps, memory."""
-    parser = Parser("hpcfl plan", plan.__doc__)
+    parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
     config = load_config(*split_settings(parser.parse_args(arguments).settings))
     arrays, parts = load_data(config)

@@ -10,6 +10,7 @@ from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import next_command, print_summary
 from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config
+from hpcfl.errors import UserError
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Outcome, Simulation
 from hpcfl.simulation.progress import Progress
@@ -34,6 +35,7 @@ def run(
         at_exit.enter_context(warnings.catch_warnings())
         noted: list[str] = []
         warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
+        _refuse_other_code(config, world)
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None
         agreed(world, lambda: folder.check(options.fresh) if folder else None)
@@ -58,3 +60,17 @@ def run(
             suggestion = next_command(options, config, world.size)
             print_summary(outcome, simulation.ledger, config, folder.path, suggestion, progress)
         return outcome
+
+
+def _refuse_other_code(config: Config, world: World) -> None:
+    """Raise UserError where ranks have read different files of the user's own method. Collective."""
+    codes = world.gather_bytes(config.own.get("code", "").encode())
+
+    def check() -> None:
+        if codes is not None and len(set(codes)) > 1:
+            raise UserError(
+                f"method.path={config.own['path']} is not the same file on all ranks; copy it to every "
+                "node, or put it on a file system that all share"
+            )
+
+    agreed(world, check)

@@ -29,7 +29,7 @@ A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
 
 
-def table(arguments: Sequence[str], world: World) -> bool:
+def run_table(arguments: Sequence[str], world: World) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
@@ -49,7 +49,7 @@ def table(arguments: Sequence[str], world: World) -> bool:
     samples; `at`: after_download or after_training (default: when each row is scored).
     """
     quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
-    parser = Parser("hpcfl table", f"{inspect.cleandoc(table.__doc__ or '')}\n\n{quantities}")
+    parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n\n{quantities}")
     parser.add_argument("settings", nargs="*", metavar="TABLE.yaml | key.sub=value")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
     parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
@@ -83,10 +83,10 @@ def table(arguments: Sequence[str], world: World) -> bool:
         command = command_line(["table", *arguments], world.size)
         stopped = _run_cells(whole, pending, world, stop, command, options.quiet)
         text, missing = agreed(world, lambda: write(whole) if world.is_server else ("", 0))
-        agreed(world, lambda: write_diagnostics(whole) if world.is_server else None)
         say(f"\n{text}\nin {whole.folder}: table.md, table.tex and CSV files")
+        diagnosed = agreed(world, lambda: write_diagnostics(whole) if world.is_server else [])
         if options.write_results:
-            written = agreed(world, lambda: write_results(whole) if world.is_server else [])
+            written = agreed(world, lambda: write_results(whole, diagnosed) if world.is_server else [])
             say(f"results: {', '.join(map(str, written))}")
         if missing:
             say(f"{missing} of {len(whole.cells)} cells are missing")

@@ -62,8 +62,15 @@ class Message:
         return [*self.shared, *self.rows]
 
     def of(self, num_clients: int) -> Message:
-        """Return the message of so many clients, without copying."""
-        return Message(self.shared, self.rows, self.keep, num_clients)
+        """Return the message of so many clients, of the same tensors."""
+        return Message(dict(self.shared), dict(self.rows), dict(self.keep), num_clients)
+
+    def only(self, name: str) -> Message:
+        """Return the message of one tensor, shared or not as it is here."""
+        shared, rows = (
+            {name: tensors[name]} if name in tensors else {} for tensors in (self.shared, self.rows)
+        )
+        return Message(shared, rows, num_clients=self.num_clients)
 
     def to(self, device: torch.device) -> Message:
         """Return the message with its tensors on a device; masks too."""

@@ -31,6 +31,17 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
+_OWN_MODULE = "hpcfl_own_method_"
+
+RESERVED_KEYS = ("name", "path", "code")
+"""Keys under `method.*` that are no method's hyper-parameters."""
+
+
+def is_own(method: type[Method]) -> bool:
+    """Whether a method comes from a user's own file."""
+    return method.__module__.startswith(_OWN_MODULE)
+
+
 def add_own_method(path: str, expected: str | None = None) -> tuple[str, str]:
     """Add the one method that a user's Python file defines; return its name and a digest of the file.
 
@@ -48,7 +59,7 @@ def add_own_method(path: str, expected: str | None = None) -> tuple[str, str]:
             f"{place} is not the file of this configuration: its code is {digest}, not {expected}; drop "
             "method.code to run the file as it is now"
         )
-    module_name = f"hpcfl_own_method_{Path(path).stem}_{digest}"
+    module_name = f"{_OWN_MODULE}{Path(path).stem}_{digest}"
     module = sys.modules.get(module_name)
     if module is None:
         module = types.ModuleType(module_name)
@@ -72,6 +83,9 @@ def add_own_method(path: str, expected: str | None = None) -> tuple[str, str]:
         found = ", ".join(kind.__name__ for kind in kinds) or "none"
         raise UserError(f"{place} defines {len(kinds)} classes derived from Method ({found}); it needs one")
     kind = kinds[0]
+    for key in RESERVED_KEYS:
+        if key in kind.Params.model_fields:
+            raise UserError(f"{place}: its Params has {key}, as method.{key} is another thing; rename it")
     for name, default in (("name", Path(path).stem), ("summary", f"from {Path(path).name}")):
         if name not in vars(kind):
             setattr(kind, name, default)
@@ -83,4 +97,4 @@ def add_own_method(path: str, expected: str | None = None) -> tuple[str, str]:
     return kind.name, digest
 
 
-__all__ = ["METHODS", "Context", "Method", "Params", "add_own_method"]
+__all__ = ["METHODS", "Context", "Method", "Params", "add_own_method", "is_own"]

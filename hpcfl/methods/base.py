@@ -26,7 +26,7 @@ from hpcfl.training.losses import cross_entropy_loss
 from hpcfl.training.settings import BufferPolicy, TrainConfig
 
 State = Tensors
-"""What a server or client keeps, or a model's parts, by name."""
+"""What a server or client keeps, by name."""
 
 
 class Params(BaseModel):
@@ -37,7 +37,8 @@ class Params(BaseModel):
     def in_use(self) -> dict[str, Any]:
         """Return the keys that change a run, with the values that it uses; two runs alike here are one.
 
-        A key without effect beside the others is left out, and a default that depends on them filled in.
+        Keys that are known to have no effect beside the others are left out, and defaults that depend on
+        them filled in.
         """
         return self.model_dump(mode="json")
 

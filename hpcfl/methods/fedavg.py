@@ -33,4 +33,4 @@ class FedAvg(Method):
         server["theta"] = weighted_mean(up, "theta", cohort.num_samples)
 
     def personalised(self, clients: Clients, down: Message) -> Message:
-        return Message(shared={"theta": down.shared["theta"]})
+        return down.only("theta")

@@ -59,7 +59,9 @@ class FedBABU(FedAvg):
         server["theta"][self.layout.body] = mean[self.layout.body]
 
     def personalised(self, clients: Clients, down: Message) -> Message:
-        return Message(rows={"theta": self._with_head(down)})
+        theta = down.shared["theta"].clone()
+        theta[self.layout.head] = self._head.to(theta)
+        return Message(shared={"theta": theta})
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         trained = self._finetuned[self.params.finetune]

@@ -78,7 +78,8 @@ class PFedMBParams(Params):
     def in_use(self) -> dict[str, Any]:
         idle: set[str] = set()
         if self.branches == 1:
-            idle = set(type(self).model_fields) - {"branches"}
+            # a shared alpha still has fewer bytes
+            idle = set(type(self).model_fields) - {"branches", "shared_alpha"}
         return {name: value for name, value in super().in_use().items() if name not in idle}
 
 

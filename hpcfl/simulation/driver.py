@@ -49,7 +49,7 @@ class Driver:
     def ask(self, clients: Clients, down: Message) -> Message:
         """Return a group's request."""
         down = self._arrived(clients, down)
-        return self._message("request", self.method.request(clients, down), len(clients))
+        return self._rows("request", self.method.request(clients, down), len(clients))
 
     def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return what a cohort gets upon its requests."""
@@ -58,7 +58,7 @@ class Driver:
     def work(self, clients: Clients, down: Message) -> Message:
         """Train a group and return its upload."""
         down = self._arrived(clients, down)
-        up = self._message("train", self.method.train(clients, down), len(clients))
+        up = self._rows("train", self.method.train(clients, down), len(clients))
         if self.method.layout.buffer_size:
             if self.method.buffers == "local":
                 clients[BUFFERS] = clients.buffers
@@ -122,6 +122,14 @@ class Driver:
                     "or under `shared` a tensor that all have in common"
                 )
         return value.of(count)
+
+    def _rows(self, hook: str, value: Message, count: int) -> Message:
+        """Return a message of clients, which have nothing in common to send."""
+        message = self._message(hook, value, count)
+        if message.shared:
+            names = ", ".join(message.shared)
+            raise ValueError(f"{type(self.method).__name__}.{hook} returned {names} as shared; return rows")
+        return message
 
     def _with_statistics(self, hook: str, clients: Clients, models: Message) -> Message:
         """Return models with running statistics, common to all as soon as a part and the statistics are."""

@@ -35,6 +35,7 @@ class Experiment:
 
     @property
     def driver(self) -> Driver:
+        """What calls the method's hooks."""
         return Driver(self.method)
 
 

@@ -73,9 +73,11 @@ def _summary(
         if axes == ("client", "layer"):
             yield layer, "all", float(of_layer.mean())
             continue
-        own, between = of_layer.max(axis=1), np.minimum(of_layer[:, None], of_layer[None]).sum(axis=-1)
         if axes[-1] == "client":
             own, between = np.diagonal(of_layer), of_layer
+        else:
+            own = of_layer.max(axis=1)
+            between = np.minimum(of_layer[:, None], of_layer[None]).sum(axis=-1)
         yield layer, "itself", float(own.mean())
         others = ~np.eye(len(common), dtype=bool)
         for count in np.unique(common[others])[::-1].tolist():

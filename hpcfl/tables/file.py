@@ -229,13 +229,12 @@ class _Reader:
 
     def _method_name(self, entry: RowEntry) -> str:
         """Return the label of a row that has none: its method, or that of all cells."""
-        for method in (entry.method, self._file.settings.method):
+        under = [layer.settings.get("method") for layer in reversed(self._base.layers)]
+        for method in (entry.method, self._file.settings.method, *under):
             if isinstance(method, dict) and "name" in method:
                 return str(method["name"])
-        for layer in reversed(self._base.layers):
-            method = layer.settings.get("method")
-            if isinstance(method, dict) and "name" in method:
-                return str(method["name"])
+            if isinstance(method, dict) and "path" in method:
+                return Path(str(method["path"])).stem
         return DEFAULT_METHOD
 
     def _comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Pair]:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import socket
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.tables.cells import Table
-from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, diagnostics
+from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, Line, diagnostics
 from hpcfl.tables.display import document
 from hpcfl.tables.document import as_latex, as_markdown, as_text
 from hpcfl.tables.figures import ACCURACIES, COSTS, Difference, Entry, differences, entries
@@ -90,18 +91,27 @@ def write(table: Table) -> tuple[str, int]:
     return as_text(made), sum(entry.missing for entry in known)
 
 
-def write_diagnostics(table: Table) -> None:
-    """Write diagnostics.csv beside the table, where a method's history has something to sum up."""
-    lines = diagnostics(table)
+def write_diagnostics(table: Table) -> list[Line]:
+    """Write diagnostics.csv beside the table, where a method's history has something to sum up.
+
+    Returns its lines; with a warning none, where a checkpoint or the data cannot be read any more.
+    """
+    try:
+        lines = diagnostics(table)
+    except UserError as error:
+        warnings.warn(f"no diagnostics.csv: {error}", stacklevel=1)
+        lines = []
+    (table.folder / "diagnostics.csv").unlink(missing_ok=True)
     if lines:
         _write_files(table.folder, {"diagnostics.csv": _csv(DIAGNOSTIC_COLUMNS, lines)})
+    return lines
 
 
-def write_results(table: Table) -> list[Path]:
+def write_results(table: Table, diagnosed: Sequence[Line] = ()) -> list[Path]:
     """Write what was measured in results/<name of the table file>.csv and such beside it; return the files.
 
-    There are table.csv, differences.csv, diagnostics.csv, and a file of every client's accuracy, if it is
-    small.
+    There are table.csv, differences.csv, the lines of `write_diagnostics` if there are any, and a file of
+    every client's accuracy, if it is small.
     """
     known = entries(table)
     texts = _csv_files(table, known, differences(table, known))
@@ -114,8 +124,8 @@ def write_results(table: Table) -> list[Path]:
     ]
     if len(lines) <= MOST_CLIENT_LINES:
         texts["clients"] = _csv(CLIENT_COLUMNS, lines)
-    if summed_up := diagnostics(table):
-        texts["diagnostics"] = _csv(DIAGNOSTIC_COLUMNS, summed_up)
+    if diagnosed:
+        texts["diagnostics"] = _csv(DIAGNOSTIC_COLUMNS, diagnosed)
     stem = table.result_name
     names = {kind: f"{stem}.csv" if kind == "table" else f"{stem}_{kind}.csv" for kind in texts}
     folder = table.path.parent / "results"
@@ -174,8 +184,8 @@ def _line(entry: Entry) -> dict[str, Any]:
 
 def settings(config: Config) -> str:
     """Return a run's step size, and the hyper-parameters that are not its method's defaults."""
-    used, default = config.params.in_use(), type(config.params)().in_use()
-    own = [f"method.{name}={json.dumps(value)}" for name, value in used.items() if default.get(name) != value]
+    given = config.params.model_dump(mode="json", exclude_defaults=True)
+    own = [f"method.{name}={json.dumps(given[name])}" for name in config.params.in_use() if name in given]
     return " ".join([f"train.lr={config.train.lr:g}", *own])
 
 
