@@ -62,7 +62,7 @@ def made_from(lines: list[Line], names: list[str]) -> str:
 
 
 def differences_from(lines: list[Line]) -> str:
-    """Return paired differences in points, with the 95 % interval over seeds."""
+    """Return paired differences in points, with the 95 % interval over seeds, and when models are scored."""
     several = len({line["column"] for line in lines}) > 1
     rows = []
     for line in lines:
@@ -70,10 +70,10 @@ def differences_from(lines: list[Line]) -> str:
             continue
         figures = [100 * float(line[name]) for name in ("difference", "over_seeds_low", "over_seeds_high")]
         pair = f"{line['first']} - {line['second']}"
-        rows.append(
-            [*([line["column"]] if several else []), pair, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)]
-        )
-    header = [*(["setting"] if several else []), "rows", "difference in points, 95 % interval over seeds"]
+        place = [*([line["column"]] if several else []), pair, line["moment"]]
+        rows.append([*place, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)])
+    interval = "difference in points, 95 % interval over seeds"
+    header = [*(["setting"] if several else []), "rows", "scored", interval]
     return as_markdown(header, rows)
 
 
