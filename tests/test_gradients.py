@@ -11,7 +11,7 @@ from conftest import in_mpi_world
 from harness import Run
 
 from hpcfl.methods import METHODS
-from hpcfl.methods.base import Method
+from hpcfl.simulation.driver import Driver
 from hpcfl.training.engines import LoopEngine
 
 pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs by itself")
@@ -48,16 +48,16 @@ def test_gradients_are_those_that_are_taken(case: str, monkeypatch: pytest.Monke
     working: list[str] = []
 
     def watch(name: str) -> None:
-        hook = getattr(Method, name)
+        hook = getattr(Driver, name)
 
-        def watched(self: Method, *arguments: Any) -> Any:
+        def watched(self: Driver, *arguments: Any) -> Any:
             counts[name].append(0)
             working.append(name)
             done = hook(self, *arguments)
             working.pop()
             return done
 
-        monkeypatch.setattr(Method, name, watched)
+        monkeypatch.setattr(Driver, name, watched)
 
     monkeypatch.setattr(LoopEngine, "gradient", counting)
     watch("work")
