@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hpcfl.communication.world import World, open_world
+from hpcfl.methods import METHODS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
@@ -39,6 +40,18 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def methods_as_before() -> Iterator[None]:
+    """Forget the methods in files of their own that a test adds."""
+    known, modules = dict(METHODS), set(sys.modules)
+    yield
+    METHODS.clear()
+    METHODS.update(known)
+    for name in set(sys.modules) - modules:
+        if name.startswith("hpcfl_own_method_"):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

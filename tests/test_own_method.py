@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -14,10 +13,12 @@ from conftest import in_mpi_world
 
 from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
-from hpcfl.methods import METHODS
 from hpcfl.tables.cells import Table
 
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own")
+pytestmark = [
+    pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own"),
+    pytest.mark.usefixtures("methods_as_before"),
+]
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 
@@ -49,18 +50,6 @@ class TrimmedMean(FedAvg):
         server["theta"] = ordered[self.params.left_out : len(cohort) - self.params.left_out].mean(dim=0)
         server["rounds"] = server["rounds"] + 1
 '''
-
-
-@pytest.fixture(autouse=True)
-def methods_as_before() -> Iterator[None]:
-    """Forget the methods that a test adds."""
-    known, modules = dict(METHODS), set(sys.modules)
-    yield
-    METHODS.clear()
-    METHODS.update(known)
-    for name in set(sys.modules) - modules:
-        if name.startswith("hpcfl_own_method_"):
-            del sys.modules[name]
 
 
 @pytest.fixture
