@@ -16,9 +16,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import torch
-from torch import Tensor
-
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
@@ -51,7 +48,7 @@ class FedBABU(FedAvg):
         return Message(shared={"theta": server["theta"]}, keep={"theta": self.body_layers})
 
     def train(self, clients: Clients, down: Message) -> Message:
-        theta = clients.sgd(self._with_head(down), trained=self.layout.body).theta
+        theta = clients.sgd(self._with_head(down)["theta"], trained=self.layout.body).theta
         return Message(rows={"theta": theta}, keep={"theta": self.body_layers})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -59,16 +56,17 @@ class FedBABU(FedAvg):
         server["theta"][self.layout.body] = mean[self.layout.body]
 
     def personalised(self, clients: Clients, down: Message) -> Message:
-        theta = down.shared["theta"].clone()
-        theta[self.layout.head] = self._head.to(theta)
-        return Message(shared={"theta": theta})
+        return self._with_head(down)
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         trained = self._finetuned[self.params.finetune]
-        theta = clients.sgd(self._with_head(down), epochs=epochs, trained=trained, purpose="finetune").theta
+        theta = clients.sgd(
+            self._with_head(down)["theta"], epochs=epochs, trained=trained, purpose="finetune"
+        ).theta
         return Message(rows={"theta": theta})
 
-    def _with_head(self, down: Message) -> Tensor:
-        theta = down["theta"].clone(memory_format=torch.contiguous_format)
-        theta[:, self.layout.head] = self._head.to(theta)
-        return theta
+    def _with_head(self, down: Message) -> Message:
+        """Return the downloaded body under the fixed head, which all clients share."""
+        theta = down.shared["theta"].clone()
+        theta[self.layout.head] = self._head.to(theta)
+        return Message(shared={"theta": theta}, num_clients=down.num_clients)
