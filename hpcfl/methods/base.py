@@ -40,7 +40,11 @@ class Params(BaseModel):
         Keys that are known to have no effect beside the others are left out, and defaults that depend on
         them filled in.
         """
-        return self.model_dump(mode="json")
+        return self.model_dump(mode="json", exclude=self.idle_keys())
+
+    def idle_keys(self) -> set[str]:
+        """Return the keys that have no effect beside the others."""
+        return set()
 
 
 class Context:

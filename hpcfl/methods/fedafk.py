@@ -72,10 +72,9 @@ class FedAFKParams(Params):
     head_epochs: int = Field(1, ge=0)
     """Epochs of the head (paper: 1)."""
 
-    def in_use(self) -> dict[str, Any]:
+    def idle_keys(self) -> set[str]:
         idle = set() if self.mixing else {"coefficient", "coefficient_lr", "coefficient_pull"}
-        idle |= set() if self.transfer else {"temperature"}
-        return {name: value for name, value in super().in_use().items() if name not in idle}
+        return idle | (set() if self.transfer else {"temperature"})
 
 
 class FedAFK(Method):

@@ -17,7 +17,7 @@ last training (PFLlib: theta_i), while a download brings w.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, PositiveFloat
@@ -49,9 +49,8 @@ class FedPHPParams(Params):
     temperature: float = Field(4.0, gt=0)
     """Temperature of `distillation`."""
 
-    def in_use(self) -> dict[str, Any]:
-        idle = "temperature" if self.regulariser == "mmd" else ""
-        return {name: value for name, value in super().in_use().items() if name != idle}
+    def idle_keys(self) -> set[str]:
+        return {"temperature"} if self.regulariser == "mmd" else set()
 
 
 class FedPHP(OwnBesideGlobal):

@@ -75,12 +75,11 @@ class PFedMBParams(Params):
         """Whether there is an alpha to train."""
         return self.branches > 1 and self.alpha_lr > 0
 
-    def in_use(self) -> dict[str, Any]:
-        idle: set[str] = set()
-        if self.branches == 1:
-            # a shared alpha still has fewer bytes
-            idle = set(type(self).model_fields) - {"branches", "shared_alpha"}
-        return {name: value for name, value in super().in_use().items() if name not in idle}
+    def idle_keys(self) -> set[str]:
+        if self.branches > 1:
+            return set()
+        # a shared alpha still has fewer bytes
+        return set(type(self).model_fields) - {"branches", "shared_alpha"}
 
 
 class PFedMB(Method):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from hpcfl.data.partitions import class_table
 from hpcfl.methods import METHODS
-from hpcfl.simulation.experiment import load_data, make_method
+from hpcfl.simulation.experiment import make_method
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Table
 from hpcfl.tables.figures import is_finished
+from hpcfl.tables.planning import dealt_cells
 
 DIAGNOSTIC_COLUMNS = ("label", "column", "seed", "round", "quantity", "layer", "clients", "value")
 """Columns of diagnostics.csv."""
@@ -31,18 +31,12 @@ def diagnostics(table: Table) -> list[Line]:
     itself it is the weight, or the largest share. Values of [client, layer] and [client] are means over all.
     """
     lines: list[Line] = []
-    data: Any = None
-    for cell in table.cells:
+    told = [cell for cell in table.cells if METHODS[cell.config.method].history_axes and is_finished(cell)]
+    for cell, arrays, parts in dealt_cells(told):
         axes = METHODS[cell.config.method].history_axes
-        if not axes or not is_finished(cell):
-            continue
-        of_cell = (cell.config.tree()["data"], cell.config.data_seed)
-        if of_cell != data:
-            data, dealt = of_cell, load_data(cell.config)
-            arrays, parts = dealt
-            owned = class_table(arrays.y, parts, arrays.num_classes) > 0
-            common = owned.astype(np.int64) @ owned.T
-        layers = [layer.name for layer in make_method(cell.config, *dealt).layers]
+        owned = class_table(arrays.y, parts, arrays.num_classes) > 0
+        common = owned.astype(np.int64) @ owned.T
+        layers = [layer.name for layer in make_method(cell.config, arrays, parts).layers]
         place = {"label": cell.label, "column": table.columns[cell.column], "seed": cell.seed}
         checkpoint = CheckpointStore(cell.folder, warnings.warn).load()
         if checkpoint is None:

@@ -98,22 +98,31 @@ def planned_runs(table: Table) -> Iterator[PlannedRun]:
 
 
 def methods_of(cells: Iterable[Cell], num_workers: int) -> Iterator[tuple[Cell, Method]]:
-    """Yield cells and their methods; UserError, with the cell's place, for what cannot be run.
+    """Yield cells and their methods; UserError, with the cell's place, for what cannot be run."""
+    for cell, arrays, parts in dealt_cells(cells):
+        try:
+            method = make_method(cell.config, arrays, parts)
+            refuse_chain(method, num_workers)
+        except UserError as error:
+            raise UserError(f"{cell.place}: {error}") from error
+        yield cell, method
+
+
+def dealt_cells(cells: Iterable[Cell]) -> Iterator[tuple[Cell, Arrays, list[ClientIndices]]]:
+    """Yield cells with their data and their clients' samples; UserError, with the cell's place, without them.
 
     Data are loaded once for cells in a row that share them.
     """
     data: Any = None
     dealt: tuple[Arrays, list[ClientIndices]]
     for cell in cells:
-        try:
-            of_cell = (cell.config.tree()["data"], cell.config.data_seed)
-            if of_cell != data:
+        of_cell = (cell.config.tree()["data"], cell.config.data_seed)
+        if of_cell != data:
+            try:
                 data, dealt = of_cell, load_data(cell.config)
-            method = make_method(cell.config, *dealt)
-            refuse_chain(method, num_workers)
-        except UserError as error:
-            raise UserError(f"{cell.place}: {error}") from error
-        yield cell, method
+            except UserError as error:
+                raise UserError(f"{cell.place}: {error}") from error
+        yield cell, *dealt
 
 
 def gradients(config: Config, method: Method) -> float:
