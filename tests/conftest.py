@@ -16,7 +16,11 @@ import pytest
 import torch
 
 from hpcfl.communication.world import World, open_world
+from hpcfl.data.partitions import PARTITIONS
+from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS
+from hpcfl.models import MODELS
+from hpcfl.own_code import OWN_MODULE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
@@ -43,14 +47,16 @@ def double() -> Iterator[None]:
 
 
 @pytest.fixture
-def methods_as_before() -> Iterator[None]:
-    """Forget the methods in files of their own that a test adds."""
-    known, modules = dict(METHODS), set(sys.modules)
+def own_code_forgotten() -> Iterator[None]:
+    """Forget what a test adds in files of its own."""
+    registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
+    known, modules = [dict(registry) for registry in registries], set(sys.modules)
     yield
-    METHODS.clear()
-    METHODS.update(known)
+    for registry, before in zip(registries, known, strict=True):
+        registry.clear()
+        registry.update(before)
     for name in set(sys.modules) - modules:
-        if name.startswith("hpcfl_own_method_"):
+        if name.startswith(OWN_MODULE):
             del sys.modules[name]
 
 

@@ -191,8 +191,9 @@ def test_the_run_name_tells_configurations_apart() -> None:
     assert int(config.short_hash(), 16) >= 0
     keys = set(flatten(config.tree()))
     same = {key for key in keys if altered(config, key).short_hash() == config.short_hash()}
-    assert same == {"train.rounds", *RESULT_NEUTRAL} - {"method.path"}
-    assert set(RESULT_NEUTRAL) == {"data.root", "method.path", "run.checkpoint_every", "run.max_elements"}
+    own = {"method.path", "model.path", "data.partition.path", "data.reader"}
+    assert same == {"train.rounds", *RESULT_NEUTRAL} - own
+    assert set(RESULT_NEUTRAL) - own == {"data.root", "run.checkpoint_every", "run.max_elements"}
 
 
 def test_the_name_of_a_configuration_stays_what_it_was() -> None:
@@ -227,7 +228,8 @@ def test_every_key_is_documented(group: type[BaseModel]) -> None:
             "data.partition.beta=1",
             "data.partition.beta=1 is an unknown key; the nearest known one is data.partition.beta of "
             "data.partition.name=dirichlet or data.partition.name=dirichlet_pfllib or "
-            "data.partition.name=mixture; allowed: data.partition.name, data.partition.classes_per_client",
+            "data.partition.name=mixture; allowed: data.partition.name, data.partition.path, "
+            "data.partition.classes_per_client",
         ),
         ("train.rounds=abc", "train.rounds=abc is not possible; allowed: a whole number >= 1 (default: 30)"),
         ("train.rounds=1.5", "train.rounds=1.5 is not possible; allowed: a whole number >= 1 (default: 30)"),
@@ -241,7 +243,7 @@ def test_every_key_is_documented(group: type[BaseModel]) -> None:
         (
             "model.hidden=[3]",
             "model.hidden=[3] is an unknown key; the nearest known one is model.hidden of model.name=mlp; "
-            "allowed: model.name, model.batchnorm",
+            "allowed: model.name, model.path, model.batchnorm",
         ),
         (
             "model.weights=a.pt",

@@ -17,7 +17,7 @@ from hpcfl.tables.cells import Table
 
 pytestmark = [
     pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own"),
-    pytest.mark.usefixtures("methods_as_before"),
+    pytest.mark.usefixtures("own_code_forgotten"),
 ]
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
@@ -110,7 +110,7 @@ def test_another_file_is_another_run(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (None, ": No such file or directory; give a Python file that defines a Method"),
+        (None, ": No such file or directory; give a Python file"),
         ("x = 1\ny = nothing\n", ", line 2: NameError: name 'nothing' is not defined"),
         ("def (:\n", ": SyntaxError: invalid syntax"),
         ("x = 1\n", " defines 0 classes derived from Method (none); it needs one"),
@@ -120,7 +120,7 @@ def test_another_file_is_another_run(
         ),
         (
             "from hpcfl.methods.fedavg import FedAvg\nclass A(FedAvg):\n    name = 'fedavg'\n",
-            " defines a method named fedavg, as hpcfl or another file does; give the class another name",
+            " brings fedavg, a name that hpcfl or another file has already; give it another",
         ),
     ],
 )
@@ -160,7 +160,7 @@ def test_options_go_with_the_method_that_knows_them(trimmed: Path, tmp_path: Pat
     (moved / trimmed.name).write_text(TRIMMED)
     config = load_config(whole, [f"method.path={moved / trimmed.name}"])
     assert config.tree()["method"]["left_out"] == 2
-    assert config.own["path"] == str(moved / trimmed.name)
+    assert config.own["method"]["path"] == str(moved / trimmed.name)
 
 
 def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -
             [],
             "method.left_out is not given and has no default; ",
         ),
-        (("left_out", "code"), [], "its Params has code, as method.code is another thing; rename it"),
+        (("left_out", "code"), [], "TrimmedMeanParams has code, and method.code is another thing; rename it"),
     ],
 )
 def test_mistakes_with_an_own_method(

@@ -45,7 +45,7 @@ def run(folder: Path, *overrides: str) -> bytes:
 
 
 @pytest.mark.skipif(in_mpi_world(), reason="runs serially")
-@pytest.mark.usefixtures("methods_as_before")
+@pytest.mark.usefixtures("own_code_forgotten")
 def test_the_example_of_a_new_method_runs_and_without_its_pull_is_fedavg(
     tmp_path: Path, example: Path
 ) -> None:

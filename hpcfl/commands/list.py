@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.world import World
-from hpcfl.data.partitions import PARTITIONS
-from hpcfl.data.sources import SOURCES
+from hpcfl.data.partitions import PARTITIONS, add_own_partition
+from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.methods import METHODS, add_own_method
-from hpcfl.models import MODELS
+from hpcfl.models import MODELS, add_own_model
+
+OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
+    "method": ("method.path", add_own_method),
+    "source": ("data.reader", add_own_source),
+    "partition": ("data.partition.path", add_own_partition),
+    "model": ("model.path", add_own_model),
+}
+"""The key that names a file of the user's own, and what adds what it defines, by kind."""
 
 
 def list_everything(arguments: Sequence[str], world: World) -> None:
     """Print what there is, one line each: its kind and its name."""
     parser = Parser("hpcfl list", list_everything.__doc__)
     parser.add_argument("--describe", action="store_true", help="say what each is")
-    parser.add_argument("--method", metavar="FILE.py", help="your own method too (see method.path)")
+    for kind, (key, _) in OWN_FILES.items():
+        parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
     options = parser.parse_args(arguments)
     describes = options.describe
-    if options.method is not None:
-        add_own_method(options.method)
+    for kind, (_, add_own) in OWN_FILES.items():
+        if (path := getattr(options, kind)) is not None:
+            add_own(path)
     kinds = {
         "method": {name: method.summary for name, method in METHODS.items()},
         "source": {name: source.description for name, source in SOURCES.items()},

@@ -36,7 +36,7 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
     if x.dtype.kind != "f":
         raise UserError(f"{where}: x has type {x.dtype}; allowed: uint8 (0..255) or float")
     with np.errstate(over="ignore"):
-        pixels = x.astype(np.float32)
+        pixels = x.astype(np.float32, copy=False)
     if not np.isfinite(pixels).all():
         raise UserError(f"{where}: x holds values that are not finite in float32; clean or rescale them")
     return pixels

@@ -15,7 +15,7 @@ from pydantic import Field
 from hpcfl.data.partition_request import (
     BoolArray,
     IntArray,
-    Options,
+    PartitionOptions,
     Request,
     least_samples,
     refuse_client_size,
@@ -28,7 +28,7 @@ from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
 
 
-class ClassesOptions(Options):
+class ClassesOptions(PartitionOptions):
     """Options of `classes`, pFedLA's non-IID_1."""
 
     classes_per_client: int = Field(
@@ -38,7 +38,7 @@ class ClassesOptions(Options):
     )
 
 
-class DominantOptions(Options):
+class DominantOptions(PartitionOptions):
     """Options of `dominant`, pFedLA's non-IID_2."""
 
     dominant_classes: int = Field(
@@ -52,7 +52,7 @@ class DominantOptions(Options):
     )
 
 
-class NeighboursOptions(Options):
+class NeighboursOptions(PartitionOptions):
     """Options of `neighbours`, pFedLA's figure 6."""
 
     classes_per_client: int = Field(4, ge=1, description="classes a client owns; pFedLA: 4")
@@ -61,7 +61,7 @@ class NeighboursOptions(Options):
     )
 
 
-class TargetOptions(Options):
+class TargetOptions(PartitionOptions):
     """Options of `target`, pFedLA's figure 5."""
 
     classes_per_client: int = Field(4, ge=1, description="classes a client owns; pFedLA: 4")
@@ -73,7 +73,7 @@ class TargetOptions(Options):
     )
 
 
-class RandomClassesOptions(Options):
+class RandomClassesOptions(PartitionOptions):
     """Options of `random_classes`, pFedMB's."""
 
     classes_per_client: int = Field(
@@ -81,11 +81,11 @@ class RandomClassesOptions(Options):
     )
 
 
-class PairsOptions(Options):
+class PairsOptions(PartitionOptions):
     """Options of `pairs`: none."""
 
 
-class PathologicalOptions(Options):
+class PathologicalOptions(PartitionOptions):
     """Options of `pathological`, PFLlib's `pat`."""
 
     classes_per_client: int = Field(

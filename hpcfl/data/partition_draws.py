@@ -13,7 +13,7 @@ from pydantic import Field
 
 from hpcfl.data.partition_request import (
     IntArray,
-    Options,
+    PartitionOptions,
     Request,
     equal_size,
     least_samples,
@@ -39,7 +39,7 @@ CIFAR100_COARSE = np.array([
 """The coarse label of each of CIFAR-100's fine labels; both are numbered in the order of their names."""
 
 
-class DirichletOptions(Options):
+class DirichletOptions(PartitionOptions):
     """Options of `dirichlet`, MOON's generator, which pFedMB uses."""
 
     beta: float = Field(
@@ -48,7 +48,7 @@ class DirichletOptions(Options):
     min_samples: int = Field(10, ge=1, description="smallest client allowed; MOON: 10")
 
 
-class DirichletPfllibOptions(Options):
+class DirichletPfllibOptions(PartitionOptions):
     """Options of `dirichlet_pfllib`, PFLlib's `dir`."""
 
     beta: float = Field(
@@ -65,7 +65,7 @@ class DirichletPfllibOptions(Options):
     )
 
 
-class MixtureOptions(Options):
+class MixtureOptions(PartitionOptions):
     """Options of `mixture`, FedEM's."""
 
     components: int = Field(
@@ -79,7 +79,7 @@ class MixtureOptions(Options):
     )
 
 
-class PachinkoOptions(Options):
+class PachinkoOptions(PartitionOptions):
     """Options of `pachinko`, FedEM's of CIFAR-100."""
 
     coarse_beta: float = Field(
@@ -98,7 +98,7 @@ class PachinkoOptions(Options):
     )
 
 
-class IidOptions(Options):
+class IidOptions(PartitionOptions):
     """Options of `iid`: none."""
 
 

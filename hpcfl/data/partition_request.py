@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 from hpcfl.errors import UserError
+from hpcfl.settings import Settings
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-class Options(BaseModel):
-    """Options of a partition, the keys under `data.partition.*`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class PartitionOptions(Settings):
+    """Options of a partition: the keys under `data.partition.*` beside the name."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from hpcfl.data.partition_classes import (
     ClassesOptions,
@@ -43,8 +43,9 @@ from hpcfl.data.partition_draws import (
     mixture_counts,
     pachinko_counts,
 )
-from hpcfl.data.partition_request import BoolArray, IntArray, Options, Request, round_half_up
+from hpcfl.data.partition_request import BoolArray, IntArray, PartitionOptions, Request, round_half_up
 from hpcfl.errors import UserError
+from hpcfl.own_code import run_own_file
 from hpcfl.randomness import numpy_stream
 
 DEFAULT_CLIENTS = 10
@@ -60,7 +61,7 @@ class ClientIndices:
     test: IntArray
 
 
-class GivenOptions(Options):
+class GivenOptions(PartitionOptions):
     """Options of `given`: none."""
 
 
@@ -75,7 +76,7 @@ class Partition:
     """
 
     description: str
-    options: type[BaseModel]
+    options: type[PartitionOptions]
     counts: Callable[[Request, Any], IntArray] | None
     stratified: bool
     remedy: str
@@ -251,7 +252,19 @@ PARTITIONS: dict[str, Partition] = {
 }
 
 
-def _validated(kind: Partition, options: Mapping[str, Any]) -> BaseModel:
+def add_own_partition(path: str, expected: str | None = None) -> tuple[str, str]:
+    """Add the one Partition that a user's Python file makes, under the file's name.
+
+    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
+    """
+    file = run_own_file("data.partition.path", path, expected)
+    kind = file.only(lambda value: isinstance(value, Partition), "instances of Partition")
+    file.refuse_reserved(kind.options)
+    file.add_to(PARTITIONS, file.name, kind)
+    return file.name, file.code
+
+
+def _validated(kind: Partition, options: Mapping[str, Any]) -> PartitionOptions:
     try:
         return kind.options(**options)
     except ValidationError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,8 +16,9 @@ import numpy as np
 
 from hpcfl.data import torchvision_datasets
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
-from hpcfl.data.npz import count_classes, read_npz
+from hpcfl.data.npz import as_labels, as_pixels, count_classes, read_npz
 from hpcfl.errors import UserError
+from hpcfl.own_code import run_own_file
 from hpcfl.randomness import numpy_stream
 
 Channels = tuple[float, ...]
@@ -52,6 +54,7 @@ class Source:
     Attributes:
         path_names: what data.path must name, such as `FOLDER`; None where nothing is read from there.
         partition: the default partition, where it is not everybody's.
+        read: from data.path, or None, to the samples; of a source in the user's own file.
     """
 
     description: str
@@ -60,6 +63,7 @@ class Source:
     std: Channels | None = None
     path_names: str | None = None
     partition: str | None = None
+    read: Callable[[str | None], Arrays] | None = None
 
 
 _MNIST = (0.1307,), (0.3081,)
@@ -131,9 +135,11 @@ def load_arrays(
     known = _known(source)
     if source == "digits":
         return _load_digits()
-    if known.path_names is not None:
-        if path is None:
-            raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
+    if known.path_names is not None and path is None:
+        raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
+    if known.read is not None:
+        return known.read(path)
+    if path is not None:
         return _load_path(source, path, layout)
     num_classes = _emnist_classes(split) if source == "emnist" else known.num_classes
     assert num_classes is not None
@@ -200,24 +206,42 @@ def _load_digits() -> Arrays:
     return Arrays(x, table[:, -1].astype(np.int64), 10, 16.0, known.mean, known.std)
 
 
-def _load_path(source: str, path: str, layout: str | None) -> Arrays:
-    if source == "npz":
-        return _load_own(*read_npz(path, layout), path)
-    if source == "femnist":
-        return _load_femnist(path)
-    samples = read_pfllib(path)
-    arrays = _load_own(samples.x, samples.y, path)
-    return replace(arrays, owner=samples.owner, is_test=samples.is_test)
+def add_own_source(path: str, expected: str | None = None) -> tuple[str, str]:
+    """Add the one Source with a `read` that a user's Python file makes, under the file's name.
+
+    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
+    """
+    file = run_own_file("data.reader", path, expected)
+    source = file.only(
+        lambda value: isinstance(value, Source) and value.read is not None, "instances of Source with a read"
+    )
+    file.add_to(SOURCES, file.name, source)
+    return file.name, file.code
 
 
-def _load_own(x: np.ndarray, y: np.ndarray, path: str) -> Arrays:
-    """Take the user's values as they are: bytes lie in -1..1 after normalisation, floats stay."""
+def arrays_of(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
+    """Take images [n, C, H, W] and labels [n] as they are: bytes lie in -1..1 once normalised, floats stay.
+
+    Raises UserError, which begins with `where`, if they are of another shape or type.
+    """
+    if x.ndim != 4 or not len(x):
+        raise UserError(f"{where}: x has shape {x.shape}; x must be [n, channels, height, width], of some n")
+    x, y = as_pixels(x, where), as_labels(y, where, len(x))
     num_channels = x.shape[1]
     is_bytes = x.dtype == np.uint8
     mean = (0.5 if is_bytes else 0.0,) * num_channels
     std = (0.5 if is_bytes else 1.0,) * num_channels
-    num_classes = count_classes(y, f"data.path={path}")
-    return Arrays(x, y, num_classes, 255.0 if is_bytes else 1.0, mean, std)
+    return Arrays(x, y, count_classes(y, where), 255.0 if is_bytes else 1.0, mean, std)
+
+
+def _load_path(source: str, path: str, layout: str | None) -> Arrays:
+    where = f"data.path={path}"
+    if source == "npz":
+        return arrays_of(*read_npz(path, layout), where)
+    if source == "femnist":
+        return _load_femnist(path)
+    samples = read_pfllib(path)
+    return replace(arrays_of(samples.x, samples.y, where), owner=samples.owner, is_test=samples.is_test)
 
 
 def _load_femnist(path: str) -> Arrays:

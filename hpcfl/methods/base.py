@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 from hpcfl.communication.channel import Upload
@@ -19,6 +18,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
+from hpcfl.settings import Settings
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
@@ -29,10 +29,8 @@ State = Tensors
 """What a server or client keeps, by name."""
 
 
-class Params(BaseModel):
+class Params(Settings):
     """A method's hyper-parameters: the keys under `method.*` beside the name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def in_use(self) -> dict[str, Any]:
         """Return the keys that change a run, with the values that it uses; two runs alike here are one.

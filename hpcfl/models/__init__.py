@@ -5,6 +5,7 @@ import torch
 from hpcfl.errors import UserError
 from hpcfl.models.networks import ConvNet, ConvNetOptions, ImageShape, Mlp, Model, Network, NetworkOptions
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18
+from hpcfl.own_code import run_own_file
 from hpcfl.randomness import stream_seed
 
 MODELS: dict[str, Model] = {
@@ -44,4 +45,16 @@ def build_network(
         return model.build(shape, num_classes, options)
 
 
-__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network"]
+def add_own_model(path: str, expected: str | None = None) -> tuple[str, str]:
+    """Add the one Model that a user's Python file makes, under the file's name.
+
+    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
+    """
+    file = run_own_file("model.path", path, expected)
+    model = file.only(lambda value: isinstance(value, Model), "instances of Model")
+    file.refuse_reserved(model.options)
+    file.add_to(MODELS, file.name, model)
+    return file.name, file.code
+
+
+__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "add_own_model", "build_network"]

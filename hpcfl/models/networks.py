@@ -9,17 +9,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, Strict
+from pydantic import Field, PositiveInt, Strict
 from torch import Tensor, nn
+
+from hpcfl.settings import Settings
 
 ImageShape = tuple[int, int, int]
 """Channels, height and width."""
 
 
-class NetworkOptions(BaseModel):
+class NetworkOptions(Settings):
     """A model's options: the keys under `model.*` beside the name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Network(nn.Module):
@@ -100,7 +100,7 @@ class ConvNet(Model):
 class MlpOptions(NetworkOptions):
     """Options of `mlp`."""
 
-    hidden: list[Annotated[PositiveInt, Strict()]] = [256]
+    hidden: list[Annotated[PositiveInt, Strict()]] = Field([256])
     """Widths of the hidden layers; [] is a linear model."""
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from hpcfl.settings import Settings
 
 BufferPolicy = Literal["local", "average", "mixed"]
 LastBatch = Literal["even", "drop", "keep"]
 
 
-class TrainConfig(BaseModel):
+class TrainConfig(Settings):
     """The keys under `train.*`: how long and how clients train."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     rounds: int = Field(30, ge=1)
     """Communication rounds."""

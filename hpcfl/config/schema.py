@@ -1,0 +1,138 @@
+"""What a run is configured by: the keys under `data.*` and `run.*`, and all of them together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field
+
+from hpcfl.config.choices import CHOICES
+from hpcfl.config.trees import flatten
+from hpcfl.methods import Params
+from hpcfl.models import NetworkOptions
+from hpcfl.settings import Settings
+from hpcfl.training.settings import TrainConfig
+
+ENVIRONMENT = "environment"
+"""The part of a run folder's config.yaml that says where and how; ignored where it is read."""
+
+GROUPS = ("method", "data", "model", "train", "run")
+
+
+class DataConfig(Settings):
+    """The keys under `data.*`, without the partition's."""
+
+    source: str = "digits"
+    """Where samples come from; see `hpcfl list`."""
+    root: str = "data"
+    """Folder of downloaded data sets; changes no result."""
+    path: str | None = None
+    """File of source `npz`; folder of sources `femnist` and `pfllib`."""
+    layout: Literal["NHWC", "NCHW"] | None = None
+    """Axis order of source `npz`; other sources know theirs."""
+    split: str = "mnist"
+    """EMNIST's split."""
+    clients: int | None = Field(None, ge=1)
+    """Number of clients N; default: 10, or with partition `given` all that the source has."""
+    per_client: int | None = Field(None, ge=2)
+    """Samples a client, all splits together; default: the most that is equal for all."""
+    test_fraction: float = Field(0.3, gt=0, lt=1)
+    """Share of a client's samples for testing."""
+    val_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of a client's training samples cut off for validation."""
+    subset_per_class: int | None = Field(None, ge=1)
+    """Use a seeded, class-balanced subset of the source."""
+    subset_fraction: float | None = Field(None, gt=0, le=1)
+    """Use a seeded share of the source, drawn whatever the classes, so that their shares stay as they are."""
+    normalise: str | list[list[float]] = "auto"
+    """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
+    seed: int | None = Field(None, ge=0)
+    """Seed of subset and partition; default: run.seed."""
+
+
+class RunConfig(Settings):
+    """The keys under `run.*`."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of everything random."""
+    eval_every: int = Field(1, ge=1)
+    """Rounds between evaluations; the last round always has one. Changes no training result."""
+    eval_split: Literal["test", "val"] = "test"
+    """What evaluations score: choose hyper-parameters on val, report on test."""
+    checkpoint_every: int = Field(10, ge=1)
+    """Rounds between checkpoints; the last round always has one. Changes no result."""
+    engine: Literal["auto", "loop", "batched"] = "auto"
+    """Local training client by client, or many clients as one computation; auto: batched on CUDA."""
+    clients_at_once: int = Field(32, ge=1)
+    """Clients in one computation of the batched engine."""
+    threads: int = Field(1, ge=1)
+    """CPU threads a rank; another number gives other bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where workers train; auto: a GPU if there is one."""
+    max_elements: int = Field(2**27, ge=1, lt=2**28)
+    """Numbers in one block of a message; changes no result."""
+
+
+RESULT_NEUTRAL = (
+    "data.root",
+    "data.partition.path",
+    "data.reader",
+    "method.path",
+    "model.path",
+    "run.checkpoint_every",
+    "run.max_elements",
+)
+"""Keys that may differ between a run folder and the command that resumes it."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A validated configuration."""
+
+    method: str
+    params: Params
+    data: DataConfig
+    partition: str
+    partition_options: Settings
+    model: str
+    model_options: NetworkOptions
+    train: TrainConfig
+    run: RunConfig
+    own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Of the user's own files, by group (`method`, `data`, `data.partition`, `model`): `path`, of a source
+    `reader`, and `code`, a digest of the file that changes results."""
+
+    @property
+    def data_seed(self) -> int:
+        return self.run.seed if self.data.seed is None else self.data.seed
+
+    def tree(self) -> dict[str, Any]:
+        """Return the configuration as it stands in YAML, every default written out."""
+        own = {group: self.own.get(group, {}) for group in (*CHOICES, "data")}
+        options = self.partition_options.model_dump()
+        partition = {"name": self.partition, **own["data.partition"], **options}
+        return {
+            "method": {"name": self.method, **own["method"], **self.params.model_dump()},
+            "data": {**self.data.model_dump(), **own["data"], "partition": partition},
+            "model": {"name": self.model, **own["model"], **self.model_options.model_dump()},
+            "train": self.train.model_dump(),
+            "run": self.run.model_dump(),
+        }
+
+    def yaml(self) -> str:
+        return yaml.safe_dump(self.tree(), sort_keys=False)
+
+    def short_hash(self) -> str:
+        """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out."""
+        keys = {
+            k: v for k, v in flatten(self.tree()).items() if k not in RESULT_NEUTRAL and k != "train.rounds"
+        }
+        return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
+
+    def run_name(self) -> str:
+        return f"{self.method}-{self.data.source}-s{self.run.seed}-{self.short_hash()}"

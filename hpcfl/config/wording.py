@@ -1,0 +1,76 @@
+"""What is told of keys and values that are not possible."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from hpcfl.config.choices import CHOICES
+from hpcfl.errors import UserError
+
+
+def one_of(key: str, value: Any, names: Sequence[str]) -> str:
+    """Return a name if it is one of those known; raise UserError otherwise."""
+    if value not in names:
+        near = difflib.get_close_matches(str(value), names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{key}={value} is unknown; allowed: {', '.join(names)}{hint}")
+    return str(value)
+
+
+def unknown_key(key: str, value: Any, known: Sequence[str], groups: Sequence[str]) -> str:
+    """Say that a key is unknown, which known one is nearest, and what is allowed."""
+    group = key.rpartition(".")[0]
+    owners: dict[str, list[str]] = {}
+    for chooser, choice in CHOICES.items():
+        for name in choice.known:
+            for option in choice.options_of(name).model_fields:
+                owners.setdefault(f"{chooser}.{option}", []).append(f"{chooser}.name={name}")
+    near = difflib.get_close_matches(key, [*known, *owners, *groups], n=1, cutoff=0.0)[0]
+    place = "" if near in known or near in groups else f" of {' or '.join(owners[near])}"
+    siblings = [name for name in known if name.rpartition(".")[0] == group]
+    return (
+        f"{key}={shown(value)} is an unknown key; the nearest known one is {near}{place}; "
+        f"allowed: {', '.join(siblings or groups)}"
+    )
+
+
+def allowed(field: FieldInfo) -> str:
+    """Say what a key may be: its type, bounds and default."""
+    kind = f"{_in_words(field.annotation)} {_bounds(field.metadata)}".strip()
+    return f"allowed: {kind}" + ("" if field.is_required() else f" (default: {shown(field.default)})")
+
+
+def _bounds(limits: Iterable[Any]) -> str:
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    return " and ".join(
+        f"{sign} {getattr(limit, name)}"
+        for limit in limits
+        for name, sign in signs.items()
+        if hasattr(limit, name)
+    )
+
+
+def shown(value: Any) -> str:
+    """Write a value as a user types it."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
+
+
+def _in_words(annotation: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+    if get_origin(annotation) is Literal:
+        return ", ".join(map(str, get_args(annotation)))
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(map(_in_words, get_args(annotation)))
+    if get_origin(annotation) is list:
+        return f"a list, each entry {_in_words(get_args(annotation)[0])}"
+    if get_origin(annotation) is Annotated:
+        kind, *given = get_args(annotation)
+        limits = [limit for item in given for limit in getattr(item, "metadata", [item])]
+        return f"{_in_words(kind)} {_bounds(limits)}".strip()
+    return words.get(annotation, str(annotation))

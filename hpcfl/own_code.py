@@ -1,0 +1,119 @@
+"""Python files of the user's own: each defines a method, a model, a partition or a source."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from hpcfl.errors import UserError
+
+OWN_MODULE = "hpcfl_own_"
+"""How the names of their modules begin."""
+
+RESERVED_OPTIONS = ("name", "path", "code")
+"""Keys of a group that chooses by name, which are nobody's options."""
+
+_added: set[tuple[str, str]] = set()
+
+
+def is_own(key: str, name: str) -> bool:
+    """Whether a file that `key` named has brought this name."""
+    return (key, name) in _added
+
+
+@dataclass(frozen=True)
+class OwnFile:
+    """A file that has run; errors call it `key=path`."""
+
+    key: str
+    path: Path
+    module: types.ModuleType
+    code: str
+    """A digest of its text, 16 hexadecimal digits."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.key}={self.path}"
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def only(self, is_wanted: Callable[[Any], bool], wanted: str) -> Any:
+        """Return the one thing of a kind that the file defines; UserError where there are none or several."""
+        found = {name: value for name, value in vars(self.module).items() if is_wanted(value)}
+        if len(found) != 1:
+            names = ", ".join(found) or "none"
+            raise UserError(f"{self.place} defines {len(found)} {wanted} ({names}); it needs one")
+        return next(iter(found.values()))
+
+    def only_class(self, base: type) -> Any:
+        """Return the one class derived from `base` that the file itself defines; UserError as `only`."""
+
+        def is_wanted(value: Any) -> bool:
+            is_class = isinstance(value, type) and issubclass(value, base)
+            return is_class and value.__module__ == self.module.__name__
+
+        return self.only(is_wanted, f"classes derived from {base.__name__}")
+
+    def add_to(self, known: dict[str, Any], name: str, value: Any) -> None:
+        """Enter what the file defines under a name; UserError where that is another's."""
+        if known.setdefault(name, value) is not value:
+            raise UserError(
+                f"{self.place} brings {name}, a name that hpcfl or another file has already; give it another"
+            )
+        _added.add((self.key, name))
+
+    def refuse_reserved(self, options: type[BaseModel]) -> None:
+        """Raise UserError where options have a name that another key of their group has."""
+        group = self.key.rpartition(".")[0]
+        for key in RESERVED_OPTIONS:
+            if key in options.model_fields:
+                raise UserError(
+                    f"{self.place}: {options.__name__} has {key}, and {group}.{key} is another thing; "
+                    "rename it"
+                )
+
+
+def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
+    """Run a file, once in a process for each text that it has.
+
+    Raises:
+        UserError: there is no such file, its digest is not the expected one, or it does not run.
+    """
+    place = f"{key}={path}"
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{place}: {error.strerror}; give a Python file") from error
+    code = hashlib.sha256(source).hexdigest()[:16]
+    if expected not in (None, code):
+        group = key.rpartition(".")[0]
+        raise UserError(
+            f"{place} is not the file of this configuration: its code is {code}, not {expected}; drop "
+            f"{group}.code to run the file as it is now"
+        )
+    name = f"{OWN_MODULE}{Path(path).stem}_{code}"
+    module = sys.modules.get(name)
+    if module is None:
+        module = types.ModuleType(name)
+        module.__file__ = path
+        # pydantic looks up the annotations of classes there
+        sys.modules[name] = module
+        try:
+            exec(compile(source, path, "exec"), vars(module))
+        except Exception as error:
+            del sys.modules[name]
+            said = traceback.format_exception_only(error)[-1].strip()
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+            line = f", line {frames[-1].lineno}" if frames else ""
+            raise UserError(f"{place}{line}: {said}") from error
+    return OwnFile(key, Path(path), module, code)

@@ -1,0 +1,14 @@
+"""What all groups of keys have in common."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Settings(BaseModel):
+    """A group of keys: frozen once validated, of known names and finite values.
+
+    A field's docstring is what help texts say of its key.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
