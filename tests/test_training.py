@@ -305,7 +305,7 @@ def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
     clients = Clients(place, ids, 0)
     clients.buffers = buffers[ids].clone()
     batches = list(clients.batches(epochs=1))
-    with clients.statistics_aside():
+    with clients.buffers_aside():
         for batch in batches:
             clients.plain_gradient(theta[ids][batch.rows], batch)
         assert not torch.equal(clients.buffers, buffers[ids])

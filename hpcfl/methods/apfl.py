@@ -62,7 +62,7 @@ class APFL(OwnBesideGlobal):
         alpha_lr = clients.lr if self.params.alpha_lr is None else self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches():
             rows = batch.rows
-            with clients.statistics_aside():
+            with clients.buffers_aside():
                 gradient, _ = clients.plain_gradient(shared.theta[rows], batch)
             shared.step(rows, gradient)
             share, models = alpha[rows], (own.theta[rows], shared.theta[rows])

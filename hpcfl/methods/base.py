@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcfl.communication.channel import Upload
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.means import WeightedMean
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
@@ -140,12 +141,6 @@ class Method:
     needs_body: ClassVar[bool] = False
     """Whether the method tells a network's feature extractor from its head, so that it needs both."""
 
-    averages_buffers_itself: ClassVar[bool] = False
-    """Whether `download` and `aggregate` look after averaged running statistics, under the name BUFFERS."""
-
-    num_statistics: int | None = None
-    """How many models' averaged running statistics the server begins with, a row each; None: one, [U]."""
-
     chain: str | None = None
     """The setting by which a round's clients train one after the other, each from the one before it, so that
     they need one worker; None: each from what it received."""
@@ -208,6 +203,18 @@ class Method:
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server's state from the cohort's upload, which can be read once, block by block."""
+
+    def server_buffers(self) -> Tensor:
+        """Return averaged running statistics for the server to start with: [U], of several models [M, U]."""
+        return self.initial_buffers()
+
+    def download_buffers(self, server: State, cohort: Cohort) -> Message:
+        """Return the averaged running statistics that go down with a download; default: all to everybody."""
+        return Message(shared={BUFFERS: server[BUFFERS]})
+
+    def mean_of_buffers(self, cohort: Cohort) -> WeightedMean | None:
+        """Return what averages the running statistics of a cohort's upload; None: `aggregate` does it."""
+        return WeightedMean(cohort.num_samples)
 
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Update the server's state once models and running statistics are aggregated; default: nothing."""
@@ -301,10 +308,10 @@ class Method:
         return self.buffers == "average" and self.layout.buffer_size > 0
 
 
-def statistics_of_models(clients: Clients, count: int) -> Tensor:
+def buffers_of_models(clients: Clients, count: int) -> Tensor:
     """Return running statistics [C, count, U] for several models a client: received ones, or its own."""
-    statistics = clients.buffers
-    return statistics if statistics.dim() == 3 else statistics.unsqueeze(1).expand(-1, count, -1)
+    buffers = clients.buffers
+    return buffers if buffers.dim() == 3 else buffers.unsqueeze(1).expand(-1, count, -1)
 
 
 def pull_towards(anchor: Tensor, strength: float) -> Callable[[Tensor, slice | Tensor], Tensor]:

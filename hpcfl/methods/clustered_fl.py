@@ -61,8 +61,6 @@ class ClusteredFL(Method):
     name = "clustered_fl"
     summary = "FedAvg that splits its clients in two where their updates disagree"
     Params = ClusteredFLParams
-    averages_buffers_itself = True
-    num_statistics = 1
     params: ClusteredFLParams
 
     def server_state(self) -> State:
@@ -74,9 +72,17 @@ class ClusteredFL(Method):
             "is_known": torch.zeros(clients, dtype=torch.int64),
         }
 
+    def server_buffers(self) -> Tensor:
+        return self.initial_buffers().unsqueeze(0)
+
     def download(self, server: State, cohort: Cohort) -> Message:
-        of_cohort = server["cluster"][list(cohort.clients)]
-        return Message(rows={name: server[name][of_cohort] for name in ("theta", BUFFERS) if name in server})
+        return Message(rows={"theta": server["theta"][server["cluster"][list(cohort.clients)]]})
+
+    def download_buffers(self, server: State, cohort: Cohort) -> Message:
+        return Message(rows={BUFFERS: server[BUFFERS][server["cluster"][list(cohort.clients)]]})
+
+    def mean_of_buffers(self, cohort: Cohort) -> None:
+        """Return None: `aggregate` averages them cluster by cluster, as the models."""
 
     def train(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": clients.sgd(down["theta"]).theta - down["theta"]})

@@ -44,7 +44,7 @@ class Ditto(OwnBesideGlobal):
         w, epochs = down["theta"], self.params.personal_epochs
         pull = pull_towards(w, self.params.pull)
         clients["theta"] = clients.sgd(clients["theta"], epochs=epochs, extra_gradient=pull).theta
-        with clients.statistics_aside():
+        with clients.buffers_aside():
             return Message(rows={"theta": clients.sgd(w).theta})
 
     @classmethod

@@ -189,11 +189,11 @@ class FedAFK(Method):
         features = forward.features(tensors["theta"], batch.x)
         loss = cross_entropy(forward.head(tensors["theta"], features), batch.y)
         if "teacher" in tensors:
-            teacher = forward.features(tensors["teacher"].detach(), batch.x, forward.statistics())
+            teacher = forward.features(tensors["teacher"].detach(), batch.x, forward.buffers_copy())
             loss = loss + self.params.transfer * self.transfer_loss(teacher.detach(), features)
         return loss
 
     @staticmethod
     def _loss_aside(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         """Return the cross-entropy of a model whose running statistics nobody keeps."""
-        return cross_entropy(forward.logits(tensors["theta"], batch.x, forward.statistics()), batch.y)
+        return cross_entropy(forward.logits(tensors["theta"], batch.x, forward.buffers_copy()), batch.y)

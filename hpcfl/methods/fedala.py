@@ -121,7 +121,7 @@ class FedALA(FedAvg):
                     "lower": shared[rows, : self._top.start],
                     "top": torch.lerp(own[rows, self._top], shared[rows, self._top], weights[rows]),
                 }
-                with clients.statistics_aside():
+                with clients.buffers_aside():
                     gradients, values = clients.gradient(_loss_of_top, parts, batch)
                 slope = gradients["top"] * apart[rows]
                 moved = (weights[rows] - self.params.weights_lr * slope).clamp(0, 1)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
-from hpcfl.methods.base import Context, Params, State, statistics_of_models
+from hpcfl.methods.base import Context, Params, State, buffers_of_models
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
@@ -58,23 +58,25 @@ class FedEM(FedAvg):
     def __init__(self, context: Context, params: FedEMParams) -> None:
         super().__init__(context, params)
         context.refuse_equal_starts(params.components, "components")
-        self.num_statistics = params.components
 
     def server_state(self) -> State:
         return {"theta": self.context.different_starts(self.params.components)}
+
+    def server_buffers(self) -> Tensor:
+        return self.initial_buffers().repeat(self.params.components, 1)
 
     def client_state(self, clients: Sequence[int]) -> State:
         num_components = self.params.components
         return {"weights": torch.full((len(clients), num_components), 1 / num_components)}
 
     def train(self, clients: Clients, down: Message) -> Message:
-        clients.buffers = statistics_of_models(clients, self.params.components)
+        clients.buffers = buffers_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])
         clients["weights"] = self._mean_shares(clients, shares)
         return Message(rows={"theta": self._maximise(clients, down["theta"], shares)})
 
     def personalised(self, clients: Clients, down: Message) -> Message:
-        clients.buffers = statistics_of_models(clients, self.params.components)
+        clients.buffers = buffers_of_models(clients, self.params.components)
         weights = self._scored_weights(clients, down["theta"])
         return Message({"theta": down.shared["theta"]}, {"weights": weights})
 
@@ -85,7 +87,7 @@ class FedEM(FedAvg):
         return {"weights": clients["weights"]}
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
-        clients.buffers = statistics_of_models(clients, self.params.components)
+        clients.buffers = buffers_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])
         weights = self._scored_weights(clients, down["theta"])
         theta = self._maximise(clients, down["theta"], shares, epochs, "finetune")
@@ -147,7 +149,7 @@ class FedEM(FedAvg):
         purpose: str = "batches",
     ) -> Tensor:
         """Train the components [C, M, P] on their shares of the samples."""
-        statistics, trained, ended = clients.buffers, [], []
+        started, trained, ended = clients.buffers, [], []
         for m in range(self.params.components):
 
             def gradient(
@@ -158,7 +160,7 @@ class FedEM(FedAvg):
                 # M passes each see one component's part of the mixture's loss
                 return gradients["theta"], losses * self.params.components
 
-            clients.buffers = statistics[:, m].clone()
+            clients.buffers = started[:, m].clone()
             component = clients.sgd(theta[:, m], gradient=gradient, epochs=epochs, purpose=purpose)
             trained.append(component.theta)
             ended.append(clients.buffers)

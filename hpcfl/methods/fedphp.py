@@ -65,9 +65,9 @@ class FedPHP(OwnBesideGlobal):
         return super().client_state(clients) | {"count": torch.zeros(len(clients), dtype=torch.int64)}
 
     def train(self, clients: Clients, down: Message) -> Message:
-        private, statistics = clients["theta"], clients.buffers.clone()
+        private, buffers = clients["theta"], clients.buffers.clone()
         count = clients["count"]
-        taught = clients.over_training_set({"theta": private, BUFFERS: statistics}, self._teach)
+        taught = clients.over_training_set({"theta": private, BUFFERS: buffers}, self._teach)
         share = self.params.transfer * (count > 0)
 
         def known(batch: Batch) -> Tensors:
@@ -76,7 +76,7 @@ class FedPHP(OwnBesideGlobal):
         theta = clients.sgd(down["theta"], gradient=clients.gradient_beside(self._loss, known)).theta
         kept = (MOST * count / self._rounds_of_a_client).clamp(max=MOST).unsqueeze(1).to(theta)
         clients["theta"] = torch.lerp(theta, private, kept)
-        clients.buffers = torch.lerp(clients.buffers, statistics, kept)
+        clients.buffers = torch.lerp(clients.buffers, buffers, kept)
         clients["count"] = count + 1
         return Message(rows={"theta": theta})
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import ClusterMeans
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.methods.base import Context, Method, Params, State, statistics_of_models
+from hpcfl.methods.base import Context, Method, Params, State, buffers_of_models
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import sample_losses
 
@@ -38,13 +38,11 @@ class IFCA(Method):
     name = "ifca"
     summary = "several global models, of which each client picks the one that fits it"
     Params = IFCAParams
-    averages_buffers_itself = True
     params: IFCAParams
 
     def __init__(self, context: Context, params: IFCAParams) -> None:
         super().__init__(context, params)
         context.refuse_equal_starts(params.clusters, "clusters")
-        self.num_statistics = params.clusters
 
     def server_state(self) -> State:
         return {
@@ -52,8 +50,14 @@ class IFCA(Method):
             "cluster": torch.full((self.context.num_clients,), -1),
         }
 
+    def server_buffers(self) -> Tensor:
+        return self.initial_buffers().repeat(self.params.clusters, 1)
+
+    def mean_of_buffers(self, cohort: Cohort) -> None:
+        """Return None: `aggregate` averages them cluster by cluster, as the models."""
+
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={name: server[name] for name in ("theta", BUFFERS) if name in server})
+        return Message(shared={"theta": server["theta"]})
 
     def train(self, clients: Clients, down: Message) -> Message:
         chosen, start = self._choose(clients, down)
@@ -85,13 +89,13 @@ class IFCA(Method):
 
     def _choose(self, clients: Clients, down: Message) -> tuple[Tensor, Tensor]:
         """Return each client's cluster [C] and its model [C, P], whose statistics become the clients'."""
-        models, statistics = down["theta"], statistics_of_models(clients, self.params.clusters)
+        models, buffers = down["theta"], buffers_of_models(clients, self.params.clusters)
         losses = []
         for number in range(self.params.clusters):
-            model = {"theta": models[:, number], BUFFERS: statistics[:, number]}
+            model = {"theta": models[:, number], BUFFERS: buffers[:, number]}
             losses.append(clients.over_training_set(model, sample_losses).sum(dim=1))
         # a diverged model has no loss, and argmin would take it
         chosen = torch.stack(losses, dim=1).nan_to_num(nan=torch.inf).argmin(dim=1)
         everyone = torch.arange(len(clients), device=chosen.device)
-        clients.buffers = statistics[everyone, chosen]
+        clients.buffers = buffers[everyone, chosen]
         return chosen, models[everyone, chosen]

@@ -85,7 +85,7 @@ class PerFedAvg(FedAvg):
 
     @staticmethod
     def _slope(clients: Clients, theta: Tensor, batch: Batch) -> Tensor:
-        with clients.statistics_aside():
+        with clients.buffers_aside():
             return clients.plain_gradient(theta, batch)[0]
 
     def _hessian_times(self, direction: Tensor, clients: Clients, w: Tensor, batch: Batch) -> Tensor:

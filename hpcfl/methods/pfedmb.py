@@ -235,7 +235,7 @@ class PFedMB(Method):
 
     def _train_alpha(self, clients: Clients, branches: Tensor, epochs: int | None, purpose: str) -> Tensor:
         """Train what clients keep of alpha with the branches and running statistics fixed (eq. 3)."""
-        kept, statistics = clients[self.kept].clone(), clients.buffers.clone()
+        kept, buffers = clients[self.kept].clone(), clients.buffers.clone()
         lr = self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches(purpose, epochs):
             leaf = kept[batch.rows].clone().requires_grad_()
@@ -247,7 +247,7 @@ class PFedMB(Method):
             moved = leaf.detach() - lr * slope
             kept[batch.rows] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
             clients.record(batch, losses)
-        clients.buffers = statistics
+        clients.buffers = buffers
         return kept
 
     def _mixed_gradient(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import WeightedMean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.methods.base import Method, State
 from hpcfl.training.clients import Clients
@@ -27,24 +26,22 @@ class Driver:
         method = self.method
         if not method.averages_buffers:
             return method.server_state()
-        statistics = method.initial_buffers()
-        if method.num_statistics is not None:
-            statistics = statistics.repeat(method.num_statistics, 1)
-        return method.server_state() | {BUFFERS: statistics}
+        return method.server_state() | {BUFFERS: method.server_buffers()}
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
         own = self.method.buffers == "local" and self.method.layout.buffer_size
-        statistics = {BUFFERS: self.method.initial_buffers(clients)} if own else {}
-        return self.method.client_state(clients) | statistics
+        buffers = {BUFFERS: self.method.initial_buffers(clients)} if own else {}
+        return self.method.client_state(clients) | buffers
 
     def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
         """Return the download of a cohort."""
         hook = self.method.scored if for_evaluation else self.method.download
         message = self._message(hook.__name__, hook(server, cohort), len(cohort))
-        if self._carries_average:
-            message.shared[BUFFERS] = server[BUFFERS]
-        return message
+        if not self.method.averages_buffers:
+            return message
+        buffers = self.method.download_buffers(server, cohort)
+        return message | self._message("download_buffers", buffers, len(cohort))
 
     def ask(self, clients: Clients, down: Message) -> Message:
         """Return a group's request."""
@@ -68,13 +65,13 @@ class Driver:
 
     def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server from a cohort's upload. Collective through the upload."""
-        statistics = WeightedMean(cohort.num_samples)
-        if self._carries_average:
-            up.observe(lambda positions, block: statistics.add(positions, block.rows[BUFFERS]))
+        mean = self.method.mean_of_buffers(cohort) if self.method.averages_buffers else None
+        if mean is not None:
+            up.observe(lambda positions, block: mean.add(positions, block.rows[BUFFERS]))
         self.method.aggregate(server, cohort, up)
         up.drain()
-        if statistics.value is not None:
-            server[BUFFERS] = statistics.value
+        if mean is not None and mean.value is not None:
+            server[BUFFERS] = mean.value
         self.method.end_round(server, cohort)
 
     def evaluated(self, clients: Clients, down: Message) -> Message:
@@ -82,22 +79,18 @@ class Driver:
         down = self._arrived(clients, down)
         epochs = self.method.context.train.finetune_epochs
         if epochs:
-            return self._with_statistics("finetune", clients, self.method.finetune(clients, down, epochs))
-        return self._with_statistics("personalised", clients, self.method.personalised(clients, down))
+            return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
+        return self._with_buffers("personalised", clients, self.method.personalised(clients, down))
 
     def after_download(self, clients: Clients, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self._arrived(clients, down)
-        return self._with_statistics("received", clients, self.method.received(clients, down))
+        return self._with_buffers("received", clients, self.method.received(clients, down))
 
     def after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return a group's models right after `work`, with `buffers`; empty where there are none."""
         down = down.to(clients.device)
-        return self._with_statistics("trained", clients, self.method.trained(clients, down, up))
-
-    @property
-    def _carries_average(self) -> bool:
-        return self.method.averages_buffers and not self.method.averages_buffers_itself
+        return self._with_buffers("trained", clients, self.method.trained(clients, down, up))
 
     def _arrived(self, clients: Clients, down: Message) -> Message:
         """Return a message on the group's device, its running statistics taken over by the group."""
@@ -131,7 +124,7 @@ class Driver:
             raise ValueError(f"{type(self.method).__name__}.{hook} returned {names} as shared; return rows")
         return message
 
-    def _with_statistics(self, hook: str, clients: Clients, models: Message) -> Message:
+    def _with_buffers(self, hook: str, clients: Clients, models: Message) -> Message:
         """Return models with running statistics, common to all as soon as a part and the statistics are."""
         models = self._message(hook, models, len(clients))
         if not models:

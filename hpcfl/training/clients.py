@@ -238,7 +238,7 @@ class Clients:
         return gradient
 
     @contextmanager
-    def statistics_aside(self) -> Iterator[None]:
+    def buffers_aside(self) -> Iterator[None]:
         """Restore the running statistics at the end: passes inside train a model that is not evaluated."""
         kept = self.buffers.clone()
         yield

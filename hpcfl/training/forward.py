@@ -43,7 +43,7 @@ class Forward:
         named = self._layout.views(lower) | self._layout.views(upper, len(lower))
         return self._apply("", named, x)
 
-    def statistics(self) -> Tensor:
+    def buffers_copy(self) -> Tensor:
         """Return a copy of the client's running statistics [U], for a pass whose update nobody keeps."""
         return self._buffers.clone()
 
