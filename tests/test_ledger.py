@@ -13,16 +13,17 @@ from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.storage.ledger import METRICS, MOMENTS, Ledger
 
-LABELS = ["conv", "fc"]
+LAYERS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])
 
 
 UNKNOWN = {moment: np.full(3, np.nan) for moment in MOMENTS}
 
 
-def traffic(parameters: list[list[int]], buffers: int = 0, indices: int = 0) -> Traffic:
-    clients = len(parameters)
-    return Traffic(np.array(parameters), np.full(clients, buffers), np.full(clients, indices))
+def traffic(layers: list[list[int]], buffers: int = 0, indices: int = 0, **others: list[int]) -> Traffic:
+    clients = len(layers)
+    of_others = {name: np.array(count) for name, count in others.items()}
+    return Traffic(np.array(layers), of_others, np.full(clients, buffers), np.full(clients, indices))
 
 
 def play(ledger: Ledger, folder: Path | None = None) -> None:
@@ -48,7 +49,7 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
 
 @pytest.fixture
 def ledger() -> Ledger:
-    ledger = Ledger(3, LABELS)
+    ledger = Ledger(3, LAYERS)
     play(ledger)
     return ledger
 
@@ -82,7 +83,7 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
 
 
 def test_weights_are_numbers_of_samples() -> None:
-    ledger = Ledger(3, LABELS)
+    ledger = Ledger(3, LAYERS)
     ledger.wall_s = 1.0
     ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]), UNKNOWN, 1.0, {})
     assert ledger.last("accuracy_weighted") == pytest.approx((2 + 2.5) / 8)
@@ -134,7 +135,7 @@ def test_appending_and_rewriting_give_the_same_files(tmp_path: Path) -> None:
     appended, rewritten = tmp_path / "appended", tmp_path / "rewritten"
     for folder in (appended, rewritten):
         folder.mkdir()
-    ledger = Ledger(3, LABELS)
+    ledger = Ledger(3, LAYERS)
     ledger.start_files(appended)
     play(ledger, appended)
     ledger.start_files(rewritten)
@@ -144,7 +145,7 @@ def test_appending_and_rewriting_give_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tmp_path: Path) -> None:
-    restored = Ledger(3, LABELS)
+    restored = Ledger(3, LAYERS)
     restored.restore(ledger.tables(), ledger.history())
     for name, rows in ledger.history().items():
         assert np.array_equal(restored.history()[name], rows, equal_nan=True)
@@ -164,7 +165,7 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
 
 
 def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger) -> None:
-    restored = Ledger(3, LABELS)
+    restored = Ledger(3, LAYERS)
     restored.restore(ledger.tables(), ledger.history())
     before = ledger.client_bytes.copy()
     play(restored)
@@ -172,15 +173,38 @@ def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger)
 
 
 def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
-    empty, restored = Ledger(3, LABELS), Ledger(3, LABELS)
+    empty, restored = Ledger(3, LAYERS), Ledger(3, LAYERS)
     restored.restore(empty.tables(), empty.history())
     restored.start_files(tmp_path)
     assert (tmp_path / "metrics.csv").read_text() == ",".join(METRICS) + "\n"
     assert (tmp_path / "bytes.csv").read_text() == "round,direction,layer,bytes\n"
 
 
+def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
+    ledger, cohorts = Ledger(3, LAYERS), [Cohort(n, (n,), torch.tensor([7])) for n in range(3)]
+    ledger.record_round(cohorts[0], (traffic([[4, 8]]), traffic([[4, 8]])), 1, 1.0, 1.0)
+    ledger.record_round(cohorts[1], (traffic([[4, 8]], mix=[2]), traffic([[4, 0]], 1, mood=[6])), 1, 1.0, 1.0)
+    restored = Ledger(3, LAYERS)
+    restored.restore(ledger.tables(), ledger.history())
+    for number, one in enumerate((ledger, restored)):
+        one.record_round(cohorts[2], (traffic([[4, 8]]), traffic([[4, 8]], mix=[1])), 1, 1.0, 1.0)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        one.start_files(folder)
+        lines = read(folder / "bytes.csv")[1:]
+        assert [line for line in lines if line[2] not in LAYERS] == [
+            ["2", "down", "mix", "2"],
+            ["2", "up", "mood", "6"],
+            ["2", "up", "(running statistics)", "1"],
+            ["3", "up", "mix", "1"],
+        ]
+        assert one.client_bytes.tolist() == [[12, 12], [14, 10], [12, 13]]
+        one.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0, {})
+        assert (one.last("bytes_down"), one.last("bytes_up")) == (38, 35)
+
+
 def test_best_is_the_first_of_the_highest() -> None:
-    ledger = Ledger(2, LABELS)
+    ledger = Ledger(2, LAYERS)
     unknown = {moment: np.full(2, np.nan) for moment in MOMENTS}
     for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
         ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2), unknown, 1.0, {})

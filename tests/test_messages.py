@@ -330,12 +330,12 @@ def test_a_layer_mean_with_the_same_weights_for_all_layers_is_the_weighted_mean_
 
 
 def counted(message: Message) -> Traffic:
-    return count_bytes(message, LAYERS, ["a", "b", "c", "mix"])
+    return count_bytes(message, LAYERS)
 
 
 def test_bytes_of_a_shared_tensor_count_for_every_client() -> None:
     traffic = counted(Message(shared={"theta": torch.zeros(P)}, num_clients=3))
-    assert traffic.parameters.tolist() == [[12, 8, 16, 0]] * 3
+    assert traffic.layers.tolist() == [[12, 8, 16]] * 3
     assert traffic.buffers.tolist() == traffic.indices.tolist() == [0, 0, 0]
 
 
@@ -343,11 +343,11 @@ def test_bytes_of_layers_left_out_are_not_counted() -> None:
     keep = torch.tensor([[True, False, True], [False, False, True]])
     message = Message(rows={"theta": torch.zeros(2, 2, P)}, keep={"theta": keep}, num_clients=2)
     traffic = counted(message)
-    assert traffic.parameters.tolist() == [[24, 0, 32, 0], [0, 0, 32, 0]]
+    assert traffic.layers.tolist() == [[24, 0, 32], [0, 0, 32]]
     assert traffic.indices.tolist() == [8, 16]
     message.keep = {"theta": torch.tensor([False, True, True])}
     traffic = counted(message)
-    assert traffic.parameters.tolist() == [[0, 16, 32, 0]] * 2
+    assert traffic.layers.tolist() == [[0, 16, 32]] * 2
     assert traffic.indices.tolist() == [0, 0]
 
 
@@ -360,7 +360,8 @@ def test_statistics_whole_numbers_and_other_tensors_have_columns_of_their_own() 
     traffic = counted(message)
     assert traffic.buffers.tolist() == [24, 24]
     assert traffic.indices.tolist() == [24, 24]
-    assert traffic.parameters.tolist() == [[0, 0, 0, 40]] * 2
+    assert {name: count.tolist() for name, count in traffic.others.items()} == {"mix": [40, 40]}
+    assert not traffic.layers.any()
 
 
 def test_select_keeps_what_belongs_to_some_clients() -> None:

@@ -710,18 +710,17 @@ def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, s
     assert "Mistaken" in str(caught.value)
 
 
-class Forgetful(FedAvg):
-    """Sends a tensor of its own and does not name it."""
+class Moody(FedAvg):
+    """Sends a tensor of its own."""
 
     def train(self, clients: Clients, down: Message) -> Message:
         return Message(rows=super().train(clients, down).rows | {"mood": torch.zeros(len(clients), 2)})
 
 
-def test_a_tensor_that_no_label_counts_is_named() -> None:
-    with pytest.raises(
-        ValueError, match=r"'mood' travels and is not made of .* add it to the method's extra_labels"
-    ):
-        Run("method.name=fedavg", kind=Forgetful)
+def test_a_tensor_of_ones_own_is_counted_by_its_name() -> None:
+    keys = ("method.name=fedavg", "train.rounds=1")
+    more = Run(*keys, kind=Moody).bytes_by_client - Run(*keys).bytes_by_client
+    assert more.tolist() == [[0, 8]] * len(more)
 
 
 class Returning(FedAvg):

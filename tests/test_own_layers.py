@@ -215,8 +215,8 @@ def test_fedbn_keeps_batchnorm_with_the_client_and_sends_the_rest() -> None:
         run = Run("method.name=fedbn", "model.batchnorm=true", "train.participation=0.5")
     everyone = Cohort(0, tuple(range(4)), run.method.context.num_samples)
     names = [layer.name for layer in run.method.layers]
-    counted = count_bytes(run.driver.send(run.server, everyone), run.method.layers, names)
-    assert dict(zip(names, counted.parameters[0].tolist(), strict=True)) == {
+    counted = count_bytes(run.driver.send(run.server, everyone), run.method.layers)
+    assert dict(zip(names, counted.layers[0].tolist(), strict=True)) == {
         "conv1": 4 * 160,
         "bn1": 0,
         "conv2": 4 * 4640,

@@ -366,8 +366,8 @@ def test_a_private_head_stays_with_its_client_and_never_travels() -> None:
     assert torch.equal(received[:, layout.body], (start - trained)[:, layout.body])
     assert received[:, layout.head].count_nonzero() == 0
     assert torch.equal(alone["head"], trained[:, layout.head])
-    counted = count_bytes(up, method.layers, [layer.name for layer in method.layers])
-    assert counted.parameters.sum() == 4 * BODY
+    counted = count_bytes(up, method.layers)
+    assert counted.of_numbers.sum() == 4 * BODY
     assert counted.indices.tolist() == [0]
 
 

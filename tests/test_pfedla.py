@@ -56,7 +56,7 @@ def aggregate(method: Method, server: State, clients: Sequence[int], trained: Te
 def traffic(run: Run, clients: Sequence[int]) -> Traffic:
     """Count what the server would send now."""
     message = run.driver.send(run.server, cohort_of(run.method, clients))
-    return count_bytes(message, run.method.layers, [layer.name for layer in run.method.layers])
+    return count_bytes(message, run.method.layers)
 
 
 def loss_and_gradient(run: Run, client: int, theta: Tensor) -> tuple[float, Tensor]:
@@ -477,7 +477,7 @@ def test_mixed_statistics_are_kept_by_the_server_and_carry_the_weights_of_their_
     torch.testing.assert_close(run.evaluated()["buffers"], expected)
     counted = traffic(run, range(4))
     assert counted.buffers.tolist() == [4 * 96] * 4
-    assert counted.parameters.sum(axis=1).tolist() == [4 * 13_802] * 4
+    assert counted.of_numbers.tolist() == [4 * 13_802] * 4
 
 
 def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:

@@ -331,10 +331,9 @@ def test_traffic_of_several_models() -> None:
     assert fedem.bytes_by_client.tolist() == [[4 * model, 4 * model]] * 4
     for run, statistics_down, statistics_up, number in ((ifca, 3, 1, 8), (fedem, 4, 4, 0)):
         clients, down = sent_to(run, [2], 1)
-        labels = [layer.name for layer in run.method.layers]
-        counted = count_bytes(down, run.method.layers, labels)
+        counted = count_bytes(down, run.method.layers)
         assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_down * 4 * 96], [0])
-        counted = count_bytes(run.driver.work(clients, down), run.method.layers, labels)
+        counted = count_bytes(run.driver.work(clients, down), run.method.layers)
         assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_up * 4 * 96], [number])
 
 

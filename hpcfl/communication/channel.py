@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.messages import Cohort, Message, numbers_of_layers
 from hpcfl.communication.world import World
 from hpcfl.parameters import Layer, columns
 
@@ -64,7 +64,6 @@ class Channel:
 
     def __init__(self, world: World, layers: tuple[Layer, ...], num_clients: int) -> None:
         self._world, self._layers, self._num_clients = world, layers, num_clients
-        self._layer_sizes = torch.tensor([layer.size for layer in layers])
 
     def own(self, cohort: Cohort) -> slice:
         """Return the positions in the cohort of this rank's clients."""
@@ -184,7 +183,7 @@ class Channel:
         """Return how many numbers of each row travel, int64 [num_rows]."""
         if keep is None:
             return torch.full((num_rows,), math.prod(entry.shape))
-        return (keep * self._layer_sizes).sum(dim=1) * math.prod(entry.shape[:-1])
+        return numbers_of_layers(entry.shape, self._layers, keep).sum(dim=1)
 
     def _worker_sizes(self, row_sizes: Tensor, block: slice, cohort: Cohort) -> list[int]:
         """Return how many numbers of a block each worker has."""

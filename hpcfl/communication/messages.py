@@ -5,13 +5,26 @@ Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbe
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from hpcfl.parameters import Layer
+
 BUFFERS = "buffers"
 """The name under which running statistics travel; they are counted in a column of their own."""
+
+
+def numbers_of_layers(shape: Sequence[int], layers: Sequence[Layer], keep: Tensor) -> Tensor:
+    """Return how many numbers of each layer travel of a client's tensor [..., P]; keep bool [..., L].
+
+    This is what the wire packs and what the bytes are counted from: int64 [..., L].
+    """
+    sizes = torch.tensor([layer.size for layer in layers])
+    return keep * sizes * math.prod(shape[:-1])
 
 
 @dataclass(frozen=True)

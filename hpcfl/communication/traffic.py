@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from hpcfl.communication.channel import Upload
-from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.communication.messages import BUFFERS, Message, numbers_of_layers
 from hpcfl.parameters import Layer
 
 INDEX_BYTES = 8
@@ -21,51 +20,56 @@ INDEX_BYTES = 8
 class Traffic:
     """Bytes addressed to, or sent by, each client of a cohort; int64 throughout."""
 
-    parameters: np.ndarray
-    """[S, labels]: trainable numbers by layer; a tensor not made of layers has a label of its own."""
+    layers: np.ndarray
+    """[S, L]: trainable numbers by layer."""
+    others: dict[str, np.ndarray]
+    """[S] a name: numbers that are not made of the network's layers, by the name of their tensor."""
     buffers: np.ndarray
     """[S]: running statistics."""
     indices: np.ndarray
     """[S]: names of layers left out, and whole-number tensors."""
 
+    @staticmethod
+    def nothing(num_clients: int, num_layers: int) -> Traffic:
+        """Return the traffic of a cohort before anything is sent."""
+        return Traffic(
+            np.zeros((num_clients, num_layers), np.int64), {}, *np.zeros((2, num_clients), np.int64)
+        )
+
+    @property
+    def of_numbers(self) -> np.ndarray:
+        """[S]: all but running statistics and indices."""
+        return sum(self.others.values(), start=self.layers.sum(axis=1))
+
     def add(self, positions: slice, other: Traffic) -> None:
         """Add the bytes of the clients at these positions of the cohort."""
-        for mine, others in zip(vars(self).values(), vars(other).values(), strict=True):
-            mine[positions] += others
+        self.layers[positions] += other.layers
+        self.buffers[positions] += other.buffers
+        self.indices[positions] += other.indices
+        for name, count in other.others.items():
+            self.others.setdefault(name, np.zeros_like(self.buffers))[positions] += count
 
 
-def count_bytes(
-    message: Message, layers: Sequence[Layer], labels: Sequence[str], names_layers: bool = True
-) -> Traffic:
+def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = True) -> Traffic:
     """Count a message's bytes for each of its clients: a shared tensor once for each of them.
 
     `names_layers` says whether leaving out layers client by client costs their names.
     """
-    clients = message.num_clients
-    traffic = Traffic(
-        np.zeros((clients, len(labels)), np.int64), np.zeros(clients, np.int64), np.zeros(clients, np.int64)
-    )
-    for name in [*message.shared, *message.rows]:
+    traffic = Traffic.nothing(message.num_clients, len(layers))
+    for name in message.names:
         tensor = message.rows[name][:1] if name in message.rows else message.shared[name].unsqueeze(0)
-        item = tensor.element_size()
-        shape = tensor.shape[1:]
+        item, shape = tensor.element_size(), tensor.shape[1:]
         if name == BUFFERS:
             traffic.buffers += item * shape.numel()
         elif not tensor.is_floating_point():
             traffic.indices += item * shape.numel()
         elif shape and shape[-1] == layers[-1].stop:
-            sizes = np.array([layer.size for layer in layers])
-            keep = message.keep.get(name, torch.ones(len(layers), dtype=torch.bool)).numpy()
-            traffic.parameters[:, : len(layers)] += keep * sizes * (item * math.prod(shape[:-1]))
+            keep = message.keep.get(name, torch.ones(len(layers), dtype=torch.bool))
+            traffic.layers += item * numbers_of_layers(shape, layers, keep).numpy()
             if keep.ndim == 2 and names_layers:
-                traffic.indices += INDEX_BYTES * (~keep).sum(axis=1)
-        elif name in labels:
-            traffic.parameters[:, labels.index(name)] += item * shape.numel()
+                traffic.indices += INDEX_BYTES * (~keep).sum(dim=1).numpy()
         else:
-            raise ValueError(
-                f"{name!r} travels and is not made of the network's layers: add it to the method's "
-                f"extra_labels; known are {', '.join(labels)}"
-            )
+            traffic.others[name] = np.full(message.num_clients, item * shape.numel())
     return traffic
 
 
@@ -75,14 +79,9 @@ class RoundTraffic:
     `names_layers`: see `count_bytes`.
     """
 
-    def __init__(
-        self, num_clients: int, layers: Sequence[Layer], labels: Sequence[str], names_layers: bool
-    ) -> None:
-        self._layers, self._labels, self._names_layers = layers, labels, names_layers
-        self.down, self.up = (
-            Traffic(np.zeros((num_clients, len(labels)), np.int64), *np.zeros((2, num_clients), np.int64))
-            for _ in range(2)
-        )
+    def __init__(self, num_clients: int, layers: Sequence[Layer], names_layers: bool) -> None:
+        self._layers, self._names_layers = layers, names_layers
+        self.down, self.up = (Traffic.nothing(num_clients, len(layers)) for _ in range(2))
 
     def count_down(self, message: Message | None) -> None:
         """Count what was sent to the whole cohort; None on other ranks than the server."""
@@ -95,4 +94,4 @@ class RoundTraffic:
         return upload
 
     def _count(self, message: Message) -> Traffic:
-        return count_bytes(message, self._layers, self._labels, self._names_layers)
+        return count_bytes(message, self._layers, self._names_layers)

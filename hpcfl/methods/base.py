@@ -131,9 +131,6 @@ class Method:
     """What makes the models that `personalised` returns: a download, or local training."""
     schedule_uses_rounds: ClassVar[bool] = False
     """Whether an earlier round would differ if `train.rounds` did, so that a run cannot be prolonged."""
-    extra_labels: ClassVar[tuple[str, ...]] = ()
-    """Names of sent tensors that are not made of the network's layers."""
-
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Of what is in the history, the axes of tensors that tables sum up: client first, then layer, branch or
     once more client."""

@@ -55,7 +55,6 @@ class FedFomo(ModelBank):
     name = "fedfomo"
     summary = "each client's own model, moved towards others' that do better on its data"
     Params = FedFomoParams
-    extra_labels = ("weights",)
     params: FedFomoParams
 
     def __init__(self, context: Context, params: FedFomoParams) -> None:

@@ -54,7 +54,6 @@ class FedRoD(FedAvg):
     name = "fedrod"
     summary = "a generic model by balanced softmax, plus each client's own head"
     Params = FedRoDParams
-    extra_labels = ("hypernetwork",)
     needs_body = True
     params: FedRoDParams
 

@@ -86,7 +86,6 @@ class PFedMB(Method):
     name = "pfedmb"
     summary = "several branches a layer, mixed by each client's own weights"
     Params = PFedMBParams
-    extra_labels = ("alpha",)
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("client", "layer", "branch")}
     params: PFedMBParams
 

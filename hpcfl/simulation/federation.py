@@ -31,8 +31,6 @@ class Federation:
         self.place = experiment.workplace
         self.num_clients = len(experiment.num_train)
         self.channel = Channel(world, self.method.layers, self.num_clients)
-        self.labels = [*(layer.name for layer in self.method.layers), *self.method.extra_labels]
-        """Of what bytes are counted by."""
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""

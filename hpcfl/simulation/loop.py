@@ -71,7 +71,7 @@ class Simulation:
         self._world, self._stop, self._progress, self._folder = world, stop, progress, folder
         self._experiment = experiment
         self._federation = Federation(experiment, world)
-        self.ledger = Ledger(self._federation.num_clients, self._federation.labels)
+        self.ledger = Ledger(self._federation.num_clients, [layer.name for layer in self.method.layers])
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self.ledger, folder)
         self.server: State = {}
@@ -122,7 +122,7 @@ class Simulation:
         channel, is_server = self._federation.channel, self._world.is_server
         # a client that asked for layers knows which ones it gets
         names_layers = not method.negotiates(cohort.round)
-        traffic = RoundTraffic(len(cohort), method.layers, self._federation.labels, names_layers)
+        traffic = RoundTraffic(len(cohort), method.layers, names_layers)
         groups = list(self._federation.groups(cohort))
         sent = driver.send(self.server, cohort) if is_server else None
         down = channel.down(sent, cohort)

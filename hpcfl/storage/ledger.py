@@ -1,6 +1,6 @@
 """What a run cost and gave: bytes, seconds, accuracy and the method's history, in CSV files and checkpoints.
 
-Shapes: N clients, K labels (the layers, and what else is sent).
+Shapes: N clients, K labels: the layers, then other tensors that were sent, running statistics and indices.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ class Ledger:
     Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`.
     """
 
-    def __init__(self, num_clients: int, labels: Sequence[str]) -> None:
-        self._labels = [*labels, BUFFERS_LABEL, INDICES_LABEL]
+    def __init__(self, num_clients: int, layers: Sequence[str]) -> None:
+        self._layers = list(layers)
+        self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
         self.metrics: list[list[float]] = []
         self.accuracy: list[np.ndarray] = []
         self.loss: list[np.ndarray] = []
@@ -76,15 +77,26 @@ class Ledger:
         self, cohort: Cohort, traffic: Sequence[Traffic], steps: float, train_loss: float, train_s: float
     ) -> None:
         """Add one round: its traffic down and up, training steps, mean training loss and training seconds."""
+        for moved in traffic:
+            self._add_labels(moved.others)
+        others = self._labels[len(self._layers) : -2]
         rows = []
         for direction, moved in enumerate(traffic):
-            rows.append([*moved.parameters.sum(axis=0), moved.buffers.sum(), moved.indices.sum()])
-            self.client_bytes[list(cohort.clients), direction] += moved.parameters.sum(axis=1)
+            of_others = [moved.others[name].sum() if name in moved.others else 0 for name in others]
+            rows.append([*moved.layers.sum(axis=0), *of_others, moved.buffers.sum(), moved.indices.sum()])
+            self.client_bytes[list(cohort.clients), direction] += moved.of_numbers
         self._rounds.append(cohort.round + 1)
         self._bytes.append(np.array(rows, np.int64))
         self._steps += steps
         self._train_s += train_s
         self._train_loss = train_loss
+
+    def _add_labels(self, names: Iterable[str]) -> None:
+        """Count bytes by these names too, from now on and as none in the rounds so far."""
+        for name in names:
+            if name not in self._labels:
+                self._labels.insert(-2, name)
+                self._bytes = [np.insert(row, -2, 0, axis=1) for row in self._bytes]
 
     def record_evaluation(
         self,
@@ -173,6 +185,8 @@ class Ledger:
         self.moments = {moment: list(history[f"accuracy_{moment}"]) for moment in MOMENTS}
         figures = {"accuracy", "loss", *(f"accuracy_{moment}" for moment in MOMENTS)}
         self.of_method = {name: list(rows) for name, rows in history.items() if name not in figures}
+        columns = tables["bytes"].columns[1:]
+        self._labels = [name.removeprefix("down/") for name in columns[: len(columns) // 2]]
         bytes_table = tables["bytes"].values
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
@@ -199,7 +213,7 @@ class Ledger:
             for number in range(first, len(self._rounds))
             for direction, row in zip(DIRECTIONS, self._bytes[number].tolist(), strict=True)
             for label, count in zip(self._labels, row, strict=True)
-            if count or label not in (BUFFERS_LABEL, INDICES_LABEL)
+            if count or label in self._layers
         ]
         _write(folder / "bytes.csv", "a", lines)
         self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
