@@ -88,8 +88,8 @@ def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
         server={"theta": torch.full((50,), float(round_))},
         derived={},
         clients=rows_of(clients, range(3), range(3, num_rows)),
-        history={"accuracy": np.full((2, num_rows), float(round_))},
-        ledger={"metrics": Table(np.full((1, 2), float(round_)), ("round", "wall_s"))},
+        history=lambda: {"accuracy": np.full((2, num_rows), float(round_))},
+        ledger=lambda: {"metrics": Table(np.full((1, 2), float(round_)), ("round", "wall_s"))},
     )
 
 
@@ -167,8 +167,8 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
             server=server,
             derived={"alpha": torch.ones(7, 2, 7), "hypernetworks/gap": torch.ones(1)},
             clients=rows_of(clients, range(0, 3), range(3, NUM_CLIENTS)),
-            history=history,
-            ledger={"metrics": metrics, "bytes": Table(np.zeros((0, 1), dtype=np.int64), ("down",))},
+            history=lambda: history,
+            ledger=lambda: {"metrics": metrics, "bytes": Table(np.zeros((0, 1), dtype=np.int64), ("down",))},
             personalised=lambda: rows_of(personalised, range(NUM_CLIENTS)),
         )
     )
@@ -307,10 +307,10 @@ FLOATS = torch.zeros(NUM_CLIENTS, 2)
     ("changes", "message"),
     [
         ({"server": {"scalar": torch.tensor(1.0)}}, "'scalar'"),
-        ({"history": {"words": np.array(["a"])}}, "'words'"),
+        ({"history": lambda: {"words": np.array(["a"])}}, "'words'"),
         ({"server": {"/theta": torch.ones(1)}}, "'/theta'"),
         ({"server": {"a": torch.ones(1)}, "derived": {"a": torch.ones(1)}}, "exists"),
-        ({"ledger": {"metrics": Table(np.zeros((1, 2)), ("round",))}}, "'metrics'"),
+        ({"ledger": lambda: {"metrics": Table(np.zeros((1, 2)), ("round",))}}, "'metrics'"),
         ({"clients": rows_of({"x": FLOATS}, range(6))}, r"rows \[6\].* of 'x'"),
         ({"clients": rows_of({"x": FLOATS}, range(7), [2])}, r"\[2\] of 'x' came twice"),
         ({"clients": rows_of({"x": FLOATS}, [0, 2, 1, 3, 4, 5, 6])}, "increase"),

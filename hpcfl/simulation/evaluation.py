@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpcfl.communication.messages import Message
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.training.clients import Clients
@@ -16,12 +17,17 @@ from hpcfl.training.clients import Clients
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the server knows after an evaluation, by client [N]."""
+    """Figures by client [N], which the server knows after an evaluation; zero until then and elsewhere."""
 
     accuracy: np.ndarray
     loss: np.ndarray
     after_download: np.ndarray
     """Accuracy of the model right after a download; nan where a client has none."""
+
+    @staticmethod
+    def of(num_clients: int) -> Evaluation:
+        """Return the evaluation of so many clients before any is scored."""
+        return Evaluation(*np.zeros((3, num_clients)))
 
 
 class Evaluator:
@@ -33,19 +39,31 @@ class Evaluator:
         self._sampled: set[int] = set()
         self._counted_rounds = 0
 
-    def evaluate(self, server: State, done: int) -> Evaluation | None:
-        """Score every client after `done` rounds; None on other ranks than the server. Collective."""
-        federation = self._federation
-        accuracy, loss, after_download = np.zeros((3, federation.num_clients))
-        for cohort in federation.everyone(done):
-            rows = [torch.zeros(0, 3, dtype=torch.float64)]
-            for clients, down in federation.evaluation_downloads(server, cohort):
-                rows.append(self._figures(clients, down))
-            figures = federation.collect(cohort, torch.cat(rows))
-            if figures is not None:
-                everyone = list(cohort.clients)
-                accuracy[everyone], loss[everyone], after_download[everyone] = figures.T.numpy()
-        return Evaluation(accuracy, loss, after_download) if federation.world.is_server else None
+    def evaluate(self, server: State, done: int) -> Evaluation:
+        """Score every client after `done` rounds. Collective."""
+        found = Evaluation.of(self._federation.num_clients)
+        for cohort in self._federation.everyone(done):
+            for _ in self.models(server, cohort, found):
+                pass
+        return found
+
+    def models(self, server: State, cohort: Cohort, found: Evaluation) -> Iterator[Message]:
+        """Yield the evaluated models of this rank's members of a cohort, group by group.
+
+        At the end their scores are in the server's `found`. Collective, so every rank goes on to the end.
+        """
+        rows = [torch.zeros(0, 3, dtype=torch.float64)]
+        is_same = self._method.scored_moment == "download" and not self._config.train.finetune_epochs
+        for clients, down in self._federation.evaluation_downloads(server, cohort):
+            before = None if is_same else self.scores(clients, self._driver.after_download(clients, down))
+            model = self._driver.evaluated(clients, down)
+            scores = self.scores(clients, model)
+            rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
+            yield model
+        figures = self._federation.collect(cohort, torch.cat(rows))
+        if figures is not None:
+            everyone = list(cohort.clients)
+            found.accuracy[everyone], found.loss[everyone], found.after_download[everyone] = figures.T.numpy()
 
     def scores(self, clients: Clients, model: Message) -> Tensor:
         """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where there is none."""
@@ -69,13 +87,6 @@ class Evaluator:
             self._sampled.update(self._federation.cohort(self._counted_rounds).clients)
             self._counted_rounds += 1
         return len(self._sampled) / self._federation.num_clients
-
-    def _figures(self, clients: Clients, down: Message) -> Tensor:
-        """Return accuracy and mean loss of a group's evaluated models, and accuracy after download [C, 3]."""
-        is_scored = self._method.scored_moment == "download" and not self._config.train.finetune_epochs
-        before = None if is_scored else self.scores(clients, self._driver.after_download(clients, down))
-        scores = self.scores(clients, self._driver.evaluated(clients, down))
-        return torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1)
 
     def _score(self, clients: Clients, model: Message, position: int) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""

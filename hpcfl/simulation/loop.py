@@ -15,11 +15,11 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.communication.world import World
 from hpcfl.methods.base import State
-from hpcfl.simulation.evaluation import Evaluator
+from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.experiment import Experiment
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.simulation.progress import Progress
-from hpcfl.simulation.saving import Saver
+from hpcfl.simulation.saving import LastEvaluation, Saver
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
@@ -93,11 +93,13 @@ class Simulation:
             is_evaluated = is_last or done % run.eval_every == 0
             after_training = self._round(self.cohort(number), is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
-            if is_evaluated:
-                self._evaluate(done, after_training)
+            if is_evaluated and not is_last:
+                self._record_evaluation(done, self._evaluator.evaluate(self.server, done), after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             stops = not is_last and self._must_stop()
-            if is_last or stops or done % run.checkpoint_every == 0:
+            if is_last:
+                self._save(done, self._last_evaluation(done, after_training))
+            elif stops or done % run.checkpoint_every == 0:
                 self._save(done)
             self._progress.round_done(done, self.ledger)
             if stops:
@@ -185,11 +187,18 @@ class Simulation:
             self.ledger.record_round(cohort, moved, float(steps.sum()), float(losses.mean()), train_s)
         return after_training
 
-    def _evaluate(self, done: int, after_training: np.ndarray) -> None:
-        """Score every client on its own samples and enter it in the ledger. Collective."""
-        found = self._evaluator.evaluate(self.server, done)
+    def _last_evaluation(self, done: int, after_training: np.ndarray) -> LastEvaluation:
+        """Describe the evaluation of the last round, whose models go to the checkpoint."""
+        found = Evaluation.of(self._federation.num_clients)
+        return LastEvaluation(
+            lambda cohort: self._evaluator.models(self.server, cohort, found),
+            lambda: self._record_evaluation(done, found, after_training),
+        )
+
+    def _record_evaluation(self, done: int, found: Evaluation, after_training: np.ndarray) -> None:
+        """Enter an evaluation and the method's history in the ledger. Collective."""
         of_clients = self._evaluator.client_history(done)
-        if found is None or self._folder is None:
+        if self._folder is None:
             return
         known = self.method.history(self.server) | of_clients
         self.ledger.wall_s = self._wall_s()
@@ -204,11 +213,11 @@ class Simulation:
         )
         self.ledger.append_files(self._folder.path)
 
-    def _save(self, done: int) -> None:
+    def _save(self, done: int, last: LastEvaluation | None = None) -> None:
         """Write a checkpoint after `done` rounds. Collective."""
         began_s = time.monotonic()
         self.ledger.wall_s = self._wall_s()
-        self._saver.save(self.server, done)
+        self._saver.save(self.server, done, last)
         self.timing.save_s.append(time.monotonic() - began_s)
 
     def _wall_s(self) -> float:

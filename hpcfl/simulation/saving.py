@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +23,18 @@ from hpcfl.storage.checkpoint import (
 )
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
+
+ModelsOf = Callable[[Cohort], Iterable[Message]]
+"""The evaluated models of this rank's members of a cohort, by group; collective."""
+
+
+@dataclass(frozen=True)
+class LastEvaluation:
+    """The last round's evaluation, whose models are written as they are scored."""
+
+    models: ModelsOf
+    record: Callable[[], None]
+    """Enters the scores of all models in the ledger; collective."""
 
 
 class Saver:
@@ -49,13 +63,20 @@ class Saver:
             self._ledger.start_files(self._folder.path)
         return server, done
 
-    def save(self, server: State, done: int) -> None:
-        """Write a checkpoint after `done` rounds, with all evaluated models after the last. Collective."""
-        is_last = done == self._config.train.rounds
+    def save(self, server: State, done: int, last: LastEvaluation | None = None) -> None:
+        """Write a checkpoint after `done` rounds; after the last, with all evaluated models. Collective."""
+        models = None if last is None else partial(self._model_rows, last.models, done)
+
+        def history() -> Mapping[str, np.ndarray]:
+            if last is not None:
+                last.record()
+            return self._ledger.history()
+
         if self._folder is None:
             _take_part(self._client_rows())
-            if is_last:
-                _take_part(self._model_rows(server, done))
+            if models is not None:
+                _take_part(models())
+            history()
         else:
             self._folder.store.save(
                 Snapshot(
@@ -64,9 +85,9 @@ class Saver:
                     server,
                     self._method.derived(server),
                     self._client_rows(),
-                    self._ledger.history(),
-                    self._ledger.tables(),
-                    (lambda: self._model_rows(server, done)) if is_last else None,
+                    history,
+                    self._ledger.tables,
+                    models,
                 )
             )
         self._federation.world.barrier()
@@ -119,10 +140,13 @@ class Saver:
             for positions, block in federation.channel.up(Message(rows=rows, num_clients=len(own)), cohort):
                 yield np.array(cohort.clients[positions]), block.rows
 
-    def _model_rows(self, server: State, done: int) -> Rows:
+    def _model_rows(self, evaluated: ModelsOf, done: int) -> Rows:
         """Describe the evaluated models by client 0's, which has the parts of all. Collective."""
         federation = self._federation
-        shared, first = self._model_of_client_0(server, done)
+        cohorts = federation.everyone(done)
+        cohort = next(cohorts)
+        models = list(evaluated(cohort))
+        shared, first = self._model_of_client_0(models, done)
         count = federation.num_clients
         shapes = {
             name: RowShape(1 if name in shared else count, tuple(row.shape[1:]), row.dtype)
@@ -131,33 +155,32 @@ class Saver:
 
         def blocks() -> Iterator[Block]:
             yield np.array([0]), {name: row for name, row in first.items() if name in shared}
-            for cohort in federation.everyone(done):
-                yield from self._model_blocks(server, cohort, shared)
+            yield from self._model_blocks(cohort, models, shared)
+            for other in cohorts:
+                yield from self._model_blocks(other, list(evaluated(other)), shared)
 
         return Rows(shapes, blocks())
 
-    def _model_of_client_0(self, server: State, done: int) -> tuple[list[str], State]:
-        """Return what all evaluated models share, and on the server client 0's model. Collective."""
+    def _model_of_client_0(self, models: Sequence[Message], done: int) -> tuple[list[str], State]:
+        """Return what all evaluated models share, and on the server client 0's model. Collective.
+
+        `models` are this rank's of the first cohort, groups in the order of clients.
+        """
         federation = self._federation
         cohort = federation.cohort_of(done, [0])
-        models = [
-            self._driver.evaluated(clients, down)
-            for clients, down in federation.evaluation_downloads(server, cohort)
-        ]
         names = json.dumps([name for model in models for name in model.shared]).encode()
         found = federation.world.gather_bytes(names if models else b"")
         told = next((text for text in found if text), b"[]") if found is not None else None
         shared: list[str] = json.loads(federation.world.broadcast_bytes(told))
-        whole = [_rows(model, []) for model in models]
+        whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(federation.own_rows(cohort))]]
         return shared, federation.channel.up(stack(whole), cohort).collect()
 
-    def _model_blocks(self, server: State, cohort: Cohort, shared: Sequence[str]) -> Iterator[Block]:
+    def _model_blocks(
+        self, cohort: Cohort, models: Sequence[Message], shared: Sequence[str]
+    ) -> Iterator[Block]:
         """Bring what the cohort's models do not share to the server, block by block. Collective."""
-        models = [
-            _rows(self._driver.evaluated(clients, down), shared)
-            for clients, down in self._federation.evaluation_downloads(server, cohort)
-        ]
-        for positions, block in self._federation.channel.up(stack(models), cohort):
+        own = stack([_rows(model, shared) for model in models])
+        for positions, block in self._federation.channel.up(own, cohort):
             yield np.array(cohort.clients[positions]), block.rows
 
 

@@ -103,8 +103,8 @@ class Snapshot:
     """Everything that a checkpoint holds. Names with '/' become HDF5 groups.
 
     `derived` is written beside the server's state for readers of the file and is not loaded again.
-    `personalised` is None in all checkpoints but the last, and is called when the blocks of `clients` are
-    used up.
+    `personalised` is None in all checkpoints but the last. It is called when the blocks of `clients` are used
+    up, and `history` and `ledger`, in this order, when its own are.
     """
 
     header: Header
@@ -112,8 +112,8 @@ class Snapshot:
     server: Mapping[str, torch.Tensor]
     derived: Mapping[str, torch.Tensor]
     clients: Rows
-    history: Mapping[str, np.ndarray]
-    ledger: Mapping[str, Table]
+    history: Callable[[], Mapping[str, np.ndarray]]
+    ledger: Callable[[], Mapping[str, Table]]
     personalised: Callable[[], Rows] | None = None
 
 
@@ -279,11 +279,10 @@ def _write_content(file: h5py.File, snapshot: Snapshot, raise_failure: Callable[
     _write_rows(file.create_group("clients"), snapshot.clients, raise_failure)
     if snapshot.personalised is not None:
         _write_rows(file.create_group("personalised"), snapshot.personalised(), raise_failure)
-    _write_arrays(file.create_group("history"), snapshot.history)
-    _write_arrays(
-        file.create_group("ledger"), {name: table.values for name, table in snapshot.ledger.items()}
-    )
-    for name, table in snapshot.ledger.items():
+    _write_arrays(file.create_group("history"), snapshot.history())
+    ledger = snapshot.ledger()
+    _write_arrays(file.create_group("ledger"), {name: table.values for name, table in ledger.items()})
+    for name, table in ledger.items():
         if table.values.shape[1:] != (len(table.columns),):
             raise ValueError(
                 f"table {name!r} is {table.values.shape}, for {len(table.columns)} named columns"
