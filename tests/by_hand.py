@@ -30,7 +30,7 @@ def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:
 def work(run: Run, client: int, round: int = 0) -> tuple[Message, Clients]:
     """Train one client from its state and the server's as they are now; return its upload."""
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
-    clients = Clients(run.place, [client], round)
+    clients = Clients(run.workplace, [client], round)
     channel = Channel(World(), run.method.layers, run.num_clients)
     return run.driver.work(clients, channel.down(run.driver.send(run.server, cohort), cohort)), clients
 

@@ -64,8 +64,8 @@ class Run:
         if kind is not None:
             method = kind(experiment.method.context, experiment.config.params)
             experiment = replace(experiment, method=method)
-        self.place = experiment.workplace
-        self.place.shard.x = self.place.shard.x.to(torch.get_default_dtype())
+        self.workplace = experiment.workplace
+        self.workplace.shard.x = self.workplace.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
         self.driver = experiment.driver
         self.config = experiment.config
@@ -77,7 +77,7 @@ class Run:
         finally:
             stop.restore()
         self.server: State = self.simulation.server
-        self.clients: State = self.place.state
+        self.clients: State = self.workplace.state
 
     @property
     def bytes_by_client(self) -> Tensor:
@@ -97,7 +97,7 @@ class Run:
         down = channel.down(self.driver.send(self.server, cohort, for_evaluation=True), cohort)
         models = []
         for client in range(self.num_clients):
-            clients = Clients(self.place, [client], rounds)
+            clients = Clients(self.workplace, [client], rounds)
             models.append(self.driver.evaluated(clients, down.select(slice(client, client + 1))))
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 

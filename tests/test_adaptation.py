@@ -49,13 +49,14 @@ def sent_to(run: Run, client: int, round: int, server: State | None = None) -> t
     """Return one client in a round and what the server sends it."""
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
     message = run.driver.send(run.server if server is None else server, cohort)
-    return Clients(run.place, [client], round), Channel(World(), run.method.layers, 4).down(message, cohort)
+    channel = Channel(World(), run.method.layers, 4)
+    return Clients(run.workplace, [client], round), channel.down(message, cohort)
 
 
 def spoil(run: Run, split: str) -> None:
     """Replace every client's samples of a split by others."""
     for client in range(run.num_clients):
-        x, y = run.place.shard.samples(split, client)
+        x, y = run.workplace.shard.samples(split, client)
         x.neg_()
         y.copy_(9 - y)
 
@@ -146,7 +147,7 @@ def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
     common = (PER_FEDAVG, *LINEAR, "train.rounds=1", "train.batch_size=100", "train.lr=1", "method.alpha=0.5")
     run = Run(*common)
     start = run.driver.initial_server()
-    x, y = run.place.shard.samples("train", 0)
+    x, y = run.workplace.shard.samples("train", 0)
     w = start["theta"].clone().requires_grad_()
     d = slope(run, w.detach() - 0.5 * slope(run, w.detach(), x, y), x, y)
     gradient = torch.autograd.grad(loss(run, w, x, y), w, create_graph=True)[0]
@@ -202,7 +203,7 @@ def test_fine_tuning_replaces_the_adaptation_by_epochs_of_its_step_size() -> Non
     run = Run(PER_FEDAVG, "method.alpha=0.1", "train.rounds=1", "train.finetune_epochs=2")
     tuned = run.evaluated()["theta"]
     for client in range(4):
-        alone = Clients(run.place, [client], 1)
+        alone = Clients(run.workplace, [client], 1)
         by_hand = alone.sgd(run.server["theta"].unsqueeze(0), epochs=2, lr=0.1, purpose="finetune").theta
         assert torch.equal(tuned[client], by_hand[0])
 
@@ -234,7 +235,7 @@ class SlowTwin:
 
     def one_pass(self, client: int, round: int, number: int, weights: Tensor) -> tuple[Tensor, float]:
         """Return the weights after a pass over the round's share of samples, and its mean loss."""
-        seed, (x, y) = self.run.config.run.seed, self.run.place.shard.samples("train", client)
+        seed, (x, y) = self.run.config.run.seed, self.run.workplace.shard.samples("train", client)
         stream = torch_stream(seed, "adaptive aggregation", round, client)
         samples = torch.randperm(len(y), generator=stream)[: int(self.params.share * len(y) + 0.5)]
         stream = torch_stream(seed, f"adaptive aggregation/{number}", round, client)
@@ -267,7 +268,7 @@ class SlowTwin:
             self.weights[client], passes = self.learn(client, number)
             self.passes[client].append(passes)
             self.stage[client] = 2 if passes else max(1, self.stage[client])
-            alone = Clients(self.run.place, [client], number)
+            alone = Clients(self.run.workplace, [client], number)
             alone.buffers = self.statistics.unsqueeze(0).clone()
             ends.append(alone.sgd(self.combined(client, self.weights[client]).unsqueeze(0)).theta[0])
             moved.append(alone.buffers[0])
@@ -331,7 +332,7 @@ def test_one_step_of_the_weights_is_autograds_through_the_combined_model(adaptiv
     for client in range(4):
         leaf = weights[client].clone().requires_grad_()
         hat = torch.cat([w[:top], own[client, top:] + (w - own[client])[top:] * leaf])
-        loss(run, hat, *run.place.shard.samples("train", client)).backward()
+        loss(run, hat, *run.workplace.shard.samples("train", client)).backward()
         assert leaf.grad is not None
         expected = (leaf.detach() - 30 * leaf.grad).clamp(0, 1)
         clients, down = sent_to(run, client, 1)
@@ -360,7 +361,7 @@ def test_a_client_whose_model_is_the_global_one_learns_nothing_yet() -> None:
     assert torch.equal(run.clients["weights"], torch.ones(4, HEAD))
     moved = (run.clients["theta"] != run.method.context.initial_parameters()).any(dim=1)
     assert moved.tolist() == [client in sampled for client in range(4)]
-    run.place.state["theta"][sampled[0]] = run.server["theta"]
+    run.workplace.state["theta"][sampled[0]] = run.server["theta"]
     hats = run.evaluated()["theta"]
     equal = (hats == run.server["theta"]).all(dim=1)
     assert equal.tolist() == [client != sampled[1] for client in range(4)]

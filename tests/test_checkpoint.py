@@ -25,16 +25,16 @@ import torch
 
 import hpcfl
 from hpcfl.errors import UserError
-from hpcfl.storage.checkpoint import (
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.storage.snapshot import (
     Block,
-    CheckpointStore,
     Header,
     LayoutRecord,
-    LoadedCheckpoint,
+    LedgerTable,
     Rows,
     RowShape,
     Snapshot,
-    Table,
     TensorRecord,
 )
 
@@ -89,7 +89,7 @@ def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
         derived={},
         clients=rows_of(clients, range(3), range(3, num_rows)),
         history=lambda: {"accuracy": np.full((2, num_rows), float(round_))},
-        ledger=lambda: {"metrics": Table(np.full((1, 2), float(round_)), ("round", "wall_s"))},
+        ledger=lambda: {"metrics": LedgerTable(np.full((1, 2), float(round_)), ("round", "wall_s"))},
     )
 
 
@@ -104,9 +104,9 @@ def rounds_in(loaded: LoadedCheckpoint) -> set[float]:
     return {loaded.header.round, *(number for part in everything for number in part)}
 
 
-def load(folder: Path, warn: Callable[[str], None] = pytest.fail) -> LoadedCheckpoint:
+def load(folder: Path) -> LoadedCheckpoint:
     """Load with a fresh store; a warning fails the test unless the test takes it."""
-    loaded = CheckpointStore(folder, warn).load()
+    loaded = CheckpointStore(folder).load()
     assert loaded is not None
     return loaded
 
@@ -135,7 +135,7 @@ def sign(path: Path) -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path, pytest.fail)
+    return CheckpointStore(tmp_path)
 
 
 @pytest.fixture
@@ -159,7 +159,8 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
     personalised = {"theta": numbers(torch.float32, NUM_CLIENTS, 20)}
     history: dict[str, np.ndarray] = {"accuracy": numbers(torch.float64, 4, NUM_CLIENTS).numpy()}
     history |= {"alpha/mean": np.zeros((0, 2, 3), dtype=np.float32)}
-    metrics = Table(np.array([[1.0, np.nan], [2.0, -0.0]]), ("round", "loss_mean"))
+    metrics = LedgerTable(np.array([[1.0, np.nan], [2.0, -0.0]]), ("round", "loss_mean"))
+    nothing = LedgerTable(np.zeros((0, 1), dtype=np.int64), ("down",))
     store.save(
         Snapshot(
             header=Header("pfedla", 12, "méthode: pfedla\n" + "x" * 100_000),
@@ -168,7 +169,7 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
             derived={"alpha": torch.ones(7, 2, 7), "hypernetworks/gap": torch.ones(1)},
             clients=rows_of(clients, range(0, 3), range(3, NUM_CLIENTS)),
             history=lambda: history,
-            ledger=lambda: {"metrics": metrics, "bytes": Table(np.zeros((0, 1), dtype=np.int64), ("down",))},
+            ledger=lambda: {"metrics": metrics, "bytes": nothing},
             personalised=lambda: rows_of(personalised, range(NUM_CLIENTS)),
         )
     )
@@ -310,7 +311,7 @@ FLOATS = torch.zeros(NUM_CLIENTS, 2)
         ({"history": lambda: {"words": np.array(["a"])}}, "'words'"),
         ({"server": {"/theta": torch.ones(1)}}, "'/theta'"),
         ({"server": {"a": torch.ones(1)}, "derived": {"a": torch.ones(1)}}, "exists"),
-        ({"ledger": lambda: {"metrics": Table(np.zeros((1, 2)), ("round",))}}, "'metrics'"),
+        ({"ledger": lambda: {"metrics": LedgerTable(np.zeros((1, 2)), ("round",))}}, "'metrics'"),
         ({"clients": rows_of({"x": FLOATS}, range(6))}, r"rows \[6\].* of 'x'"),
         ({"clients": rows_of({"x": FLOATS}, range(7), [2])}, r"\[2\] of 'x' came twice"),
         ({"clients": rows_of({"x": FLOATS}, [0, 2, 1, 3, 4, 5, 6])}, "increase"),
@@ -346,7 +347,7 @@ def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: Che
     assert names_of(tmp_path) == ["checkpoint.h5", "checkpoint.prev.h5"]
     assert round_of(tmp_path / "checkpoint.h5") == 3
     assert round_of(tmp_path / "checkpoint.prev.h5") == 2
-    resumed = CheckpointStore(tmp_path, pytest.fail)
+    resumed = CheckpointStore(tmp_path)
     loaded = resumed.load()
     assert loaded is not None
     assert rounds_in(loaded) == {3}
@@ -395,13 +396,13 @@ def test_the_previous_checkpoint_takes_over_with_a_warning(
     store.save(snapshot_of(1))
     store.save(snapshot_of(2))
     harm(tmp_path / "checkpoint.h5")
-    warnings: list[str] = []
-    resumed = CheckpointStore(tmp_path, warnings.append)
-    loaded = resumed.load()
+    resumed = CheckpointStore(tmp_path)
+    with pytest.warns(UserWarning, match=word) as warned:
+        loaded = resumed.load()
     assert loaded is not None
     assert loaded.path == tmp_path / "checkpoint.prev.h5"
     assert rounds_in(loaded) == {1}
-    [warning] = warnings
+    [warning] = [str(entry.message) for entry in warned]
     assert f"{tmp_path / 'checkpoint.h5'} is {word}" in warning
     assert f"{tmp_path / 'checkpoint.prev.h5'}, round 1" in warning
 
@@ -417,7 +418,7 @@ def test_a_newest_file_of_unknown_state_never_becomes_the_previous(
     store.save(snapshot_of(1))
     store.save(snapshot_of(2))
     damage(tmp_path / "checkpoint.h5")
-    CheckpointStore(tmp_path, pytest.fail).save(snapshot_of(3))
+    CheckpointStore(tmp_path).save(snapshot_of(3))
     assert round_of(tmp_path / "checkpoint.h5") == 3
     assert round_of(tmp_path / "checkpoint.prev.h5") == 1
 
@@ -428,7 +429,7 @@ def test_two_damaged_checkpoints_name_the_way_out(tmp_path: Path, store: Checkpo
     damage(tmp_path / "checkpoint.h5")
     damage(tmp_path / "checkpoint.prev.h5")
     with pytest.raises(UserError) as caught:
-        CheckpointStore(tmp_path, pytest.fail).load()
+        CheckpointStore(tmp_path).load()
     message = str(caught.value)
     assert "\n" not in message
     assert f"{tmp_path / 'checkpoint.h5'} is damaged" in message
@@ -543,7 +544,7 @@ def killed(work: Callable[[], None], delay_s: float = 0.0, sign_of_life: Path | 
 
 def save_on_a_bad_disk(folder: Path) -> None:
     """Change a byte of what was written before it is read back: the checkpoint must not be taken."""
-    store = CheckpointStore(folder, print)
+    store = CheckpointStore(folder)
     store.save(snapshot_of(1))
     openings = []
 
@@ -562,7 +563,7 @@ def save_on_a_bad_disk(folder: Path) -> None:
 
 def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
     """Go on for a round; die just before the n-th time that a file is opened, renamed or removed."""
-    store = CheckpointStore(folder, lambda _: None)
+    store = CheckpointStore(folder)
     loaded = store.load()
     assert loaded is not None
     seen = 0
@@ -581,7 +582,7 @@ def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
 def save_on_and_on(folder: Path) -> None:
     """Save round after round, and note each round that is safe."""
     # a kill between two renames is what the next one is warned of
-    store = CheckpointStore(folder, lambda _: None)
+    store = CheckpointStore(folder)
     loaded = store.load()
     assert loaded is not None
     for round_ in range(loaded.header.round + 1, loaded.header.round + 2000):
@@ -591,7 +592,7 @@ def save_on_and_on(folder: Path) -> None:
 
 def kill_at_each_step(folder: Path) -> int:
     """Kill a saving process at one of its steps after the other; return how many there are."""
-    store = CheckpointStore(folder, lambda _: None)
+    store = CheckpointStore(folder)
     store.save(snapshot_of(1))
     for step in itertools.count(1):
         if not killed(functools.partial(save_and_die_at, folder, step)):
@@ -609,14 +610,14 @@ def kill_at_each_step(folder: Path) -> int:
 
 def kill_while_saving(folder: Path) -> int:
     """Kill processes that save on and on; return how many were in the midst of writing."""
-    CheckpointStore(folder, lambda _: None).save(snapshot_of(0))
+    CheckpointStore(folder).save(snapshot_of(0))
     chance = random.Random(0)
     num_midst = 0
     for _ in range(10):
         (folder / "safe").write_text("")
         killed(functools.partial(save_on_and_on, folder), chance.uniform(0.0, 0.03), folder / "safe")
         num_midst += (folder / "checkpoint.tmp.h5").exists()
-        loaded = load(folder, lambda _: None)
+        loaded = load(folder)
         [round_] = rounds_in(loaded)
         assert round_ >= int((folder / "safe").read_text() or 0)
         loaded.close()

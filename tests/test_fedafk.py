@@ -42,7 +42,7 @@ def cohort_of(run: Run, *clients: int) -> Cohort:
 
 def work(run: Run, client: int) -> tuple[Message, Clients]:
     """Train one client in round 0 from its state and the server's as they are now."""
-    clients = Clients(run.place, [client], 0)
+    clients = Clients(run.workplace, [client], 0)
     return run.driver.work(clients, run.driver.send(run.server, cohort_of(run, client))), clients
 
 
@@ -72,7 +72,7 @@ def test_uploads_are_the_body_trained_against_the_fixed_head(keys: tuple[str, ..
     for number in range(3):
         cohort = run.simulation.cohort(number)
         ends = [
-            Clients(run.place, [c], number).sgd(theta.unsqueeze(0), trained=layout.body).theta
+            Clients(run.workplace, [c], number).sgd(theta.unsqueeze(0), trained=layout.body).theta
             for c in cohort.clients
         ]
         weights = cohort.num_samples / cohort.num_samples.sum()
@@ -177,7 +177,7 @@ def test_a_coefficient_of_one_and_no_transfer_is_alternating_local_training() ->
     for client in range(4):
         own = theta[client : client + 1]
         for number in range(3):
-            clients = Clients(run.place, [client], number)
+            clients = Clients(run.workplace, [client], number)
             own = clients.sgd(own, trained=layout.body).theta
             own = clients.sgd(own, trained=layout.head, epochs=1, purpose="head").theta
         torch.testing.assert_close(run.clients["theta"][client], own[0], rtol=1e-5, atol=1e-6)
@@ -235,8 +235,8 @@ def test_the_coefficient_never_leaves_the_interval() -> None:
 @pytest.mark.usefixtures("double")
 def test_the_coefficients_gradient_is_a_finite_difference() -> None:
     run = Run(OURS, "train.rounds=2", "model.batchnorm=true")
-    method, engine = run.method, run.place.engine
-    x, y = run.place.shard.samples("train", 0)
+    method, engine = run.method, run.workplace.engine
+    x, y = run.workplace.shard.samples("train", 0)
     batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
     up, clients = work(run, 0)
     local, shared = clients["theta"], up.rows["theta"]
@@ -297,7 +297,7 @@ class SlowTwin:
         self.coefficient = [torch.tensor(start) for _ in range(run.num_clients)]
 
     def epochs(self, client: int, round: int, purpose: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = self.run.place.shard.samples("train", client)
+        x, y = self.run.workplace.shard.samples("train", client)
         stream = torch_stream(self.run.config.run.seed, purpose, round, client)
         for _ in range(count):
             order = torch.randperm(len(y), generator=stream)
@@ -425,7 +425,7 @@ def test_running_statistics_are_those_of_the_local_and_the_heads_passes(schedule
     assert "buffers" not in run.server
     layout, purpose = run.method.layout, "batches" if schedule == "interleaved" else "batches1"
     for client in range(4):
-        alone = Clients(run.place, [client], 0)
+        alone = Clients(run.workplace, [client], 0)
         alone.buffers = run.method.initial_buffers([client])
         own = alone.sgd(
             run.method.context.initial_parameters([client]), trained=layout.body, purpose=purpose
@@ -454,7 +454,7 @@ def test_what_arrives_is_the_global_extractor_under_the_own_head_and_what_is_tra
     body = run.method.layout.body
     channel, cohort = Channel(World(), run.method.layers, 4), cohort_of(run, 2)
     down = channel.down(run.driver.send(run.server, cohort), cohort)
-    clients = Clients(run.place, [2], 2)
+    clients = Clients(run.workplace, [2], 2)
     arrived = run.driver.after_download(clients, down)
     assert torch.equal(arrived["theta"][0, body], run.server["theta"][body])
     assert torch.equal(arrived["theta"][0, body.stop :], run.clients["theta"][2, body.stop :])
@@ -473,7 +473,7 @@ def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
     keys = (*UNEQUAL_FEW, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "method.coefficient_lr=1")
     loop = Run(*keys, "run.engine=loop")
     batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    assert batched.place.engine.clients_at_once == 3
+    assert batched.workplace.engine.clients_at_once == 3
     states: tuple[tuple[State, State], ...] = ((batched.server, loop.server), (batched.clients, loop.clients))
     for ours, theirs in states:
         assert set(ours) == set(theirs)

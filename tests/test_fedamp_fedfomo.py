@@ -282,7 +282,7 @@ def test_without_others_models_fedfomo_is_local_on_the_samples_not_held_out(comm
 
 def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> None:
     run = Run(FEDFOMO, *MLP, *UNEQUAL_FEW, "method.models=3", "method.held_out=0.3")
-    shard = run.place.shard
+    shard = run.workplace.shard
     for client in (0, 3):
         held_out, rest = (
             int(shard.offset["train"][client]) + part for part in held_out_and_rest(run, client, 0.3)
@@ -300,7 +300,7 @@ def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> N
             up, clients = work(run, client, number)
             assert (up.rows["weights"] == 0).all()
             assert clients["theta"].isfinite().all()
-            tuned = run.method.finetune(Clients(run.place, [client], number), Message(), 1)
+            tuned = run.method.finetune(Clients(run.workplace, [client], number), Message(), 1)
             assert tuned["theta"].isfinite().all()
             shard.x[held_out], shard.x[rest[:1]] = images[held_out], torch.nan
             assert work(run, client, number)[1]["theta"].isnan().any()
@@ -316,7 +316,7 @@ def test_weights_are_gains_on_held_out_samples_by_distance() -> None:
         previous, buffers = (run.clients[name][client].clone() for name in ("previous", "buffers"))
         own = run.clients["theta"][client].clone()
         up, clients = work(run, client, 2)
-        x, y = run.place.shard.samples("train", client)
+        x, y = run.workplace.shard.samples("train", client)
         samples = held_out_and_rest(run, client)[0]
 
         def judged(theta: Tensor) -> float:
@@ -350,7 +350,7 @@ def test_combining_worked_out() -> None:
 
 def test_however_much_is_held_out_a_sample_is_left_to_train_on() -> None:
     run = Run(FEDFOMO, *MLP, "method.models=1", "method.held_out=0.99", "train.rounds=1")
-    held_out, rest = Clients(run.place, [0], 0).divided("held out", 0.99, fewest=(1, 1))
+    held_out, rest = Clients(run.workplace, [0], 0).divided("held out", 0.99, fewest=(1, 1))
     assert (len(held_out[0]), len(rest[0])) == (27, 1)
 
 
@@ -369,7 +369,7 @@ def test_a_client_needs_samples_to_judge_on_and_to_train_on(model: str, fewest: 
 
 def rest_of(run: Run, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield a client's mini-batches of the samples that are not held out."""
-    x, y = run.place.shard.samples("train", client)
+    x, y = run.workplace.shard.samples("train", client)
     rest = held_out_and_rest(run, client)[1]
     order = rest[torch.randperm(len(rest), generator=torch_stream(0, "batches", round, client))]
     for start, stop in minibatches(len(rest), run.config.train.batch_size):
@@ -392,7 +392,7 @@ def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
         )
         fewer += count < run.method.num_models
         for client in cohort:
-            x, y = run.place.shard.samples("train", client)
+            x, y = run.workplace.shard.samples("train", client)
             samples = held_out_and_rest(run, client)[0]
             ids = run.method.chosen(affinity[client], is_known, client, number)[:count].tolist()
             before = previous[client]

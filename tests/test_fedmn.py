@@ -110,7 +110,7 @@ def uploads(
     cohort = Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
     channel = Channel(World(), method.layers, run.num_clients)
     down = channel.down(Driver(method).send(run.server, cohort), cohort)
-    groups = [Clients(run.place, [client], round) for client in clients]
+    groups = [Clients(run.workplace, [client], round) for client in clients]
     parts = [slice(position, position + 1) for position in range(len(groups))]
     asked = [Driver(method).ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)]
     requests = {"paths": torch.cat([message.rows["paths"] for message in asked])}
@@ -138,7 +138,7 @@ def fedavg_by_hand(run: Run, model: nn.Module, rounds: int) -> nn.Module:
             optimiser = torch.optim.SGD(
                 local.parameters(), train.lr, momentum=train.momentum, weight_decay=train.weight_decay
             )
-            for batch in Clients(run.place, [client], round).batches():
+            for batch in Clients(run.workplace, [client], round).batches():
                 optimiser.zero_grad()
                 cross_entropy(local(batch.x[0]), batch.y[0]).backward()
                 optimiser.step()
@@ -273,7 +273,7 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
     trained = uploads(run, [client], round=round)[client]
 
     network = network_with(run.method, run.server["theta"])
-    (batch,) = Clients(run.place, [client], round).batches()
+    (batch,) = Clients(run.workplace, [client], round).batches()
     x, y = batch.x[0], batch.y[0]
     logits = network.get_submodule("router")(x, y).mean(dim=0)
     uniform = torch.rand(10, generator=torch_stream(0, "routing", round, client))
@@ -315,10 +315,10 @@ PLANTED = (
 def probabilities(*keys: str) -> Tensor:
     """Return how likely the planted clients open each path after the last round, [4, 10]."""
     run = Run(*PLANTED, *keys)
-    network = network_with(run.method, run.server["theta"])
+    network, shard = network_with(run.method, run.server["theta"]), run.workplace.shard
     with torch.no_grad():
         rows = [
-            network.get_submodule("router")(*run.place.shard.samples("train", client)).mean(dim=0).sigmoid()
+            network.get_submodule("router")(*shard.samples("train", client)).mean(dim=0).sigmoid()
             for client in range(4)
         ]
     return torch.stack(rows)
@@ -375,7 +375,7 @@ def chain_by_hand(run: Run, theta: Tensor, decisions: Tensor) -> tuple[Tensor, l
     for client, decision in enumerate(decisions):
         network = network_with(method, theta)
         active = active_names(method, decision.int().tolist())
-        for batch in Clients(run.place, [client], 0).batches():
+        for batch in Clients(run.workplace, [client], 0).batches():
             loss = cross_entropy(paths_by_hand(network, batch.x[0], list(decision))[0], batch.y[0])
             gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
             for parameter, gradient in zip(network.parameters(), gradients, strict=True):
@@ -449,7 +449,7 @@ def test_a_decision_is_a_function_of_seed_round_and_client() -> None:
         network = network_with(run.method, starts[round]["theta"])
         for client, row in zip(clients, bits, strict=True):
             with torch.no_grad():
-                logits = network.get_submodule("router")(*run.place.shard.samples("train", client)).mean(
+                logits = network.get_submodule("router")(*run.workplace.shard.samples("train", client)).mean(
                     dim=0
                 )
             stream = torch_stream(0, "routing", round, client)
@@ -463,17 +463,17 @@ def test_a_decision_is_a_function_of_seed_round_and_client() -> None:
 def test_test_labels_are_never_used_for_routing() -> None:
     run = Run(*NARROW, "train.rounds=1")
     before = run.evaluated()["decision"]
-    shard, channel = run.place.shard, Channel(World(), run.method.layers, run.num_clients)
+    shard, channel = run.workplace.shard, Channel(World(), run.method.layers, run.num_clients)
     cohort = run.simulation.cohort(0)
     down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
-    logits = run.method.logits(Clients(run.place, [0], 1), down)
+    logits = run.method.logits(Clients(run.workplace, [0], 1), down)
     first_test = int(shard.offset["test"][0])
     shard.y[first_test:] = (shard.y[first_test:] + 1) % 10
     shard.x[first_test:] = 0
     assert torch.equal(run.evaluated()["decision"], before)
-    assert torch.equal(run.method.logits(Clients(run.place, [0], 1), down), logits)
+    assert torch.equal(run.method.logits(Clients(run.workplace, [0], 1), down), logits)
     shard.y[:first_test] = (shard.y[:first_test] + 1) % 10
-    assert not torch.equal(run.method.logits(Clients(run.place, [0], 1), down), logits)
+    assert not torch.equal(run.method.logits(Clients(run.workplace, [0], 1), down), logits)
 
 
 def test_the_evaluated_decision_is_that_of_the_mean() -> None:
@@ -481,7 +481,8 @@ def test_the_evaluated_decision_is_that_of_the_mean() -> None:
     network = network_with(run.method, run.server["theta"])
     for client, decision in enumerate(run.evaluated()["decision"]):
         with torch.no_grad():
-            logits = network.get_submodule("router")(*run.place.shard.samples("train", client)).mean(dim=0)
+            samples = run.workplace.shard.samples("train", client)
+            logits = network.get_submodule("router")(*samples).mean(dim=0)
         assert torch.equal(decision, network.opened((logits > 0).float(), logits))
 
 
@@ -493,7 +494,7 @@ def test_models_after_training_are_the_local_ones_with_the_decision_of_the_round
     for client, model in run.method.local.items():
         assert torch.equal(model["theta"][0], trained[client])
         assert model["decision"][0].int().tolist() == open_paths(asked[client], 10)
-        group = Clients(run.place, [client], 1)
+        group = Clients(run.workplace, [client], 1)
         x, _ = group.samples("test", 0)
         by_hand, _ = paths_by_hand(
             network_with(run.method, trained[client]), x, model["decision"][0].tolist()
@@ -589,7 +590,7 @@ def test_evaluations_score_the_classifier_while_it_is_trained(tmp_path: Path) ->
     networks = [network_with(run.method, state["theta"]) for state in run.method.after]
     decisions = run.evaluated()["decision"]
     for client in range(4):
-        x, y = run.place.shard.samples("test", client)
+        x, y = run.workplace.shard.samples("test", client)
         with torch.no_grad():
             of_classifier = cross_entropy(networks[0](x), y).item()
             of_blocks = cross_entropy(networks[1](x, decisions[client]), y).item()
@@ -619,7 +620,7 @@ def test_all_encoders_go_on_from_the_pretrained_body(pretrained: Run) -> None:
 
 def test_encoders_differ_after_pretraining(pretrained: Run) -> None:
     network = network_with(pretrained.method, pretrained.method.after[1]["theta"])
-    x, _ = pretrained.place.shard.samples("train", 0)
+    x, _ = pretrained.workplace.shard.samples("train", 0)
     first, second = (network.get_submodule(f"encoder{n}")(x) for n in (1, 2))
     # units of either that the other does not have: the layer of 12 is of nearly full rank
     assert torch.linalg.matrix_rank(torch.cat([first, second], dim=1), rtol=1e-6) > 6

@@ -391,7 +391,7 @@ def adaptively_aggregated(run: Run) -> State:
     for client in range(N):
         shared, ours = run.server["theta"], run.clients["theta"][client]
         apart, weights = (shared - ours)[HEAD], run.clients["weights"][client].clone()
-        x, y = run.place.shard.samples("train", client)
+        x, y = run.workplace.shard.samples("train", client)
         stream = torch_stream(3, "adaptive aggregation", ROUNDS, client)
         chosen = torch.randperm(len(y), generator=stream)[: max(1, int(0.8 * len(y) + 0.5))]
         for number in range({1: 3, 2: 1}[int(run.clients["stage"][client])]):
@@ -411,7 +411,7 @@ def of_least_loss(run: Run) -> State:
     """Choose among the newest models by the loss on all training data."""
     chosen = []
     for client in range(N):
-        x, y = run.place.shard.samples("train", client)
+        x, y = run.workplace.shard.samples("train", client)
         models = zip(run.server["theta"], run.server["buffers"], strict=True)
         losses = [cross_entropy(network_with(run, *model).eval()(x), y) for model in models]
         chosen.append(int(torch.stack(losses).argmin()))
@@ -439,7 +439,7 @@ def with_generated_head(run: Run) -> State:
     theta = run.server["theta"].repeat(N, 1)
     psi = run.server["hypernetwork"].split([HIDDEN * K, HIDDEN, P_HEAD * HIDDEN, P_HEAD])
     for client, model in enumerate(theta):
-        _, y = run.place.shard.samples("train", client)
+        _, y = run.workplace.shard.samples("train", client)
         shares = y.bincount(minlength=K) / len(y)
         hidden = linear(shares, psi[0].view(HIDDEN, K), psi[1]).relu()
         model[HEAD] += linear(hidden, psi[2].view(P_HEAD, HIDDEN), psi[3])
@@ -498,7 +498,7 @@ def with_decision(run: Run) -> State:
     decisions = []
     for client in range(N):
         with torch.no_grad():
-            logits = network.router(*run.place.shard.samples("train", client)).mean(dim=0)
+            logits = network.router(*run.workplace.shard.samples("train", client)).mean(dim=0)
         decisions.append(network.opened((logits > 0).to(logits.dtype), logits))
     return the_same_for_all(run) | {"decision": torch.stack(decisions)}
 
@@ -565,7 +565,7 @@ def evaluated_together(run: Run) -> State:
     down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
     models = []
     for start, stop in ((0, 3), (3, 6), (6, 7)):
-        group = Clients(run.place, range(start, stop), ROUNDS)
+        group = Clients(run.workplace, range(start, stop), ROUNDS)
         models.append(run.driver.evaluated(group, down.select(slice(start, stop))))
     return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
@@ -576,7 +576,7 @@ def test_engines_agree(
     finished: Callable[[str, str], Run], case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, batched = finished(case, "loop"), finished(case, "batched")
-    assert batched.place.engine.clients_at_once == 3
+    assert batched.workplace.engine.clients_at_once == 3
     torch.testing.assert_close(batched.server, loop.server, rtol=1e-7, atol=1e-9)
     torch.testing.assert_close(batched.clients, loop.clients, rtol=1e-7, atol=1e-9)
     for epochs in (0, 1):
@@ -600,7 +600,7 @@ def loss_on_training_data(run: Run, clients: Clients, model: Message) -> float:
 def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
     """Models of both moments are there, the scored ones where that is their moment, and change nothing."""
     run = finished(case, "loop")
-    method, state = run.method, run.place.state
+    method, state = run.method, run.workplace.state
     cohort = Cohort(ROUNDS, tuple(range(N)), method.context.num_samples)
     channel = Channel(World(), method.layers, N)
     kept = copy.deepcopy((run.server, state))
@@ -610,17 +610,17 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
         to_score = channel.down(Driver(method).send(run.server, cohort, for_evaluation=True), cohort).select(
             part
         )
-        clients = Clients(run.place, [client], ROUNDS)
+        clients = Clients(run.workplace, [client], ROUNDS)
         received = Driver(method).after_download(clients, to_score)
         assert bool(received) == (case != "local")
         if received:
             before.append(loss_on_training_data(run, clients, received))
         if method.scored_moment == "download" and not run.config.train.finetune_epochs:
-            scored = Driver(method).evaluated(Clients(run.place, [client], ROUNDS), to_score)
+            scored = Driver(method).evaluated(Clients(run.workplace, [client], ROUNDS), to_score)
             assert_same_model(received, scored)
         torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
 
-        clients = Clients(run.place, [client], ROUNDS)
+        clients = Clients(run.workplace, [client], ROUNDS)
         down = channel.down(Driver(method).send(run.server, cohort), cohort).select(part)
         if method.negotiates(ROUNDS):
             asked = Driver(method).ask(clients, down)
@@ -639,7 +639,7 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
         if method.scored_moment == "training":
             clients.commit()
             assert_same_model(
-                trained, Driver(method).evaluated(Clients(run.place, [client], ROUNDS), to_score)
+                trained, Driver(method).evaluated(Clients(run.workplace, [client], ROUNDS), to_score)
             )
             for name, rows in kept[1].items():
                 state[name].copy_(rows)

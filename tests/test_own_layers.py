@@ -76,7 +76,7 @@ def work(run: Run, client: int) -> tuple[Message, Message]:
     cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
     channel = Channel(World(), run.method.layers, run.num_clients)
     down = channel.down(run.driver.send(run.server, cohort), cohort)
-    return down, run.driver.work(Clients(run.place, [client], 0), down)
+    return down, run.driver.work(Clients(run.workplace, [client], 0), down)
 
 
 # All of them
@@ -363,7 +363,7 @@ def test_fedbabu_tunes_what_it_is_told_to_on_a_copy(finetune: str, part: str) ->
 
 def counts_of(run: Run, client: int) -> Tensor:
     """Return a client's training samples by class, [K]."""
-    labels = run.place.shard.samples("train", client)[1].tolist()
+    labels = run.workplace.shard.samples("train", client)[1].tolist()
     return torch.tensor([float(labels.count(number)) for number in range(10)])
 
 
@@ -461,8 +461,8 @@ def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
         assert run.clients == {}
     evaluated = run.evaluated()
     for client in range(4):
-        x, _ = run.place.shard.samples("test", client)
-        ours = run.method.predict(Clients(run.place, list(range(4)), ROUNDS), evaluated, client, x)
+        x, _ = run.workplace.shard.samples("test", client)
+        ours = run.method.predict(Clients(run.workplace, list(range(4)), ROUNDS), evaluated, client, x)
         torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
 
 
@@ -490,12 +490,12 @@ def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite(
 
 def test_a_client_with_one_class_returns_fedrods_generic_model_as_it_came() -> None:
     run = Run("method.name=fedrod", "train.rounds=1")
-    _, y = run.place.shard.samples("train", 2)
+    _, y = run.workplace.shard.samples("train", 2)
     y.fill_(3)
     down, up = work(run, 2)
     assert torch.equal(up["theta"], down["theta"])
     # its personal head learns all the same
-    clients = Clients(run.place, [2], 0)
+    clients = Clients(run.workplace, [2], 0)
     before = clients["head"].clone()
     run.method.train(clients, down)
     assert (clients["head"] != before).any()

@@ -164,7 +164,7 @@ def test_ditto_pulls_towards_the_received_model() -> None:
     run = Run(DITTO, *MLP, "train.batch_size=64", "train.rounds=2", "method.pull=3")
     w, v, lr = run.server["theta"], run.clients["theta"][1], 0.05
     _, clients = work(run, 1)
-    x, y = run.place.shard.samples("train", 1)
+    x, y = run.workplace.shard.samples("train", 1)
     assert (v - w).abs().max() > 1e-3
     # a pull towards the client's newly trained model would add 3 lr^2 g(w)
     assert_close(clients["theta"][0], v - lr * (gradient(run, v, x, y) + 3 * (v - w)))
@@ -217,7 +217,7 @@ def test_one_step_of_apfl_moves_alpha_by_a_finite_difference() -> None:
     for client in range(4):
         v, alpha = run.clients["own"][client].clone(), float(run.clients["alpha"][client])
         _, clients = work(run, client)
-        x, y = run.place.shard.samples("train", client)
+        x, y = run.workplace.shard.samples("train", client)
         shared = run.server["theta"] - 0.3 * gradient(run, run.server["theta"], x, y)
         ends = [a * v + (1 - a) * shared for a in (alpha + 1e-5, alpha - 1e-5)]
         above, below = (float(loss(run, end, x, y)) for end in ends)
@@ -233,7 +233,7 @@ def test_apfl_with_alpha_zero_evaluates_the_clients_copy_of_fedavgs_model() -> N
     before = Run("method.name=fedavg", *MLP, *SOME, "train.rounds=2").server["theta"]
     evaluated = run.evaluated()["theta"]
     for client in run.simulation.cohort(2).clients:
-        trained = Clients(run.place, [client], 2).sgd(before.unsqueeze(0)).theta
+        trained = Clients(run.workplace, [client], 2).sgd(before.unsqueeze(0)).theta
         assert torch.equal(evaluated[client], trained[0])
     # alpha is a factor of v's gradient
     assert torch.equal(run.clients["own"], run.method.context.initial_parameters(range(4)))
@@ -245,7 +245,7 @@ def test_alpha_never_leaves_the_interval(alpha_moves: str) -> None:
     keys = ("train.rounds=2", "train.batch_size=100")
     run = Run(APFL, "method.alpha_lr=1e5", f"method.alpha_moves={alpha_moves}", *keys)
     assert run.clients["alpha"].min() == 0
-    run.place.state["alpha"].fill_(0.5)
+    run.workplace.state["alpha"].fill_(0.5)
     # next to a ruined global model the client's own is worth everything
     run.server["theta"] += random(DIGITS_CNN)
     assert float(work(run, 0)[1]["alpha"]) == 1
@@ -474,7 +474,7 @@ def test_a_download_brings_what_the_next_training_starts_from(case: str) -> None
     channel = Channel(World(), run.method.layers, 4)
     down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
     for client in range(4):
-        clients = Clients(run.place, [client], 3)
+        clients = Clients(run.workplace, [client], 3)
         model = run.driver.after_download(clients, down.select(slice(client, client + 1)))
         assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
         if case == "fedfomo":

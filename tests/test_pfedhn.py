@@ -188,13 +188,13 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
 
     def loss(server: State) -> float:
         theta = Driver(method).send(server, cohort_of(run, [2]))["theta"][0]
-        x, y = run.place.shard.samples("train", 2)
+        x, y = run.workplace.shard.samples("train", 2)
         return float(cross_entropy(functional_call(method.context.network, method.layout.views(theta), x), y))
 
     server = Driver(method).initial_server()
     cohort = cohort_of(run, [2])
     down = Channel(World(), method.layers, 4).down(Driver(method).send(server, cohort), cohort)
-    delta = Driver(method).work(Clients(run.place, [2], 0), down).rows["theta"]
+    delta = Driver(method).work(Clients(run.workplace, [2], 0), down).rows["theta"]
     before = loss(server)
     for _ in range(3):
         answer(run, server, [2], delta)
@@ -208,9 +208,9 @@ def test_clients_send_what_they_started_from_less_what_they_came_to() -> None:
     run = Run(OURS, *SMALL_ONE, "train.rounds=1", *UNEQUAL_FEW)
     server = run.driver.initial_server()
     for client in range(4):
-        clients = Clients(run.place, [client], 0)
+        clients = Clients(run.workplace, [client], 0)
         down = run.driver.send(server, cohort_of(run, [client]))
-        trained = Clients(run.place, [client], 0).sgd(down["theta"]).theta
+        trained = Clients(run.workplace, [client], 0).sgd(down["theta"]).theta
         assert torch.equal(run.driver.work(clients, down).rows["theta"], down["theta"] - trained)
 
 
@@ -358,9 +358,9 @@ def test_a_private_head_stays_with_its_client_and_never_travels() -> None:
     cohort, channel = cohort_of(run, [1, 2], 2), Channel(World(), method.layers, 4)
     down = channel.down(Driver(method).send(run.server, cohort), cohort)
     assert down["theta"][:, layout.head].count_nonzero() == 0
-    alone = Clients(run.place, [1], 2)
+    alone = Clients(run.workplace, [1], 2)
     start = torch.cat([down["theta"][:1, layout.body], run.clients["head"][1:2]], dim=1)
-    trained = Clients(run.place, [1], 2).sgd(start).theta
+    trained = Clients(run.workplace, [1], 2).sgd(start).theta
     up = Driver(method).work(alone, down.select(slice(0, 1)))
     received = channel.up(up, cohort_of(run, [1], 2)).collect()["theta"]
     assert torch.equal(received[:, layout.body], (start - trained)[:, layout.body])

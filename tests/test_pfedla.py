@@ -61,9 +61,9 @@ def traffic(run: Run, clients: Sequence[int]) -> Traffic:
 
 def loss_and_gradient(run: Run, client: int, theta: Tensor) -> tuple[float, Tensor]:
     """Return a client's loss over its training split as one batch, and the gradient [P]."""
-    x, y = run.place.shard.samples("train", client)
+    x, y = run.workplace.shard.samples("train", client)
     batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
-    gradients, loss = run.place.engine.gradient(
+    gradients, loss = run.workplace.engine.gradient(
         cross_entropy_loss, {"theta": theta.unsqueeze(0)}, torch.empty(1, 0), batch
     )
     return float(loss), gradients["theta"][0].clone()
@@ -333,7 +333,7 @@ class SlowTwin:
 
     def train_client(self, client: int, round: int) -> None:
         network = self.networks[client]
-        x, y = self.run.place.shard.samples("train", client)
+        x, y = self.run.workplace.shard.samples("train", client)
         optimiser = torch.optim.SGD(network.parameters(), lr=self.train.lr)
         stream = torch_stream(self.run.config.run.seed, "batches", round, client)
         for _ in range(self.train.local_epochs):
@@ -486,7 +486,7 @@ def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:
     sent = Driver(method).send(Driver(method).initial_server(), cohort_of(method, range(4)))
     trained = []
     for client in range(4):
-        alone = Clients(run.place, [client], 0)
+        alone = Clients(run.workplace, [client], 0)
         trained.append(Driver(method).work(alone, sent.select(slice(client, client + 1))).rows["buffers"][0])
     expected = (torch.stack(trained) * samples.unsqueeze(1)).sum(dim=0) / samples.sum()
     torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)

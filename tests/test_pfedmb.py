@@ -38,7 +38,7 @@ DIGITS_CNN, LAYERS, BATCHNORM = 13_706, 4, 96
 def work(run: Run, client: int, server: State | None = None) -> tuple[Message, Clients]:
     """Train one client in round 0 from a server's state, by default as it is now."""
     cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
-    clients = Clients(run.place, [client], 0)
+    clients = Clients(run.workplace, [client], 0)
     channel = Channel(World(), run.method.layers, run.num_clients)
     down = channel.down(run.driver.send(server or run.server, cohort), cohort)
     return run.driver.work(clients, down), clients
@@ -133,7 +133,7 @@ def test_mixed_weights_are_mixed_outputs_and_so_are_their_gradients(constraint: 
     kept = random(1, rows, 3)
     kept = (kept.softmax(dim=-1) if constraint == "simplex" else kept).requires_grad_()
     branches = run.server["branches"].unsqueeze(0).clone().requires_grad_()
-    x, y = run.place.shard.samples("train", 0)
+    x, y = run.workplace.shard.samples("train", 0)
     logits = mixed_outputs(run, method.alpha(kept)[0], branches[0], x)
     expected = torch.autograd.grad(cross_entropy(logits, y), [kept, branches])
 
@@ -142,7 +142,8 @@ def test_mixed_weights_are_mixed_outputs_and_so_are_their_gradients(constraint: 
     by_weights = functional_call(method.context.network, method.layout.views(mixed[0]), x)
     torch.testing.assert_close(by_weights, logits.detach(), rtol=0, atol=1e-12)
     batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
-    of_mixed = run.place.engine.gradient(cross_entropy_loss, {"theta": mixed}, torch.empty(1, 0), batch)[0]
+    engine = run.workplace.engine
+    of_mixed = engine.gradient(cross_entropy_loss, {"theta": mixed}, torch.empty(1, 0), batch)[0]
     slope = method.alpha_gradient(of_mixed["theta"], fixed)
     ours = torch.autograd.grad(alpha, kept, slope)[0], method.spread(alpha.detach(), of_mixed["theta"])
     for gradient, by_autograd in zip(ours, expected, strict=True):
@@ -200,7 +201,7 @@ class SlowTwin:
         momentum = 0.0 if of_alpha else self.train.momentum
         decays = 0.0 if of_alpha else self.train.weight_decay
         optimiser = torch.optim.SGD([leaf], lr=lr, momentum=momentum, weight_decay=decays)
-        x, y = self.run.place.shard.samples("train", client)
+        x, y = self.run.workplace.shard.samples("train", client)
         stream = torch_stream(self.run.config.run.seed, purpose, round, client)
         for _ in range(self.train.local_epochs):
             order = torch.randperm(len(y), generator=stream)
@@ -266,7 +267,7 @@ def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
     keys = (*UNEQUAL_FEW, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "train.finetune_epochs=1")
     loop = Run(*keys, "run.engine=loop")
     batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    assert batched.place.engine.clients_at_once == 3
+    assert batched.workplace.engine.clients_at_once == 3
     for ours, theirs in (
         (batched.server, loop.server),
         (batched.clients, loop.clients),
@@ -321,7 +322,7 @@ def test_the_mean_takes_alpha_from_after_its_step() -> None:
     start = run.driver.initial_server()
     uploads = []
     for client in range(4):
-        run.place.state["logits"].zero_()
+        run.workplace.state["logits"].zero_()
         up, clients = work(run, client, start)
         assert torch.equal(up.rows["alpha"], run.method.alpha(clients["logits"]))
         assert (up.rows["alpha"] - 0.2).abs().max() > 0.01
@@ -400,10 +401,10 @@ def test_the_uniform_mixture_starts_as_an_ordinary_network(num_branches: int, ba
             # a layer's bias has 10 to 64 numbers, its weight 144 at least
             tolerance = 0.15 if slot.name.endswith("weight") else 0.5
             assert float(mixture[part].std() / ordinary[part].std()) == pytest.approx(1, abs=tolerance)
-    x = run.place.shard.samples("train", 0)[0]
+    x = run.workplace.shard.samples("train", 0)[0]
     buffers = run.method.initial_buffers()
     scales = [
-        float(run.place.evaluator.outputs(theta, buffers, lambda network, x: network(x), x).std())
+        float(run.workplace.evaluator.outputs(theta, buffers, lambda network, x: network(x), x).std())
         for theta in (mixture, ordinary)
     ]
     assert 0.5 < scales[0] / scales[1] < 2
@@ -501,7 +502,7 @@ def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
     run = Run(OURS, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
     mask, start = run.method.layout.is_batchnorm(), run.driver.initial_server()
     samples = run.method.context.num_samples
-    run.place.state["logits"].zero_()
+    run.workplace.state["logits"].zero_()
     uploads = [work(run, client, start)[0].rows for client in range(4)]
     weights = (samples / samples.sum()).unsqueeze(1)
     own = torch.cat([rows[FIRST] for rows in uploads])[:, mask]
@@ -533,7 +534,7 @@ def test_the_weights_step_leaves_running_statistics_alone() -> None:
 def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -> None:
     run = Run(OURS, "train.rounds=1", "method.branches=3")
     cohort = Cohort(0, (1,), run.method.context.num_samples[[1]])
-    clients = Clients(run.place, [1], 1)
+    clients = Clients(run.workplace, [1], 1)
     down = Channel(World(), run.method.layers, run.num_clients).down(
         run.driver.send(run.server, cohort), cohort
     )
@@ -546,7 +547,7 @@ def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -
     )
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
     # the weights' phase is plain SGD on the mixture
-    alone = Clients(run.place, [1], 1)
+    alone = Clients(run.workplace, [1], 1)
     start = run.method.personalised(clients, down)["theta"]
     torch.testing.assert_close(trained, alone.sgd(start).theta, rtol=0, atol=1e-9)
 

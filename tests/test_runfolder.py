@@ -306,6 +306,7 @@ def test_warnings_are_told_once_also_under_quiet(capsys: pytest.CaptureFixture[s
     assert "warning: model.name=digits_cnn" in (tmp_path / "run" / "log.txt").read_text()
 
 
+@pytest.mark.filterwarnings("always:this run began with")
 def test_another_torch_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [*TINY, "--quiet", "--out", str(tmp_path / "run")]
     assert main([*words, "train.rounds=1"]) == FINISHED

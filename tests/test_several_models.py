@@ -46,7 +46,7 @@ def logits(run: Run, theta: Tensor, statistics: Tensor, x: Tensor, training: boo
 
 def sample_losses(run: Run, client: int, theta: Tensor, statistics: Tensor) -> Tensor:
     """Return the losses [n] of a client's training samples, in evaluation mode."""
-    x, y = run.place.shard.samples("train", client)
+    x, y = run.workplace.shard.samples("train", client)
     return cross_entropy(logits(run, theta, statistics, x), y, reduction="none")
 
 
@@ -56,7 +56,7 @@ def sent_to(run: Run, clients: Sequence[int], round: int) -> tuple[Clients, Mess
     down = Channel(World(), run.method.layers, run.num_clients).down(
         run.driver.send(run.server, cohort), cohort
     )
-    return Clients(run.place, clients, round), down
+    return Clients(run.workplace, clients, round), down
 
 
 def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) -> None:
@@ -203,7 +203,7 @@ def test_ifca_finds_two_planted_groups(two_groups: tuple[str, ...]) -> None:
 
 def test_ifca_chooses_by_the_loss_on_training_data(two_groups: tuple[str, ...]) -> None:
     run = Run(*two_groups, IFCA, "train.rounds=4")
-    everyone, shard = range(6), run.place.shard
+    everyone, shard = range(6), run.workplace.shard
 
     def chosen() -> list[int]:
         trained = [run.driver.work(*sent_to(run, [client], 4)).rows["cluster"] for client in everyone]
@@ -245,7 +245,7 @@ def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
         choices |= set(chosen)
         models, moved = [], []
         for client, cluster in zip(cohort.clients, chosen, strict=True):
-            alone = Clients(run.place, [client], number)
+            alone = Clients(run.workplace, [client], number)
             alone.buffers = statistics[cluster : cluster + 1].clone()
             models.append(alone.sgd(theta[cluster : cluster + 1]).theta[0])
             moved.append(alone.buffers[0])
@@ -609,7 +609,7 @@ class SlowTwin:
 
     def trained(self, client: int, round: int, number: int, share: Tensor) -> tuple[Tensor, Tensor]:
         """Return one component and its statistics after local training, weighed by share [n]."""
-        x, y = self.run.place.shard.samples("train", client)
+        x, y = self.run.workplace.shard.samples("train", client)
         theta, statistics = self.theta[number].clone().requires_grad_(), self.statistics[number].clone()
         lr = self.train.lr * self.train.lr_decay**round
         optimiser = torch.optim.SGD(
@@ -680,7 +680,7 @@ def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
     clients, down = sent_to(run, [1], 0)
     clients["weights"] = torch.full((1, 2), 0.5)
     run.driver.work(clients, down)
-    is_first = run.place.shard.samples("train", 1)[1] == 0
+    is_first = run.workplace.shard.samples("train", 1)[1] == 0
     # shares 5/14 and 9/14 of log 2 and log 10/9 for class 0, 5/6 and 1/6 of log 18 and log 90 for the others
     of_first = (5 * math.log(2) + 9 * math.log(10 / 9)) / 14
     of_others = (5 * math.log(18) + math.log(90)) / 6
@@ -711,7 +711,7 @@ def test_a_step_of_fedem_is_that_of_everybody_divided_by_the_components() -> Non
 def test_weights_of_components_worked_out() -> None:
     run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", kind=ByNumbers)
     run.server = run.driver.initial_server()
-    _, y = run.place.shard.samples("train", 1)
+    _, y = run.workplace.shard.samples("train", 1)
     # 0.75 * 0.5 to 0.25 * 0.9 for class 0, 0.75 * 0.5 / 9 to 0.25 * 0.1 / 9 for the others
     zero, other = torch.tensor([0.375, 0.225]) / 0.6, torch.tensor([0.375, 0.025]) / 0.4
     expected = torch.where((y == 0).unsqueeze(1), zero, other)
@@ -729,7 +729,7 @@ def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
     weights = run.clients["weights"][3].copy_(torch.tensor([0.6, 0.3, 0.1]))
     clients, down = sent_to(run, [3], 1)
     model = run.driver.evaluated(clients, down)
-    x, _ = run.place.shard.samples("test", 3)
+    x, _ = run.workplace.shard.samples("test", 3)
     outputs = torch.stack(
         [logits(run, run.server["theta"][m], run.server[BUFFERS][m], x) for m in range(3)]
     ).detach()

@@ -126,7 +126,7 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
     place = make_place(make_network(), SIZES, train, clients_at_once=5 if batched else None)
     seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
     for batch in Clients(place, range(5), round=2).batches("batches", epochs=2):
-        rows = range(5) if isinstance(batch.rows, slice) else batch.rows.tolist()
+        rows = range(5) if isinstance(batch.members, slice) else batch.members.tolist()
         for position, client in enumerate(rows):
             x, y = place.shard.samples("train", client)
             assert torch.equal(batch.x[position], x[batch.index[position]])
@@ -148,7 +148,7 @@ def test_a_clients_order_depends_on_round_and_purpose_but_not_on_its_group() -> 
         clients = Clients(place, ids, round)
         found = []
         for batch in clients.batches(purpose, epochs=1):
-            rows = list(range(len(ids))) if isinstance(batch.rows, slice) else batch.rows.tolist()
+            rows = list(range(len(ids))) if isinstance(batch.members, slice) else batch.members.tolist()
             if ids.index(0) in rows:
                 found.append(batch.index[rows.index(ids.index(0))])
         return torch.cat(found)
@@ -161,7 +161,7 @@ def test_a_clients_order_depends_on_round_and_purpose_but_not_on_its_group() -> 
 
 def rows_of(batch: Batch) -> list[int]:
     """Return which of five clients a batch is for."""
-    return list(range(5)) if isinstance(batch.rows, slice) else batch.rows.tolist()
+    return list(range(5)) if isinstance(batch.members, slice) else batch.members.tolist()
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -307,7 +307,7 @@ def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
     batches = list(clients.batches(epochs=1))
     with clients.buffers_aside():
         for batch in batches:
-            clients.plain_gradient(theta[ids][batch.rows], batch)
+            clients.plain_gradient(theta[ids][batch.members], batch)
         assert not torch.equal(clients.buffers, buffers[ids])
     assert torch.equal(clients.buffers, buffers[ids])
     clients.plain_gradient(theta[ids], batches[0])
@@ -372,10 +372,10 @@ def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None
         clients.buffers = buffers[ids].clone()
         tensors = {"theta": start[ids].clone(), "scale": torch.linspace(0.5, 1.5, 5).double()[ids]}
         for batch in clients.batches(epochs=2):
-            chosen = {name: tensor[batch.rows] for name, tensor in tensors.items()}
+            chosen = {name: tensor[batch.members] for name, tensor in tensors.items()}
             gradients, _ = clients.gradient(general_loss, chosen, batch)
             for name, gradient in gradients.items():
-                tensors[name][batch.rows] -= 0.1 * gradient
+                tensors[name][batch.members] -= 0.1 * gradient
         return tensors["theta"], tensors["scale"], clients.buffers
 
     loop = make_place(network, SIZES, settings())

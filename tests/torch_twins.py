@@ -33,7 +33,7 @@ def batches_of(
     run: Run, client: int, round: int, purpose: str = "batches", epochs: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield one client's mini-batches (x, y) of a training pass."""
-    x, y = run.place.shard.samples("train", client)
+    x, y = run.workplace.shard.samples("train", client)
     stream = torch_stream(run.config.run.seed, purpose, round, client)
     for _ in range(run.config.train.local_epochs if epochs is None else epochs):
         order = torch.randperm(len(y), generator=stream)

@@ -40,16 +40,14 @@ def run(
         folder = RunFolder(path, config) if world.is_server else None
         agreed(world, lambda: folder.check(options.fresh) if folder else None)
         experiment = agreed(world, lambda: build(config, world))
-        place = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
-        places = [entry.decode() for entry in world.gather_bytes(place.encode()) or []]
+        here = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
+        ranks = [entry.decode() for entry in world.gather_bytes(here.encode()) or []]
         layout = experiment.method.layout
-        agreed(
-            world, lambda: folder.open(options.fresh, layout, places, at_exit, command) if folder else None
-        )
+        agreed(world, lambda: folder.open(options.fresh, layout, ranks, at_exit, command) if folder else None)
         progress = Progress(folder.log if folder else None, options.quiet)
         at_exit.callback(progress.close)
         warnings.showwarning = lambda message, *_args, **_kwargs: progress.warn(str(message))
-        for text in [*noted, *(folder.warnings if folder else ())]:
+        for text in noted:
             progress.warn(text)
         for text in folder.notes if folder else ():
             (folder.log if folder and is_cell else progress.say)(text)

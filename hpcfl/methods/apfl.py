@@ -61,17 +61,17 @@ class APFL(OwnBesideGlobal):
         moves = torch.ones(len(clients), dtype=torch.bool, device=clients.device)
         alpha_lr = clients.lr if self.params.alpha_lr is None else self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches():
-            rows = batch.rows
+            members = batch.members
             with clients.buffers_aside():
-                gradient, _ = clients.plain_gradient(shared.theta[rows], batch)
-            shared.step(rows, gradient)
-            share, models = alpha[rows], (own.theta[rows], shared.theta[rows])
+                gradient, _ = clients.plain_gradient(shared.theta[members], batch)
+            shared.step(members, gradient)
+            share, models = alpha[members], (own.theta[members], shared.theta[members])
             gradient, losses = clients.plain_gradient(self.mix(share, *models), batch)
             slope = ((models[0] - models[1]) * gradient).sum(dim=1)
-            own.step(rows, share.unsqueeze(1) * gradient)
+            own.step(members, share.unsqueeze(1) * gradient)
             moved = (share - alpha_lr * slope).clamp(0.0, 1.0)
-            alpha[rows] = torch.where(moves[rows], moved, share)
-            moves[rows] = self.params.alpha_moves == "step"
+            alpha[members] = torch.where(moves[members], moved, share)
+            moves[members] = self.params.alpha_moves == "step"
             clients.record(batch, losses)
         clients["own"], clients["alpha"] = own.theta, alpha
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)

@@ -313,4 +313,4 @@ def buffers_of_models(clients: Clients, count: int) -> Tensor:
 
 def pull_towards(anchor: Tensor, strength: float) -> Callable[[Tensor, slice | Tensor], Tensor]:
     """Return the gradient of strength / 2 ||theta - anchor||^2, anchor [C, P], for `Clients.sgd`."""
-    return lambda theta, rows: strength * (theta - anchor[rows])
+    return lambda theta, members: strength * (theta - anchor[members])

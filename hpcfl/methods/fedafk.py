@@ -114,26 +114,26 @@ class FedAFK(Method):
         coefficient = clients["coefficient"].clone()
 
         def update_shared(batch: Batch) -> Tensor:
-            gradients, losses = clients.gradient(self._aside, {"theta": shared.theta[batch.rows]}, batch)
-            shared.step(batch.rows, gradients["theta"])
+            gradients, losses = clients.gradient(self._aside, {"theta": shared.theta[batch.members]}, batch)
+            shared.step(batch.members, gradients["theta"])
             return losses
 
         def update_local(batch: Batch) -> Tensor:
-            models = {"theta": local.theta[batch.rows], "teacher": shared.theta[batch.rows]}
+            models = {"theta": local.theta[batch.members], "teacher": shared.theta[batch.members]}
             if not self.params.transfer:
                 del models["teacher"]
             gradients, losses = clients.gradient(self._local_loss, models, batch)
-            local.step(batch.rows, gradients["theta"])
+            local.step(batch.members, gradients["theta"])
             return losses
 
         def update_coefficient(batch: Batch) -> Tensor:
-            models = local.theta[batch.rows], shared.theta[batch.rows]
-            now = coefficient[batch.rows]
+            models = local.theta[batch.members], shared.theta[batch.members]
+            now = coefficient[batch.members]
             gradients, losses = clients.gradient(self._aside, {"theta": self.mix(now, *models)}, batch)
             slope = self.coefficient_gradient(gradients["theta"], *models)
             slope += self.params.coefficient_pull * (now - self.params.coefficient)
             lr = self.params.coefficient_lr * clients.lr_decay
-            coefficient[batch.rows] = (now - lr * slope).clamp(0.0, 1.0)
+            coefficient[batch.members] = (now - lr * slope).clamp(0.0, 1.0)
             return losses
 
         updates = [update_shared, update_local] + [update_coefficient] * self.params.mixing

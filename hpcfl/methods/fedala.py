@@ -116,18 +116,18 @@ class FedALA(FedAvg):
             total, seen = torch.zeros(2, len(clients), dtype=torch.float64, device=apart.device)
             purpose = f"adaptive aggregation/{len(losses) + 1}"
             for batch in clients.batches(purpose, 1, samples=chosen):
-                rows = batch.rows
+                members = batch.members
                 parts = {
-                    "lower": shared[rows, : self._top.start],
-                    "top": torch.lerp(own[rows, self._top], shared[rows, self._top], weights[rows]),
+                    "lower": shared[members, : self._top.start],
+                    "top": torch.lerp(own[members, self._top], shared[members, self._top], weights[members]),
                 }
                 with clients.buffers_aside():
                     gradients, values = clients.gradient(_loss_of_top, parts, batch)
-                slope = gradients["top"] * apart[rows]
-                moved = (weights[rows] - self.params.weights_lr * slope).clamp(0, 1)
-                weights[rows] = torch.where(active[rows].unsqueeze(1), moved, weights[rows])
-                total[rows] += values * batch.y.shape[1]
-                seen[rows] += batch.y.shape[1]
+                slope = gradients["top"] * apart[members]
+                moved = (weights[members] - self.params.weights_lr * slope).clamp(0, 1)
+                weights[members] = torch.where(active[members].unsqueeze(1), moved, weights[members])
+                total[members] += values * batch.y.shape[1]
+                seen[members] += batch.y.shape[1]
             losses.append(total / seen)
             active = active & (stage < HAS_LEARNT) & ~self._is_settled(losses)
         return weights, torch.where(learns, HAS_LEARNT, stage)

@@ -303,7 +303,7 @@ class FedMN(Method):
         factor = torch.where(router, self.params.router_lr / self.context.train.lr, 1.0).to(clients.device)
 
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            tensors = {"theta": theta} | {name: tensor[batch.rows] for name, tensor in fixed.items()}
+            tensors = {"theta": theta} | {name: tensor[batch.members] for name, tensor in fixed.items()}
             gradients, losses = clients.gradient(self._loss, tensors, batch)
             return gradients["theta"] * factor, losses
 

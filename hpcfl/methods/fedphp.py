@@ -71,7 +71,7 @@ class FedPHP(OwnBesideGlobal):
         share = self.params.transfer * (count > 0)
 
         def known(batch: Batch) -> Tensors:
-            return {"taught": batch.pick(taught), "share": share[batch.rows]}
+            return {"taught": batch.pick(taught), "share": share[batch.members]}
 
         theta = clients.sgd(down["theta"], gradient=clients.gradient_beside(self._loss, known)).theta
         kept = (MOST * count / self._rounds_of_a_client).clamp(max=MOST).unsqueeze(1).to(theta)

@@ -81,10 +81,11 @@ class FedRoD(FedAvg):
         generic = clients.descent(down["theta"])
         personal = clients.descent(down[own] if own in down else clients[own])
         for batch in clients.batches():
-            tensors = {"theta": generic.theta[batch.rows], own: personal.theta[batch.rows]}
-            gradients, losses = clients.gradient(self._loss, tensors | {"counts": counts[batch.rows]}, batch)
-            generic.step(batch.rows, gradients["theta"])
-            personal.step(batch.rows, gradients[own])
+            members = batch.members
+            tensors = {"theta": generic.theta[members], own: personal.theta[members]}
+            gradients, losses = clients.gradient(self._loss, tensors | {"counts": counts[members]}, batch)
+            generic.step(members, gradients["theta"])
+            personal.step(members, gradients[own])
             clients.record(batch, losses)
         if own in down:
             return Message(rows={"theta": generic.theta, own: personal.theta})

@@ -59,20 +59,20 @@ class PerFedAvg(FedAvg):
         if self.params.variant == "hessian_free":
             orders.append(clients.batches("curvature"))
         for adaptation, batch, *curvature in zip(*orders, strict=True):
-            w = outer.theta[batch.rows]
+            w = outer.theta[batch.members]
             adapted = w - self.params.alpha * self._slope(clients, w, adaptation)
             slope, losses = clients.plain_gradient(adapted, batch)
             if curvature:
                 direct = slope.clone()
                 slope = direct - self.params.alpha * self._hessian_times(direct, clients, w, curvature[0])
-            outer.step(batch.rows, slope)
+            outer.step(batch.members, slope)
             clients.record(batch, losses)
         return Message(rows={"theta": outer.theta})
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         adapted = clients.descent(down["theta"], lr=self.params.alpha)
         for batch in clients.batches("evaluation", steps=self.params.adaptation_steps):
-            adapted.step(batch.rows, self._slope(clients, adapted.theta[batch.rows], batch))
+            adapted.step(batch.members, self._slope(clients, adapted.theta[batch.members], batch))
         return Message(rows={"theta": adapted.theta})
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:

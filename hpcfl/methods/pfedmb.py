@@ -227,8 +227,8 @@ class PFedMB(Method):
             share = alpha / alpha.square().sum(dim=-1, keepdim=True)
 
         def gradient(weights: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            of_mixed, losses = self._mixed_gradient(clients, alpha[batch.rows], weights, batch)
-            return self.spread(share[batch.rows], of_mixed), losses
+            of_mixed, losses = self._mixed_gradient(clients, alpha[batch.members], weights, batch)
+            return self.spread(share[batch.members], of_mixed), losses
 
         return clients.sgd(branches, gradient=gradient, epochs=epochs, purpose=purpose).theta, kept
 
@@ -237,14 +237,14 @@ class PFedMB(Method):
         kept, buffers = clients[self.kept].clone(), clients.buffers.clone()
         lr = self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches(purpose, epochs):
-            leaf = kept[batch.rows].clone().requires_grad_()
+            leaf = kept[batch.members].clone().requires_grad_()
             alpha = self.alpha(leaf)
-            fixed = branches[batch.rows]
+            fixed = branches[batch.members]
             of_mixed, losses = self._mixed_gradient(clients, alpha.detach(), fixed, batch)
             towards = (alpha * self.alpha_gradient(of_mixed, fixed)).sum()
             (slope,) = torch.autograd.grad(towards, leaf)
             moved = leaf.detach() - lr * slope
-            kept[batch.rows] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
+            kept[batch.members] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
             clients.record(batch, losses)
         clients.buffers = buffers
         return kept

@@ -57,12 +57,12 @@ class PFedMe(OwnBesideGlobal):
         pull = pull_towards(w, self.params.pull)
         for batch in clients.batches():
             for _ in range(self.params.steps):
-                theta = own.theta[batch.rows]
+                theta = own.theta[batch.members]
                 gradient, losses = clients.plain_gradient(theta, batch)
-                own.step(batch.rows, gradient + pull(theta, batch.rows))
+                own.step(batch.members, gradient + pull(theta, batch.members))
                 clients.record(batch, losses)
             # the pull on w_i is the opposite of that on theta_i
-            w[batch.rows] += clients.lr * pull(own.theta[batch.rows], batch.rows)
+            w[batch.members] += clients.lr * pull(own.theta[batch.members], batch.members)
         clients["theta"] = own.theta
         return Message(rows={"theta": w})
 

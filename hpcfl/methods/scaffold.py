@@ -72,8 +72,8 @@ class Scaffold(FedAvg):
     def train(self, clients: Clients, down: Message) -> Message:
         w, towards = down["theta"], down["variate"] - clients["variate"]
 
-        def correction(theta: Tensor, rows: slice | Tensor) -> Tensor:
-            return towards[rows]
+        def correction(theta: Tensor, members: slice | Tensor) -> Tensor:
+            return towards[members]
 
         theta, steps = clients.sgd(w, extra_gradient=correction)
         change = (w - theta) / (steps * clients.lr).unsqueeze(1).to(theta) - down["variate"]

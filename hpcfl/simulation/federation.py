@@ -28,7 +28,7 @@ class Federation:
         self.experiment, self.world = experiment, world
         self.method, self.config = experiment.method, experiment.config
         self.driver = experiment.driver
-        self.place = experiment.workplace
+        self.workplace = experiment.workplace
         self.num_clients = len(experiment.num_train)
         self.channel = Channel(world, self.method.layers, self.num_clients)
 
@@ -53,9 +53,9 @@ class Federation:
     def groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
         """Yield this rank's cohort members, as many at once as the engine takes."""
         own = list(cohort.clients[self.channel.own(cohort)])
-        size = self.place.engine.clients_at_once
+        size = self.workplace.engine.clients_at_once
         for start in range(0, len(own), size):
-            yield slice(start, start + size), Clients(self.place, own[start : start + size], cohort.round)
+            yield slice(start, start + size), Clients(self.workplace, own[start : start + size], cohort.round)
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
@@ -66,7 +66,7 @@ class Federation:
 
     def own_rows(self, cohort: Cohort) -> list[int]:
         """Return where the cohort's members on this rank stand in the rank's client state."""
-        return [client - self.place.clients.start for client in cohort.clients[self.channel.own(cohort)]]
+        return [client - self.workplace.clients.start for client in cohort.clients[self.channel.own(cohort)]]
 
     def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
         """Bring float64 figures [own clients, F] to the server, [S, F], and None elsewhere. Collective."""

@@ -12,17 +12,10 @@ import numpy as np
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import State
 from hpcfl.simulation.federation import Federation, stack
-from hpcfl.storage.checkpoint import (
-    Block,
-    Header,
-    LayoutRecord,
-    LoadedCheckpoint,
-    Rows,
-    RowShape,
-    Snapshot,
-)
+from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
 
 ModelsOf = Callable[[Cohort], Iterable[Message]]
 """The evaluated models of this rank's members of a cohort, by group; collective."""
@@ -111,7 +104,7 @@ class Saver:
             own = federation.own_rows(cohort)
             for name, tensor in received.rows.items():
                 if own:
-                    federation.place.state[name][own] = tensor
+                    federation.workplace.state[name][own] = tensor
 
     def _blocks(self) -> Iterator[Cohort]:
         """Cut all clients in consecutive cohorts of bounded size."""
@@ -136,7 +129,7 @@ class Saver:
         federation = self._federation
         for cohort in self._blocks():
             own = federation.own_rows(cohort)
-            rows = {name: tensor[own] for name, tensor in federation.place.state.items()} if own else {}
+            rows = {name: tensor[own] for name, tensor in federation.workplace.state.items()} if own else {}
             for positions, block in federation.channel.up(Message(rows=rows, num_clients=len(own)), cohort):
                 yield np.array(cohort.clients[positions]), block.rows
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.storage.checkpoint import Table
+from hpcfl.storage.snapshot import LedgerTable
 
 METRICS = (
     "round",
@@ -156,7 +156,7 @@ class Ledger:
         best = int(np.argmax(means))
         return means[best], int(self.metrics[best][0])
 
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> dict[str, LedgerTable]:
         """Return everything needed to go on, as tables of a checkpoint."""
         count = len(self._bytes)
         flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
@@ -164,10 +164,10 @@ class Ledger:
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
         pending = np.array([[self._steps, self._train_s, self._train_loss, self.wall_s]])
         return {
-            "metrics": Table(np.array(self.metrics, np.float64).reshape(-1, len(METRICS)), METRICS),
-            "bytes": Table(np.concatenate([rounds, flat], axis=1), ["round", *names]),
-            "client_bytes": Table(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
-            "pending": Table(pending, ["steps", "train_s", "train_loss", "wall_s"]),
+            "metrics": LedgerTable(np.array(self.metrics, np.float64).reshape(-1, len(METRICS)), METRICS),
+            "bytes": LedgerTable(np.concatenate([rounds, flat], axis=1), ["round", *names]),
+            "client_bytes": LedgerTable(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
+            "pending": LedgerTable(pending, ["steps", "train_s", "train_loss", "wall_s"]),
         }
 
     def history(self) -> dict[str, np.ndarray]:
@@ -178,7 +178,7 @@ class Ledger:
         of_method = {name: np.stack(rows) for name, rows in self.of_method.items() if rows}
         return of_method | {name: np.array(rows, np.float64).reshape(shape) for name, rows in known.items()}
 
-    def restore(self, tables: Mapping[str, Table], history: Mapping[str, np.ndarray]) -> None:
+    def restore(self, tables: Mapping[str, LedgerTable], history: Mapping[str, np.ndarray]) -> None:
         """Take over the tables of a checkpoint and its `history`."""
         self.metrics = [list(row) for row in tables["metrics"].values]
         self.accuracy, self.loss = list(history["accuracy"]), list(history["loss"])

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -19,8 +20,10 @@ from hpcfl.config import ENVIRONMENT, Config, differences
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
-from hpcfl.storage.checkpoint import CheckpointStore, LayoutRecord, LoadedCheckpoint
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
+from hpcfl.storage.snapshot import LayoutRecord
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """What config.yaml is called until it is whole; a killed run may leave it."""
@@ -39,9 +42,7 @@ class RunFolder:
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method} on {config.data.source}, {clients}, in {path}"]
         """What the user is told at the start."""
-        self.warnings: list[str] = []
-        """What the user should worry about."""
-        self.store = CheckpointStore(path, self.warnings.append)
+        self.store = CheckpointStore(path)
         self.checkpoint: LoadedCheckpoint | None = None
         """Where the run goes on; None at round 0."""
         self._config = config
@@ -69,7 +70,7 @@ class RunFolder:
         self,
         fresh: bool,
         layout: ParameterLayout,
-        places: Sequence[str],
+        ranks: Sequence[str],
         at_exit: ExitStack,
         command: str = "",
     ) -> None:
@@ -78,7 +79,7 @@ class RunFolder:
         Args:
             fresh: move what is there aside first.
             layout: the model's, which the checkpoint's must equal.
-            places: host, device and engine of each rank.
+            ranks: host, device and engine of each rank.
             command: what was typed to start the run.
 
         Raises:
@@ -90,18 +91,18 @@ class RunFolder:
             self.check(fresh=False)
             self.checkpoint = self.store.load()
             self._refuse_other_layout(layout)
-            self._write_record(places, command)
+            self._write_record(ranks, command)
         except OSError as error:
             raise UserError(
                 f"cannot write the run folder {self.path}: {error.strerror}; name another with --out DIR"
             ) from error
 
-    def _write_record(self, places: Sequence[str], command: str) -> None:
+    def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
         rounds = self._config.train.rounds
         if record is not None and self.checkpoint is not None and self.checkpoint.header.round == rounds:
             return
-        environment = _environment(places, command)
+        environment = _environment(ranks, command)
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         unfinished = self.path / UNFINISHED_NAME
         with unfinished.open("w") as file:
@@ -163,9 +164,10 @@ class RunFolder:
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for key in ("hpcfl", "torch", "processor", "workers"):
             if before and before.get(key) != now[key]:
-                self.warnings.append(
+                warnings.warn(
                     f"this run began with {key} {before.get(key)} and goes on with {now[key]}: "
-                    "the last bits may differ"
+                    "the last bits may differ",
+                    stacklevel=2,
                 )
 
 
@@ -176,9 +178,9 @@ def _free_name(path: Path) -> Path:
     return aside
 
 
-def _environment(places: Sequence[str], command: str) -> dict[str, Any]:
+def _environment(ranks: Sequence[str], command: str) -> dict[str, Any]:
     # of "host device engine" without the number of the device; rank 0 only works if it is alone
-    workers = {re.sub(r"^\S+ (\w+)\S*", r"\1", place) for place in places[1:] or places}
+    workers = {re.sub(r"^\S+ (\w+)\S*", r"\1", rank) for rank in ranks[1:] or ranks}
     return {
         "hpcfl": __version__,
         **{package: _version(package) for package in _PACKAGES},
@@ -186,7 +188,7 @@ def _environment(places: Sequence[str], command: str) -> dict[str, Any]:
         "processor": _processor(),
         "command": command,
         "workers": ", ".join(sorted(workers)),
-        "ranks": list(places),
+        "ranks": list(ranks),
     }
 
 

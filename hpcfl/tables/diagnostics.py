@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -38,7 +37,7 @@ def diagnostics(table: Table) -> list[Line]:
         common = owned.astype(np.int64) @ owned.T
         layers = [layer.name for layer in make_method(cell.config, arrays, parts).layers]
         place = {"label": cell.label, "column": table.columns[cell.column], "seed": cell.seed}
-        checkpoint = CheckpointStore(cell.folder, warnings.warn).load()
+        checkpoint = CheckpointStore(cell.folder).load()
         if checkpoint is None:
             continue
         checkpoint.close()

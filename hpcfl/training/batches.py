@@ -18,19 +18,19 @@ from hpcfl.training.settings import LastBatch
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One mini-batch of some clients: rows of the group, x [C, B, ...], y [C, B], sample index [C, B].
+    """One mini-batch of some clients: which of the group, x [C, B, ...], y [C, B], sample index [C, B].
 
     Inside a loss the client axis is gone: x [B, ...], y [B], index [B].
     """
 
-    rows: slice | Tensor
+    members: slice | Tensor
     x: Tensor
     y: Tensor
     index: Tensor
 
     def pick(self, table: Tensor) -> Tensor:
         """Return what a table [clients of the group, samples, ...] says of these samples, [C, B, ...]."""
-        chosen = table[self.rows]
+        chosen = table[self.members]
         clients = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
         return chosen[clients, self.index]
 

@@ -26,7 +26,7 @@ from hpcfl.training.settings import TrainConfig
 from hpcfl.training.sgd import Descent, Trained
 
 GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""From weights [len(batch.rows), ...] and a batch to their gradient and the losses [len(batch.rows)]."""
+"""From weights [C, ...] of a batch's C members, and the batch, to their gradient and the losses [C]."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Clients:
     """
 
     def __init__(self, workplace: Workplace, ids: Sequence[int], round: int) -> None:
-        self._place = workplace
+        self._workplace = workplace
         self.ids = list(ids)
         self.round = round
         self._local = [client - workplace.clients.start for client in self.ids]
@@ -73,11 +73,11 @@ class Clients:
         return len(self.ids)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._place.state
+        return name in self._workplace.state
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._written:
-            self._written[name] = self._place.state[name][self._local].to(self.device)
+            self._written[name] = self._workplace.state[name][self._local].to(self.device)
         return self._written[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -86,18 +86,18 @@ class Clients:
     def commit(self) -> None:
         """Write the clients' state back to the rank's."""
         for name, rows in self._written.items():
-            stored = self._place.state[name]
+            stored = self._workplace.state[name]
             stored[self._local] = rows.to(stored.device)
         self._written.clear()
 
     @property
     def num_samples(self) -> Tensor:
         """Number of training samples of each client, int64 [C]."""
-        return self._place.shard.count["train"][self._local]
+        return self._workplace.shard.count["train"][self._local]
 
     def samples(self, split: str, position: int) -> tuple[Tensor, Tensor]:
         """Return one client's (x [n, ...], y [n]) of a split: "train", "val" or "test"."""
-        return self._place.shard.samples(split, self._local[position])
+        return self._workplace.shard.samples(split, self._local[position])
 
     def batches(
         self,
@@ -113,11 +113,11 @@ class Clients:
         `train.local_epochs`, or with `steps`, each client does so many mini-batches, whatever its epochs.
         `samples` are those to go through, int64 [at least 1] a client; default: all.
         """
-        shard, train = self._place.shard, self._place.train
+        shard, train = self._workplace.shard, self._workplace.train
         if samples is None:
             samples = [torch.arange(n) for n in self.num_samples.tolist()]
         cuts = [minibatches(len(chosen), train.batch_size, train.last_batch) for chosen in samples]
-        streams = [torch_stream(self._place.seed, purpose, self.round, client) for client in self.ids]
+        streams = [torch_stream(self._workplace.seed, purpose, self.round, client) for client in self.ids]
         offsets = shard.offset["train"][self._local]
         done, most = [0] * len(self), math.inf if steps is None else steps
         epochs = train.local_epochs if epochs is None else epochs
@@ -134,13 +134,13 @@ class Clients:
                     for cut, n in zip(cuts, done, strict=True)
                 ]
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
-                for _size, members in same_size_groups([stop - start for start, stop in spans]):
-                    index = torch.stack([orders[m][slice(*spans[m])] for m in members])
-                    position = (index + offsets[members, None]).to(self.device)
-                    everyone = len(members) == len(self)
-                    rows = slice(None) if everyone else torch.tensor(members, device=self.device)
-                    x = shard.x[position[0]].unsqueeze(0) if len(members) == 1 else shard.x[position]
-                    yield Batch(rows, x, shard.y[position], index.to(self.device))
+                for _size, alike in same_size_groups([stop - start for start, stop in spans]):
+                    index = torch.stack([orders[m][slice(*spans[m])] for m in alike])
+                    position = (index + offsets[alike, None]).to(self.device)
+                    everyone = len(alike) == len(self)
+                    members = slice(None) if everyone else torch.tensor(alike, device=self.device)
+                    x = shard.x[position[0]].unsqueeze(0) if len(alike) == 1 else shard.x[position]
+                    yield Batch(members, x, shard.y[position], index.to(self.device))
 
     def divided(
         self, purpose: str, share: float, *, fewest: tuple[int, int], round: int = 0
@@ -152,7 +152,7 @@ class Clients:
         """
         first, rest = [], []
         for client, size in zip(self.ids, self.num_samples.tolist(), strict=True):
-            order = torch.randperm(size, generator=torch_stream(self._place.seed, purpose, round, client))
+            order = torch.randperm(size, generator=torch_stream(self._workplace.seed, purpose, round, client))
             cut = max(fewest[0], min(math.floor(share * size + 0.5), size - fewest[1]))
             first.append(order[:cut])
             rest.append(order[cut:])
@@ -163,11 +163,11 @@ class Clients:
 
         Running statistics of these clients are updated. Returns gradients by name and losses.
         """
-        if isinstance(batch.rows, slice):
-            return self._place.engine.gradient(loss, tensors, self.buffers, batch)
-        buffers = self.buffers[batch.rows]
-        result = self._place.engine.gradient(loss, tensors, buffers, batch)
-        self.buffers[batch.rows] = buffers
+        if isinstance(batch.members, slice):
+            return self._workplace.engine.gradient(loss, tensors, self.buffers, batch)
+        buffers = self.buffers[batch.members]
+        result = self._workplace.engine.gradient(loss, tensors, buffers, batch)
+        self.buffers[batch.members] = buffers
         return result
 
     def sgd(
@@ -185,43 +185,43 @@ class Clients:
         """Train by SGD from theta [C, ..., P], which is left as it was.
 
         `gradient(theta, batch)` returns the gradient and losses on a batch (default: of the cross-entropy of
-        models [C, P]). `extra_gradient(theta, rows)` is added to it (a proximal pull, say): theta
-        [len(rows), ...] are the current weights of the group's clients `rows`. `trained`: see Descent;
+        models [C, P]). `extra_gradient(theta, members)` is added to it (a proximal pull, say): theta
+        [len(members), ...] are the current weights of these of the group's clients. `trained`: see Descent;
         `samples`: see `batches`.
         """
         descent = self.descent(theta, lr=lr, trained=trained)
         gradient = gradient or self.plain_gradient
         steps_before = self.steps.clone()
         for batch in self.batches(purpose, epochs, samples=samples):
-            weights = descent.theta[batch.rows]
+            weights = descent.theta[batch.members]
             slope, losses = gradient(weights, batch)
             if extra_gradient is not None:
-                slope = slope + extra_gradient(weights, batch.rows)
-            descent.step(batch.rows, slope)
+                slope = slope + extra_gradient(weights, batch.members)
+            descent.step(batch.members, slope)
             self.record(batch, losses)
         return Trained(descent.theta, self.steps - steps_before)
 
     def descent(self, theta: Tensor, *, lr: float | None = None, trained: slice = slice(None)) -> Descent:
         """Return SGD from theta [C, ...] for a training loop of the method's own; lr: see `lr`."""
-        return Descent(theta, self.lr if lr is None else lr, self._place.train, trained)
+        return Descent(theta, self.lr if lr is None else lr, self._workplace.train, trained)
 
     @property
     def lr(self) -> float:
         """The step size of this round."""
-        return self._place.train.lr * self.lr_decay
+        return self._workplace.train.lr * self.lr_decay
 
     @property
     def lr_decay(self) -> float:
         """The learning-rate factor of this round: `train.lr_decay` to the power of the rounds before it."""
-        return self._place.train.lr_decay**self.round
+        return self._workplace.train.lr_decay**self.round
 
     def record(self, batch: Batch, losses: Tensor) -> None:
-        """Count one training step of the batch's clients, with their losses [len(batch.rows)]."""
-        self.steps[batch.rows] += 1
-        self.loss_sum[batch.rows] += losses
+        """Count one training step of the batch's clients, with their losses [len(batch.members)]."""
+        self.steps[batch.members] += 1
+        self.loss_sum[batch.members] += losses
 
     def plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the cross-entropy of models [len(batch.rows), P], and the losses.
+        """Return the gradient of the cross-entropy of models [len(batch.members), P], and the losses.
 
         The next call may overwrite the gradient.
         """
@@ -252,7 +252,7 @@ class Clients:
         The network is in evaluation mode; samples [n, ...] come in parts.
         """
         theta, buffers = model["theta"][position], model["buffers"][position]
-        return self._place.evaluator.outputs(theta, buffers, call, *samples)
+        return self._workplace.evaluator.outputs(theta, buffers, call, *samples)
 
     def over_training_set(
         self, model: Tensors | Message, call: Callable[..., Tensor], samples: Sequence[Tensor] | None = None
@@ -274,4 +274,4 @@ class Clients:
     def probabilities(self, model: Tensors | Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] of one client's model."""
         theta, buffers = model["theta"][position], model["buffers"][position]
-        return self._place.evaluator.probabilities(theta, buffers, x)
+        return self._workplace.evaluator.probabilities(theta, buffers, x)

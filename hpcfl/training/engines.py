@@ -57,7 +57,7 @@ class LoopEngine:
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
         """See Engine; C is 1. The returned gradient of `theta` is overwritten by the next call."""
-        one = Batch(batch.rows, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
+        one = Batch(batch.members, _fastest_order(batch.x[0]), batch.y[0], batch.index[0])
         if loss is cross_entropy_loss:
             return self._plain_gradient(tensors["theta"], buffers, one)
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
@@ -112,7 +112,7 @@ class BatchedEngine:
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             statistics = buffers.clone()
             forward = Forward(self._network, self._layout, statistics)
-            value = loss(forward, tensors, Batch(batch.rows, x, y, index))
+            value = loss(forward, tensors, Batch(batch.members, x, y, index))
             return value, (value.detach(), statistics)
 
         per_client = vmap(grad(client_loss, has_aux=True), randomness="error")

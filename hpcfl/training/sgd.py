@@ -31,14 +31,14 @@ class Descent:
         self._lr, self._train, self._trained = lr, train, trained
         self._velocity = torch.zeros_like(theta) if train.momentum else None
 
-    def step(self, rows: slice | Tensor, gradient: Tensor) -> None:
-        """Move the group's clients `rows` against their gradient [len(rows), ...]."""
-        weights = self.theta[rows]
+    def step(self, members: slice | Tensor, gradient: Tensor) -> None:
+        """Move the group's clients `members` against their gradient [len(members), ...]."""
+        weights = self.theta[members]
         if self._train.weight_decay:
             gradient = gradient.add(weights, alpha=self._train.weight_decay)
         if self._velocity is not None:
-            gradient = self._velocity[rows].mul_(self._train.momentum).add_(gradient)
-            self._velocity[rows] = gradient
+            gradient = self._velocity[members].mul_(self._train.momentum).add_(gradient)
+            self._velocity[members] = gradient
         weights[..., self._trained].add_(gradient[..., self._trained], alpha=-self._lr)
-        if not isinstance(rows, slice):
-            self.theta[rows] = weights
+        if not isinstance(members, slice):
+            self.theta[members] = weights

@@ -1,0 +1,325 @@
+"""Snapshots as HDF5 files that plain h5py reads: the only module that knows HDF5.
+
+A file's first 512 bytes, HDF5's user block, hold a line of text with the SHA-256 of everything after them, so
+that no flipped bit goes unnoticed. Client rows are written and read in blocks, so that memory for all clients
+is never needed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from hpcfl import __version__
+from hpcfl.errors import UserError
+from hpcfl.storage.snapshot import (
+    Block,
+    Header,
+    LayoutRecord,
+    LedgerTable,
+    Rows,
+    RowShape,
+    Snapshot,
+    TensorRecord,
+)
+
+SCHEMA = 1
+USER_BLOCK_BYTES = 512
+HASH_BLOCK_BYTES = 4 * 2**20
+
+
+class LoadedCheckpoint:
+    """A verified checkpoint, open for reading; names come in the order in which they were saved."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = h5py.File(path, "r", locking=False)
+        attributes = self._file.attrs
+        self.header = Header(
+            attributes["method"].decode(), int(attributes["round"]), attributes["config"].decode()
+        )
+        self.layout = LayoutRecord(
+            _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
+        )
+        self.server = {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
+        self.history = {name: data[()] for name, data in _datasets(self._file["history"]).items()}
+        self.ledger = {
+            name: LedgerTable(data[()], _decode(data.attrs["columns"]))
+            for name, data in _datasets(self._file["ledger"]).items()
+        }
+
+    def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Read the rows [stop - start, ...] of clients start to stop - 1, by name.
+
+        Raises:
+            ValueError: the checkpoint has no such clients.
+        """
+        datasets = _datasets(self._file["clients"])
+        for name, data in datasets.items():
+            if not 0 <= start <= stop <= len(data):
+                raise ValueError(f"{self.path} has {len(data)} rows of {name!r}, asked for {start} to {stop}")
+        return {name: torch.from_numpy(data[start:stop]) for name, data in datasets.items()}
+
+    def close(self) -> None:
+        """Close the file; `client_rows` works no more."""
+        self._file.close()
+
+
+class _TargetFile(io.FileIO):
+    """A file that remembers its first failed write instead of raising it.
+
+    HDF5 2.0 keeps a file open, and later crashes, when a write fails while it closes the file (disk full).
+    """
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data)
+        try:
+            while rest and not self.failure:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.failure = error
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.failure = self.failure or error
+            return self.tell()
+
+    def raise_failure(self) -> None:
+        if self.failure:
+            raise self.failure
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write a checkpoint with its hash to `path` and bring it to the disk.
+
+    Raises:
+        OSError: the file could not be written.
+        ValueError: a tensor without dimensions, or rows that are not those announced.
+    """
+    with _TargetFile(path, "w+") as target:
+        with h5py.File(
+            target,
+            "w",
+            userblock_size=USER_BLOCK_BYTES,
+            libver=("v108", "v110"),  # readable with old HDF5, and attributes may exceed 64 KiB
+            locking=False,
+            rdcc_nbytes=0,  # chunks are written whole and once: a cache would only delay a failure
+        ) as file:
+            _write_content(file, snapshot, target.raise_failure)
+        digest = _sha256_after_user_block(target)
+        target.seek(0)
+        target.write(_user_block(digest))
+        target.raise_failure()
+        os.fsync(target.fileno())
+        if sys.platform == "linux":
+            # Out of the page cache, so that verifying reads what the disk has.
+            os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_content(file: h5py.File, snapshot: Snapshot, raise_failure: Callable[[], None]) -> None:
+    header = snapshot.header
+    file.attrs["schema"] = SCHEMA
+    file.attrs["round"] = header.round
+    for key, text in (("hpcfl", __version__), ("method", header.method), ("config", header.config)):
+        file.attrs[key] = _encode([text]).reshape(())
+    _write_layout(file.create_group("layout/parameters"), snapshot.layout.parameters)
+    _write_layout(file.create_group("layout/buffers"), snapshot.layout.buffers)
+    server = file.create_group("server")
+    _write_arrays(server, {name: tensor.numpy(force=True) for name, tensor in snapshot.server.items()})
+    for name, tensor in snapshot.derived.items():
+        _write_array(server, name, tensor.numpy(force=True)).attrs["derived"] = 1
+    raise_failure()
+    _write_rows(file.create_group("clients"), snapshot.clients, raise_failure)
+    if snapshot.personalised is not None:
+        _write_rows(file.create_group("personalised"), snapshot.personalised(), raise_failure)
+    _write_arrays(file.create_group("history"), snapshot.history())
+    ledger = snapshot.ledger()
+    _write_arrays(file.create_group("ledger"), {name: table.values for name, table in ledger.items()})
+    for name, table in ledger.items():
+        if table.values.shape[1:] != (len(table.columns),):
+            raise ValueError(
+                f"table {name!r} is {table.values.shape}, for {len(table.columns)} named columns"
+            )
+        file["ledger"][name].attrs["columns"] = _encode(table.columns)
+    file.attrs["complete"] = 1
+
+
+def _write_layout(group: h5py.Group, records: Sequence[TensorRecord]) -> None:
+    """Write names, offsets, layers [T] and shapes [T, most dimensions], where -1 pads the shorter shapes."""
+    most_dims = max((len(record.shape) for record in records), default=0)
+    padded = [[*record.shape, *[-1] * (most_dims - len(record.shape))] for record in records]
+    group["names"] = _encode([record.name for record in records])
+    group["layers"] = _encode([record.layer for record in records])
+    group["offsets"] = np.array([record.offset for record in records], dtype=np.int64)
+    group["shapes"] = np.array(padded, dtype=np.int64).reshape(len(records), most_dims)
+
+
+def _read_layout(group: h5py.Group) -> tuple[TensorRecord, ...]:
+    names, layers = _decode(group["names"][()]), _decode(group["layers"][()])
+    shapes = (tuple(size for size in shape if size >= 0) for shape in group["shapes"][()].tolist())
+    offsets = group["offsets"][()].tolist()
+    return tuple(TensorRecord(*record) for record in zip(names, shapes, offsets, layers, strict=True))
+
+
+def _write_arrays(group: h5py.Group, arrays: Mapping[str, np.ndarray]) -> None:
+    for name, values in arrays.items():
+        _write_array(group, name, values)
+    group.attrs["names"] = _encode(list(arrays))
+
+
+def _write_array(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Dataset:
+    _check_name(name)
+    if values.ndim == 0 or values.dtype.kind not in "biuf":
+        raise ValueError(
+            f"{name!r} is {values.dtype} of shape {values.shape}, need numbers with a dimension or more"
+        )
+    return group.create_dataset(name, data=values)
+
+
+def _write_rows(group: h5py.Group, rows: Rows, raise_failure: Callable[[], None]) -> None:
+    datasets = {name: _create_row_dataset(group, name, row_shape) for name, row_shape in rows.shapes.items()}
+    written = {name: np.zeros(row_shape.rows, dtype=bool) for name, row_shape in rows.shapes.items()}
+    group.attrs["names"] = _encode(list(datasets))
+    for block in rows.blocks:
+        _write_block(datasets, block, rows.shapes, written)
+        raise_failure()
+        # The next block is made before `block` is bound to it: never two in memory.
+        del block
+    for name, is_written in written.items():
+        if not is_written.all():
+            raise ValueError(f"no block brought the rows {np.flatnonzero(~is_written)[:5]}... of {name!r}")
+
+
+def _write_block(
+    datasets: Mapping[str, h5py.Dataset],
+    block: Block,
+    shapes: Mapping[str, RowShape],
+    written: Mapping[str, np.ndarray],
+) -> None:
+    ids, tensors = block
+    for name, tensor in tensors.items():
+        _check_rows(name, ids, tensor, shapes, written)
+        _write_runs(datasets[name], ids, tensor.numpy(force=True))
+        written[name][ids] = True
+
+
+def _create_row_dataset(group: h5py.Group, name: str, row_shape: RowShape) -> h5py.Dataset:
+    """Create a dataset of one chunk a row, so that reading some clients touches only theirs."""
+    _check_name(name)
+    shape = (row_shape.rows, *row_shape.shape)
+    chunks = (1, *row_shape.shape) if math.prod(shape) else None
+    dtype = torch.empty(0, dtype=row_shape.dtype).numpy().dtype
+    return group.create_dataset(name, shape=shape, dtype=dtype, chunks=chunks)
+
+
+def _write_runs(dataset: h5py.Dataset, ids: np.ndarray, values: np.ndarray) -> None:
+    """Write values [n, ...] to the rows `ids` [n], one call for each run of neighbouring rows."""
+    ends_of_runs = np.flatnonzero(np.diff(ids) != 1) + 1
+    for run, run_values in zip(np.split(ids, ends_of_runs), np.split(values, ends_of_runs), strict=True):
+        if len(run):
+            dataset[run[0] : run[-1] + 1] = run_values
+
+
+def _check_rows(
+    name: str,
+    ids: np.ndarray,
+    tensor: torch.Tensor,
+    shapes: Mapping[str, RowShape],
+    written: Mapping[str, np.ndarray],
+) -> None:
+    """Raise ValueError unless the rows are those announced: HDF5 would broadcast and convert in silence."""
+    if name not in shapes:
+        raise ValueError(f"rows of {name!r} were not announced, only {list(shapes)}")
+    expected = shapes[name]
+    if tensor.shape != (len(ids), *expected.shape) or tensor.dtype != expected.dtype:
+        raise ValueError(
+            f"{len(ids)} rows of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, not {expected}"
+        )
+    if not (np.all(np.diff(ids) > 0) and np.all(ids >= 0) and np.all(ids < expected.rows)):
+        raise ValueError(f"ids of rows of {name!r} must increase within 0 to {expected.rows - 1}: {ids}")
+    if written[name][ids].any():
+        raise ValueError(f"rows {ids[written[name][ids]]} of {name!r} came twice")
+
+
+def _check_name(name: str) -> None:
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise ValueError(f"{name!r} cannot be a name in a checkpoint")
+
+
+def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
+    """Return the datasets of a group that are loaded again, in the order in which they were saved."""
+    return {name: group[name] for name in _decode(group.attrs["names"])}
+
+
+def _read_tensor(data: h5py.Dataset) -> torch.Tensor:
+    """Read a dataset into memory from torch: NumPy's is aligned less, and a product's last bits may tell."""
+    tensor = torch.empty(data.shape, dtype=torch.from_numpy(np.empty(0, data.dtype)).dtype)
+    if tensor.numel():
+        data.read_direct(tensor.numpy())
+    return tensor
+
+
+def _encode(texts: Sequence[str]) -> np.ndarray:
+    """Return texts [n] as UTF-8 strings of one fixed length."""
+    encoded = [text.encode() for text in texts]
+    length = max((len(text) for text in encoded), default=0)
+    return np.array(encoded, dtype=h5py.string_dtype("utf-8", max(length, 1)))
+
+
+def _decode(encoded: np.ndarray) -> tuple[str, ...]:
+    return tuple(text.decode() for text in encoded)
+
+
+def find_damage(path: Path) -> str | None:
+    """Return what is wrong with the checkpoint at `path`, None where nothing is.
+
+    Raises:
+        UserError: it is whole, but a newer hpcfl wrote it.
+    """
+    try:
+        with path.open("rb", buffering=0) as raw:
+            user_block = raw.read(USER_BLOCK_BYTES)
+            if user_block != _user_block(_sha256_after_user_block(raw)):
+                return "is damaged (its bytes do not match the SHA-256 at its start)"
+        with h5py.File(path, "r", locking=False) as file:
+            schema = int(file.attrs.get("schema", 0))
+            if schema > SCHEMA:
+                raise UserError(
+                    f"{path} has checkpoint schema {schema}, this hpcfl {__version__} reads up to {SCHEMA}; "
+                    "upgrade hpcfl, or add --fresh to move the folder aside and start over"
+                )
+            if file.attrs.get("complete", 0) != 1:
+                return "is damaged (it was not written to its end)"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"is damaged (it cannot be read: {error})"
+    return None
+
+
+def _sha256_after_user_block(raw: io.FileIO) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
+    raw.seek(USER_BLOCK_BYTES)
+    while size := raw.readinto(buffer):
+        digest.update(buffer[:size])
+    return digest.hexdigest()
+
+
+def _user_block(digest: str) -> bytes:
+    return f"hpcfl checkpoint sha256 {digest}\n".encode().ljust(USER_BLOCK_BYTES, b"\0")

@@ -1,0 +1,98 @@
+"""What a checkpoint holds, as it is handed over to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpcfl.parameters import ParameterLayout, Slot
+
+Block = tuple[np.ndarray, Mapping[str, torch.Tensor]]
+"""The ids of some clients, int64 [n] and strictly increasing, and by name their rows [n, ...]."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a run is and how far it came: method, completed rounds, configuration (YAML text)."""
+
+    method: str
+    round: int
+    config: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """One tensor of a flat vector: where it starts, in elements, and the layer (module) it belongs to."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    layer: str
+
+
+@dataclass(frozen=True)
+class LayoutRecord:
+    """The tensors of the two flat vectors of a model, in their order: trainable numbers and buffers."""
+
+    parameters: tuple[TensorRecord, ...]
+    buffers: tuple[TensorRecord, ...]
+
+    @staticmethod
+    def of(layout: ParameterLayout) -> LayoutRecord:
+        """Describe a model's layout."""
+
+        def records(slots: Sequence[Slot]) -> tuple[TensorRecord, ...]:
+            return tuple(TensorRecord(slot.name, slot.shape, slot.start, slot.module) for slot in slots)
+
+        return LayoutRecord(records(layout.parameters), records(layout.buffers))
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A dataset [rows, *shape] that is written row by row."""
+
+    rows: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Named datasets with a leading client axis, and the blocks that bring their rows.
+
+    A block may bring any of the names; all blocks together, in any order, bring each row of each name exactly
+    once. A dataset that all clients share has one row, with id 0.
+    """
+
+    shapes: Mapping[str, RowShape]
+    blocks: Iterable[Block]
+
+
+@dataclass(frozen=True)
+class LedgerTable:
+    """Numbers [rows, columns] and the names of the columns."""
+
+    values: np.ndarray
+    columns: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything that a checkpoint holds. Names with '/' become HDF5 groups.
+
+    `derived` is written beside the server's state for readers of the file and is not loaded again.
+    `personalised` is None in all checkpoints but the last. It is called when the blocks of `clients` are used
+    up, and `history` and `ledger`, in this order, when its own are.
+    """
+
+    header: Header
+    layout: LayoutRecord
+    server: Mapping[str, torch.Tensor]
+    derived: Mapping[str, torch.Tensor]
+    clients: Rows
+    history: Callable[[], Mapping[str, np.ndarray]]
+    ledger: Callable[[], Mapping[str, LedgerTable]]
+    personalised: Callable[[], Rows] | None = None
