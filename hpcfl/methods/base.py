@@ -145,10 +145,10 @@ class Method:
     def __init__(self, context: Context, params: Any) -> None:
         self.context = context
         self.params = params
-        self.network: nn.Module = context.network
+        self.network = self.make_network()
         """What clients train."""
-        self.layout = context.layout
-        self.layers: tuple[Layer, ...] = context.layout.layers()
+        self.layout = ParameterLayout(self.network)
+        self.layers = self.make_layers()
         self.buffers: BufferPolicy = context.train.buffers or self.buffer_policies[0]
         if self.buffers not in self.buffer_policies:
             raise UserError(
@@ -157,6 +157,14 @@ class Method:
             )
         if self.needs_body:
             self.refuse_without_body()
+
+    def make_network(self) -> nn.Module:
+        """Return what clients train, with its first weights; default: the configured model."""
+        return self.context.network
+
+    def make_layers(self) -> tuple[Layer, ...]:
+        """Return the layers that are weighed, left out and counted as one; default: the modules."""
+        return self.layout.layers()
 
     def refuse_without_body(self) -> None:
         """Raise UserError where the network has no layers before its head."""

@@ -59,7 +59,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, num_paths
-from hpcfl.parameters import ParameterLayout, Tensors, columns
+from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import stream_seed, torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -113,6 +113,12 @@ class FedMN(Method):
         if params.order == "chain":
             self.chain = "method.order=chain"
         self._last: _Link | None = None
+        names = [layer.name for layer in self.layers]
+        self._is_router = torch.tensor([name == ROUTER for name in names])
+        self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
+
+    def make_network(self) -> ModularNetwork:
+        context, params = self.context, self.params
         sizes = params.architecture
         widest = min(512, context.network.num_features)
         widths = params.widths
@@ -123,14 +129,12 @@ class FedMN(Method):
             torch.manual_seed(stream_seed(context.seed, "modular network", 0, -1))
             networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
             with_classifier = params.pretrain_rounds > 0
-            self.network = ModularNetwork(
+            return ModularNetwork(
                 sizes, widths, context.num_classes, networks, with_classifier, params.router_spread
             )
-        self.layout = ParameterLayout(self.network)
-        self.layers = self.layout.layers("child")
-        names = [layer.name for layer in self.layers]
-        self._is_router = torch.tensor([name == ROUTER for name in names])
-        self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
+
+    def make_layers(self) -> tuple[Layer, ...]:
+        return self.layout.layers("child")
 
     def server_state(self) -> State:
         return {"theta": self.layout.flatten(self.network)[0]}

@@ -41,7 +41,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
-from hpcfl.parameters import COLUMNS_AT_ONCE, Granularity
+from hpcfl.parameters import COLUMNS_AT_ONCE, Granularity, Layer
 from hpcfl.training.clients import Clients
 
 HYPERNETWORKS = "hypernetworks/"
@@ -102,11 +102,13 @@ class PFedLA(Method):
                 "method.head_init=zero with method.weights=relu leaves all hypernetworks without a gradient; "
                 "allowed: method.head_init=uniform or default"
             )
-        self.layers = self.layout.layers(params.layer)
         self.hypernetwork_lr: float = params.in_use()["hypernetwork_lr"]
         self.hypernetworks = Hypernetworks(
             context.num_clients, len(self.layers), params.embedding, params.hidden, params.hidden_layers
         )
+
+    def make_layers(self) -> tuple[Layer, ...]:
+        return self.layout.layers(self.params.layer)
 
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
