@@ -25,6 +25,16 @@ from hpcfl.own_code import OWN_MODULE
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
 
+QUICK = {
+    f"test_{name}"
+    for name in (
+        *("checkpoint", "client_files", "config", "hypernetworks", "ledger", "messages"),
+        *("modular", "parameters", "partitions", "process", "properties", "randomness", "rooms", "shard"),
+        *("sources", "table_figures", "table_file"),
+    )
+}
+"""Files whose tests take under a second each, for `-m quick`."""
+
 
 def in_mpi_world() -> bool:
     """Return whether a launcher of several ranks started this process."""
@@ -147,6 +157,17 @@ def kill_tree(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     for child in children:
         kill_tree(child)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark quick tests, and in an MPI world leave those to a world of one rank that are not collective."""
+    alone = pytest.mark.skip(reason="not collective: a plain pytest runs it")
+    for item in items:
+        starts_ranks = {"mpirun", "mpirun_command"} & set(getattr(item, "fixturenames", ()))
+        if item.path.stem in QUICK and not starts_ranks:
+            item.add_marker("quick")
+        if in_mpi_world() and item.get_closest_marker("mpi") is None:
+            item.add_marker(alone)
 
 
 def pytest_exception_interact(node: pytest.Item, report: Any) -> None:

@@ -21,7 +21,7 @@ from bits import (
     tiny_settings,
     write_digits,
 )
-from conftest import REPOSITORY, in_mpi_world, run_tree
+from conftest import REPOSITORY, run_tree
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
@@ -29,8 +29,6 @@ from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.methods import METHODS
 from hpcfl.simulation.experiment import build, load_data, make_method
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="starts worlds of its own")
 
 RANKS = (2, 3, 5)
 MANY_RANKS = 9

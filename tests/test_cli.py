@@ -20,7 +20,7 @@ from subprocess import CompletedProcess
 
 import h5py
 import pytest
-from conftest import REPOSITORY, clean_environment, in_mpi_world, run_tree
+from conftest import REPOSITORY, clean_environment, run_tree
 
 from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
@@ -38,8 +38,6 @@ from hpcfl.storage.lock import FolderLock
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 Mpirun = Callable[..., CompletedProcess[str]]
 Contents = dict[str, tuple[bytes, int]]
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import in_mpi_world
 
 from hpcfl.config import load_config
 from hpcfl.data.sources import Arrays, fetch, load_arrays
@@ -362,7 +361,6 @@ def test_a_folder_must_be_named_and_is_never_fetched(source: str, tmp_path: Path
     assert load_config(None, [f"data.source={source}", "data.path=a"]).data.path == "a"
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="a run of its own")
 @pytest.mark.parametrize("source", ["femnist", "pfllib"])
 def test_a_run_trains_and_scores_the_clients_of_the_files(source: str, tmp_path: Path) -> None:
     files = tmp_path / "files"

@@ -203,7 +203,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
 
 GROUPS: list[type[BaseModel]] = [DataConfig, RunConfig, TrainConfig]
 GROUPS += [method.Params for method in METHODS.values()] + [kind.options for kind in PARTITIONS.values()]
-GROUPS += {model.options for model in MODELS.values()}
+GROUPS += dict.fromkeys(model.options for model in MODELS.values())
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)

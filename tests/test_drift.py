@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from by_hand import method_of
-from conftest import in_mpi_world
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -227,7 +226,6 @@ def test_scaffold_keeps_the_variate_of_a_client_that_is_not_sampled_and_sends_tw
     assert moved.sum() == 4 * 4 * 13_706
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 def test_scaffold_refuses_momentum(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["method.name=scaffold", "train.momentum=0.9", "--out", str(tmp_path)]) == BAD_INPUT
     assert capsys.readouterr() == (

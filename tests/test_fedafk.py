@@ -11,7 +11,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import in_mpi_world
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -482,7 +481,6 @@ def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
     assert (loop.clients["coefficient"] - 0.5).abs().min() > 1e-4
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 def test_a_checkpoint_has_the_coefficients_at_every_evaluation(tmp_path: Path) -> None:
     words = [OURS, "data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=3"]
     assert main([*words, "run.eval_every=2", "--quiet", "--out", str(tmp_path / "run")]) == FINISHED

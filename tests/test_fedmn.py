@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from bits import differing, run_here
-from conftest import in_mpi_world
 from harness import SMALL, UNEQUAL, Run, paths_by_hand
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -580,7 +579,6 @@ def test_pretraining_is_fedavg_on_the_first_encoder(double: None, pretrained: Ru
         assert_same_weights(pretrained, method.after[rounds - 1], model, names)
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 def test_evaluations_score_the_classifier_while_it_is_trained(tmp_path: Path) -> None:
     keys = (*NARROW, "method.pretrain_rounds=1", "train.rounds=2", "run.eval_every=1")
     assert run_here(tmp_path / "run", [*SMALL, *keys]) == FINISHED
@@ -693,7 +691,6 @@ def test_engines_agree(double: None, model: tuple[str, ...]) -> None:
         torch.testing.assert_close(batched.evaluated()[name], tensor, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 def test_the_checkpoint_holds_one_network_and_everybodys_decision(tmp_path: Path) -> None:
     assert run_here(tmp_path / "run", [*SMALL, *NARROW, "train.rounds=1"]) == FINISHED
     with h5py.File(tmp_path / "run" / "checkpoint.h5", "r", locking=False) as file:
@@ -707,7 +704,6 @@ def test_the_checkpoint_holds_one_network_and_everybodys_decision(tmp_path: Path
     assert set(np.unique(models["decision"])) <= {0.0, 1.0}
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -7,9 +7,6 @@ from pathlib import Path
 
 import golden
 import pytest
-from conftest import in_mpi_world
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="the numbers are those of one rank")
 
 KNOWN = json.loads(golden.FILE.read_text())
 

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 from bits import VARIANTS, method_settings
-from conftest import in_mpi_world
 from harness import Run
 
 from hpcfl.methods import METHODS
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.engines import LoopEngine
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs by itself")
 
 MORE = {
     "ditto-twice": ["method.personal_epochs=3"],

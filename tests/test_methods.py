@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from conftest import in_mpi_world
 from harness import SMALL, OneClient, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
@@ -36,8 +35,6 @@ from hpcfl.simulation.driver import Driver
 from hpcfl.storage.ledger import METRICS
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="runs of one rank, and many")
 
 N, K, ROUNDS = 7, 10, 3
 SAMPLED = (1, 3, 2, 1, 2, 2, 1)

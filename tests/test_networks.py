@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import in_mpi_world, run_tree
+from conftest import run_tree
 from torch import Tensor, nn
 
 from hpcfl.errors import UserError
@@ -291,7 +291,6 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert "its conv1.weight has shape [64, 3, 7, 7], the model's [64, 1, 7, 7]; allowed" in grey
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="starts a process")
 def test_torchvision_is_imported_with_its_networks_only() -> None:
     program = """
 import sys

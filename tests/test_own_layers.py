@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import in_mpi_world
 from harness import UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
@@ -176,7 +175,6 @@ def test_own_layers_move_when_their_client_is_sampled_and_only_then(name: str, s
     assert torch.equal(three.clients[part][never], initial.expand(len(never), -1))
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.needs_body])
 def test_a_model_that_is_nothing_but_a_head_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -260,7 +258,6 @@ def test_lg_fedavg_that_shares_all_layers_is_fedavg_to_the_bit() -> None:
     assert ours.clients["lower_layers"].shape == (4, 0)
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 def test_lg_fedavg_with_more_layers_than_there_are_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -9,16 +9,12 @@ from subprocess import CompletedProcess
 import pytest
 import yaml
 from bits import differing
-from conftest import in_mpi_world
 
 from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.tables.cells import Table
 
-pytestmark = [
-    pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own"),
-    pytest.mark.usefixtures("own_code_forgotten"),
-]
+pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 

@@ -10,7 +10,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from conftest import in_mpi_world
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.func import functional_call
@@ -585,7 +584,6 @@ def test_fine_tuning_is_the_routine_or_the_weights_alone(finetune: str, moves: b
     assert torch.equal(run.evaluated()["theta"], tuned) != moves
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 def test_a_checkpoint_has_the_weights_at_every_evaluation(tmp_path: Path) -> None:
     words = [OURS, "data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=3"]
     assert main([*words, "run.eval_every=2", "--quiet", "--out", str(tmp_path / "run")]) == FINISHED

@@ -7,7 +7,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import in_mpi_world
 
 from hpcfl.config import load_config
 from hpcfl.main import FINISHED, main
@@ -17,8 +16,6 @@ from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.tables.planning import step_seconds
 from hpcfl.training.settings import TrainConfig
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 
 DIGITS_CNN = 160 + 4640 + 8256 + 650
 """Trainable numbers of digits_cnn: conv1, conv2, fc1, fc2."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, in_mpi_world, run_tree
+from conftest import REPOSITORY, run_tree
 from readme_tables import MARK, with_tables
 
 from hpcfl.main import main
@@ -44,7 +44,6 @@ def run(folder: Path, *overrides: str) -> bytes:
     return theta_of(folder)
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="runs serially")
 @pytest.mark.usefixtures("own_code_forgotten")
 def test_the_example_of_a_new_method_runs_and_without_its_pull_is_fedavg(
     tmp_path: Path, example: Path

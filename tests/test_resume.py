@@ -17,14 +17,12 @@ from pathlib import Path
 import h5py
 import pytest
 from bits import MEETS_ALL_SOON, VARIANTS, differing, method_settings, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, clean_environment, in_mpi_world, kill_tree
+from conftest import REPOSITORY, clean_environment, kill_tree
 
 from hpcfl.communication.messages import Message
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS, Method
 from hpcfl.training.clients import Clients
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="starts worlds of its own")
 
 ROUNDS = 3
 LONG_ROUNDS = 60

@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import in_mpi_world
 
 from hpcfl import __version__
 from hpcfl.config import load_config, resolve
 from hpcfl.main import FINISHED, main
 from hpcfl.storage.ledger import METRICS, SECONDS
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank")
 
 N, ROUNDS = 4, 3
 TINY = [f"data.clients={N}", "data.per_client=20", "train.local_epochs=1", f"train.rounds={ROUNDS}"]

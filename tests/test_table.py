@@ -23,14 +23,12 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import in_mpi_world, run_tree
+from conftest import run_tree
 
 from hpcfl.config import ENVIRONMENT
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.tables.cells import Table
 from hpcfl.tables.writing import COLUMNS
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="speaks to a world of one rank, or starts its own")
 
 ROUNDS = 3
 TABLE = """

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
-from conftest import in_mpi_world
 
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.storage.ledger import METRICS
@@ -21,8 +20,6 @@ from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.tables.writing import MOST_CLIENT_LINES, write, write_results
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="reads files only")
 
 TABLE = """
 title: Two & two

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import in_mpi_world
 
 from hpcfl.config import flatten
 from hpcfl.errors import UserError
 from hpcfl.main import main
 from hpcfl.tables.cells import Shrinking, Table
-
-pytestmark = pytest.mark.skipif(in_mpi_world(), reason="reads files only")
 
 PAPER = """
 title: A paper's table

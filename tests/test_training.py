@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from conftest import in_mpi_world
 from harness import make_network, make_place, spread
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -334,7 +333,6 @@ def test_engines_agree_in_float64_after_a_local_round(batchnorm: bool, momentum:
     assert batched.steps.tolist() == loop[2].tolist() == [12, 9, 6, 3, 3]
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="eleven million numbers in every rank at once")
 # smaller images or batches make BatchNorm divide by next to nothing, and rounding grows in every layer
 @pytest.mark.parametrize(("name", "side"), [("resnet18", 8), ("mobilenetv2", 32)])
 def test_engines_agree_in_float64_on_torchvisions_networks(name: str, side: int) -> None:

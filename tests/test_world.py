@@ -14,7 +14,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-from conftest import in_mpi_world, run_tree
+from conftest import run_tree
 
 from hpcfl.communication.world import World, abort_on_exception, agree, open_world
 from hpcfl.errors import UserError
@@ -215,7 +215,6 @@ def run_child(code: str, **environment: str) -> CompletedProcess[str]:
     return run_tree([sys.executable, "-c", code], env=environment, check=False)
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="launches processes")
 def test_a_serial_world_never_imports_mpi() -> None:
     code = """
 import os, sys
@@ -240,7 +239,6 @@ world.abort(7)
     assert (done.returncode, done.stderr) == (7, "")
 
 
-@pytest.mark.skipif(in_mpi_world(), reason="launches processes")
 def test_one_rank_under_a_launcher_of_several_is_refused() -> None:
     code = """
 import os
