@@ -13,6 +13,7 @@ from pydantic import Field
 
 from hpcfl.config.choices import CHOICES
 from hpcfl.config.trees import flatten
+from hpcfl.data.partition_request import PartitionOptions
 from hpcfl.methods import Params
 from hpcfl.models import NetworkOptions
 from hpcfl.settings import Settings
@@ -98,7 +99,7 @@ class Config:
     params: Params
     data: DataConfig
     partition: str
-    partition_options: Settings
+    partition_options: PartitionOptions
     model: str
     model_options: NetworkOptions
     train: TrainConfig

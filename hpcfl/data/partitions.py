@@ -101,7 +101,7 @@ def partition(
     test_fraction: float,
     val_fraction: float,
     seed: int,
-    options: Mapping[str, Any],
+    options: PartitionOptions | Mapping[str, Any],
     owner: IntArray | None = None,
     is_test: BoolArray | None = None,
 ) -> list[ClientIndices]:
@@ -115,7 +115,7 @@ def partition(
         y: labels of the pool, [n].
         num_clients: None takes all that the source has; only for `given`.
         per_client: samples a client, all parts together; None takes the largest equal size.
-        options: the partition's own, see `PARTITIONS[name].options`.
+        options: the partition's own, validated or not yet, see `PARTITIONS[name].options`.
         owner: the source's own client of each sample, [n]; only `given` asks.
         is_test: the source's own split, [n]; only `given` asks, which then ignores test_fraction.
 
@@ -126,7 +126,7 @@ def partition(
     if name not in PARTITIONS:
         raise UserError(f"data.partition.name={name}: unknown; allowed: {', '.join(PARTITIONS)}")
     kind = PARTITIONS[name]
-    chosen = _validated(kind, options)
+    chosen = options if isinstance(options, PartitionOptions) else _validated(kind, options)
     split = Split(test_fraction, val_fraction, seed)
     if kind.counts is None:
         parts = _given(owner, is_test, num_clients, per_client, split)

@@ -63,7 +63,7 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
         test_fraction=data.test_fraction,
         val_fraction=data.val_fraction,
         seed=config.data_seed,
-        options=config.partition_options.model_dump(),
+        options=config.partition_options,
         owner=None if arrays.owner is None else arrays.owner[chosen],
         is_test=None if arrays.is_test is None else arrays.is_test[chosen],
     )
