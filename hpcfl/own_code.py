@@ -19,13 +19,13 @@ OWN_MODULE = "hpcfl_own_"
 """How the names of their modules begin."""
 
 RESERVED_OPTIONS = ("name", "path", "code")
-"""Keys of a group that chooses by name, which are nobody's options."""
+"""Keys of every group with a `name`; no option may have one of these names."""
 
 _added: set[tuple[str, str]] = set()
 
 
 def is_own(key: str, name: str) -> bool:
-    """Whether a file that `key` named has brought this name."""
+    """Return whether a user's file, which `key` named, has added this name."""
     return (key, name) in _added
 
 

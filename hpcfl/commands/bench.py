@@ -106,7 +106,7 @@ def _report_step(repeats: int) -> None:
 
 
 def _report_branches(repeats: int) -> None:
-    """Compare a local round of pFedMB with 5 branches (an epoch on alpha, one on them) and two with 1."""
+    """Compare a local round of pFedMB with 5 branches (an epoch of alpha, one of branches) with two of 1."""
     context = _context(1, "lenet_small", batchnorm=False)
     shard = _random_shard()
     train = TrainConfig(batch_size=64, lr=0.01, local_epochs=1)

@@ -17,7 +17,7 @@ OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
     "partition": ("data.partition.path", add_own_partition),
     "model": ("model.path", add_own_model),
 }
-"""The key that names a file of the user's own, and what adds what it defines, by kind."""
+"""By kind: the key that names a user's own file, and the function that adds what this file defines."""
 
 
 def list_everything(arguments: Sequence[str], world: World) -> None:

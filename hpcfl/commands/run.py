@@ -25,7 +25,7 @@ def run(
 
     Args:
         config: what is run.
-        options: where, and whether to start over; its file and overrides are only suggested again.
+        options: folder, --fresh and --quiet; its file and overrides serve only for the suggested command.
         world: the ranks.
         stop: ends the run at a round boundary.
         command: what was typed.

@@ -1,4 +1,4 @@
-"""The way of messages between the server and the workers, in blocks of clients.
+"""Transport of messages between the server and the workers, in blocks of clients.
 
 Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbers, L layers.
 """
@@ -108,10 +108,10 @@ class Channel:
     def up(self, message: Message, cohort: Cohort, sent: Message | None = None) -> Upload:
         """Send the rows of this rank's cohort members to the server, in client-ordered blocks.
 
-        `sent` is what the server had sent them, which it may need to make sense of the answer.
+        `sent` is the message that the server sent to the cohort; a method may need it to read the upload.
 
-        Collective, and so is the iteration over the result, which only yields on the server: every rank
-        must run it to its end (`Upload.drain`).
+        Collective. The iteration over the result is collective, too, and yields blocks on the server only:
+        every rank must iterate to the end (`Upload.drain`).
         """
         header = _Entry.encode(_Entry.describe(message)) if message.num_clients else b""
         headers = self._world.gather_bytes(header)

@@ -55,7 +55,7 @@ class LayerMean:
             for number, layer in enumerate(self._layers):
                 mean, numbers = (tensor[..., layer.start : layer.stop] for tensor in (self.value, row))
                 for index in np.ndindex(weights.shape[:-1]):
-                    # adding nothing would still turn -0 to 0, and a diverged client's numbers to nan
+                    # a weight of 0 is skipped: it would turn -0 into 0 and add nan for a diverged client
                     if weight := float(weights[(*index, number)]):
                         mean[index].add_(numbers[index], alpha=weight)
 
@@ -66,7 +66,7 @@ def weighted_mean(up: Upload, name: str, weights: Tensor) -> Tensor:
 
 
 def weighted_means(up: Upload, weights: Tensors) -> Tensors:
-    """Return `weighted_mean` of several names, with weights [S] of their own, in one reading."""
+    """Return `weighted_mean` of several names, each with its own weights [S]; reads the upload once."""
     means = {name: WeightedMean(of_clients) for name, of_clients in weights.items()}
     for positions, block in up:
         for name, mean in means.items():

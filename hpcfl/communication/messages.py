@@ -19,9 +19,10 @@ BUFFERS = "buffers"
 
 
 def numbers_of_layers(shape: Sequence[int], layers: Sequence[Layer], keep: Tensor) -> Tensor:
-    """Return how many numbers of each layer travel of a client's tensor [..., P]; keep bool [..., L].
+    """Return how many elements of each layer of a client's tensor [..., P] travel, int64 [..., L].
 
-    This is what the wire packs and what the bytes are counted from: int64 [..., L].
+    `keep`, bool [..., L], says which layers travel. The channel packs these elements, and the traffic counts
+    their bytes.
     """
     sizes = torch.tensor([layer.size for layer in layers])
     return keep * sizes * math.prod(shape[:-1])
@@ -75,7 +76,7 @@ class Message:
         return [*self.shared, *self.rows]
 
     def of(self, num_clients: int) -> Message:
-        """Return the message of so many clients, of the same tensors."""
+        """Return a message with the same tensors for `num_clients` clients."""
         return Message(dict(self.shared), dict(self.rows), dict(self.keep), num_clients)
 
     def only(self, name: str) -> Message:

@@ -13,7 +13,7 @@ from hpcfl.communication.messages import BUFFERS, Message, numbers_of_layers
 from hpcfl.parameters import Layer
 
 INDEX_BYTES = 8
-"""What naming one layer that was left out costs on the wire."""
+"""Bytes counted for the index of one layer that a message leaves out for a client."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Traffic:
     layers: np.ndarray
     """[S, L]: trainable numbers by layer."""
     others: dict[str, np.ndarray]
-    """[S] a name: numbers that are not made of the network's layers, by the name of their tensor."""
+    """[S] per tensor name: floating-point tensors that do not consist of the network's layers."""
     buffers: np.ndarray
     """[S]: running statistics."""
     indices: np.ndarray
@@ -53,7 +53,7 @@ class Traffic:
 def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = True) -> Traffic:
     """Count a message's bytes for each of its clients: a shared tensor once for each of them.
 
-    `names_layers` says whether leaving out layers client by client costs their names.
+    With `names_layers`, each layer that is left out for a single client costs its index, INDEX_BYTES.
     """
     traffic = Traffic.nothing(message.num_clients, len(layers))
     for name in message.names:

@@ -1,4 +1,4 @@
-"""The ranks of a run: shards, devices, collectives on flat buffers, polite waiting, abort.
+"""The ranks of a run: shards, devices, collectives on flat buffers, waiting without load, abort.
 
 The only module that imports mpi4py, and only where a launcher has started more than one rank.
 """
@@ -217,7 +217,7 @@ class World:
         raise SystemExit(code)
 
     def _rank_counts(self, counts: Sequence[int]) -> list[int]:
-        """Turn counts a worker into counts a rank; raise ValueError for more than one piece can hold."""
+        """Turn counts per worker into counts per rank; raise ValueError if the sum exceeds `max_elements`."""
         if len(counts) != self.num_workers:
             raise ValueError(f"{len(counts)} counts for {self.num_workers} workers")
         if sum(counts) > self.max_elements:

@@ -17,16 +17,16 @@ DEFAULT_METHOD, DEFAULT_SOURCE = "pfedla", "digits"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a group's `name` may be, and what each brings."""
+    """The possible values of a group's `name`, and the options of each."""
 
     known: Mapping[str, Any]
     options: Callable[[Any], type[Settings]]
-    """From one of them to its keys."""
+    """Returns the class of options of one of the known objects."""
     add_own: Callable[[str, str | None], tuple[str, str]]
-    """From the user's file at a path, and the digest that it must have, to its name and digest."""
+    """Adds the object that a user's file defines; from path and expected digest to name and digest."""
 
     def options_of(self, name: str) -> type[Settings]:
-        """Return the keys that the one of this name has."""
+        """Return the class of options of the known object with this name."""
         return self.options(self.known[name])
 
 

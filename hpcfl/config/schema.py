@@ -20,7 +20,7 @@ from hpcfl.settings import Settings
 from hpcfl.training.settings import TrainConfig
 
 ENVIRONMENT = "environment"
-"""The part of a run folder's config.yaml that says where and how; ignored where it is read."""
+"""Group of a run folder's config.yaml that records how and where it was run; ignored as configuration."""
 
 GROUPS = ("method", "data", "model", "train", "run")
 
@@ -105,8 +105,8 @@ class Config:
     train: TrainConfig
     run: RunConfig
     own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Of the user's own files, by group (`method`, `data`, `data.partition`, `model`): `path`, of a source
-    `reader`, and `code`, a digest of the file that changes results."""
+    """The user's own files by group (`method`, `data`, `data.partition`, `model`): `path` (`reader` for a
+    source), and `code`, a digest of the file; runs with another digest are other runs."""
 
     @property
     def data_seed(self) -> int:

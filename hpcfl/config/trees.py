@@ -32,10 +32,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def lay_over(tree: Mapping[str, Any], more: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
-    """Return nested keys with others, or `key.sub=value` words, put in.
+    """Return nested keys, overridden by other nested keys or by `key.sub=value` words.
 
-    Where these name another method, partition or model, options that the new one does not know are dropped:
-    naming it is enough.
+    If these choose another method, partition or model, the options that the new one does not have are
+    dropped, so the user need not unset them.
     """
     changed = copy.deepcopy(dict(tree))
     pairs = flatten(more).items() if isinstance(more, Mapping) else [_split(override) for override in more]
@@ -74,7 +74,7 @@ def _split(override: str) -> tuple[str, Any]:
 
 
 def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
-    """Forget what `tree` says of another method, partition, model or source than `key=value` asks for."""
+    """Drop from `tree` the keys of another method, partition, model or source than `key=value` chooses."""
     data = tree.get("data")
     if isinstance(data, dict) and (key == "data.reader" or (key == "data.source" and value in SOURCES)):
         for other in {"source", "reader", "code"} & data.keys():

@@ -1,4 +1,4 @@
-"""What is told of keys and values that are not possible."""
+"""Error messages about keys and values that are not possible."""
 
 from __future__ import annotations
 

@@ -98,8 +98,9 @@ class PathologicalOptions(PartitionOptions):
 def balanced_deal(num_clients: int, num_classes: int, per_client: int, seed: int) -> BoolArray:
     """Deal each client `per_client` different classes, every class equally often (within one).
 
-    Each client in turn takes the classes with most cards left, ties by the seed. The numbers of cards
-    left then never differ by more than one, so the deal cannot get stuck.
+    Each class has as many cards as clients will own it. Each client in turn takes one card of each of the
+    classes with most cards left; the seed decides ties. The numbers of cards left never differ by more than
+    one, so the last clients, too, find enough different classes.
 
     Returns:
         [clients, classes], True where the client owns the class.
@@ -184,10 +185,11 @@ def neighbours_counts(request: Request, options: NeighboursOptions) -> IntArray:
 def target_counts(request: Request, options: TargetOptions) -> IntArray:
     """Set a target client, one of the same classes, a similar one and others (pFedLA, 4.3 and figure 5).
 
-    Client 0, the target, and client 1, whom the paper calls contrastive, own the same random classes;
-    client 2 has `similar_classes` of them, and others that the target lacks; clients 3, 4, ... draw theirs.
-    Inferred: the ids, and that the last draw from what the target lacks (the paper: "random", and "very
-    different from the target client"); `others_from=all` lets them draw from all classes.
+    Client 0, the target, and client 1, which the paper calls contrastive, own the same random classes. Client
+    2 owns `similar_classes` of these classes, and otherwise classes that the target lacks. Clients 3, 4, ...
+    draw their classes from those that the target lacks, or with `others_from=all` from all classes. Inferred:
+    the ids, and the classes that clients 3, 4, ... draw from (the paper says "random" and "very different
+    from the target client").
     """
     num_owned, num_similar, num_classes = (
         options.classes_per_client,

@@ -109,7 +109,7 @@ def dirichlet_counts(request: Request, options: DirichletOptions) -> IntArray:
 
 
 def dirichlet_pfllib_counts(request: Request, options: DirichletPfllibOptions) -> IntArray:
-    """Draw as MOON, from which PFLlib has its generator, with PFLlib's smallest client."""
+    """Draw with MOON's generator, which PFLlib uses too, and with PFLlib's fewest samples of a client."""
     refuse_client_size(request.per_client, "dirichlet_pfllib")
     smallest = options.min_samples
     if smallest is None:
@@ -268,7 +268,10 @@ def _positive_dirichlet(rng: np.random.Generator, beta: float, count: int) -> np
 
 
 def _weights(coarse: np.ndarray, fine: np.ndarray, coarse_of: IntArray, left: IntArray) -> np.ndarray:
-    """Return each class's share, up to a common factor; those that are exhausted leave theirs to siblings."""
+    """Return each class's share, up to a common factor.
+
+    The share of an exhausted class goes to the other fine classes of its coarse class.
+    """
     fine = np.where(left > 0, fine, 0.0)
     inside = np.bincount(coarse_of, fine)
     factor = np.divide(coarse, inside, out=np.zeros_like(inside), where=inside > 0)

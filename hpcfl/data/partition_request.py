@@ -44,7 +44,7 @@ class Request:
 
 
 def least_samples(request: Request, batch_size: int) -> int:
-    """Return PFLlib's smallest client: a batch of test samples, at most half of the mean client."""
+    """Return PFLlib's fewest samples of a client: batch_size / test_fraction, or half the mean if smaller."""
     mean_size = request.sizes.sum() / request.num_clients
     return int(round(min(batch_size / request.test_fraction, mean_size / 2), 9))
 

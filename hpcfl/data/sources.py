@@ -54,7 +54,7 @@ class Source:
     Attributes:
         path_names: what data.path must name, such as `FOLDER`; None where nothing is read from there.
         partition: the default partition, where it is not everybody's.
-        read: from data.path, or None, to the samples; of a source in the user's own file.
+        read: function of data.path (or None) that returns the samples; only sources of a user's file have it.
     """
 
     description: str

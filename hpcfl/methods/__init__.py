@@ -1,6 +1,6 @@
-"""All methods by name. A method is a file of this folder, called as the method, or a user's own file.
+"""All methods by name. Each method is one file of this folder, named after the method, or a user's own file.
 
-Files whose names begin with an underscore hold what several methods have in common.
+Files whose names begin with an underscore hold code that several methods share.
 """
 
 import importlib

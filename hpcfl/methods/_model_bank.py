@@ -1,4 +1,4 @@
-"""Methods whose server keeps the last model of each client, and sends clients what it makes of these."""
+"""Base of methods whose server stores each client's last uploaded model and builds downloads from them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hpcfl.methods.base import State
 
 
 class ModelBank(OwnModel):
-    """Own models, the last uploads of which are the rows of `models` [N, P] on the server.
+    """Each client keeps its own model; the server stores the last upload of each client in `models` [N, P].
 
-    `is_known` [N] is 1 for clients that uploaded one; the rows of the others are the common start.
+    `is_known` [N] is 1 for each client that has uploaded a model. The rows of all other clients hold the
+    common initial model.
     """
 
     def server_state(self) -> State:

@@ -1,4 +1,4 @@
-"""What methods have in common whose clients keep some layers to themselves and share the others."""
+"""Base of methods in which each client keeps some layers private and shares the others."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from hpcfl.training.clients import Clients
 
 
 class OwnLayers(FedAvg):
-    """FedAvg of the layers `travels`; the rest of each client's model, and nothing else, is its state.
+    """FedAvg of the layers in `travels`; each client's state holds only the other layers of its model.
 
-    Before its first round a client is scored with its initial layers: own layers never travel, so that there
-    is no average of them to fall back on (FedRep's authors, whose code averages heads by an alias, have one).
-    At low participation, read early accuracies beside the coverage of the run.
+    Private layers never travel, so the server has no average of them: before its first round, a client is
+    evaluated with its initial private layers. (The code of FedRep's authors has an average of the heads,
+    because of an aliased tensor.) At low participation, interpret early accuracies together with the run's
+    coverage, the share of clients that were sampled at least once.
     """
 
     own_part: ClassVar[str]
-    """What the layers are called that stay, in checkpoints."""
+    """Name of the private layers in the client state and in checkpoints."""
 
     def __init__(self, context: Context, params: Any) -> None:
         super().__init__(context, params)
@@ -60,7 +61,7 @@ class OwnLayers(FedAvg):
         return Message(rows={"theta": self.merged(clients, down)})
 
     def merged(self, clients: Clients, down: Message) -> Tensor:
-        """Return the downloaded layers with each client's own ones put in, [C, P]."""
+        """Return whole models [C, P]: the downloaded layers and each client's own private layers."""
         theta = down["theta"].clone(memory_format=torch.contiguous_format)
         theta[:, self.is_own] = clients[self.own_part]
         return theta

@@ -1,4 +1,4 @@
-"""What methods have in common whose clients keep a model of their own, which is the one evaluated."""
+"""Base of methods in which each client keeps its own model, and this model is evaluated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hpcfl.training.clients import Clients
 
 
 class OwnModel(Method):
-    """Each client keeps `theta` and its running statistics; without being sampled, as they are.
+    """Each client keeps `theta` and its running statistics; both change only in rounds that sample it.
 
-    Before its first round a client has the common initial model and is scored on it, as in the public codes:
-    at low participation, read early accuracies beside the coverage of the run.
+    Before its first round, a client has the common initial model and is evaluated with it, as in public code.
+    At low participation, interpret early accuracies together with the run's coverage, the share of clients
+    that were sampled at least once.
     """
 
     scored_moment = "training"
@@ -28,9 +29,9 @@ class OwnModel(Method):
 
 
 class OwnBesideGlobal(OwnModel, FedAvg):
-    """Own models, which are evaluated, beside a global one `theta` of the server, which a download brings."""
+    """Each client keeps its own model, which is evaluated; the server sends a global model `theta`."""
 
-    # whatever the order of the bases
+    # explicit, so that the order of the base classes does not matter
     personalised = OwnModel.personalised
 
     def received(self, clients: Clients, down: Message) -> Message:

@@ -7,12 +7,13 @@ With vbar = a_i v_i + (1 - a_i) w_i, a mini-batch does
     a_i <- a_i - lr_a <v_i - w_i, g(vbar)>, clipped to [0, 1]
     w   <- weighted mean of w_i, which start each round as the received w
 
-Choices: weights are mixed, not logits; g(vbar) is taken once, after the step of w_i, and serves v_i and a_i;
-a_i moves at the first mini-batch of a round alone, as in the authors' code, without momentum (at every one,
-w_i is soon ahead of v_i, whose steps are a_i times smaller, and most a_i fall to 0); running statistics are
-vbar's and stay with the client; evaluated is vbar after local training, so that an unsampled client's is that
-of its last round, while a download brings w; a mini-batch costs two gradients. a_i fixed at 1 makes v_i local
-training, at 0 vbar is the client's copy of FedAvg's model.
+Choices: APFL mixes weights, not logits. g(vbar) is computed once per mini-batch, after the step of w_i, and
+used for both v_i and a_i. a_i moves only at the first mini-batch of a round, as in the authors' code, and
+without momentum. If a_i moved at every mini-batch, w_i would soon be ahead of v_i, whose steps are scaled by
+a_i, and most a_i would fall to 0. Running statistics belong to vbar and stay with the client. The evaluated
+model is vbar after local training; for an unsampled client it is the vbar of its last round. The model after
+a download is w. One mini-batch costs two gradients. With a_i fixed at 1, v_i is local training; with a_i
+fixed at 0, vbar is the client's copy of FedAvg's model.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class APFLParams(Params):
     """Hyper-parameters of APFL."""
 
     alpha: float = Field(0.5, ge=0, le=1)
-    """First a_i, the share of the client's own model; with `alpha_lr=0`, 1 is local training, 0 the client's
-    copy of the global model."""
+    """Initial a_i, the share of the client's own model. With `alpha_lr=0`, 1 means local training and 0 means
+    the client's copy of the global model."""
     alpha_lr: float | None = Field(None, ge=0)
-    """Step size of a_i; 0 keeps it as it is, default: `train.lr`, as in the paper."""
+    """Step size of a_i; 0 keeps a_i fixed; default: `train.lr`, as in the paper."""
     alpha_moves: Literal["round", "step"] = "round"
     """Whether a_i moves once a round (authors' code) or with every mini-batch (Algorithm 1)."""
 

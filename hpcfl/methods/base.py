@@ -1,6 +1,7 @@
-"""The hooks a method consists of, and what every method gets for nothing.
+"""The hooks of a method, with the default behaviour that every method inherits.
 
-Shapes: N clients, S of a cohort, C of a group, P trainable numbers, U running statistics.
+Shapes: N clients of a run, S clients of a cohort, C clients of a group (those that one rank trains or
+evaluates at once), P trainable numbers, U running statistics.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Params(Settings):
     """A method's hyper-parameters: the keys under `method.*` beside the name."""
 
     def in_use(self) -> dict[str, Any]:
-        """Return the keys that change a run, with the values that it uses; two runs alike here are one.
+        """Return the keys that affect a run, with the values that the run uses.
 
-        Keys that are known to have no effect beside the others are left out, and defaults that depend on
-        them filled in.
+        Two runs that agree on these keys are the same run as far as the method is concerned. The result
+        leaves out `idle_keys` and fills in the defaults that depend on other keys.
         """
         return self.model_dump(mode="json", exclude=self.idle_keys())
 
     def idle_keys(self) -> set[str]:
-        """Return the keys that have no effect beside the others."""
+        """Return the keys that have no effect, given the values of the other keys."""
         return set()
 
 
@@ -70,7 +71,7 @@ class Context:
         self.build_network: Callable[[int], Network] = lambda draw: build_network(
             model, image_shape, num_classes, model_options, seed, draw
         )
-        """The model with weights of a draw: a client's own, or -1 for those common to all."""
+        """Builds the model with the initial weights of a draw: a client's id, or -1 for the common draw."""
         self.network = self.build_network(-1)
         self.weights_are_given = getattr(model_options, "weights", None) is not None
         """Whether a file holds the initial weights, so that all draws are alike."""
@@ -79,7 +80,7 @@ class Context:
 
     @cached_property
     def fewest_samples(self) -> int:
-        """Samples that a mini-batch needs: two where BatchNorm makes statistics of them."""
+        """Fewest samples of a mini-batch: 2 if a BatchNorm layer cannot compute statistics of one, else 1."""
         network = copy.deepcopy(self.network).train()
         try:
             network(torch.zeros(1, *self.image_shape))
@@ -88,9 +89,10 @@ class Context:
         return 1
 
     def refuse_equal_starts(self, count: int, key: str) -> None:
-        """Raise UserError where `different_starts` would be equal; `method.key` asked for so many.
+        """Raise UserError if `different_starts(count)`, which `method.<key>` asked for, would all be equal.
 
-        A file gives the body, and draws differ in the head alone (as FedEM's authors' do); that is enough.
+        If a file gives the initial weights of the body only, draws still differ in their heads, as in the
+        code of FedEM's authors. This difference is sufficient.
         """
         if count > 1 and self.weights_are_given and torch.equal(*self.different_starts(2)):
             raise UserError(
@@ -99,7 +101,7 @@ class Context:
             )
 
     def different_starts(self, count: int) -> Tensor:
-        """Return initial weights [count, P] of draws of their own; the first are the common ones."""
+        """Return `count` initial models [count, P]: the common one first, then independent draws."""
         return self.initial_parameters(range(-1, -1 - count, -1), own=True)
 
     def initial_parameters(self, clients: Sequence[int] | None = None, own: bool = False) -> Tensor:
@@ -113,11 +115,11 @@ class Context:
 
 
 class Method:
-    """One federated method as hooks around a round; a subclass overrides what it does differently.
+    """One federated method, written as hooks that the round loop calls; a subclass overrides some of them.
 
-    Hooks get explicit state and return messages or tensors; what they keep is in the two state
-    dictionaries, which every checkpoint holds. `hpcfl.simulation.driver` calls them, and carries the running
-    statistics of BatchNorm along.
+    Hooks receive all state as arguments and return messages or tensors. Everything that lasts from round to
+    round is in two state dictionaries, the server's and the clients', which every checkpoint holds.
+    `hpcfl.simulation.driver` calls the hooks and handles the running statistics of BatchNorm.
     """
 
     name: ClassVar[str]
@@ -128,19 +130,19 @@ class Method:
     train_defaults: ClassVar[dict[str, Any]] = {}
     """Defaults under `train.*` that differ from everybody's."""
     scored_moment: ClassVar[Literal["download", "training"]] = "download"
-    """What makes the models that `personalised` returns: a download, or local training."""
+    """Whether the models that `personalised` returns exist after a download, or only after local training."""
     schedule_uses_rounds: ClassVar[bool] = False
-    """Whether an earlier round would differ if `train.rounds` did, so that a run cannot be prolonged."""
+    """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Of what is in the history, the axes of tensors that tables sum up: client first, then layer, branch or
-    once more client."""
+    """Axes of the diagnostics that tables summarise, by name: "client" first, then "layer", "branch" or
+    a second "client"."""
 
     needs_body: ClassVar[bool] = False
-    """Whether the method tells a network's feature extractor from its head, so that it needs both."""
+    """Whether the method treats feature extractor and head differently; the network must then have both."""
 
     chain: str | None = None
-    """The setting by which a round's clients train one after the other, each from the one before it, so that
-    they need one worker; None: each from what it received."""
+    """The setting, such as `method.order=chain`, that makes each client of a round start from the weights of
+    the client before it; this needs a single worker. None: every client starts from its download."""
 
     def __init__(self, context: Context, params: Any) -> None:
         self.context = context
@@ -163,7 +165,7 @@ class Method:
         return self.context.network
 
     def make_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that are weighed, left out and counted as one; default: the modules."""
+        """Return the layers, the units of weights, masks and byte counts; default: one layer per module."""
         return self.layout.layers()
 
     def refuse_without_body(self) -> None:
@@ -183,34 +185,34 @@ class Method:
         return {}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        """Return what goes down to the cohort. Must not change the state."""
+        """Return the message from the server to the cohort. Must not change the state."""
         return Message()
 
     def scored(self, server: State, cohort: Cohort) -> Message:
-        """Return what clients need to be evaluated, which costs no traffic; default: the download."""
+        """Return the message that an evaluation needs; its bytes do not count. Default: the download."""
         return self.download(server, cohort)
 
     def negotiates(self, round: int) -> bool:
-        """Whether clients answer the download of this round with a request, and the server sends more."""
+        """Return whether clients answer this round's download with a request, and the server sends more."""
         return False
 
     def request(self, clients: Clients, down: Message) -> Message:
-        """Return what a group asks for, rows [C, ...]; `train` finds it in its message."""
+        """Return the request of a group, rows [C, ...]; the message `down` of `train` contains it."""
         raise NotImplementedError
 
     def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
-        """Return what goes down to the cohort upon its requests, [S, ...] a name."""
+        """Return the server's answer to the cohort's requests, which are tensors [S, ...] by name."""
         raise NotImplementedError
 
     def train(self, clients: Clients, down: Message) -> Message:
-        """Train the clients of a group; return what goes up, rows [C, ...]."""
+        """Train the clients of a group; return their upload, rows [C, ...]."""
         raise NotImplementedError
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server's state from the cohort's upload, which can be read once, block by block."""
 
     def server_buffers(self) -> Tensor:
-        """Return averaged running statistics for the server to start with: [U], of several models [M, U]."""
+        """Return the server's initial averaged running statistics: [U], or [M, U] of M models."""
         return self.initial_buffers()
 
     def download_buffers(self, server: State, cohort: Cohort) -> Message:
@@ -218,7 +220,7 @@ class Method:
         return Message(shared={BUFFERS: server[BUFFERS]})
 
     def mean_of_buffers(self, cohort: Cohort) -> WeightedMean | None:
-        """Return what averages the running statistics of a cohort's upload; None: `aggregate` does it."""
+        """Return the mean that takes the uploaded running statistics; None: `aggregate` averages them."""
         return WeightedMean(cohort.num_samples)
 
     def end_round(self, server: State, cohort: Cohort) -> None:
@@ -234,15 +236,15 @@ class Method:
     def received(self, clients: Clients, down: Message) -> Message:
         """Return the models right after a download, before local training; empty where there are none.
 
-        `down` is what `scored` returned. Default: the evaluated models, if a download makes them.
+        `down` is what `scored` returned. Default: the evaluated models if `scored_moment` is "download".
         """
         return self.personalised(clients, down) if self.scored_moment == "download" else Message()
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return the models of a group right after `train`, which returned `up`; empty where there are none.
 
-        Default: the evaluated models, if training makes them, else the upload's `theta`; a method
-        that uploads anything but the trained model, such as a difference, overrides this.
+        Default: the evaluated models if `scored_moment` is "training", else the upload's `theta`. A method
+        that uploads anything but the trained model, such as a difference, overrides this hook.
         """
         if self.scored_moment == "training":
             return self.personalised(clients, down)
@@ -258,15 +260,15 @@ class Method:
         return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
 
     def derived(self, server: State) -> State:
-        """Return tensors written to checkpoints for readers only."""
+        """Return tensors for readers of a checkpoint; a resumed run does not load them."""
         return {}
 
     def history(self, server: State) -> State:
-        """Return the method's diagnostics, one tensor a name, kept for every evaluation."""
+        """Return the method's diagnostics, one tensor per name, recorded at every evaluation."""
         return {}
 
     def client_history(self, clients: Clients) -> State:
-        """Return the same of what clients keep, [C, ...] a name."""
+        """Return the diagnostics of a group, one tensor [C, ...] per name, recorded at every evaluation."""
         return {}
 
     def memory(self) -> dict[str, int]:
@@ -280,17 +282,17 @@ class Method:
 
     @property
     def row_size(self) -> int:
-        """Most numbers of one client in a tensor that travels."""
+        """Largest number of elements that one client has in any tensor that travels."""
         return self.layout.size
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        """Return about how many gradients of each mini-batch a client takes in a round."""
+        """Return roughly how many gradients per mini-batch of its data a client computes in a round."""
         return train.local_epochs
 
     @classmethod
     def finetuning_gradients(cls, params: Any) -> float:
-        """Return about how many gradients of each mini-batch an epoch of fine-tuning takes."""
+        """Return roughly how many gradients per mini-batch one epoch of fine-tuning computes."""
         return 1
 
     def timed_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
@@ -314,7 +316,10 @@ class Method:
 
 
 def buffers_of_models(clients: Clients, count: int) -> Tensor:
-    """Return running statistics [C, count, U] for several models a client: received ones, or its own."""
+    """Return running statistics [C, count, U] of `count` models per client.
+
+    These are the received statistics of each model, or else the client's own [C, U], repeated for each model.
+    """
     buffers = clients.buffers
     return buffers if buffers.dim() == 3 else buffers.unsqueeze(1).expand(-1, count, -1)
 

@@ -4,19 +4,21 @@ optimization under privacy constraints, IEEE TNNLS 2021.
     d_i     = E epochs of SGD on L_i from its cluster's model, minus that model
     theta_c <- theta_c + mean of d_i over the sampled clients of cluster c      (Algorithm 3)
 
-A cluster c splits in two when || mean d_i || < eps_1 and max || d_i || > eps_2 over its clients: its clients
-are parted so that the largest cosine similarity alpha_cross of updates across the parts is small, if also
-gamma_max < sqrt((1 - alpha_cross) / 2). Both parts start from its model and add the means of their own.
+A cluster c splits in two if || mean d_i || < eps_1 and max || d_i || > eps_2 over its clients, and if also
+gamma_max < sqrt((1 - alpha_cross) / 2). Here alpha_cross is the largest cosine similarity between updates of
+different parts, and the split is chosen to make it small. Both parts start from the model of c, and each adds
+the mean of its own d_i.
 
-Choices: the split is complete linkage on cosine similarities (authors' code) or, with
-`method.linkage=single`, the partition of least largest similarity (Algorithm 1); gamma_max is 0, so that the
-third criterion holds whenever parts differ (authors' code has none); splits are tested every round, as in
-that code, where the paper first trains to convergence. Norms and similarities are those of each client's last
-update in its present cluster: under partial participation, which neither has, a cluster waits until all
-its clients have trained, and then compares updates that left from the models of different rounds. Clients are
-known by their ids throughout; means are uniform, as in the paper; each cluster averages running statistics of
-its own; evaluated is the newest model of the client's cluster. The server keeps N updates, and a download
-holds a model for each client of the cohort.
+Choices: the split is made by complete linkage on cosine similarities (authors' code);
+`method.linkage=single` takes the split with the smallest alpha_cross instead (Algorithm 1). By default
+gamma_max is 0, so the third criterion holds whenever the parts differ (the authors' code does not have this
+criterion). Splits are tested in every round from `method.first_round` on, as in the authors' code; the paper
+first trains to convergence. Norms and similarities are those of each client's last update in its present
+cluster. Neither the paper nor the code has partial participation; here, a cluster waits until all its clients
+have trained, and then compares updates that started from models of different rounds. Clients are identified
+by their ids. Means are uniform, as in the paper. Each cluster averages its own running statistics. The
+evaluated model is the newest model of the client's cluster. The server stores N updates, and a download holds
+one model per client of the cohort.
 """
 
 from __future__ import annotations
@@ -40,21 +42,23 @@ from hpcfl.training.clients import Clients
 class ClusteredFLParams(Params):
     """Hyper-parameters of Clustered FL.
 
-    Norms scale with `train.lr`, local epochs and the network: /history/update_norm and mean_update_norm of a
-    run tell what to compare with, and a run without any split says at its end why.
+    Norms scale with `train.lr`, the local epochs and the network. To choose eps_1 and eps_2, look at
+    update_norm and mean_update_norm under /history in the checkpoint of a run. A run that never split warns
+    at its end and gives the reason.
     """
 
     eps_1: float = Field(0.4, ge=0)
-    """A cluster's mean update must be shorter than this (authors: 0.4); 0 never splits."""
+    """A cluster splits only if the norm of its mean update is below this (authors: 0.4); 0 never splits."""
     eps_2: float = Field(1.6, ge=0)
-    """Its longest update must be longer than this (authors: 1.6)."""
+    """A cluster splits only if the largest norm of its updates is above this (authors: 1.6)."""
     gamma_max: float = Field(0.0, ge=0, le=1)
-    """Largest ratio of a client's gradient noise to its gradient (paper): parts must differ by more than it
-    explains; 0 asks for nothing, at 0.5 they split if alpha_cross is below 0.5, at 1 never."""
+    """Largest ratio of a client's gradient noise to its gradient (paper); the parts must differ by more than
+    this noise explains. At 0 any difference is enough, at 0.5 alpha_cross must be below 0.5, at 1 no cluster
+    splits."""
     first_round: int = Field(20, ge=0)
-    """Rounds without a split (authors: 20)."""
+    """Number of rounds at the start without a split (authors: 20)."""
     linkage: Literal["complete", "single"] = "complete"
-    """How clients are parted: authors' code, or the paper's Algorithm 1."""
+    """How a cluster is split: `complete` as in the authors' code, `single` as in the paper's Algorithm 1."""
 
 
 class ClusteredFL(Method):
@@ -99,7 +103,7 @@ class ClusteredFL(Method):
         cluster, uniform = server["cluster"][members], torch.ones(len(cohort))
         moved = ClusterMeans(uniform, torch.zeros_like(server["theta"]))
         for position, client in enumerate(members):
-            # row by row, since the cohort's updates together would be a copy of them
+            # row by row: indexing the updates of the whole cohort would copy them all at once
             part = slice(position, position + 1)
             moved.add(part, server["updates"][client : client + 1], cluster[part])
         server["theta"] = server["theta"] + moved.value()
@@ -128,7 +132,10 @@ class ClusteredFL(Method):
         return Message(rows={"theta": down["theta"] + up.rows["theta"]})
 
     def history(self, server: State) -> State:
-        """Return clusters and both compared norms, nan before a client has trained in its cluster."""
+        """Return each client's cluster, update norm and its cluster's mean update norm, [N] each.
+
+        Norms are nan for a client that has not trained in its present cluster.
+        """
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
         nothing = torch.full_like(server["theta"], torch.nan)
         means = ClusterMeans(torch.ones(int(known.sum())), nothing)
@@ -150,7 +157,7 @@ class ClusteredFL(Method):
             return f"a cluster waits until all its clients have trained, and {unheard} never did"
         updates = server["updates"][members]
         mean, longest = updates.mean(dim=0).norm(), updates.norm(dim=1).max()
-        # neither holds of a diverged client's updates, which are no numbers
+        # `not <` and `not >`: with a diverged client the norms are nan, and the cluster must not split
         if not mean < self.params.eps_1:
             return f"its mean update was {mean:.3g} long, not shorter than method.eps_1={self.params.eps_1}"
         if not longest > self.params.eps_2:
@@ -172,7 +179,10 @@ class ClusteredFL(Method):
 
 
 def bipartition(updates: Tensor, linkage: str) -> Tensor:
-    """Part clients by the cosine similarity of their updates [n, P]: bool [n], who is not with the first."""
+    """Split n clients in two by the cosine similarity of their updates [n, P].
+
+    Returns bool [n], True for the clients that are not in the first client's part.
+    """
     from sklearn.cluster import AgglomerativeClustering
 
     directions = normalize(updates.double(), dim=1)

@@ -4,11 +4,12 @@
     theta_i <- E epochs of SGD on L_i from w
     w       <- weighted mean of theta_i
 
-Choices: w is the received model, not the client's newly trained one; the two passes are independent and see
-the same mini-batches; weights of the mean are training-set sizes (the authors': uniform); running statistics
-are v_i's and stay with the client, theta_i trains on batch statistics and keeps none; evaluated is v_i
-after its last training; what a download brings is w, scored with v_i's statistics. Training costs twice
-FedAvg's (two gradients a mini-batch), traffic once. lambda = 0 makes v_i local training, to the bit.
+Choices: v_i is pulled towards the received w, not towards the newly trained theta_i. The two passes are
+independent and see the same mini-batches. The weights of the mean are training-set sizes (the authors use
+uniform weights). Running statistics belong to v_i and stay with the client; theta_i trains on batch
+statistics and keeps none. The evaluated model is v_i after its last training; the model after a download is w
+with the running statistics of v_i. Training costs twice as much as FedAvg's (two gradients per mini-batch);
+traffic is the same. With lambda = 0, v_i equals local training bit for bit.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class DittoParams(Params):
     """Hyper-parameters of Ditto."""
 
     pull: float = Field(1.0, ge=0)
-    """Strength lambda of the pull towards w (authors' choice among 0.05, 0.1, 1, 2); 0 is local training,
-    lr lambda above 2 diverges."""
+    """Strength lambda of the pull towards w (the authors choose among 0.05, 0.1, 1 and 2); 0 is local
+    training; training diverges if lr * lambda is above 2."""
     personal_epochs: int | None = Field(None, ge=0)
     """Epochs of v_i in a round; default: as many as `train.local_epochs`."""
 

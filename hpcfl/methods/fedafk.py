@@ -12,19 +12,20 @@ AAMAS 2025.
 Only extractors travel. h_0 is one random head for all clients and rounds, drawn from the run's seed.
 
 Choices the paper leaves open:
-  schedule     the first three lines take turns batch by batch; `method.schedule=sequential` runs each for
-               `train.local_epochs` before the next
-  coefficient  multiplies the local extractor; d CE / d a = <d CE / d phi_p, phi_i - phi_g,i>, by a pass of
-               its own; clipped to [0, 1] after each step; kept from round to round
-  pull         rho towards the first value a, which the paper has not. h_i is fitted to phi_i and phi_g,i to
-               another head, so CE falls towards phi_i: eq. 6 alone (`method.coefficient_pull=0`) runs to
-               a_i = 1, training alone, sooner or later with the step size, on held-out samples too. In the
-               paper only first values near 1 end there. With rho, a_i settles at a - (d CE / d a) / rho, the
-               client's own and the same for any number of rounds
-  transfer     batch mean of KL over softmaxed features; the global side gives no gradient
-  BatchNorm    running statistics stay with the client and belong to phi_i, then phi_p (the head's epoch
-               refreshes them); phi_g,i trains on batch statistics and keeps none
-  evaluated    h_i(phi_p) after local training; an unsampled client's is that of its last round
+  schedule     the first three updates take turns batch by batch; `method.schedule=sequential` runs each of
+               them for `train.local_epochs` before the next
+  coefficient  a_i multiplies the local extractor; d CE / d a = <d CE / d phi_p, phi_i - phi_g,i> takes a
+               gradient of its own; a_i is clipped to [0, 1] after each step and kept from round to round
+  pull         rho pulls a_i towards its first value a; the paper has no such term. h_i is fitted to phi_i,
+               and phi_g,i to another head, so CE falls as a_i grows: with eq. 6 alone
+               (`method.coefficient_pull=0`) a_i reaches 1, which is local training. The step size only
+               decides how soon, and learning a_i on held-out samples does not prevent it. In the paper, a_i
+               ends at 1 only if its first value is near 1. With rho, a_i settles at a - (d CE / d a) / rho,
+               which differs between clients but does not depend on the number of rounds
+  transfer     mean over the batch of KL between softmaxed features; phi_g,i gets no gradient from it
+  BatchNorm    running statistics stay with the client. They belong to phi_i, then to phi_p: the epoch of the
+               head updates them. phi_g,i trains on batch statistics and keeps none
+  evaluated    h_i(phi_p) after local training; for an unsampled client, the model of its last round
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from hpcfl.training.losses import cross_entropy_loss, distillation_loss
 from hpcfl.training.settings import TrainConfig
 
 FIXED_HEAD = -2
-"""The draw of initial weights that h_0 is taken from; clients are 0 and up, the common start is -1."""
+"""Number of the draw whose head is h_0; clients have the draws from 0 on, the common initial model is -1."""
 
 
 class FedAFKParams(Params):
@@ -64,7 +65,8 @@ class FedAFKParams(Params):
     transfer: float = Field(1.0, ge=0)
     """Factor lambda of the transfer term (lost in the text); 0 is the paper's row without transfer."""
     temperature: float = Field(1.0, gt=0)
-    """Features are divided by it before softmax, and the term multiplied by its square."""
+    """Temperature of the transfer term: divides the features before softmax; the term is multiplied by its
+    square."""
     mixing: bool = True
     """Whether extractors are mixed; false is the paper's row without mixing, a_i = 1."""
     schedule: Literal["interleaved", "sequential"] = "interleaved"
@@ -195,5 +197,5 @@ class FedAFK(Method):
 
     @staticmethod
     def _loss_aside(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        """Return the cross-entropy of a model whose running statistics nobody keeps."""
+        """Return the cross-entropy of a model; the update of its running statistics is discarded."""
         return cross_entropy(forward.logits(tensors["theta"], batch.x, forward.buffers_copy()), batch.y)

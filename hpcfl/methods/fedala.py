@@ -6,14 +6,15 @@
     w       <- weighted mean of theta_i
 
 theta_i is the client's model after its last training, * is elementwise. W_i starts at 1, which is FedAvg, and
-is kept from round to round: the first time it is learnt until the losses of its last passes hardly differ
-any more, later by one pass a round.
+is kept from round to round. The first time, W_i is learnt until the losses of the last passes hardly differ;
+in later rounds it is learnt for one pass.
 
-Choices: the top is counted in layers (the authors' code: in tensors); a client that has not trained yet takes
-w over as it is; one whose theta_i equals w learns nothing yet, since no W_i would change anything; W_i is
-learnt on batch statistics without moving the running ones; evaluated is hat_i from the newest w, after passes
-that are forgotten, also of clients that are not sampled (first learning, if they trained only once); the
-round after an evaluation does the same passes again, as nothing but the state is kept between the two.
+Choices: the top is counted in layers (the authors' code counts tensors). A client that has not trained yet
+takes over w unchanged. A client whose theta_i equals w does not learn W_i in that round, since no W_i would
+change hat_i. W_i is learnt on batch statistics, and the running statistics do not move. The evaluated model
+is hat_i from the newest w, for unsampled clients too. For each evaluation W_i is learnt by this round's
+passes (those of the first time, if the client has trained only once), and then discarded. The next round
+repeats these passes, because only the state is kept between the evaluation and the round.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hpcfl.training.forward import Forward
 from hpcfl.training.settings import TrainConfig
 
 NEW, TRAINED, HAS_LEARNT = 0, 1, 2
-"""How far a client has come; the last is to have learnt W_i for the first time."""
+"""Stages of a client: it has not trained yet, it has trained, it has learnt W_i at least once."""
 
 
 class FedALAParams(Params):
@@ -50,11 +51,12 @@ class FedALAParams(Params):
     share: float = Field(0.8, gt=0, le=1)
     """Share s of the training data that a round learns W_i on (authors: 0.8)."""
     threshold: float = Field(0.1, ge=0)
-    """Standard deviation of pass losses under which first learning ends (paper: 0.01, code: 0.1)."""
+    """The first learning of W_i ends when the standard deviation of the losses of the last passes is below
+    this (paper: 0.01, code: 0.1)."""
     last_passes: int = Field(10, ge=2)
-    """How many losses that deviation is taken of (code: 10)."""
+    """Number of last passes in that standard deviation (code: 10)."""
     most_passes: int = Field(50, ge=1)
-    """Passes after which first learning ends anyway (the authors set no limit)."""
+    """Largest number of passes of the first learning (the authors set no limit)."""
 
 
 class FedALA(FedAvg):
@@ -133,7 +135,10 @@ class FedALA(FedAvg):
         return weights, torch.where(learns, HAS_LEARNT, stage)
 
     def _is_settled(self, losses: list[Tensor]) -> Tensor:
-        """Return whose mean losses [C] of the last passes hardly differ, bool [C]; at first nobody's."""
+        """Return bool [C]: True for each client whose mean losses [C] of the last passes hardly differ.
+
+        All are False while there are fewer than `last_passes` passes.
+        """
         last = torch.stack(losses[-self.params.last_passes :])
         if len(last) < self.params.last_passes:
             return torch.zeros(last.shape[1], dtype=torch.bool, device=last.device)

@@ -6,14 +6,14 @@
 with xi_ij = alpha A'(||theta_i - theta_j||^2), A(x) = 1 - exp(-x / sigma), or in the heuristic variant
 (HeurFedAMP, `method.weights=cosine`) xi_ij proportional to exp(sigma cos(theta_i, theta_j)).
 
-Choices: squared distances are divided by their mean over all pairs of clients that have uploaded
-(`method.scale=none`: as they are, where with a whole network's distances A' is soon 0 and FedAMP local
-training); theta_j of a client that is not sampled is its last upload, and one that never uploaded is nobody's
-neighbour (the paper has full participation, PFLlib takes the uploads of one round alone); training starts
-from u_i; the pull has a gradient (PFLlib's has none, so that its FedAMP is local training); a diverged client
-trains alone and has no weight with others; running statistics stay with the client; evaluated is theta_i
-after its last training, while a download brings u_i. alpha (N - 1) / sigma above 1 would weigh a client's own
-model negatively and is refused.
+Choices: squared distances are divided by their mean over all pairs of clients that have uploaded.
+`method.scale=none` leaves them as they are; with the distances of a whole network A' is then soon 0, and
+FedAMP becomes local training. For an unsampled client, theta_j is its last upload; a client that never
+uploaded is not a neighbour of any client (the paper has full participation, PFLlib uses the uploads of one
+round only). Training starts from u_i. The pull has a gradient; in PFLlib it has none, so PFLlib's FedAMP is
+local training. A diverged client trains alone and has no weight in the u_i of others. Running statistics stay
+with the client. The evaluated model is theta_i after its last training; the model after a download is u_i.
+Values of alpha (N - 1) / sigma above 1 would give the client's own model a negative weight and are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.clients import Clients
 
 LONGEST = 1e18
-"""Length of a model from which on squared distances have no number in float32."""
+"""Norm of a model from which on squared distances would overflow float32."""
 
 
 class FedAMPParams(Params):
@@ -42,12 +42,14 @@ class FedAMPParams(Params):
     weights: Literal["distance", "cosine"] = "distance"
     """FedAMP's weights, or those of the heuristic variant."""
     sigma: float | None = Field(None, gt=0)
-    """Reach of A in mean squared distances (default: 1), or the factor on cosines (default: 25, FLGo's)."""
+    """With `distance`, the scale sigma in A, in units of the mean squared distance (default: 1); with
+    `cosine`, the factor on cosines (default: 25, as in FLGo)."""
     alpha: float | None = Field(None, gt=0)
-    """Step alpha of `distance`: alpha / sigma is what an equal model weighs; default: sigma / N."""
+    """Step size alpha of `distance`; a model equal to the client's has weight alpha / sigma; default:
+    sigma / N."""
     self_weight: float | None = Field(None, ge=0, le=1)
-    """Share of the client's own model in `cosine`; 1 is local training with a pull, default: the same as that
-    of all models on average (FLGo: 1/N)."""
+    """Weight of the client's own model in `cosine`; 1 is local training with a pull; default:
+    1 / (1 + number of neighbours) (FLGo: 1/N)."""
     pull: float = Field(0.1, ge=0)
     """Strength lambda / alpha of the pull towards u_i; 0 trains freely from u_i."""
     scale: Literal["mean", "none"] = "mean"
@@ -76,7 +78,7 @@ class FedAMP(ModelBank):
         theta, sound = models[members], models.norm(dim=1) < LONGEST
         takes_part = sound[members]
         if takes_part.any():
-            # a diverged client stays alone: even a weight of 0 would spread what is no number
+            # a diverged client stays alone: its nan or inf would spread even with a weight of 0
             is_known = server["is_known"] == 1
             is_read = sound & is_known.index_fill(0, members, True)
             read = models if is_read.all() else models[is_read]
@@ -94,9 +96,10 @@ class FedAMP(ModelBank):
         return Message(rows={"theta": down["theta"]})
 
     def attention(self, models: Tensor, clients: Sequence[int], is_known: Tensor) -> Tensor:
-        """Return the weights of models [n, P] in u_i of some clients [S, n], rows that sum to 1.
+        """Return the weights [S, n] of the models [n, P] in the u_i of some clients; each row sums to 1.
 
-        A client's neighbours are the others that are known, bool [n].
+        `clients` are the S rows of `models` that belong to these clients. `is_known`, bool [n], says which
+        models have been uploaded; the neighbours of a client are the known models of the other clients.
         """
         rows, own = torch.arange(len(clients)), list(clients)
         is_neighbour = is_known.repeat(len(own), 1)
@@ -106,7 +109,7 @@ class FedAMP(ModelBank):
             share = torch.full((len(own), 1), self.params.self_weight or 0.0)
             if self.params.self_weight is None:
                 share = 1 / (1 + is_neighbour.sum(dim=1, keepdim=True))
-            # a client alone has nobody to share with
+            # softmax over no neighbours is nan: such a client keeps the whole weight
             weights = (1 - share) * (self._sigma * similarity).softmax(dim=1).nan_to_num(0.0)
         else:
             squared, mean = _squared_distances(models, own, is_known)
@@ -120,8 +123,9 @@ class FedAMP(ModelBank):
 def _squared_distances(models: Tensor, rows: Sequence[int], is_known: Tensor) -> tuple[Tensor, float]:
     """Return squared distances [S, n] of some rows from all models [n, P], and their mean over known pairs.
 
-    Products of differences from one model, in float64 and piece by piece, so that nothing is as large as the
-    models and close ones have a distance. The mean is 0 with less than two known models.
+    The distances come from inner products of differences from the first model, so that rounding does not hide
+    small distances. The products are computed in float64 and in pieces of columns, so that no temporary is as
+    large as the models. The mean is 0 with fewer than two known models.
     """
     products = torch.zeros(len(rows), len(models), dtype=torch.float64)
     squares, pairs, spread = products.new_zeros(len(models)), int(is_known.sum()) - 1, 0.0
@@ -131,7 +135,7 @@ def _squared_distances(models: Tensor, rows: Sequence[int], is_known: Tensor) ->
         squares += apart.square().sum(dim=1)
         if pairs > 0:
             known = apart[is_known]
-            # over pairs, the mean is twice the variance summed over the numbers
+            # the mean over pairs is twice the sample variance, summed over the elements of a model
             spread += 2 / pairs * float((known - known.mean(dim=0)).square().sum())
     squared = squares[rows].unsqueeze(1) + squares - 2 * products
     return squared.clamp(min=0), spread

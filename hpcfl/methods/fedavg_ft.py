@@ -3,8 +3,9 @@
 Rounds are FedAvg's. To evaluate, each client trains a copy of w for `train.finetune_epochs` epochs on its
 training data and throws it away afterwards. 0 epochs is FedAvg. After a download w is scored as it is.
 
-Choices: one epoch, as FedEM's authors have it, where FedBABU's have five; a comparison of fine-tuned methods
-sets `train.finetune_epochs` for all alike, since on small clients epochs count for more than the method.
+Choices: the default is one epoch, as used by FedEM's authors (FedBABU's authors use five). A comparison of
+fine-tuned methods should set the same `train.finetune_epochs` for all of them: for clients with few samples,
+the number of epochs matters more than the method.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
     phi   <- weighted mean of phi_i
     to evaluate, each client trains a copy of (phi, h_0) for `train.finetune_epochs` and throws it away
 
-Choices: h_0 is the common initial head, drawn from the run's seed on every rank, so it never travels; it
-takes no part in momentum or weight decay; weights of the mean are training-set sizes (the authors': uniform);
-BatchNorm keeps running statistics, averaged like parameters (the authors' uses none);
-the five epochs of fine-tuning are the authors', where `fedavg_ft` has one: a comparison sets
-`train.finetune_epochs` for all alike. After a download the model is scored before fine-tuning, the paper's
-initial accuracy.
+Choices: h_0 is the common initial head, which every rank draws from the run's seed, so it never travels.
+Momentum and weight decay do not act on h_0. The weights of the mean are training-set sizes (the authors use
+uniform weights). BatchNorm keeps running statistics, which are averaged like parameters (the authors' network
+keeps none). The default of five epochs of fine-tuning is the authors'; `fedavg_ft` has one, so a comparison
+should set the same `train.finetune_epochs` for all methods. The accuracy after a download is that before
+fine-tuning, which the paper calls initial accuracy.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     theta_i <- E epochs of SGD on L_i from {w without BatchNorm, own BatchNorm}
     w       <- weighted mean of theta_i, BatchNorm left out
 
-Choices: BatchNorm is found by module type, so ResNet's downsampling is included; its weights, biases and
-running statistics never travel; weights of the mean are training-set sizes (the authors' script: uniform).
-Without BatchNorm this is FedAvg, and says so.
+Choices: BatchNorm layers are found by module type, so those of ResNet's downsampling are included. Their
+weights, biases and running statistics never travel. The weights of the mean are training-set sizes (the
+authors' script uses uniform weights). For a network without BatchNorm, the method is FedAvg and warns.
 """
 
 from __future__ import annotations

@@ -6,17 +6,18 @@ For M components theta_m, losses l and each training sample s of the client,
     theta_m,i <- E epochs of SGD on mean over s of q_s(m) l(theta; s) from theta_m    (Algorithm 1)
     theta_m   <- weighted mean of theta_m,i
 
-All components go down and up, pi_i stays with the client. Evaluated is argmax sum_m pi_i(m) softmax(f_m(x))
-with the newest components and the client's last pi_i; a client that was never sampled finds its pi_i by one
-step of the first line from 1/M, which is forgotten, as the authors' unseen clients do.
+All components go down and up; pi_i stays with the client. The evaluated prediction is
+argmax sum_m pi_i(m) softmax(f_m(x)), with the newest components and the client's last pi_i. For a client that
+was never sampled, each evaluation computes pi_i by one step of the first line from 1/M and then discards it,
+as the authors do for unseen clients.
 
-Choices: q is taken once a round, with all received components in evaluation mode, before any of them is
-trained; every component sees the same mini-batches; the first component is everybody's common start, the
-others are drawn on their own (equal ones would never part); each component averages running statistics of its
-own. q sums to 1 over the components, and the loss is a mean over the mini-batch, so that a component's step
-is about lr / M: `train.lr` is not that of other methods, and the default is three times everybody's (digits,
-one local epoch, 30 rounds, one seed: 90 % where 0.05 has 76 %). A mini-batch costs M gradients. M = 1 is
-FedAvg to the bit.
+Choices: q is computed once per round, before any component is trained, with all received components in
+evaluation mode. Every component sees the same mini-batches. The first component is the common initial model,
+the others are independent draws (equal components would stay equal). Each component averages its own running
+statistics. q sums to 1 over the components, and the loss is a mean over the mini-batch, so a step of one
+component is about lr / M. Hence `train.lr` is not comparable with other methods, and its default is three
+times the general default (digits, one local epoch, 30 rounds, one seed: 90 % accuracy, and 76 % with 0.05).
+One mini-batch costs M gradients. With M = 1 the method equals FedAvg bit for bit.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class FedEM(FedAvg):
     def _scored_weights(self, clients: Clients, theta: Tensor) -> Tensor:
         """Return pi [C, M] to evaluate components [C, M, P] with."""
         weights = clients["weights"]
-        # exactly as it began: training would only leave it so where all components are equal
+        # weights of exactly 1/M mean a client that never trained, unless all components are equal
         is_new = (weights == 1 / self.params.components).all(dim=1, keepdim=True)
         if self.params.components == 1 or not is_new.any():
             return weights
@@ -157,7 +158,7 @@ class FedEM(FedAvg):
             ) -> tuple[Tensor, Tensor]:
                 tensors = {"theta": weights, "share": batch.pick(share)}
                 gradients, losses = clients.gradient(_weighted_loss, tensors, batch)
-                # M passes each see one component's part of the mixture's loss
+                # the recorded loss is a mean over M passes, the mixture's loss is their sum
                 return gradients["theta"], losses * self.params.components
 
             clients.buffers = started[:, m].clone()

@@ -4,18 +4,20 @@
     theta_i <- sum_n max(w_n, 0) theta_n / sum_n max(w_n, 0)
     theta_i <- E epochs of SGD on L_i
 
-theta_prev is the client's model before its last training, theta_n its model after it and M models of other
-clients, as these last sent them. The server adds the raw w_n to row i of a matrix and sends client i the M
-clients that rank highest there; each of the M is with probability eps a random one instead (section 3.2).
+theta_prev is the client's model before its last training. The theta_n are the client's model after that
+training and M models of other clients, as those clients last sent them. The server adds the w_n, before the
+maximum with 0, to row i of an N x N matrix. It sends client i the models of the M clients with the largest
+entries in row i; each of the M is replaced by a random client with probability eps (section 3.2).
 
-Choices: candidates are the received models and the client's own, always; a client that never trained has no
-model to send, so in the first rounds all get fewer than M; where no weight is positive the client goes on
-from its own model (the authors' code: from theta_prev); `method.held_out` of the training samples, the same
-ones in all rounds, serve for w_n alone and are never trained on; clients that rank alike come in random
-order; running statistics stay with the client, which judges all models with its own, since it would use them,
-or a mean of them, with no others; evaluated is the model after the client's last training (PFLlib), while a
-download brings the mean it would start from (the authors log both). M = 0 is local training on the samples
-not held out. A message holds S x M models at once, as many as the cohort is sent.
+Choices: the candidates are the received models and, always, the client's own. A client that never trained has
+no model to send, so in the first rounds clients get fewer than M models. If no weight is positive, the client
+continues from its own model (in the authors' code, from theta_prev). A share `method.held_out` of the
+training samples, the same samples in all rounds, serves only to compute w_n and is never trained on. Clients
+with equal entries are ranked in random order. Running statistics stay with the client. The client evaluates
+all candidates with its own running statistics, because it would use any candidate, or a mean of candidates,
+with these statistics. The evaluated model is the model after the client's last training (PFLlib); the model
+after a download is the weighted mean from which the client would start (the authors log both). With M = 0 the
+method is local training on the samples not held out. A download holds S x M models at once.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ class FedFomoParams(Params):
     """Hyper-parameters of FedFomo."""
 
     models: int | None = Field(None, ge=0)
-    """Models M that a client gets (PFLlib: 5); 0 is local training, default: 5, or all N - 1 there are."""
+    """Number M of models that a client gets (PFLlib: 5); 0 is local training; default: 5, at most N - 1."""
     held_out: float = Field(0.2, gt=0, lt=1)
     """Share of the training samples that models are judged on (authors: 0.2)."""
     epsilon: float = Field(0.3, ge=0, le=1)
     """Probability that one of the M is random in the first round (authors: 0.3); 0 sends the best alone."""
     epsilon_decay: float = Field(0.05, ge=0)
-    """What that probability loses each round (authors: 0.05)."""
+    """Amount by which that probability falls in each round (authors: 0.05)."""
 
 
 class FedFomo(ModelBank):

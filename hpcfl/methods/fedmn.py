@@ -6,41 +6,46 @@
     theta_i <- E epochs of SGD on encoders, active blocks and routing hypernetwork           (Algorithm 1)
     theta^b <- sum_i n_i a_i^b theta_i^b / sum_i n_i a_i^b,  a_i^b = 1 if block b gets an input at client i
 
-A round is a dialogue: the routing hypernetwork goes down, the decision V_i up, the encoders and active
-blocks down; after training all of these go up.
+A round has four messages: the routing hypernetwork goes down, the decision V_i goes up, the encoders and
+active blocks go down, and after training the routing hypernetwork, the encoders and active blocks go up.
 
 Choices the paper leaves open:
-  start        projections and blocks are drawn for ReLU (He et al., 2015): PyTorch's default is smaller, and
-               the means over blocks shrink signals once more, so that training stood still for many rounds
-  routing      h adds what it makes of image and label, so that z_i depends on a client's images and on its
-               labels, not on which go together. Divided by the length of both, embeddings leave all |z| near
-               0 and alike; here each is divided by its root mean square. The start goes by the label alone,
-               about its mean over the classes: a client's z_i is the further from 0 the fewer classes it has
-               (`method.router_spread`). The router has a step size of its own, `method.router_lr`; a larger
-               one makes clients alike again within few rounds
-  gradient     V_i is drawn once a round; its derivative is that of v_i (straight-through), with z_i's taken
-               on the mini-batch, which estimates the mean. Eq. 13 is differentiated whole: with its number of
-               open paths held constant, every path enlarges the signal, and the router opens nearly all
-  noise        whether v_i > 0.5 does not depend on tau, which only sharpens the gradient: V_i is Bernoulli
-               with Pi_i up to the last round
-  dead ends    a path from a block without input is closed; where nothing would reach the next layer, the
-               likeliest path is opened
+  start        projections and blocks are drawn for ReLU (He et al., 2015). PyTorch's default weights are
+               smaller, and the means over blocks shrink the signals further: with both, training makes
+               hardly any progress for many rounds
+  routing      h is a sum of a term of the image and a term of the label, so z_i depends on a client's images
+               and on its labels, but not on which label an image has. Each of the two embeddings is divided
+               by its root mean square; if the concatenated embeddings were divided by their length, all
+               |z| would be near 0 and nearly equal. At the start, z depends on the label only and has mean 0
+               over the classes, so z_i is further from 0 the fewer classes a client has
+               (`method.router_spread`). The router has its own step size `method.router_lr`; a larger one
+               makes the z_i of all clients alike within a few rounds
+  gradient     V_i is drawn once per round. Its derivative is that of v_i (straight-through), where the
+               mini-batch estimates the mean in z_i. Eq. 13 is differentiated with its number of open paths:
+               if this number were held constant, every path would enlarge the signal, and the router would
+               open nearly all paths
+  noise        whether v_i > 0.5 does not depend on tau: in all rounds V_i is Bernoulli with probability Pi_i,
+               and a smaller tau only sharpens the gradient
+  dead ends    a path from a block without input is closed; if no path to the next layer is open, the most
+               likely one is opened
   activation   encoders and blocks end in ReLU, the last layer's in logits; no dropout (no rate is given)
   embedding    128 numbers of the image, 64 of the label, concatenated
   temperature  tau_t = tau_1 (tau_T / tau_1)^((t - 1) / (T - 1))
-  pretraining  `method.pretrain_rounds` of FedAvg on the first encoder and a classifier, part of the run and
-               of its bytes; then all encoders and the router take over its body, and further encoders keep
-               the projection they were drawn with: as equal copies they would compute the same for ever
-  order        Algorithm 1's theta_{m-1} may be read as a chain, and so is the authors' code: `chain` lets
-               each client of a round train from where the one before it stopped, and the server averages all
-               of these. Decisions are made before, from the server's router; bytes are the same
-  evaluated    after the download: the newest weights with the decision of the mean, 1[Pi_i > 0.5], made from
-               the training set; after training, as in the paper: the local weights with the V_i of the round
-  kept         Pi_i and V_i of the last round that a client took part in, zeros before the first
+  pretraining  the first `method.pretrain_rounds` rounds train the first encoder and a classifier by FedAvg;
+               they count as rounds and bytes of the run. Then the other encoders and the router copy the
+               body of the first encoder. The other encoders keep their initial projections, because equal
+               copies would compute the same outputs for ever
+  order        Algorithm 1's theta_{m-1} can be read as a chain, and the authors' code trains in a chain. With
+               `method.order=chain` each client of a round starts from the weights with which the client
+               before it ended, and the server averages the weights of all these clients. All decisions are
+               made before, by the server's router; bytes are the same
+  evaluated    after the download: the newest weights with the decision 1[Pi_i > 0.5], computed on the
+               training set; after training, as in the paper: the local weights with the round's V_i
+  kept         a client keeps Pi_i and V_i of its last round; they are zero before its first round
 
-The authors' code has one module a layer, which stands for all its blocks, and a router without gradient whose
-softmax keeps all paths open: architecture [1, 1, 1] is the same network. It is trained as a chain and with
-momentum, and its rounds of pretraining are not counted.
+The authors' code has one module per layer in place of all its blocks. Its router has no gradient, and the
+router's softmax keeps all paths open, so architecture [1, 1, 1] is the same network. That code trains it in a
+chain and with momentum, and does not count its rounds of pretraining.
 """
 
 from __future__ import annotations
@@ -75,34 +80,36 @@ class FedMNParams(Params):
     architecture: list[Blocks] = Field([2, 2, 2])
     """Encoders, then blocks of each layer (paper: [2, 2, 2] for CIFAR, [3, 3, 3] for EMNIST)."""
     widths: list[Width] | None = None
-    """Outputs of an encoder, then of a block in each layer but the last; default: 512, then 256 each (as in
-    the authors' code), or the body's features and half as many where they are fewer."""
+    """Outputs of an encoder, then of a block in each layer but the last. Default: 512, then 256 each (as in
+    the authors' code); if the body has F < 512 features, F, then F / 2 each."""
     routing: Literal["straight", "soft", "open"] = "straight"
-    """Hard decisions, trained straight-through; soft ones, and all blocks travel; or all paths open."""
+    """Decisions: `straight` has hard ones, trained straight-through; `soft` has soft ones, so all blocks
+    travel; `open` opens all paths."""
     aggregation: Literal["normalised", "sum", "count"] = "normalised"
-    """Weights n_i over the clients where a block was active; the paper's sum n_i a_i / n, which shrinks
-    rarely used blocks; or the same for each active client (authors' code)."""
+    """Mean of a block's weights: `normalised` weighs the clients where the block was active by n_i; `sum` is
+    the paper's sum of n_i a_i / n, which shrinks rarely used blocks; `count` weighs all these clients equally
+    (authors' code)."""
     temperature: float = Field(1.0, gt=0)
     """First temperature tau (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
     """Last temperature (paper: 0.1)."""
     router_lr: float = Field(0.003, gt=0)
-    """Step size of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay is as
-    strong as everybody's."""
+    """Step size of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay acts with
+    `train.lr`, as on all other weights."""
     router_spread: float = Field(3.0, ge=0)
     """Standard deviation over classes of the logits z at the start."""
     order: Literal["parallel", "chain"] = "parallel"
-    """A round's clients start from the server's weights, or each from where the one before it stopped, as in
-    the authors' code; this takes one worker."""
+    """Whether each client of a round starts from the server's weights (`parallel`), or from the weights with
+    which the client before it ended (`chain`, as in the authors' code), which needs a single worker."""
     pretrain_rounds: int = Field(0, ge=0)
-    """First rounds of the run that train one encoder by FedAvg (the paper does not count its own)."""
+    """Number of rounds at the start that train one encoder by FedAvg (the paper does not count them)."""
 
 
 class FedMN(Method):
     name = "fedmn"
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
-    # its means over encoders and blocks pass on only a part of each step
+    # means over encoders and blocks reduce the effect of each step, so the default step size is larger
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
     schedule_uses_rounds = True
     params: FedMNParams
@@ -177,7 +184,7 @@ class FedMN(Method):
             return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
         fixed = {"decision": clients["decision"]} | clients.notes
         keep = down.keep["parts"].cpu() | self._is_router
-        # a client has no numbers of blocks that it did not ask for
+        # a client does not have the weights of blocks that it did not request
         has = columns(self.layers, keep.to(clients.device))
         pool = self._pool(clients, down)
         theta = clients.sgd(pool.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
@@ -204,7 +211,7 @@ class FedMN(Method):
         if aggregation != "count":
             weights = weights * samples
         if aggregation == "sum":
-            # the classifier of the pretraining, which nobody trains any more, keeps its numbers
+            # a total of 0 keeps the weights of the pretraining's classifier, which no client trains any more
             total = samples.sum() * torch.tensor([layer.name != CLASSIFIER for layer in self.layers])
         mean = LayerMean(weights, self.layers, server["theta"], total)
         for positions, block in up:
@@ -265,7 +272,7 @@ class FedMN(Method):
         return torch.stack([row.mean(dim=0).cpu() for row in rows])
 
     def active_layers(self, decision: Tensor) -> Tensor:
-        """Return which encoders and blocks decisions [C, E] make use of, bool [C, L]; never the router."""
+        """Return which encoders and blocks the decisions [C, E] use, bool [C, L]; False for the router."""
         active = torch.zeros(len(decision), len(self.layers), dtype=torch.bool)
         for row, paths in zip(active, decision, strict=True):
             flags = torch.cat(self.network.active(paths))
@@ -291,7 +298,7 @@ class FedMN(Method):
         return ((uniform.logit(eps=1e-12) + logits) / self.temperature(round)).sigmoid().to(logits.dtype)
 
     def _decision(self, soft: Tensor, logits: Tensor) -> Tensor:
-        """Return what the network is given for soft decisions [C, E] and their logits [C, E]."""
+        """Return the decisions [C, E] that the network uses, from soft decisions and their logits [C, E]."""
         if self.params.routing == "soft":
             return soft
         if self.params.routing == "open":
@@ -301,7 +308,8 @@ class FedMN(Method):
         return torch.stack(rows)
 
     def _gradient(self, clients: Clients, fixed: Tensors) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
-        """Return the gradient of training with fixed decisions [C, E], and slopes where the router learns."""
+        """Return the gradient function of training; `fixed` holds decisions [C, E], and slopes [C, E] if the
+        router learns."""
 
         router = columns(self.layers, self._is_router)
         factor = torch.where(router, self.params.router_lr / self.context.train.lr, 1.0).to(clients.device)

@@ -3,9 +3,10 @@
     (phi_i, h_i) <- E epochs of SGD on L_i from (phi, h_i), body and head together
     phi          <- weighted mean of phi_i                                      (Algorithms 1, 2)
 
-Choices: the head is the network's last linear layer (the paper's ResNets also try blocks before it); all
-heads start alike and are never reset; running statistics are averaged with the body (`train.buffers=local`
-keeps them with the client); evaluated is the newest phi with the client's own head.
+Choices: the head is the network's last linear layer (for ResNets the paper also tries larger heads, with the
+blocks before it). All heads start from the same weights and are never reset. Running statistics are averaged
+with the body (`train.buffers=local` keeps them with the client). The evaluated model is the newest phi with
+the client's own head.
 """
 
 from __future__ import annotations

@@ -4,14 +4,16 @@
     p_i     <- mu_i p_i + (1 - mu_i) theta_i,  mu_i = min(0.9, 0.9 c_i / (p T))    (Algorithm 1)
     w       <- weighted mean of theta_i
 
-c_i is how often client i was sampled before, p T how often it will be in expectation. R is the maximum mean
-discrepancy between the features of theta and of p_i (Gaussian kernels), or the distillation of p_i's logits.
+c_i is the number of earlier rounds that sampled client i, p T the expected number of such rounds in the run.
+R is the maximum mean discrepancy between the features of theta and of p_i (Gaussian kernels), or the
+distillation loss with p_i's logits.
 
-Choices: p_i gives no gradient and is in evaluation mode, with running statistics of its own; these are
-inherited as its weights are, and theta_i's start from them; kernels have fixed bandwidths (PFLlib's) and
-distillation is at one temperature on both sides, times its square; a client's first round has no p_i, so
-lambda is 0 there and p_i becomes theta_i; features are not normalised; evaluated is p_i after the client's
-last training (PFLlib: theta_i), while a download brings w.
+Choices: p_i gets no gradient and is in evaluation mode. It has its own running statistics, which are mixed by
+mu_i like its weights; the running statistics of theta_i start from them. Kernels have fixed bandwidths
+(PFLlib's). Distillation has the same temperature on both sides, and its loss is multiplied by the squared
+temperature. In a client's first round there is no p_i: lambda is 0, and p_i becomes theta_i. Features are not
+normalised. The evaluated model is p_i after the client's last training (PFLlib evaluates theta_i); the model
+after a download is w.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class FedPHPParams(Params):
     regulariser: Literal["mmd", "distillation"] = "mmd"
     """What R compares: features by maximum mean discrepancy, or logits by distillation."""
     bandwidths: list[PositiveFloat] = Field([10.0, 15.0, 20.0, 50.0], min_length=1)
-    """Widths of the Gaussian kernels of `mmd`; far below the features' distances nothing is compared."""
+    """Widths of the Gaussian kernels of `mmd`; widths far below the squared distances make R constant."""
     temperature: float = Field(4.0, gt=0)
     """Temperature of `distillation`."""
 
@@ -109,7 +111,7 @@ def discrepancy(one: Tensor, other: Tensor, bandwidths: Sequence[float]) -> Tens
     """
 
     def kernel(a: Tensor, b: Tensor) -> Tensor:
-        # nothing of [B, B, F]; rounding errors of large features are far below the widths
+        # needs no tensor [B, B, F]; for large features, rounding errors stay far below the widths
         squares = a.square().sum(dim=1).unsqueeze(1) + b.square().sum(dim=1)
         squared = (squares - 2 * a @ b.T).clamp(min=0)
         return torch.stack([(-squared / (2 * width)).exp().mean() for width in bandwidths]).sum()

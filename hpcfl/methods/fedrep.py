@@ -4,10 +4,10 @@
     phi_i <- epochs of SGD on L_i(phi_i, h_i) from phi, h_i frozen              (Algorithm 1)
     phi   <- weighted mean of phi_i
 
-Choices: frozen numbers take no part in momentum or weight decay; running statistics move in both phases, and
-go where FedPer's do; weights of the mean are training-set sizes (the paper's are uniform); no last round of
-heads alone and no augmentation, which the authors' script adds; evaluated is the newest phi with the client's
-own head, as it was after its last training.
+Choices: momentum and weight decay do not act on frozen weights. Running statistics are updated in both phases
+and averaged with the body, as in FedPer. The weights of the mean are training-set sizes (the paper uses
+uniform weights). The final round that trains heads only, and the augmentation, both in the authors' script,
+are left out. The evaluated model is the newest phi with the client's head after its last training.
 """
 
 from __future__ import annotations

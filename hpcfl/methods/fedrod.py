@@ -5,17 +5,17 @@ ICLR 2022.
     personal logits = stopgrad(G) + p_i(stopgrad(z));  p_i <- SGD on their CE
     phi, g <- weighted mean of the clients'
 
-n_c counts the client's training samples of class c. Evaluated is argmax G + p_i(z), without log n_c, from the
-newest phi and g: heads are linear, so it is one network whose head is g + p_i.
+n_c is the number of the client's training samples of class c. The evaluated prediction is argmax G + p_i(z),
+without log n_c, from the newest phi and g. Heads are linear, so this is one network with the head g + p_i.
 
-Choices: both losses share a mini-batch, a forward pass and a step size; p_i starts as a copy of g's first
-weights (PFLlib) and stays with the client. `method.hyper_head` makes p_i = H(share of each class; psi), H a
-network with one hidden layer whose psi travels and is averaged beside phi and g. A class that the client has
-no sample of has log n_c = -inf, so that it does not compete; n_c counts all samples, so no label is absent. A
-client with samples of one class has a balanced loss of 0 and returns phi and g as it got them, weight decay
-apart; it keeps its weight in the mean, as in the paper, which shortens the server's step and turns it
-nowhere. Where all clients are such, only personal heads learn. Before its first round a client's p_i is the
-initial head.
+Choices: both losses share a mini-batch, a forward pass and a step size. p_i starts as a copy of g's initial
+weights (PFLlib) and stays with the client; before its first round, a client's p_i is this initial head.
+`method.hyper_head` makes p_i = H(share of each class; psi), where H is a network with one hidden layer; psi
+travels and is averaged like phi and g. A class without samples at the client has log n_c = -inf, so it does
+not compete; n_c counts all training samples, so this class is never the label. A client with samples of one
+class only has a balanced loss of 0 and returns phi and g unchanged, except for weight decay. It keeps its
+weight in the mean, as in the paper: this shortens the server's step but does not change its direction. If all
+clients have one class only, only the personal heads learn.
 """
 
 from __future__ import annotations

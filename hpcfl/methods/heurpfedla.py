@@ -8,10 +8,12 @@ Choices the paper leaves open:
   ties         go to the lowest layer
   retained     a retained layer gives no gradient and its head does not move; embedding and trunk still do
   traffic      only the download shrinks, as the paper's table 3 has it: others need theta_i^l
-  step         the choice compares self-weights of different layers, hence the sizes of their heads' steps,
-               which `method.optimiser=scaled` and `sgd` take from eq. 10 and 11, and Adam makes alike
-  BatchNorm    is a layer that can be chosen; with `method.layer=block` it belongs to its convolution's
-  k = 0        is pFedLA to the bit; k = number of layers is Local after the first round
+  step         the choice compares self-weights of different layers, so it depends on how far the heads of
+               different layers move: as far as eq. 10 and 11 say with `method.optimiser=scaled` and `sgd`,
+               about equally far with Adam
+  BatchNorm    a BatchNorm layer can be retained alone; with `method.layer=block` it is part of the layer of
+               its convolution
+  k = 0        equals pFedLA bit for bit; k = number of layers is Local after the first round
 """
 
 from __future__ import annotations
@@ -87,7 +89,7 @@ class HeurpFedLA(PFedLA):
         super().aggregate(server, cohort, up)
 
     def history(self, server: State) -> State:
-        """Return pFedLA's, and in how many rounds each client retained each layer, int64 [N, L]."""
+        """Return pFedLA's diagnostics and the number of rounds that retained a layer, int64 [N, L]."""
         counts = {"retained_rounds": server["retained_rounds"]} if self.params.k else {}
         return super().history(server) | counts
 
@@ -101,7 +103,7 @@ class HeurpFedLA(PFedLA):
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the k layers of largest self-weight, bool [S, L] (eq. 12)."""
         own = torch.tensor(list(clients)).view(-1, 1, 1).expand(-1, alpha.shape[1], 1)
-        # what a layer leaves to others tells self-weights apart that round to 1
+        # sort by the weight of all other clients: it distinguishes self-weights that round to 1
         others = alpha.scatter(2, own, 0.0).sum(dim=2)
         order = others.sort(dim=1, stable=True).indices[:, : self.params.k]
         return torch.zeros(alpha.shape[:2], dtype=torch.bool).scatter_(1, order, value=True)

@@ -4,13 +4,14 @@
     theta_i <- E epochs of SGD on L_i from theta_{c_i}
     theta_j <- weighted mean of theta_i over the sampled clients with c_i = j; without any, theta_j stays
 
-All k models go down; one model and the number c_i come up. Evaluated is the model of least training loss
-among the newest ones (the authors' script chooses by the loss on test data).
+All k models go down; one model and the number c_i go up. The evaluated model is the newest theta_j with the
+smallest training loss (the authors' script chooses by the loss on test data).
 
-Choices: models are averaged (the paper's other variant averages gradients); weights are training-set sizes;
-the first model is everybody's common start, the others are drawn on their own (equal models would never
-part); ties go to the lowest number; losses are taken in evaluation mode, with running statistics that each
-model has of its own; no restarts until clusters are balanced. k = 1 is FedAvg to the bit.
+Choices: models are averaged (the paper's other variant averages gradients). The weights of the mean are
+training-set sizes. The first model is the common initial model, the others are independent draws (equal
+models would stay equal). Ties go to the lowest number. Losses are computed in evaluation mode, and each model
+has its own running statistics. There are no restarts in search of balanced clusters. With k = 1 the method
+equals FedAvg bit for bit.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class IFCA(Method):
         return self.params.clusters * self.layout.size
 
     def _choose(self, clients: Clients, down: Message) -> tuple[Tensor, Tensor]:
-        """Return each client's cluster [C] and its model [C, P], whose statistics become the clients'."""
+        """Return each client's cluster [C] and model [C, P]; the client takes over its running statistics."""
         models, buffers = down["theta"], buffers_of_models(clients, self.params.clusters)
         losses = []
         for number in range(self.params.clusters):

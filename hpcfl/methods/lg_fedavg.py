@@ -4,10 +4,10 @@ representations, 2020.
     theta_i    <- E epochs of SGD on L_i from {own lower layers, received upper layers}, all together
     upper part <- weighted mean of the clients' upper layers                    (Algorithm 1)
 
-Choices: "upper" are the last `method.global_layers` layers, those nearest to the output; running statistics
-stay with the client, as its lower layers do; clients start from the common initial weights, not from a model
-that FedAvg trained before, as in the authors' experiments; evaluated are the own lower layers under the
-newest upper ones.
+Choices: the upper layers are the last `method.global_layers` layers, those nearest to the output. Running
+statistics stay with the client, as its lower layers do. Clients start from the common initial weights; in the
+authors' experiments they start from a model that FedAvg has trained. The evaluated model has the client's own
+lower layers and the newest upper layers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Local training: every client by itself, the yardstick of all personalisation.
+"""Local training: every client trains alone. It is the baseline of all personalised methods.
 
     theta_i <- E epochs of SGD on L_i from theta_i            (no server, no traffic)
 
-Choices: all clients start from the common initial weights; a client trains when it is sampled, so that
-partial participation costs Local the same training as everybody else.
+Choices: all clients start from the common initial weights. A client trains only in rounds that sample it, so
+under partial participation it trains as often as with any other method.
 """
 
 from __future__ import annotations

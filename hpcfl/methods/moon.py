@@ -6,10 +6,10 @@
 
 z, z_w and z_p are a sample's features by theta, by the received w and by the client's previous model theta_p.
 
-Choices: features are the body's, without the paper's projection to 256 numbers, as in PFLlib and FL-bench, so
-that the network is everybody's; w and theta_p are in evaluation mode and give no gradient; theta_p is the
-model of the client's last participation, w in its first, where l_con is constant; evaluated is w.
-mu = 0 is FedAvg.
+Choices: features are those of the body, without the paper's projection to 256 numbers, as in PFLlib and
+FL-bench, so that all methods train the same network. w and theta_p are in evaluation mode and get no
+gradient. theta_p is the client's model after its last participation; in the client's first participation,
+theta_p is w and l_con is constant. The evaluated model is w. With mu = 0 the method is FedAvg.
 """
 
 from __future__ import annotations

@@ -8,15 +8,15 @@ With independent mini-batches A, B and C, a client does from w
     w <- w - beta (d - alpha H d),
          H d = (g(w + delta d; C) - g(w - delta d; C)) / (2 delta)  Hessian-free (`hessian_free`)
 
-and the server takes the weighted mean. Evaluated is w after `method.adaptation_steps` steps of size alpha on
-mini-batches of the client's training data, thrown away afterwards; never on test data.
+and the server takes the weighted mean. The evaluated model is w after `method.adaptation_steps` steps of size
+alpha on mini-batches of the client's training data, never of its test data; it is discarded afterwards.
 
-Choices: beta is `train.lr`; A, B and C go through the training data in orders of their own, so that a local
-epoch is one pass of B; weights of the mean are training-set sizes; running statistics are those of g(u; B);
-momentum and weight decay of `train.*` act on w, in training and in the adaptation before an evaluation, and
-not on u; after a download the adapted w is scored, after local training the client's new w as it is;
-`train.finetune_epochs` replaces that adaptation by whole epochs of size alpha. alpha = 0 is FedAvg
-on B, to the bit.
+Choices: beta is `train.lr`. A, B and C each pass through the training data in an order of their own; a local
+epoch is one pass of B. The weights of the mean are training-set sizes. Running statistics are those of
+g(u; B). Momentum and weight decay of `train.*` act on w, in training and in the adaptation before an
+evaluation; they do not act on u. The model after a download is the adapted w; the model after local training
+is the client's new w without adaptation. `train.finetune_epochs` replaces the adaptation by whole epochs with
+step size alpha. With alpha = 0 the method equals FedAvg on B bit for bit.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@
 H and the embeddings v_i stay on the server. Evaluated is theta_i as generated, before any local training. In
 the variant pFedHN-PC (`method.private_head`) H generates the body, and each client keeps a head of its own.
 
-Choices: the paper's server does one step for one client a round; ours does one with the mean over a cohort,
-of gradients of phi and of all v_i alike (`method.server_step=sequential`: one a client, in the order of
-clients, all Delta_i being those of the models sent, which with ten clients and momentum diverges at the same
-lr_h); gradients are clipped on the server only (the authors' also in clients); momentum and weight decay of
-an embedding act when its client is sampled; running statistics cannot be generated and stay with the client;
-unlike the authors', the generator begins with everybody's common weights (`method.start=drawn` draws its
-head), since drawn scales of BatchNorm would be near zero.
+Choices: in the paper, each round has one client, for which the server takes one step. Here the server takes
+one step per round, with Delta_i divided by the size of the cohort in the gradients of phi and of v_i alike.
+`method.server_step=sequential` takes one step per client instead, in client order, with the Delta_i of the
+models that were sent; with ten clients and momentum this diverges at the same lr_h. Gradients are clipped on
+the server only (the authors also clip them in clients). Momentum and weight decay of an embedding act only in
+rounds that sample its client. Running statistics cannot be generated and stay with the client. At the start,
+the generator returns the common initial weights for every client. In the authors' code the head of the
+generator is drawn instead (`method.start=drawn`); drawn scales of BatchNorm would be near zero.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class PFedHNParams(Params):
     hidden_layers: int = Field(3, ge=0)
     """Hidden layers after the first (authors: 3)."""
     hypernetwork_lr: float = Field(0.1, ge=0)
-    """Step size lr_h (authors: 0.01, one client a step); means over ten clients take up to 1, single clients
-    diverge at 0.3; 0 leaves all models as they began."""
+    """Step size lr_h (authors: 0.01, with one client per step). Steps with the mean of ten clients allow up
+    to 1, steps of single clients diverge at 0.3; 0 keeps all models at their initial weights."""
     hypernetwork_momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of the server's SGD (authors: 0.9)."""
     hypernetwork_weight_decay: float = Field(0.001, ge=0)
@@ -117,7 +118,7 @@ class PFedHN(Method):
         return Message(rows={"theta": self._with_head(clients, down)})
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
-        # what goes up is the way back; the head in it is beside the point, since the own one has moved
+        # start - (start - trained) is the trained model; a private head comes from the client's state
         theta = down["theta"] - up.rows["theta"]
         return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})
 

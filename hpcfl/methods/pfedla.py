@@ -12,15 +12,16 @@ hypernetwork, so the server needs two products a layer and one batched backward 
 Choices the paper leaves open:
   sign         Delta points downhill, so the hypernetwork moves along it; a test shows that the loss falls
                (public code moves the other way)
-  snapshot     all clients of a round see the models of its start; theta_j of unsampled clients stays
+  snapshot     downloads mix the models at the start of the round; theta_j of unsampled clients stays the same
   update       the server keeps the trained theta_i that clients upload, and forms Delta itself
   layer        weight and bias of a module together, a BatchNorm module by itself; `method.layer`
   weights      softmax over clients; relu divided by its sum (public code), own model where all are zero
-  step         the paper names no learning rate for the hypernetworks, and c grows with |Delta|^2, so one that
-               suits one network or data set stands still or saturates at once with another. `scaled` divides
-               all c of a client by the largest |Delta_i|^2 it has sent: layers keep their scales, on which
-               HeurpFedLA's choice rests, and steps shrink as training settles. Adam takes both away: in
-               hundreds of rounds every layer goes on to one-hot weights, which is local training
+  step         the paper names no learning rate for the hypernetworks. c grows with |Delta|^2, so with a rate
+               that suits one network or data set, alpha hardly moves or saturates at once with another.
+               `scaled` divides all c of a client by the largest |Delta_i|^2 that it has sent: the layers
+               keep their relative scales, which HeurpFedLA's choice needs, and steps shrink as training
+               settles. Adam removes both properties: after hundreds of rounds every layer has one-hot
+               weights, which is local training
   start        common initial models and heads as in `head_init`
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ
@@ -49,8 +50,8 @@ OPTIMISER = "optimiser/"
 LARGEST_UPDATE = OPTIMISER + "largest_update"
 STEP_SIZES = {"scaled": 1.0, "adam": 1e-3, "sgd": 5e-3}
 HISTORY_LIMIT = 10_000
-"""Above this many weights N*L*N, history keeps only the weight that each client gives itself: 2,500
-evaluations of the whole stay below 100 MB."""
+"""Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
+more weights, it records only the weight that each client gives to its own model."""
 
 
 class PFedLAParams(Params):
@@ -59,8 +60,9 @@ class PFedLAParams(Params):
     weights: Literal["softmax", "relu"] = "softmax"
     """How outputs become weights that sum to one: softmax, or relu divided by the sum (public code)."""
     head_init: HeadInit | None = None
-    """First weights: exactly 1/N (zero), PyTorch's default, or U(0, 1) with zero bias (uniform, public code);
-    default: zero with softmax, uniform with relu, which zero outputs would leave without a gradient."""
+    """Initial heads: `zero` (each weight is exactly 1/N), `default` (PyTorch's), or `uniform` (U(0, 1) with
+    zero bias, public code). Default: zero with softmax; uniform with relu, whose gradient is 0 at outputs of
+    0."""
     embedding: int = Field(100, ge=1)
     """Length of a client's embedding (public code: 100)."""
     hidden: int = Field(100, ge=1)
@@ -68,11 +70,11 @@ class PFedLAParams(Params):
     hidden_layers: int = Field(3, ge=1)
     """Linear layers with ReLU in the trunk (public code: 3)."""
     optimiser: Optimiser = "scaled"
-    """The hypernetworks' step: the plain one of eq. 10 and 11 (sgd); the same on products divided by the
-    largest |Delta_i|^2 that the client has sent (scaled); or Adam, which takes away all of their scale."""
+    """Step of the hypernetworks: `sgd` is the plain one of eq. 10 and 11; `scaled` is the same, with products
+    divided by the largest |Delta_i|^2 that the client has sent; `adam` ignores the scale of the products."""
     hypernetwork_lr: float | None = Field(None, ge=0)
-    """Step size of the hypernetworks; 0 keeps the first weights for ever; default: 1 with scaled, 0.001 with
-    adam, 0.005 with sgd (public code)."""
+    """Step size of the hypernetworks; 0 keeps the initial weights; default: 1 with scaled, 0.001 with adam,
+    0.005 with sgd (public code)."""
     layer: Granularity = "module"
     """What gets a weight of its own: a module, a block (convolution with its BatchNorm), or a tensor."""
     initial_models: Literal["common", "own"] = "common"
@@ -202,7 +204,7 @@ class PFedLA(Method):
         return torch.zeros(alpha.shape[:2], dtype=torch.bool)
 
     def sent_weights(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
-        """Return the weights of the models clients start from [S, L, N]: a retained layer is their own."""
+        """Return the weights [S, L, N] of the models that are sent; a retained layer is the client's own."""
         return torch.where(self.retained(alpha, clients).unsqueeze(-1), self._own_weights(clients), alpha)
 
     def mix(self, alpha: Tensor, theta: Tensor) -> Tensor:
@@ -223,8 +225,8 @@ class PFedLA(Method):
     def products(self, trained: Tensor, start: Tensor, theta: Tensor) -> Tensor:
         """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
 
-        Delta = trained - start, both [S, P], and theta is [N, P]. While all models are equal (the first
-        round) the weights cannot matter, and zeros say so; rounding errors would be blown up by Adam.
+        Delta = trained - start, both [S, P], and theta is [N, P]. While all models are equal, as in the first
+        round, alpha has no effect, so the products are set to 0: Adam would amplify their rounding errors.
         """
         products = theta.new_zeros(len(self.layers), len(trained), len(theta))
         if not all(torch.equal(theta[0], model) for model in theta[1:]):

@@ -5,25 +5,26 @@
     W_i        <- E epochs of SGD on L_i(W, alpha_i) from W with alpha_i fixed             (eq. 4)
     W_{b,l}    <- sum_i n_i alpha_i^{b,l} W_{i,b,l} / sum_i n_i alpha_i^{b,l}, i in S      (eq. 5)
 
-All branches go down and up; alpha_i stays at the client and only its values go up. Weights are mixed first:
-with g = dL/dW_l, dL/dW_{b,l} = alpha_{b,l} g and dL/dalpha_{b,l} = <g, W_{b,l}>, so a step costs one ordinary
-backward pass whatever B is. B = 1 is FedAvg to the bit; equal weights for ever are FedAvg whatever B is.
+All branches go down and up. The client keeps alpha_i and uploads its values; the server sends no alpha back.
+Branches are mixed before the forward pass: with g = dL/dW_l, dL/dW_{b,l} = alpha_{b,l} g and
+dL/dalpha_{b,l} = <g, W_{b,l}>, so a step costs one ordinary backward pass for any B. With B = 1 the method
+equals FedAvg bit for bit; with alpha fixed at 1/B it is FedAvg for any B.
 
 Choices the paper leaves open:
-  start        W_b = W + D_b, with everybody's common model W (drawn or given) and differences D_b that sum
-               to zero: the uniform mixture is an ordinary network. A mean of independent draws has
-               1/sqrt(B) of its weights in every layer, hence logits near zero; equal branches would have
-               equal gradients for ever
-  step         dL/dW_{b,l} is divided by sum_b alpha_{b,l}^2: a client's mixture moves as FedAvg's model does
-               with the same `train.lr`. Eq. 4 as printed moves it by a B-th of that while weights are equal,
-               and by all of it once one branch has all weight (`method.step=branch`)
+  start        W_b = W + D_b, where W is the common initial model (drawn or given) and the differences D_b sum
+               to zero, so the uniform mixture is the ordinary network W. The mean of B independent draws has
+               weights smaller by a factor of sqrt(B) in every layer, hence logits near zero; equal
+               branches would always have equal gradients
+  step         dL/dW_{b,l} is divided by sum_b alpha_{b,l}^2, so a client's mixture moves as FedAvg's model
+               does with the same `train.lr`. Eq. 4 as printed (`method.step=branch`) moves the mixture by
+               1/B of that while weights are equal, and by all of that once one branch has all the weight
   alpha        softmax of logits that start at 0; `method.constraint=simplex` projects after each step
   bias         belongs to its branch
   BatchNorm    one for all branches (the paper's network has none); running statistics are those of
                training the branches
-  empty branch a branch that nobody weighs keeps its value
+  empty branch a branch to which no client of the cohort gives weight keeps its value
   step of alpha `method.alpha_lr`, without momentum or weight decay
-  fine-tuning  `train.finetune_epochs` runs the same routine; `method.finetune=weights` leaves alpha as it is
+  fine-tuning  `train.finetune_epochs` trains alpha, then the branches; `method.finetune=weights` keeps alpha
   evaluated    the mixed model with the newest branches and the client's own alpha
 """
 
@@ -58,7 +59,7 @@ class PFedMBParams(Params):
     alpha_lr: float = Field(1.0, ge=0)
     """Step size of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
     step: Literal["mixture", "branch"] = "mixture"
-    """What moves by `train.lr` times a gradient: a client's mixture, or each branch as eq. 4 has it."""
+    """Whether the client's mixture, or each branch as in eq. 4, moves by `train.lr` times its gradient."""
     difference: float = Field(1.0, gt=0)
     """Standard deviation of D_b at the start, as a factor on that of the same tensor of the common model."""
     constraint: Literal["softmax", "simplex"] = "softmax"
@@ -78,7 +79,7 @@ class PFedMBParams(Params):
     def idle_keys(self) -> set[str]:
         if self.branches > 1:
             return set()
-        # a shared alpha still has fewer bytes
+        # even with one branch, a shared alpha changes the bytes of the upload
         return set(type(self).model_fields) - {"branches", "shared_alpha"}
 
 
@@ -200,7 +201,7 @@ class PFedMB(Method):
         if count == 1:
             return torch.zeros(1, self.layout.size)
         drawn = torch.randn(count, self.layout.size, generator=torch_stream(self.context.seed, "branches"))
-        # centring takes away one of B degrees of freedom
+        # centring multiplies the variance by (B - 1) / B; the factor undoes this
         centred = (drawn - drawn.mean(dim=0)) * math.sqrt(count / (count - 1))
         common = self.context.initial_parameters()
         for slot in self.layout.parameters:
@@ -257,7 +258,7 @@ class PFedMB(Method):
         return gradients["theta"], losses
 
     def _apart(self, branches: Tensor) -> tuple[State, State]:
-        """Split branches [..., B, P] in what travels: the first whole, of the others what has branches."""
+        """Split branches [..., B, P] into the first, which travels whole, and the others, masked."""
         parts = {FIRST: branches[..., 0, :], OTHERS: branches[..., 1:, :]}
         if self.params.branches == 1:
             return {FIRST: parts[FIRST]}, {}
@@ -274,12 +275,12 @@ def project_to_simplex(points: Tensor) -> Tensor:
 
     Duchi et al., Efficient projections onto the l1-ball for learning in high dimensions, 2008, figure 1.
     """
-    # only differences count; near zero none of them is lost
+    # the result depends on differences only; with the maximum at 0, rounding loses none of them
     points = points - points.amax(dim=-1, keepdim=True)
     falling = points.sort(dim=-1, descending=True).values
     rank = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
     excess = (falling.cumsum(dim=-1) - 1) / rank
     last = (falling > excess)[..., 1:].sum(dim=-1, keepdim=True)
     nearest = (points - excess.gather(-1, last)).clamp(min=0)
-    # rounding aside they do sum to one; a single branch must weigh exactly 1
+    # removes the rounding error of the sum, since a single branch must have a weight of exactly 1
     return nearest / nearest.sum(dim=-1, keepdim=True)

@@ -6,12 +6,12 @@ From w_i = theta_i = w, each mini-batch D of the client does
     w_i     <- w_i - lr lambda (w_i - theta_i)                                   (Algorithm 1)
     w       <- (1 - beta) w + beta weighted mean of w_i
 
-Choices: the paper's R inner rounds are the mini-batches of `train.local_epochs`; theta_i goes on from one
-mini-batch to the next and starts a round at w; no extra weight decay (the authors' code adds 0.001); momentum
-and weight decay of `train.*` act on theta_i; only sampled clients train; weights are training-set sizes (the
-paper's: uniform); evaluated is theta_i, with running statistics of its own (in public code, by an alias,
-w_i), which `train.finetune_epochs` adapts with its own step size lr_p, without the pull. A mini-batch costs K
-gradients.
+Choices: the paper's R inner rounds are the mini-batches of `train.local_epochs`. theta_i starts each round at
+w and continues from one mini-batch to the next. There is no extra weight decay (the authors' code adds
+0.001). Momentum and weight decay of `train.*` act on theta_i. Only sampled clients train. The weights of the
+mean are training-set sizes (the paper uses uniform weights). The evaluated model is theta_i with its own
+running statistics (public code evaluates w_i, because of an aliased tensor). `train.finetune_epochs` adapts
+theta_i with the step size lr_p and without the pull. One mini-batch costs K gradients.
 """
 
 from __future__ import annotations

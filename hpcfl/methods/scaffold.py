@@ -9,10 +9,11 @@ p_i is client i's share of all training samples, or 1/N with `method.weights=uni
 number of steps client i did in this round, lr the step size of this round, so that c_i is the mean of its
 gradients. w and c go down; what goes up are y_i and the change of c_i.
 
-Choices: models and variates have the same weights p_i: corrected steps come to rest where c = 0, which is a
-stationary point of sum_i p_i L_i, by samples everybody's objective, whatever weighs the models; momentum
-would make (w - y_i) / (K lr) something else and is refused; weight decay counts as part of the gradient;
-evaluated is w. With c = c_i = 0, so in the first round and by samples, this is FedAvg to the bit.
+Choices: the means of models and of control variates have the same weights p_i. Whatever the weights of the
+models, corrected steps come to rest where c = 0, which is a stationary point of sum_i p_i L_i; with weights
+by samples, this is the objective of the other methods. With momentum, (w - y_i) / (K lr) would not be a mean
+gradient, so momentum is refused. Weight decay counts as part of the gradient. The evaluated model is w. In
+the first round, where c = c_i = 0, the method with weights by samples equals FedAvg bit for bit.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class ModularNetwork(nn.Module):
     def opened(self, decision: Tensor, logits: Tensor) -> Tensor:
         """Return a hard decision [E] that reaches the output.
 
-        Where no open path leads on from the active blocks of a layer, the likeliest of theirs is opened.
+        If all paths from the active blocks of a layer are closed, the most likely of these paths is opened.
         """
         decision = decision.clone()
         active = torch.ones(self.sizes[0], dtype=torch.bool)

@@ -16,7 +16,7 @@ from hpcfl.training.clients import Clients
 
 
 class Driver:
-    """One method as the round loop sees it; a call is a hook with running statistics put in or kept."""
+    """One method as the round loop calls it: the method's hooks, with running statistics added or stored."""
 
     def __init__(self, method: Method) -> None:
         self.method = method
@@ -93,7 +93,7 @@ class Driver:
         return self._with_buffers("trained", clients, self.method.trained(clients, down, up))
 
     def _arrived(self, clients: Clients, down: Message) -> Message:
-        """Return a message on the group's device, its running statistics taken over by the group."""
+        """Return a message on the group's device; set the group's running statistics from it or the state."""
         down = down.to(clients.device)
         if BUFFERS in down:
             clients.buffers = down[BUFFERS].clone(memory_format=torch.contiguous_format)
@@ -102,7 +102,7 @@ class Driver:
         return down
 
     def _message(self, hook: str, value: Message, count: int) -> Message:
-        """Return what a hook returned, for so many clients; TypeError or ValueError where it is not that."""
+        """Return a hook's message for `count` clients; raise TypeError or ValueError if it is not one."""
         place = f"{type(self.method).__name__}.{hook}"
         if not isinstance(value, Message):
             raise TypeError(
@@ -117,7 +117,7 @@ class Driver:
         return value.of(count)
 
     def _rows(self, hook: str, value: Message, count: int) -> Message:
-        """Return a message of clients, which have nothing in common to send."""
+        """Return the message that a hook sends to the server; raise ValueError if it has shared tensors."""
         message = self._message(hook, value, count)
         if message.shared:
             names = ", ".join(message.shared)
@@ -125,7 +125,11 @@ class Driver:
         return message
 
     def _with_buffers(self, hook: str, clients: Clients, models: Message) -> Message:
-        """Return models with running statistics, common to all as soon as a part and the statistics are."""
+        """Return models with running statistics.
+
+        These are shared if the models have a shared part and the server averages running statistics;
+        otherwise there is one row per client.
+        """
         models = self._message(hook, models, len(clients))
         if not models:
             return models

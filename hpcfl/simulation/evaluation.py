@@ -17,7 +17,7 @@ from hpcfl.training.clients import Clients
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures by client [N], which the server knows after an evaluation; zero until then and elsewhere."""
+    """Figures of each client [N]: zero before an evaluation, and on ranks other than the server."""
 
     accuracy: np.ndarray
     loss: np.ndarray
@@ -26,7 +26,7 @@ class Evaluation:
 
     @staticmethod
     def of(num_clients: int) -> Evaluation:
-        """Return the evaluation of so many clients before any is scored."""
+        """Return the evaluation of `num_clients` clients before any of them is scored: all zeros."""
         return Evaluation(*np.zeros((3, num_clients)))
 
 
@@ -50,7 +50,8 @@ class Evaluator:
     def models(self, server: State, cohort: Cohort, found: Evaluation) -> Iterator[Message]:
         """Yield the evaluated models of this rank's members of a cohort, group by group.
 
-        At the end their scores are in the server's `found`. Collective, so every rank goes on to the end.
+        When the iteration ends, the server's `found` holds their scores. Collective: every rank must iterate
+        to the end.
         """
         rows = [torch.zeros(0, 3, dtype=torch.float64)]
         is_same = self._method.scored_moment == "download" and not self._config.train.finetune_epochs
@@ -72,7 +73,7 @@ class Evaluator:
         return torch.cat([self._score(clients, model, position) for position in range(len(clients))])
 
     def client_history(self, done: int) -> State:
-        """Bring what clients keep for the history to the server, [N, ...] a name. Collective."""
+        """Bring the diagnostics of all clients to the server, one tensor [N, ...] per name. Collective."""
         if type(self._method).client_history is Method.client_history:
             return {}
         federation = self._federation

@@ -17,8 +17,8 @@ from hpcfl.simulation.experiment import Experiment
 from hpcfl.training.clients import Clients
 
 EVALUATED_ELEMENTS = 2**27
-"""Numbers in the models that are evaluated at once. How clients are cut may change a product's last bits, so
-this is no setting, as `run.max_elements` is."""
+"""Largest number of model elements that are evaluated at once. It is a constant and not a setting, unlike
+`run.max_elements`, because a different cut of the clients may change the last bits of a product."""
 
 
 class Federation:
@@ -45,13 +45,16 @@ class Federation:
         return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
 
     def everyone(self, round: int) -> Iterator[Cohort]:
-        """Cut all clients in cohorts of bounded size that span all shards alike, for any number of ranks."""
+        """Yield all clients in cohorts of bounded size, the same for any number of ranks.
+
+        Each cohort is spread evenly over the shards.
+        """
         parts = max(1, math.ceil(self.num_clients * self.method.row_size / EVALUATED_ELEMENTS))
         for part in range(min(parts, self.num_clients)):
             yield self.cohort_of(round, list(range(part, self.num_clients, parts)))
 
     def groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
-        """Yield this rank's cohort members, as many at once as the engine takes."""
+        """Yield this rank's cohort members in groups as large as the engine takes, with their positions."""
         own = list(cohort.clients[self.channel.own(cohort)])
         size = self.workplace.engine.clients_at_once
         for start in range(0, len(own), size):
@@ -65,7 +68,7 @@ class Federation:
             yield clients, down.select(part)
 
     def own_rows(self, cohort: Cohort) -> list[int]:
-        """Return where the cohort's members on this rank stand in the rank's client state."""
+        """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
         return [client - self.workplace.clients.start for client in cohort.clients[self.channel.own(cohort)]]
 
     def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:

@@ -48,7 +48,7 @@ class LocalRound:
     """Mean over the steps."""
     steps: Tensor
     accuracy: Tensor
-    """Of the models right after training, if asked; nan where there is none."""
+    """Accuracy of the models right after training; nan without an evaluation or without such a model."""
     train_s: float
 
 
@@ -117,12 +117,12 @@ class Simulation:
     def _round(self, cohort: Cohort, is_evaluated: bool) -> np.ndarray:
         """Train and aggregate one cohort and enter its cost in the ledger. Collective.
 
-        Returns on the server, if asked, the accuracy of each client's model right after training [N], nan
-        where there is none.
+        Returns the accuracy of each client's model right after training [N]. It is nan for clients without
+        such a model, in rounds without an evaluation, and on ranks other than the server.
         """
         method, driver = self.method, self._federation.driver
         channel, is_server = self._federation.channel, self._world.is_server
-        # a client that asked for layers knows which ones it gets
+        # a client that requested layers knows which ones it gets, so their indices cost no bytes
         names_layers = not method.negotiates(cohort.round)
         traffic = RoundTraffic(len(cohort), method.layers, names_layers)
         groups = list(self._federation.groups(cohort))
@@ -141,9 +141,10 @@ class Simulation:
     def _negotiate(
         self, cohort: Cohort, groups: Groups, down: Message, traffic: RoundTraffic
     ) -> tuple[Message, Message | None]:
-        """Let a cohort answer its download and send it more. Collective.
+        """Collect the cohort's requests and send the server's answer. Collective.
 
-        Returns all that this rank's clients have now, and on the server what it sent last.
+        Returns download, request and answer of this rank's clients as one message, and on the server the
+        answer alone (None elsewhere).
         """
         channel, driver = self._federation.channel, self._federation.driver
         asked = stack([driver.ask(clients, down.select(part)) for part, clients in groups])

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run: a bar on a terminal, elsewhere at most one line every 30 seconds."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Saver:
         self._federation.world.barrier()
 
     def _forget_off_schedule(self, done: int) -> None:
-        """Drop the evaluation that a shorter run did at its end and this one would not have done."""
+        """Drop the last evaluation of a shorter run if the extended run has none after that round."""
         if done == self._config.train.rounds or done % self._config.run.eval_every == 0:
             return
         if self._ledger.metrics and self._ledger.last("round") == done:
@@ -134,7 +134,7 @@ class Saver:
                 yield np.array(cohort.clients[positions]), block.rows
 
     def _model_rows(self, evaluated: ModelsOf, done: int) -> Rows:
-        """Describe the evaluated models by client 0's, which has the parts of all. Collective."""
+        """Return the evaluated models as rows to write; client 0's model gives their shapes. Collective."""
         federation = self._federation
         cohorts = federation.everyone(done)
         cohort = next(cohorts)
@@ -155,9 +155,10 @@ class Saver:
         return Rows(shapes, blocks())
 
     def _model_of_client_0(self, models: Sequence[Message], done: int) -> tuple[list[str], State]:
-        """Return what all evaluated models share, and on the server client 0's model. Collective.
+        """Return the names of the parts that all evaluated models share, and client 0's model. Collective.
 
-        `models` are this rank's of the first cohort, groups in the order of clients.
+        The model is empty on ranks other than the server. `models` are those of this rank's members of the
+        first cohort: one message per group, in client order.
         """
         federation = self._federation
         cohort = federation.cohort_of(done, [0])
@@ -178,12 +179,12 @@ class Saver:
 
 
 def _rows(model: Message, without: Sequence[str]) -> Message:
-    """Return a group's models as rows, without empty parts and those named."""
+    """Return a group's models as rows, leaving out empty parts and the parts named in `without`."""
     rows = {name: model[name] for name in model.names if name not in without and model[name].numel()}
     return Message(rows=rows, num_clients=model.num_clients)
 
 
 def _take_part(rows: Rows) -> None:
-    """Take a worker's part in what the server writes. Collective."""
+    """Iterate over all blocks on a worker, as the server does while it writes them. Collective."""
     for _ in rows.blocks:
         pass

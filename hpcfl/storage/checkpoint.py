@@ -24,7 +24,7 @@ class CheckpointStore:
     def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint and make it the newest; the one before becomes the previous one if it is good.
 
-        Where anything fails, newest and previous stay as they are, and the blocks may be left half used.
+        If anything fails, both old checkpoints stay as they are; blocks of the snapshot may be consumed.
 
         Raises:
             OSError: the file could not be written, or reads back otherwise than it was written.

@@ -127,7 +127,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         target.raise_failure()
         os.fsync(target.fileno())
         if sys.platform == "linux":
-            # Out of the page cache, so that verifying reads what the disk has.
+            # Drop the file from the page cache, so that the verification reads it from the disk.
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -198,7 +198,7 @@ def _write_rows(group: h5py.Group, rows: Rows, raise_failure: Callable[[], None]
     for block in rows.blocks:
         _write_block(datasets, block, rows.shapes, written)
         raise_failure()
-        # The next block is made before `block` is bound to it: never two in memory.
+        # Free this block before the next one is made, so that memory never holds two.
         del block
     for name, is_written in written.items():
         if not is_written.all():
@@ -267,7 +267,10 @@ def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
 
 
 def _read_tensor(data: h5py.Dataset) -> torch.Tensor:
-    """Read a dataset into memory from torch: NumPy's is aligned less, and a product's last bits may tell."""
+    """Read a dataset into memory that torch allocates.
+
+    NumPy aligns memory less strictly, which may change the last bits of a product.
+    """
     tensor = torch.empty(data.shape, dtype=torch.from_numpy(np.empty(0, data.dtype)).dtype)
     if tensor.numel():
         data.read_direct(tensor.numpy())

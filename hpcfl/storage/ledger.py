@@ -1,6 +1,6 @@
-"""What a run cost and gave: bytes, seconds, accuracy and the method's history, in CSV files and checkpoints.
+"""Costs and results of a run: bytes, seconds, accuracy and diagnostics, in CSV files and checkpoints.
 
-Shapes: N clients, K labels: the layers, then other tensors that were sent, running statistics and indices.
+Shapes: N clients, K labels of bytes (the layers, other tensors that were sent, running statistics, indices).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SECONDS = frozenset({"wall_s", "client_steps_per_s"})
 """Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
 
 MOMENTS = ("after_download", "after_training")
-"""When models are scored beside the evaluated ones: right after a download, and right after training, which
-only the round's cohort does."""
+"""Moments at which clients are scored besides the evaluation: right after a download, and right after local
+training (the round's cohort only)."""
 
 BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
 DIRECTIONS = ("down", "up")
@@ -59,7 +59,7 @@ class Ledger:
         self.accuracy: list[np.ndarray] = []
         self.loss: list[np.ndarray] = []
         self.moments: dict[str, list[np.ndarray]] = {moment: [] for moment in MOMENTS}
-        """Accuracy of each client's model at a moment [N], an entry an evaluation; nan where it has none."""
+        """Accuracy of the clients' models at each moment, [N] per evaluation; nan where there is no model."""
         self.of_method: dict[str, list[np.ndarray]] = {}
         """The method's own history by name, an entry an evaluation."""
         self._rounds: list[int] = []
@@ -92,7 +92,7 @@ class Ledger:
         self._train_loss = train_loss
 
     def _add_labels(self, names: Iterable[str]) -> None:
-        """Count bytes by these names too, from now on and as none in the rounds so far."""
+        """Add labels to the counted bytes; their bytes are 0 in all rounds so far."""
         for name in names:
             if name not in self._labels:
                 self._labels.insert(-2, name)
@@ -194,7 +194,7 @@ class Ledger:
         self._steps, self._train_s, self._train_loss, self.wall_s = tables["pending"].values[0].tolist()
 
     def start_files(self, folder: Path) -> None:
-        """Write the CSV files anew, up to now; clients.csv comes again at the end."""
+        """Rewrite the CSV files with all rows so far; delete clients.csv, which is written at the end."""
         (folder / "clients.csv").unlink(missing_ok=True)
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
         _write(folder / "metrics.csv", "w", [METRICS])

@@ -1,4 +1,4 @@
-"""A run's folder: what configuration it belongs to, where it was made, and its log."""
+"""The folder of a run: its configuration, the environment of the run, and its log."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RunFolder:
         self._config = config
 
     def check(self, fresh: bool) -> None:
-        """Refuse a folder of something else, or of another configuration, with a UserError."""
+        """Raise UserError if the path is no run folder or holds a run with another configuration."""
         if not self.path.exists():
             return
         if not self._is_ours():
@@ -179,7 +179,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _environment(ranks: Sequence[str], command: str) -> dict[str, Any]:
-    # of "host device engine" without the number of the device; rank 0 only works if it is alone
+    # keep type of device and engine of each "host device engine"; rank 0 trains only if it is alone
     workers = {re.sub(r"^\S+ (\w+)\S*", r"\1", rank) for rank in ranks[1:] or ranks}
     return {
         "hpcfl": __version__,

@@ -84,8 +84,8 @@ class Snapshot:
     """Everything that a checkpoint holds. Names with '/' become HDF5 groups.
 
     `derived` is written beside the server's state for readers of the file and is not loaded again.
-    `personalised` is None in all checkpoints but the last. It is called when the blocks of `clients` are used
-    up, and `history` and `ledger`, in this order, when its own are.
+    `personalised` is None in all checkpoints but the last. The writer calls `personalised` after it has
+    written all blocks of `clients`, and `history`, then `ledger`, after all blocks of `personalised`.
     """
 
     header: Header

@@ -24,7 +24,7 @@ class Cell:
     """Number of its row, from 0."""
     column: int
     label: str
-    """Its row's."""
+    """Label of its row."""
     config: Config
     folder: Path
     place: str
@@ -37,12 +37,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Shrinking:
-    """What of a table is left out to make it shorter."""
+    """Limits that make a table shorter than its file says; None is no limit."""
 
     rounds: int | None = None
-    """No cell has more."""
+    """Largest number of rounds of a cell."""
     seeds: tuple[int, ...] | None = None
-    """Which of the file's seeds are run."""
+    """The seeds of the file that are run."""
 
 
 class Table:
@@ -66,11 +66,11 @@ class Table:
         """Which options made the table shorter than its file says, for its title."""
         name = _name(path, shrinking)
         self.result_name = name if self.seeds == outline.seeds else f"{name}-seeds{_listed(self.seeds, '-')}"
-        """What files are called that hold the table's results."""
-        # not of its seeds, so that cells of more of them come to those that are there
+        """Stem of the names of the table's result files."""
+        # without the seeds, so that a run with more seeds uses the finished cells in the same folder
         self.folder = out or Path("runs") / name
         self.cells = self._cells(outline, overrides, shrinking)
-        """All of the first seed first, column by column."""
+        """All cells, ordered by seed, then by column, then by row."""
         self._refuse_one_source_for_all(overrides)
         self._refuse_twins()
         self._refuse_unpaired()
@@ -219,7 +219,7 @@ def _in_column(column: str) -> str:
 
 
 def _what_changes_results(config: Config) -> str:
-    """Return all keys with their values, but for those that change nothing, some of them in this run only."""
+    """Return a run's keys and values as text, without the keys that do not change the results of this run."""
     keys = {key: value for key, value in flatten(config.tree()).items() if key not in RESULT_NEUTRAL}
     keys |= {"data.seed": config.data_seed, "method": [config.method, config.params.in_use()]}
     source = config.data.source
@@ -249,7 +249,7 @@ def _seeds(seeds: Sequence[int], wanted: Sequence[int] | None) -> list[int]:
 
 
 def _name(path: Path, shrinking: Shrinking) -> str:
-    """Return the file's name; another one where rounds are cut, as some methods' runs cannot be prolonged."""
+    """Return the file's stem, with the rounds if they are limited: some methods' runs cannot be extended."""
     return path.stem if shrinking.rounds is None else f"{path.stem}-{shrinking.rounds}rounds"
 
 

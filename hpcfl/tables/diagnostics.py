@@ -1,4 +1,4 @@
-"""A method's history in numbers: weights of clients, branches and layers, early, midway and at the end."""
+"""Means of a method's diagnostics over clients, at the first, the middle and the last evaluation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ Line = dict[str, object]
 def diagnostics(table: Table) -> list[Line]:
     """Return lines of diagnostics.csv from the checkpoints of the finished cells.
 
-    `clients` says what is averaged: each client with itself, pairs with so many classes in common, or all
-    clients. Between a client and another, the value of a weight [client, layer, client] is the weight, that
-    of shares [client, layer, branch] is what both have in common, sum_b min(a_b, a'_b); of a client with
-    itself it is the weight, or the largest share. Values of [client, layer] and [client] are means over all.
+    The column `clients` says over what the value is a mean: each client with itself, pairs of clients with a
+    given number of classes in common, or all clients.
+
+    - Diagnostics [client, layer, client] are weights. A pair has the weight that the first client gives to
+      the second; a client with itself has the weight that it gives to itself.
+    - Diagnostics [client, layer, branch] are shares a_b. A pair has the common share sum_b min(a_b, a'_b); a
+      client with itself has its largest share.
+    - Diagnostics [client, layer] and [client] have means over all clients.
     """
     lines: list[Line] = []
     told = [cell for cell in table.cells if METHODS[cell.config.method].history_axes and is_finished(cell)]

@@ -108,7 +108,10 @@ def _half_width(found: Interval) -> str:
 
 
 def _shown(show: Callable[[Entry], str], entry: Entry, of_runs: bool, first: bool = True) -> str:
-    """Return a quantity of an entry; that it is missing, once a line, where no seed is finished."""
+    """Return an entry's quantity as text.
+
+    Without a finished seed, it is "missing" for the first quantity of a line and "" for the others.
+    """
     if of_runs and not entry.figures:
         return MISSING if first else ""
     return show(entry)

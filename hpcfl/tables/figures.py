@@ -1,4 +1,4 @@
-"""What the finished runs of a table gave and cost, read from their folders."""
+"""Accuracies and costs of the finished runs of a table, read from their folders."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ ACCURACIES = (
     "spread_over_clients",
     "worst_tenth_accuracy",
 )
-"""Figures between 0 and 1, of which tables have the mean and the deviation over seeds. Fairness over the
-clients of the last evaluation: their deviation (population) and the mean of the worst tenth."""
+"""Figures between 0 and 1; tables show their mean and standard deviation over seeds. `spread_over_clients` is
+the population standard deviation over clients at the last evaluation, `worst_tenth_accuracy` the mean over
+the worst tenth of the clients."""
 
 COSTS = ("bytes_down", "bytes_up", "other_bytes_down", "other_bytes_up", "client_steps_per_s", "wall_s")
-"""Bytes are those of a client in a round, the other ones of running statistics and indices."""
+"""Bytes are per client and round; `other_bytes` are those of running statistics and indices."""
 
 Figures = dict[str, float]
 
@@ -43,9 +44,9 @@ class Entry:
     row: Row
     column: str
     config: Config
-    """Of its first seed."""
+    """Configuration of its first seed."""
     figures: dict[int, Figures]
-    """By finished seed."""
+    """Figures by finished seed."""
     of_clients: dict[int, list[float]]
     """Accuracy of each client at the end, by finished seed."""
     missing: int
@@ -101,11 +102,11 @@ class Difference:
     rows: tuple[str, str]
     column: str
     moment: str
-    """When the models of both rows are scored, or of the first and of the second."""
+    """When the models are scored: one moment for both rows, or the first row's, then the second row's."""
     seeds: list[int]
-    """Seeds that both rows have finished, with a client whose models both exist at the moment."""
+    """Seeds that both rows have finished, in which some client has a model of both rows at the moment."""
     paired: PairedDifference | None
-    """None without a seed."""
+    """None if `seeds` is empty."""
 
 
 def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
@@ -169,7 +170,7 @@ def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
         "spread_over_clients": last["accuracy_std"],
         "worst_tenth_accuracy": worst_tenth(accuracies),
         "coverage": last["coverage"],
-        # about as many steps between any two evaluations
+        # harmonic mean: there are about equally many steps between any two evaluations
         "client_steps_per_s": statistics.harmonic_mean([float(row["client_steps_per_s"]) for row in metrics]),
         "wall_s": last["wall_s"],
     }

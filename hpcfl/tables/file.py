@@ -46,7 +46,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one file says of the settings: of all cells, of a column's, of a row's, by label."""
+    """Settings of one file: those of all cells, those of each column and those of each row, by label."""
 
     settings: dict[str, Any]
     columns: dict[str, dict[str, Any]]
@@ -65,9 +65,9 @@ class Outline:
     """Labels; [ONLY] of a table without columns."""
     rows: list[Row]
     configs: dict[str, dict[str, Any]]
-    """The tree under all layers, by column."""
+    """Configuration trees by column, which all layers override."""
     layers: list[Layer]
-    """A later one is laid over all of an earlier one."""
+    """Settings by file; a later layer overrides all settings of an earlier one."""
     compare: list[Pair]
     show: list[str]
 
@@ -95,7 +95,7 @@ def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
 
 
 def _with_choices(path: Path, tree: dict[str, Any], base: Outline) -> dict[str, Any]:
-    """Write labels among rows and columns, each a choice of the extended file's, as entries of that label."""
+    """Replace bare labels among rows and columns, which choose from the extended file, by entries."""
     known = {"columns": base.columns, "rows": [row.label for row in base.rows]}
     changed = dict(tree)
     for kind, labels in known.items():

@@ -34,11 +34,12 @@ class PlannedRun:
     """A row in a column."""
 
     cell: Cell
-    """Its first seed's."""
+    """Cell of the first seed."""
     cells: int
     finished: int
     gradients: float
-    """Of mini-batches, in one cell: training, and fine-tuning before evaluations and the last checkpoint."""
+    """Gradients of mini-batches in one cell: those of training, and of fine-tuning before evaluations and the
+    last checkpoint."""
     step_s: float
     """Seconds of one gradient of the network and the update with it, on this machine."""
 
@@ -53,7 +54,7 @@ class PlannedRun:
 
 
 def plan(table: Table) -> Document:
-    """Return what a table's cells take, which are neither run nor written. For one rank alone."""
+    """Return the estimated costs of a table's cells; runs and writes nothing. Call it on one rank only."""
     runs = list(planned_runs(table))
     header = ["method", "cells", "finished", "gradients a cell", "ms a gradient", "hours"]
     grids = []
@@ -131,8 +132,7 @@ def gradients(config: Config, method: Method) -> float:
     num_samples = method.context.num_samples.tolist()
     batches = [len(minibatches(count, train.batch_size, train.last_batch)) for count in num_samples]
     turns = train.rounds * train.cohort_size(len(num_samples))
-    # the last checkpoint's models are tuned once more, client 0's twice: its shapes are needed first
-    tuned = (math.ceil(train.rounds / run.eval_every) + 1) * len(num_samples) + 1
+    tuned = math.ceil(train.rounds / run.eval_every) * len(num_samples)
     finetuning = tuned * train.finetune_epochs * method.finetuning_gradients(method.params)
     return float(np.mean(batches)) * (turns * method.epochs_a_round + finetuning)
 

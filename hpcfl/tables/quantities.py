@@ -17,7 +17,7 @@ class Quantity:
     header: str
     show: Callable[[Entry], str]
     of_runs: bool = True
-    """Whether it takes a finished run to know it."""
+    """Whether the quantity is known only after a run has finished."""
 
 
 def percent(mean: float | None, deviation: float | None) -> str:
@@ -85,7 +85,7 @@ QUANTITIES = {
     "rounds": Quantity("rounds", lambda entry: str(entry.config.train.rounds), of_runs=False),
     "tuned": Quantity("tuned on validation samples", lambda entry: entry.row.tuned or "", of_runs=False),
 }
-"""By the name that a table file's `show` knows it by."""
+"""Quantities by the names that `show` of a table file lists."""
 
 DEFAULT_SHOW = (
     "accuracy",

@@ -136,7 +136,7 @@ class TableEntry(_Entry):
     """Where the published numbers stand."""
     seeds: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, min_length=1)
     config: Line | None = None
-    """As that of a column, for all that name none."""
+    """Configuration file, as in a column, for all columns that name none."""
     settings: SettingsEntry = SettingsEntry()
     """What all cells have in common."""
     columns: list[ColumnEntry] | None = Field(None, min_length=1)

@@ -14,11 +14,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with a confidence interval of 95 %, of so many differences."""
+    """Mean and 95 % confidence interval of `count` differences."""
 
     mean: float
     half_width: float
-    """Not a number of a single difference."""
+    """Half the width of the interval; nan for a single difference."""
     count: int
 
     @property
@@ -36,11 +36,12 @@ class PairedDifference:
         over_seeds    mean of D[s] +- t(S - 1) std(D) / sqrt(S)
         over_clients  mean of d[s, c] +- t(n - 1) std(d) / sqrt(n)
 
-    t is Student's 97.5 % quantile, std the sample deviation. Clients of a seed share one partition, one start
-    and one federation, so they are no independent trials of a method: the interval over seeds, whose unit is
-    a whole run, is the one to conclude from, and wide with few seeds (t is 12.7 of two, 4.3 of three). The
-    interval over clients holds for these runs alone: whether the two models differ on clients such as these.
-    Pairing takes out what both rows share, above all how hard a client's classes are.
+    t is Student's 97.5 % quantile, std the sample standard deviation. The clients of a seed share one
+    partition, one initial model and one federation, so they are not independent trials of a method. Draw
+    conclusions from the interval over seeds, whose unit is a whole run; it is wide with few seeds (t is 12.7
+    for two seeds, 4.3 for three). The interval over clients holds for these runs only: it tells whether their
+    models differ on clients such as these. Pairing removes the effects that both rows share, above all the
+    difficulty of a client's classes.
     """
 
     over_seeds: Interval

@@ -73,14 +73,14 @@ CLIENT_COLUMNS = ("label", "column", "seed", "client", "accuracy")
 """Columns of clients.csv."""
 
 MOST_CLIENT_LINES = 20_000
-"""Results with more lines of clients than these, some 800 kB, are written without them."""
+"""Largest number of lines (about 800 kB) for which `write_results` writes every client's accuracy."""
 
 
 def write(table: Table) -> tuple[str, int]:
     """Write table.md, table.tex, table.csv and differences.csv from the folders of the finished cells.
 
-    The last only where the table compares rows. Returns the table as text, and how many cells are missing.
-    Raises UserError where it cannot write.
+    differences.csv is written only if the table compares rows. Returns the table as text and the number of
+    missing cells. Raises UserError if the files cannot be written.
     """
     known = entries(table)
     compared = differences(table, known)
@@ -92,9 +92,9 @@ def write(table: Table) -> tuple[str, int]:
 
 
 def write_diagnostics(table: Table) -> list[Line]:
-    """Write diagnostics.csv beside the table, where a method's history has something to sum up.
+    """Write diagnostics.csv beside the table, if some method has diagnostics to summarise.
 
-    Returns its lines; with a warning none, where a checkpoint or the data cannot be read any more.
+    Returns its lines. If a checkpoint or the data cannot be read any more, warns and returns no lines.
     """
     try:
         lines = diagnostics(table)
@@ -108,10 +108,11 @@ def write_diagnostics(table: Table) -> list[Line]:
 
 
 def write_results(table: Table, diagnosed: Sequence[Line] = ()) -> list[Path]:
-    """Write what was measured in results/<name of the table file>.csv and such beside it; return the files.
+    """Write the table's results as CSV files in the folder results/ beside the table file; return the files.
 
-    There are table.csv, differences.csv, the lines of `write_diagnostics` if there are any, and a file of
-    every client's accuracy, if it is small.
+    <name>.csv holds the lines of table.csv, <name>_differences.csv the compared rows if there are any,
+    <name>_diagnostics.csv the lines `diagnosed` if there are any, and <name>_clients.csv the accuracy of
+    every client if these are at most MOST_CLIENT_LINES lines.
     """
     known = entries(table)
     texts = _csv_files(table, known, differences(table, known))

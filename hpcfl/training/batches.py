@@ -1,4 +1,4 @@
-"""Mini-batches: one of some clients, and how an epoch is cut.
+"""Mini-batches of several clients at once, and the cut of an epoch into mini-batches.
 
 Shapes: C clients, B samples of a mini-batch.
 """
@@ -18,9 +18,10 @@ from hpcfl.training.settings import LastBatch
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One mini-batch of some clients: which of the group, x [C, B, ...], y [C, B], sample index [C, B].
+    """A mini-batch for each of C clients: x [C, B, ...], y [C, B] and sample index [C, B].
 
-    Inside a loss the client axis is gone: x [B, ...], y [B], index [B].
+    `members` are the positions of these clients in their group. A loss gets one client's batch, without the
+    client axis: x [B, ...], y [B], index [B].
     """
 
     members: slice | Tensor
@@ -29,7 +30,7 @@ class Batch:
     index: Tensor
 
     def pick(self, table: Tensor) -> Tensor:
-        """Return what a table [clients of the group, samples, ...] says of these samples, [C, B, ...]."""
+        """Return the entries [C, B, ...] for this batch of a table [clients of the group, samples, ...]."""
         chosen = table[self.members]
         clients = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
         return chosen[clients, self.index]

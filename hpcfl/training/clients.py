@@ -26,7 +26,7 @@ from hpcfl.training.settings import TrainConfig
 from hpcfl.training.sgd import Descent, Trained
 
 GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
-"""From weights [C, ...] of a batch's C members, and the batch, to their gradient and the losses [C]."""
+"""Function of the weights [C, ...] of a batch's C members and the batch: returns gradient and losses [C]."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ class Clients:
     ) -> Iterator[Batch]:
         """Yield mini-batches of the training split in an order given by (seed, purpose, round, client).
 
-        Clients whose current mini-batch has the same size come in one Batch; `epochs` defaults to
-        `train.local_epochs`, or with `steps`, each client does so many mini-batches, whatever its epochs.
-        `samples` are those to go through, int64 [at least 1] a client; default: all.
+        Clients whose current mini-batches have equal sizes share one Batch. `epochs` defaults to
+        `train.local_epochs`; if `steps` is given, each client gets `steps` mini-batches instead. `samples`
+        are the sample indices to use, one int64 tensor per client with at least one entry; default: all.
         """
         shard, train = self._workplace.shard, self._workplace.train
         if samples is None:
@@ -184,10 +184,10 @@ class Clients:
     ) -> Trained:
         """Train by SGD from theta [C, ..., P], which is left as it was.
 
-        `gradient(theta, batch)` returns the gradient and losses on a batch (default: of the cross-entropy of
-        models [C, P]). `extra_gradient(theta, members)` is added to it (a proximal pull, say): theta
-        [len(members), ...] are the current weights of these of the group's clients. `trained`: see Descent;
-        `samples`: see `batches`.
+        `gradient(theta, batch)` returns gradient and losses on a batch; default: those of the cross-entropy
+        of models [C, P]. `extra_gradient(theta, members)`, such as a proximal pull, is added to the gradient;
+        its argument theta [len(members), ...] holds the current weights of the group's clients `members`.
+        `trained`: see Descent; `samples`: see `batches`.
         """
         descent = self.descent(theta, lr=lr, trained=trained)
         gradient = gradient or self.plain_gradient
@@ -202,7 +202,7 @@ class Clients:
         return Trained(descent.theta, self.steps - steps_before)
 
     def descent(self, theta: Tensor, *, lr: float | None = None, trained: slice = slice(None)) -> Descent:
-        """Return SGD from theta [C, ...] for a training loop of the method's own; lr: see `lr`."""
+        """Return SGD from theta [C, ...] for a method's own training loop; `lr` defaults to this round's."""
         return Descent(theta, self.lr if lr is None else lr, self._workplace.train, trained)
 
     @property
@@ -229,7 +229,7 @@ class Clients:
         return gradients["theta"], losses
 
     def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
-        """Return for `sgd` the gradient of `theta` of a loss that also reads constants `known` of a batch."""
+        """Return the `gradient` for `sgd` of a loss that reads `theta` and the constants `known(batch)`."""
 
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             gradients, losses = self.gradient(loss, {"theta": theta} | known(batch), batch)
@@ -239,7 +239,7 @@ class Clients:
 
     @contextmanager
     def buffers_aside(self) -> Iterator[None]:
-        """Restore the running statistics at the end: passes inside train a model that is not evaluated."""
+        """Discard updates of the running statistics inside: they belong to a model not evaluated."""
         kept = self.buffers.clone()
         yield
         self.buffers = kept
@@ -259,9 +259,9 @@ class Clients:
     ) -> Tensor:
         """Return call(network, x, y) of each client's model on its training samples, [C, most, ...].
 
-        The network is in evaluation mode; rows beyond a client's number of samples are zero. `samples`: as
-        `batches` takes them; of all, `Batch.pick` finds the rows of a mini-batch. One client after the
-        other with either engine: a pass over all samples fills a device, and vmap would pad unequal clients.
+        The network is in evaluation mode; rows beyond a client's number of samples are zero. `samples`: see
+        `batches`; if all samples are used, `Batch.pick` finds the rows of a mini-batch. Both engines process
+        one client after the other: one client's samples fill a device, and vmap would need padding.
         """
         rows = []
         for position in range(len(self)):

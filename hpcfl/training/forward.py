@@ -53,7 +53,7 @@ class Forward:
 
     def _apply(self, part: str, weights: Tensors, *inputs: Any, buffers: Tensor | None = None) -> Tensor:
         kept = self._layout.buffer_views(self._buffers if buffers is None else buffers)
-        # under vmap, BatchNorm updates a view into a longer row only in a copy of its own
+        # under vmap, BatchNorm's update of a view into a longer row does not reach the row, so it gets copies
         statistics = {k: v.clone(memory_format=torch.contiguous_format) for k, v in kept.items()}
         named = weights | statistics
         module = self._network.get_submodule(part)

@@ -1,4 +1,4 @@
-"""Losses of one client on a mini-batch, and what is asked of a network in evaluation mode.
+"""Losses of one client on a mini-batch, and functions that evaluate a network.
 
 Shapes: B samples of a mini-batch, n samples, K classes.
 """

@@ -23,14 +23,15 @@ class TrainConfig(Settings):
     local_epochs: int = Field(5, ge=1)
     """Passes over a client's training data in a round."""
     batch_size: int = Field(16, ge=2)
-    """Samples a mini-batch, at most but for one; see `train.last_batch`."""
+    """Largest number B of samples in a mini-batch; a single left-over sample may make it B + 1 (see
+    `train.last_batch`)."""
     last_batch: LastBatch = "even"
-    """How n samples are cut in mini-batches of B.
+    """How n samples are cut into mini-batches of at most B.
 
-    even: ceil(n / B), whose sizes differ by one at most. drop: n mod B samples are left out in each epoch; a
-    client with fewer than B keeps its only mini-batch. keep: they are a smaller last one, whose step is as
-    long as the others' and the last before a model is sent or scored. One sample alone always joins the
-    mini-batch before it."""
+    even: ceil(n / B) mini-batches, whose sizes differ by at most one. drop: each epoch leaves out n mod B
+    samples; a client with fewer than B samples keeps its only mini-batch. keep: the n mod B samples form
+    a smaller last mini-batch, whose step has the same step size as the others and is the last one before the
+    model is sent or scored. A single sample that is not left out always joins the mini-batch before it."""
     lr: float = Field(0.05, gt=0)
     """Step size of local SGD, with a fresh optimiser each round."""
     lr_decay: float = Field(1.0, gt=0, le=1)
