@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from hpcfl.errors import UserError
+from hpcfl.settings import Settings
 
 OWN_MODULE = "hpcfl_own_"
 """How the names of their modules begin."""
@@ -72,9 +71,11 @@ class OwnFile:
             )
         _added.add((self.key, name))
 
-    def refuse_reserved(self, options: type[BaseModel]) -> None:
-        """Raise UserError where options have a name that another key of their group has."""
+    def check_options(self, options: type[Settings], base: type[Settings]) -> None:
+        """Raise UserError unless options derive from `base` and leave alone the keys that their group has."""
         group = self.key.rpartition(".")[0]
+        if not (isinstance(options, type) and issubclass(options, base)):
+            raise UserError(f"{self.place}: its options must be a class derived from {base.__name__}")
         for key in RESERVED_OPTIONS:
             if key in options.model_fields:
                 raise UserError(
@@ -109,11 +110,12 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
         # pydantic looks up the annotations of classes there
         sys.modules[name] = module
         try:
-            exec(compile(source, path, "exec"), vars(module))
+            exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         except Exception as error:
             del sys.modules[name]
             said = traceback.format_exception_only(error)[-1].strip()
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-            line = f", line {frames[-1].lineno}" if frames else ""
+            number = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
+            line = "" if number is None else f", line {number}"
             raise UserError(f"{place}{line}: {said}") from error
     return OwnFile(key, Path(path), module, code)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from hpcfl import own_code
 from hpcfl.communication.world import World, open_world
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
-from hpcfl.own_code import OWN_MODULE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
@@ -38,7 +38,10 @@ QUICK = {
 
 def in_mpi_world() -> bool:
     """Return whether a launcher of several ranks started this process."""
-    return any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"))
+    sizes = [os.environ[name] for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if name in os.environ]
+    if not sizes and "PMIX_RANK" in os.environ:
+        return open_world().size > 1
+    return any(int(size) > 1 for size in sizes)
 
 
 def clean_environment() -> dict[str, str]:
@@ -60,13 +63,19 @@ def double() -> Iterator[None]:
 def own_code_forgotten() -> Iterator[None]:
     """Forget what a test adds in files of its own."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
-    known, modules = [dict(registry) for registry in registries], set(sys.modules)
+    known, modules, added = (
+        [dict(registry) for registry in registries],
+        set(sys.modules),
+        set(own_code._added),
+    )
     yield
     for registry, before in zip(registries, known, strict=True):
         registry.clear()
         registry.update(before)
+    own_code._added.clear()
+    own_code._added.update(added)
     for name in set(sys.modules) - modules:
-        if name.startswith(OWN_MODULE):
+        if name.startswith(own_code.OWN_MODULE):
             del sys.modules[name]
 
 

@@ -183,7 +183,7 @@ def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
 def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
     ledger, cohorts = Ledger(3, LAYERS), [Cohort(n, (n,), torch.tensor([7])) for n in range(3)]
     ledger.record_round(cohorts[0], (traffic([[4, 8]]), traffic([[4, 8]])), 1, 1.0, 1.0)
-    ledger.record_round(cohorts[1], (traffic([[4, 8]], mix=[2]), traffic([[4, 0]], 1, mood=[6])), 1, 1.0, 1.0)
+    ledger.record_round(cohorts[1], (traffic([[4, 8]], mix=[2]), traffic([[4, 0]], 1, fc=[6])), 1, 1.0, 1.0)
     restored = Ledger(3, LAYERS)
     restored.restore(ledger.tables(), ledger.history())
     for number, one in enumerate((ledger, restored)):
@@ -194,7 +194,7 @@ def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
         lines = read(folder / "bytes.csv")[1:]
         assert [line for line in lines if line[2] not in LAYERS] == [
             ["2", "down", "mix", "2"],
-            ["2", "up", "mood", "6"],
+            ["2", "up", "fc (tensor)", "6"],
             ["2", "up", "(running statistics)", "1"],
             ["3", "up", "mix", "1"],
         ]

@@ -28,7 +28,7 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.methods import METHODS
-from hpcfl.methods.base import State
+from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
@@ -738,6 +738,16 @@ def test_what_all_clients_share_is_saved_once(tmp_path: Path) -> None:
         assert run_here(tmp_path / case, keys) == 0
         with h5py.File(tmp_path / case / "checkpoint.h5", "r") as file:
             assert len(file["personalised/theta"]) == shape, case
+
+
+def test_a_network_set_beside_its_layout_is_told() -> None:
+    def careless(self: FedAvg, context: Context, params: Params) -> None:
+        super(FedAvg, self).__init__(context, params)
+        self.network = torch.nn.Linear(3, 2)
+
+    kind = type("Late", (FedAvg,), {"__init__": careless})
+    with pytest.raises(TypeError, match=r"Late set network after .* return it from make_network"):
+        Run("method.name=fedavg", kind=kind)
 
 
 def test_clients_that_send_a_shared_tensor_are_told() -> None:

@@ -164,6 +164,13 @@ def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[s
         ("data.reader", None, ": No such file or directory; give a Python file"),
         (
             "data.partition.path",
+            HALVES.replace("(PartitionOptions)", "(BaseModel)").replace(
+                "import Field", "import BaseModel, Field"
+            ),
+            ": its options must be a class derived from PartitionOptions",
+        ),
+        (
+            "data.partition.path",
             HALVES.replace("samples", "path"),
             ": HalvesOptions has path, and data.partition.path is another thing; rename it",
         ),
@@ -189,6 +196,63 @@ def test_names_and_files_that_do_not_go_together(
     )
     name = files[key].stem
     assert f"{NAMES[key]}={name} is a " in refused(capsys, f"{NAMES[key]}={name}")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("= options.samples", "= -1"), "has the count -1; allowed: 0 or more"),
+        (
+            ("dtype=np.int64", "dtype=float"),
+            "is float64 (4, 10); it must be int64 [clients, classes], here (4, 10)",
+        ),
+        (("return counts", "return counts[1:]"), "is int64 (3, 10); it must be int64 [clients, classes]"),
+        (("return counts", "return counts.tolist()"), "is list; it must be int64 [clients, classes]"),
+        (("= options.samples", "= 100"), "deals 200 samples of class 0; allowed: up to 178"),
+    ],
+)
+def test_a_table_that_cannot_be_dealt_is_refused(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], change: tuple[str, str], said: str
+) -> None:
+    path = files["data.partition.path"]
+    path.write_text(HALVES.replace(*change))
+    line = refused(capsys, f"data.partition.path={path}")
+    assert f"data.partition.name=my_partition: its table {said}" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            ("return arrays_of", "return (x, y) or arrays_of"),
+            "its read returned a tuple; return arrays_of(x, y, name)",
+        ),
+        (("    y = np", "    open('nowhere')\n    y = np"), "its read failed: [Errno 2] No such file"),
+        (
+            ("return arrays_of(x, y,", "return arrays_of(x, y / 2,"),
+            "y has type float64; labels must be integers",
+        ),
+        (
+            ('return arrays_of(x, y, "stripes")', "return Arrays(x, y, 3, 255.0, (0.5,), (0.5,))"),
+            "y holds labels 0..7, and num_classes is 3",
+        ),
+    ],
+)
+def test_a_reader_s_mistakes_are_told(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str], change: tuple[str, str], said: str
+) -> None:
+    path = files["data.reader"]
+    path.write_text(STRIPES.replace(*change))
+    assert said in refused(capsys, f"data.reader={path}")
+
+
+def test_naming_the_source_that_a_file_reads_keeps_it(files: dict[str, Path], tmp_path: Path) -> None:
+    saved = tmp_path / "config.yaml"
+    saved.write_text(load_config(None, words(files)).yaml())
+    for words_ in (["data.source=my_data"], [f"data.reader={files['data.reader']}"]):
+        assert load_config(saved, words_).own["data"]["reader"] == str(files["data.reader"])
+    config = load_config(saved, ["data.reader=null", "data.partition.name=iid"])
+    assert (config.data.source, config.own["data"]) == ("digits", {})
 
 
 def test_images_of_another_shape_are_refused(

@@ -108,7 +108,7 @@ def test_another_file_is_another_run(
     [
         (None, ": No such file or directory; give a Python file"),
         ("x = 1\ny = nothing\n", ", line 2: NameError: name 'nothing' is not defined"),
-        ("def (:\n", ": SyntaxError: invalid syntax"),
+        ("x = 1\ndef (:\n", ", line 2: SyntaxError: invalid syntax"),
         ("x = 1\n", " defines 0 classes derived from Method (none); it needs one"),
         (
             "from hpcfl.methods.fedavg import FedAvg\nclass A(FedAvg): ...\nclass B(FedAvg): ...\n",
@@ -186,6 +186,36 @@ def test_mistakes_with_an_own_method(
     if words:
         load_config(None, [f"method.path={trimmed}"])
     assert said in refused(capsys, *(words or [f"method.path={trimmed}"]))
+
+
+def test_annotations_are_what_they_are_to_python(trimmed: Path) -> None:
+    text = TRIMMED.replace("left_out: int", "left_out: __import__('builtins').int")
+    trimmed.write_text(f"{text}\nassert TrimmedMeanParams.__annotations__['left_out'] is int\n")
+    assert load_config(None, [f"method.path={trimmed}"]).method == "trimmed"
+
+
+def test_naming_a_file_s_own_method_keeps_it_and_null_drops_it(trimmed: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"method: {{path: {trimmed}, left_out: 2}}\n")
+    for _ in range(2):
+        tree = load_config(mine, ["method.name=trimmed"]).tree()["method"]
+        assert (tree["name"], tree["left_out"]) == ("trimmed", 2)
+    assert load_config(mine, ["method.path=null"]).method == "pfedla"
+
+
+def test_a_check_of_several_keys_is_told(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check = """
+    @model_validator(mode="after")
+    def check(self) -> "TrimmedMeanParams":
+        if self.left_out > 3:
+            raise ValueError("left_out must be 3 or less")
+        return self
+"""
+    text = TRIMMED.replace("import Field", "import Field, model_validator")
+    before, after = text.split("\n\nclass TrimmedMean(")
+    trimmed.write_text(f"{before}{check}\n\nclass TrimmedMean({after}")
+    said = refused(capsys, f"method.path={trimmed}", "method.left_out=4")
+    assert said == "hpcfl: error: method: left_out must be 3 or less"
 
 
 def test_code_without_a_file_is_an_unknown_key(capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,7 +208,8 @@ def _report_round(world: World, rounds: int) -> None:
         if world.is_server:
             # the first round and the first checkpoint warm up
             round_s, train_s = statistics.median(timing.round_s[1:]), statistics.median(timing.train_s[1:])
-            save_s = statistics.median(timing.save_s)
+            # the last checkpoint evaluates all models as it writes them
+            save_s = statistics.median(timing.save_s[:-1])
             idle = 1 - train_s / round_s
             saving = save_s / (CHECKPOINT_EVERY * round_s + save_s)
             print(

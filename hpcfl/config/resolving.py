@@ -184,7 +184,10 @@ def _validate(group: str, kind: type[Settings], values: Mapping[str, Any]) -> Se
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        key = str(error.errors()[0]["loc"][0])
+        first = error.errors()[0]
+        if not first["loc"]:
+            raise UserError(f"{group}: {first['msg'].removeprefix('Value error, ')}") from error
+        key = str(first["loc"][0])
         if key not in values:
             raise UserError(
                 f"{group}.{key} is not given and has no default; {allowed(kind.model_fields[key])}"

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from hpcfl.config.choices import CHOICES, DEFAULT_SOURCE, default_name
-from hpcfl.data.sources import SOURCES
+from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
 
 
@@ -34,7 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def lay_over(tree: Mapping[str, Any], more: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     """Return nested keys, overridden by other nested keys or by `key.sub=value` words.
 
-    If these choose another method, partition or model, the options that the new one does not have are
+    If these choose another method, partition, model or source, the options that the new one does not have are
     dropped, so the user need not unset them.
     """
     changed = copy.deepcopy(dict(tree))
@@ -75,28 +75,39 @@ def _split(override: str) -> tuple[str, Any]:
 
 def _drop_foreign_options(tree: dict[str, Any], key: str, value: str) -> None:
     """Drop from `tree` the keys of another method, partition, model or source than `key=value` chooses."""
-    data = tree.get("data")
-    if isinstance(data, dict) and (key == "data.reader" or (key == "data.source" and value in SOURCES)):
-        for other in {"source", "reader", "code"} & data.keys():
-            del data[other]
-        return
     group, _, last = key.rpartition(".")
-    if group not in CHOICES or last not in ("name", "path"):
+    data = tree.get("data")
+    if group == "data" and last in ("source", "reader"):
+        if isinstance(data, dict) and not _is_same_source(data, last, value):
+            for other in {"source", "reader", "code"} & data.keys():
+                del data[other]
+        return
+    holder, here = data if group == "data.partition" else tree, group.rpartition(".")[2]
+    there = holder.get(here) if isinstance(holder, dict) else None
+    if group not in CHOICES or last not in ("name", "path") or not isinstance(there, dict):
+        return
+    assert isinstance(holder, dict)
+    if last == "path" and value == "None":
+        holder[here] = {} if "path" in there else there
         return
     choice = CHOICES[group]
-    holder = data if group == "data.partition" else tree
-    here = group.rpartition(".")[2]
-    there = holder.get(here) if isinstance(holder, dict) else None
-    if not isinstance(holder, dict) or not isinstance(there, dict):
-        return
     if last == "path":
         chosen, code = choice.add_own(value, None)
         is_same = there.get("code") == code
     else:
         # a file that names no model has one with batchnorm, whatever its source
         source = DEFAULT_SOURCE if group == "model" else str(holder.get("source", DEFAULT_SOURCE))
+        own = choice.add_own(str(there["path"]), None)[0] if there.get("path") else None
         chosen = value
-        is_same = there.get("name", None if "path" in there else default_name(group, source)) == chosen
+        is_same = chosen == there.get("name", own or default_name(group, source))
     if not is_same and chosen in choice.known:
         options = choice.options_of(chosen).model_fields
         holder[here] = {option: given for option, given in there.items() if option in options}
+
+
+def _is_same_source(data: Mapping[str, Any], key: str, value: str) -> bool:
+    """Whether `data.source` or `data.reader`, as `key` says, names the source that the keys have, or none."""
+    if key == "reader":
+        return value != "None" and add_own_source(value)[1] == data.get("code")
+    own = add_own_source(str(data["reader"]))[0] if data.get("reader") else None
+    return value not in SOURCES or value == data.get("source", own or DEFAULT_SOURCE)

@@ -134,7 +134,9 @@ def partition(
         assert num_clients is not None
         sizes = np.bincount(y, minlength=num_classes).astype(np.int64)
         request = Request(sizes, num_clients, per_client, test_fraction, seed)
-        dealt = _deal_samples(y, kind.counts(request, chosen), seed)
+        counts = kind.counts(request, chosen)
+        _refuse_wrong_table(name, counts, request)
+        dealt = _deal_samples(y, counts, seed)
         if not kind.stratified:
             dealt = [[_shuffled(np.concatenate(by_class), seed, i)] for i, by_class in enumerate(dealt)]
         parts = [_split(samples, split) for samples in dealt]
@@ -259,7 +261,7 @@ def add_own_partition(path: str, expected: str | None = None) -> tuple[str, str]
     """
     file = run_own_file("data.partition.path", path, expected)
     kind = file.only(lambda value: isinstance(value, Partition), "instances of Partition")
-    file.refuse_reserved(kind.options)
+    file.check_options(kind.options, PartitionOptions)
     file.add_to(PARTITIONS, file.name, kind)
     return file.name, file.code
 
@@ -272,6 +274,21 @@ def _validated(kind: Partition, options: Mapping[str, Any]) -> PartitionOptions:
         key = ".".join(str(part) for part in first["loc"])
         known = ", ".join(kind.options.model_fields) or "none"
         raise UserError(f"data.partition.{key}={first['input']}: {first['msg']}; options: {known}") from error
+
+
+def _refuse_wrong_table(name: str, counts: IntArray, request: Request) -> None:
+    """Raise UserError unless a table of counts can be dealt; a user's own partition may return anything."""
+    place, shape = f"data.partition.name={name}: its table", (request.num_clients, request.num_classes)
+    if not isinstance(counts, np.ndarray) or counts.dtype.kind != "i" or counts.shape != shape:
+        found = f"{counts.dtype} {counts.shape}" if isinstance(counts, np.ndarray) else type(counts).__name__
+        raise UserError(f"{place} is {found}; it must be int64 [clients, classes], here {shape}")
+    if counts.min() < 0:
+        raise UserError(f"{place} has the count {counts.min()}; allowed: 0 or more")
+    dealt = counts.sum(axis=0)
+    for label in np.flatnonzero(dealt > request.sizes)[:1]:
+        raise UserError(
+            f"{place} deals {dealt[label]} samples of class {label}; allowed: up to {request.sizes[label]}"
+        )
 
 
 def _deal_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntArray]]:

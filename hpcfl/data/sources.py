@@ -138,8 +138,8 @@ def load_arrays(
     if known.path_names is not None and path is None:
         raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
     if known.read is not None:
-        return known.read(path)
-    if path is not None:
+        return _read_own(source, known.read, path)
+    if known.path_names is not None and path is not None:
         return _load_path(source, path, layout)
     num_classes = _emnist_classes(split) if source == "emnist" else known.num_classes
     assert num_classes is not None
@@ -226,7 +226,11 @@ def arrays_of(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
     """
     if x.ndim != 4 or not len(x):
         raise UserError(f"{where}: x has shape {x.shape}; x must be [n, channels, height, width], of some n")
-    x, y = as_pixels(x, where), as_labels(y, where, len(x))
+    x = as_pixels(x, where)
+    return _as_they_are(x, as_labels(y, where, len(x)), where)
+
+
+def _as_they_are(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
     num_channels = x.shape[1]
     is_bytes = x.dtype == np.uint8
     mean = (0.5 if is_bytes else 0.0,) * num_channels
@@ -234,14 +238,33 @@ def arrays_of(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
     return Arrays(x, y, count_classes(y, where), 255.0 if is_bytes else 1.0, mean, std)
 
 
+def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | None) -> Arrays:
+    """Return what the `read` of a user's own file returns; UserError where that is no pool of samples."""
+    where = f"data.source={source}"
+    try:
+        arrays = read(path)
+    except OSError as error:
+        raise UserError(f"{where}: its read failed: {error}") from error
+    if not isinstance(arrays, Arrays):
+        raise UserError(
+            f"{where}: its read returned a {type(arrays).__name__}; return arrays_of(x, y, name), or Arrays"
+        )
+    checked = arrays_of(arrays.x, arrays.y, where)
+    if arrays.num_classes < checked.num_classes:
+        raise UserError(
+            f"{where}: y holds labels 0..{checked.num_classes - 1}, and num_classes is {arrays.num_classes}"
+        )
+    return replace(arrays, x=checked.x, y=checked.y)
+
+
 def _load_path(source: str, path: str, layout: str | None) -> Arrays:
     where = f"data.path={path}"
     if source == "npz":
-        return arrays_of(*read_npz(path, layout), where)
+        return _as_they_are(*read_npz(path, layout), where)
     if source == "femnist":
         return _load_femnist(path)
     samples = read_pfllib(path)
-    return replace(arrays_of(samples.x, samples.y, where), owner=samples.owner, is_test=samples.is_test)
+    return replace(_as_they_are(samples.x, samples.y, where), owner=samples.owner, is_test=samples.is_test)
 
 
 def _load_femnist(path: str) -> Arrays:

@@ -34,7 +34,7 @@ def add_own_method(path: str, expected: str | None = None) -> tuple[str, str]:
     """
     file = run_own_file("method.path", path, expected)
     kind = file.only_class(Method)
-    file.refuse_reserved(kind.Params)
+    file.check_options(kind.Params, Params)
     for name, default in (("name", file.name), ("summary", f"from {file.path.name}")):
         if name not in vars(kind):
             setattr(kind, name, default)

@@ -52,7 +52,7 @@ def add_own_model(path: str, expected: str | None = None) -> tuple[str, str]:
     """
     file = run_own_file("model.path", path, expected)
     model = file.only(lambda value: isinstance(value, Model), "instances of Model")
-    file.refuse_reserved(model.options)
+    file.check_options(model.options, NetworkOptions)
     file.add_to(MODELS, file.name, model)
     return file.name, file.code
 

@@ -12,6 +12,7 @@ import torch
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.methods.base import Method, State
+from hpcfl.parameters import ParameterLayout
 from hpcfl.training.clients import Clients
 
 
@@ -20,6 +21,11 @@ class Driver:
 
     def __init__(self, method: Method) -> None:
         self.method = method
+        if method.layout.parameters != ParameterLayout(method.network).parameters:
+            raise TypeError(
+                f"{type(method).__name__} set network after layout and layers were made from another; return "
+                "it from make_network"
+            )
 
     def initial_server(self) -> State:
         """Return the whole server state, running statistics included."""

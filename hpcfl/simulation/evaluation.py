@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,8 +44,8 @@ class Evaluator:
         """Score every client after `done` rounds. Collective."""
         found = Evaluation.of(self._federation.num_clients)
         for cohort in self._federation.everyone(done):
-            for _ in self.models(server, cohort, found):
-                pass
+            # none is kept, unlike by a loop's variable, while the next are made
+            deque(self.models(server, cohort, found), maxlen=0)
         return found
 
     def models(self, server: State, cohort: Cohort, found: Evaluation) -> Iterator[Message]:
@@ -61,6 +62,7 @@ class Evaluator:
             scores = self.scores(clients, model)
             rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
             yield model
+            del model
         figures = self._federation.collect(cohort, torch.cat(rows))
         if figures is not None:
             everyone = list(cohort.clients)

@@ -32,7 +32,10 @@ Outcome = Literal["finished", "stopped", "already finished"]
 
 @dataclass
 class Timing:
-    """Seconds on the server, one entry a round or checkpoint; `train_s` is the slowest worker's."""
+    """Seconds on the server, one entry per round or checkpoint.
+
+    `train_s` is the slowest worker's; the last of `save_s` includes the last evaluation.
+    """
 
     round_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)

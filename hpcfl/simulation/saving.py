@@ -57,7 +57,10 @@ class Saver:
         return server, done
 
     def save(self, server: State, done: int, last: LastEvaluation | None = None) -> None:
-        """Write a checkpoint after `done` rounds; after the last, with all evaluated models. Collective."""
+        """Write a checkpoint after `done` rounds; after the last, with all evaluated models. Collective.
+
+        Those are scored as they are written, so the last evaluation enters the ledger after them.
+        """
         models = None if last is None else partial(self._model_rows, last.models, done)
 
         def history() -> Mapping[str, np.ndarray]:
@@ -169,11 +172,13 @@ class Saver:
         whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(federation.own_rows(cohort))]]
         return shared, federation.channel.up(stack(whole), cohort).collect()
 
-    def _model_blocks(
-        self, cohort: Cohort, models: Sequence[Message], shared: Sequence[str]
-    ) -> Iterator[Block]:
-        """Bring what the cohort's models do not share to the server, block by block. Collective."""
+    def _model_blocks(self, cohort: Cohort, models: list[Message], shared: Sequence[str]) -> Iterator[Block]:
+        """Bring what the cohort's models do not share to the server, block by block. Collective.
+
+        `models` is emptied, so that a GPU's memory is free for the next cohort's.
+        """
         own = stack([_rows(model, shared) for model in models])
+        models.clear()
         for positions, block in self._federation.channel.up(own, cohort):
             yield np.array(cohort.clients[positions]), block.rows
 

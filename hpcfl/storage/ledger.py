@@ -78,11 +78,12 @@ class Ledger:
     ) -> None:
         """Add one round: its traffic down and up, training steps, mean training loss and training seconds."""
         for moved in traffic:
-            self._add_labels(moved.others)
+            self._add_labels(self._label(name) for name in moved.others)
         others = self._labels[len(self._layers) : -2]
         rows = []
         for direction, moved in enumerate(traffic):
-            of_others = [moved.others[name].sum() if name in moved.others else 0 for name in others]
+            found = {self._label(name): count.sum() for name, count in moved.others.items()}
+            of_others = [found.get(label, 0) for label in others]
             rows.append([*moved.layers.sum(axis=0), *of_others, moved.buffers.sum(), moved.indices.sum()])
             self.client_bytes[list(cohort.clients), direction] += moved.of_numbers
         self._rounds.append(cohort.round + 1)
@@ -91,11 +92,15 @@ class Ledger:
         self._train_s += train_s
         self._train_loss = train_loss
 
-    def _add_labels(self, names: Iterable[str]) -> None:
+    def _label(self, name: str) -> str:
+        """Return the label of a tensor without layers; a layer may have the tensor's name."""
+        return f"{name} (tensor)" if name in self._layers else name
+
+    def _add_labels(self, labels: Iterable[str]) -> None:
         """Add labels to the counted bytes; their bytes are 0 in all rounds so far."""
-        for name in names:
-            if name not in self._labels:
-                self._labels.insert(-2, name)
+        for label in labels:
+            if label not in self._labels:
+                self._labels.insert(-2, label)
                 self._bytes = [np.insert(row, -2, 0, axis=1) for row in self._bytes]
 
     def record_evaluation(

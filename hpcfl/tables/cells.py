@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hpcfl.config import RESULT_NEUTRAL, Config, flatten, lay_over, resolve
+from hpcfl.config import DEFAULT_SOURCE, RESULT_NEUTRAL, Config, flatten, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 
@@ -132,7 +133,7 @@ class Table:
             for layer in outline.layers:
                 for more in (layer.settings, layer.columns.get(column, {}), layer.rows.get(row.label, {})):
                     tree = lay_over(tree, more)
-            self._sources.add(str(flatten(tree).get("data.source")))
+            self._sources.add(_source(tree))
             tree = lay_over(tree, overrides)
             run_group = tree.get("run")
             if isinstance(run_group, dict) and "seed" in run_group:
@@ -149,7 +150,9 @@ class Table:
 
     def _refuse_one_source_for_all(self, overrides: Sequence[str]) -> None:
         """Refuse to replace different data sets of a table by one."""
-        if len(self._sources) > 1 and any(word.startswith("data.source=") for word in overrides):
+        if len(self._sources) > 1 and any(
+            word.startswith(("data.source=", "data.reader=")) for word in overrides
+        ):
             sources = ", ".join(sorted(self._sources))
             raise UserError(
                 f"{self.path}: data.source on the command line would replace {sources} in all columns; "
@@ -233,9 +236,17 @@ def _what_changes_results(config: Config) -> str:
     return json.dumps({key: value for key, value in keys.items() if key not in idle}, sort_keys=True)
 
 
+def _source(tree: Mapping[str, Any]) -> str:
+    """Return what nested keys say of the data source; a source in a user's file is called as the file."""
+    keys = flatten(tree)
+    reader = keys.get("data.reader")
+    return str(keys.get("data.source", DEFAULT_SOURCE) if reader is None else Path(str(reader)).stem)
+
+
 def _clients(config: Config) -> tuple[object, ...]:
     """Return all that decides which samples each client is scored on."""
-    data = {key: value for key, value in config.tree()["data"].items() if key not in ("root", "normalise")}
+    keys = flatten({"data": config.tree()["data"]})
+    data = {key: value for key, value in keys.items() if key not in (*RESULT_NEUTRAL, "data.normalise")}
     return data, config.data_seed, config.run.eval_split
 
 

@@ -38,8 +38,7 @@ class PlannedRun:
     cells: int
     finished: int
     gradients: float
-    """Gradients of mini-batches in one cell: those of training, and of fine-tuning before evaluations and the
-    last checkpoint."""
+    """Gradients of mini-batches in one cell: those of training, and of fine-tuning before evaluations."""
     step_s: float
     """Seconds of one gradient of the network and the update with it, on this machine."""
 
@@ -79,9 +78,9 @@ def plan(table: Table) -> Document:
         *([table.size] if table.size else []),
         f"{len(table.cells)} cells, {total:,.0f} gradients of mini-batches, {hours:.1f} hours of one process "
         f"on this machine, {left:.1f} hours for what is not finished. Gradients are those of training and of "
-        "fine-tuning before evaluations and the last checkpoint; hours are these times a gradient of the "
-        "network timed here (fedmn: of its modular one, all paths open and pretraining included), without "
-        "evaluation, server and messages, and whatever a method computes beside the network.",
+        "fine-tuning before evaluations; hours are these times a gradient of the network timed here (fedmn: "
+        "of its modular one, all paths open and pretraining included), without evaluation, server and "
+        "messages, and whatever a method computes beside the network.",
     ]
     return Document(table.title, notes, grids)
 
