@@ -14,7 +14,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
-MARK = re.compile(r"(<!-- results/(\w+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
+MARK = re.compile(r"(<!-- results/([\w-]+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
 
 Line = dict[str, str]
 
@@ -39,6 +39,7 @@ CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
     "after_download": ("after download", lambda line: percent(line, "accuracy_after_download")),
     "after_training": ("after training", lambda line: percent(line, "accuracy_after_training")),
     "worst_tenth": ("worst tenth", lambda line: percent(line, "worst_tenth_accuracy")),
+    "scored": ("scored", lambda line: line["scored"]),
     "seeds": ("seeds", lambda line: line["seeds"]),
     "down": ("bytes down", lambda line: sent(line, "down")),
     "up": ("bytes up", lambda line: sent(line, "up")),
