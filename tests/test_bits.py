@@ -110,7 +110,7 @@ def with_small_blocks(cases: dict[str, list[str]], settings: list[str]) -> dict[
     small = {}
     for name, case in cases.items():
         method = make_method(load_config(None, [*settings, *case]), arrays, parts)
-        small[name] = [*case, f"run.max_elements={method.row_size}"]
+        small[name] = [*case, f"run.max_elements={method.largest_row}"]
     return small
 
 

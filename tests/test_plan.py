@@ -117,13 +117,13 @@ def test_the_memory_that_is_planned_is_the_memory_that_is_held() -> None:
     )
     for method_name, optimiser in itertools.product(("pfedla", "heurpfedla"), ("scaled", "adam", "sgd")):
         method = METHODS[method_name](context, METHODS[method_name].Params(optimiser=optimiser))
-        held = dict.fromkeys(method.memory(), 0)
+        held = dict.fromkeys(method.server_bytes(), 0)
         for name, tensor in Driver(method).initial_server().items():
             kind = {"hypernetworks": "hypernetworks", "optimiser": "hypernetworks' optimiser"}
             held[kind.get(name.partition("/")[0], name)] += tensor.nbytes
         if optimiser == "adam":
             held["hypernetworks' optimiser"] -= 8 * (6 + 6 * 4)  # the counts of steps
-        assert held == method.memory()
+        assert held == method.server_bytes()
 
 
 def test_with_a_thousand_clients_the_hypernetworks_outweigh_the_models() -> None:
@@ -136,7 +136,7 @@ def test_with_a_thousand_clients_the_hypernetworks_outweigh_the_models() -> None
         TrainConfig(),
         seed=0,
     )
-    memory = METHODS["pfedla"](context, METHODS["pfedla"].Params()).memory()
+    memory = METHODS["pfedla"](context, METHODS["pfedla"].Params()).server_bytes()
     assert memory["theta"] == 4 * 1000 * DIGITS_CNN
     assert memory["hypernetworks"] == 4 * 1000 * hypernetwork_numbers(1000, 4)
     assert memory["hypernetworks"] > 30 * memory["theta"]

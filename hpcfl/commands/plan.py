@@ -50,4 +50,5 @@ def _describe(config: Config, method: Method, num_train: np.ndarray) -> list[str
         f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, {train.local_epochs} local epochs: "
         f"about {work:,.0f} gradients of mini-batches",
     ]
-    return lines + [f"server memory, {part}: {count:,} bytes" for part, count in method.memory().items()]
+    parts = method.server_bytes().items()
+    return lines + [f"server memory, {part}: {count:,} bytes" for part, count in parts]

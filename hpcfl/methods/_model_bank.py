@@ -30,5 +30,5 @@ class ModelBank(OwnModel):
             server["models"][members] = block.rows["theta"]
             server["is_known"][members] = 1
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         return {"models": 4 * self.context.num_clients * self.layout.size}

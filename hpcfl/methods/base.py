@@ -271,7 +271,7 @@ class Method:
         """Return the diagnostics of a group, one tensor [C, ...] per name, recorded at every evaluation."""
         return {}
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         """Return the server's bytes by part, for `hpcfl plan`."""
         return {}
 
@@ -281,7 +281,7 @@ class Method:
         return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
 
     @property
-    def row_size(self) -> int:
+    def largest_row(self) -> int:
         """Largest number of elements that one client has in any tensor that travels."""
         return self.layout.size
 

@@ -143,7 +143,7 @@ class ClusteredFL(Method):
         norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.value().norm(dim=1)[cluster]}
         return {"cluster": cluster} | {name: norm.where(known, torch.nan) for name, norm in norms.items()}
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         model = 4 * self.layout.size
         return {"updates": model * self.context.num_clients, "one model a cluster": model}
 

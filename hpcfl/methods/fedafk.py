@@ -164,7 +164,7 @@ class FedAFK(Method):
     def client_history(self, clients: Clients) -> State:
         return {"coefficient": clients["coefficient"]}
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         return {"extractor": 4 * self.layout.body.stop}
 
     @classmethod

@@ -102,11 +102,11 @@ class FedEM(FedAvg):
         ]
         return torch.einsum("m,mnk->nk", model["weights"][position], torch.stack(scores))
 
-    def memory(self) -> dict[str, int]:
-        return {"components": 4 * self.row_size}
+    def server_bytes(self) -> dict[str, int]:
+        return {"components": 4 * self.largest_row}
 
     @property
-    def row_size(self) -> int:
+    def largest_row(self) -> int:
         return self.params.components * self.layout.size
 
     @classmethod

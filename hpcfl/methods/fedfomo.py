@@ -123,7 +123,7 @@ class FedFomo(ModelBank):
         return {"affinity": server["affinity"]}
 
     @property
-    def row_size(self) -> int:
+    def largest_row(self) -> int:
         return max(1, self.num_models) * self.layout.size
 
     @classmethod

@@ -250,7 +250,7 @@ class FedMN(Method):
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
         return Message(rows=model.rows | {"theta": theta})
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         return {"modular network": 4 * self.layout.size}
 
     def temperature(self, round: int) -> float:

@@ -103,8 +103,8 @@ class FedRoD(FedAvg):
         return Message(rows={"theta": self._with_both_heads(clients, up)})
 
     @property
-    def row_size(self) -> int:
-        return max(super().row_size, sum(map(math.prod, self._shapes)))
+    def largest_row(self) -> int:
+        return max(super().largest_row, sum(map(math.prod, self._shapes)))
 
     def class_counts(self, clients: Clients) -> Tensor:
         """Return each client's training samples by class, [C, K] in the models' type."""

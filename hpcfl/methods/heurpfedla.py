@@ -93,9 +93,9 @@ class HeurpFedLA(PFedLA):
         counts = {"retained_rounds": server["retained_rounds"]} if self.params.k else {}
         return super().history(server) | counts
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         counts = {"retained_rounds": 8 * self.context.num_clients * len(self.layers)} if self.params.k else {}
-        return super().memory() | counts
+        return super().server_bytes() | counts
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._merge(clients, down)})

@@ -81,11 +81,11 @@ class IFCA(Method):
         """Return the model that each client chose when it last trained, int64 [N]; -1 before."""
         return {"cluster": server["cluster"]}
 
-    def memory(self) -> dict[str, int]:
-        return {"models": 4 * self.row_size}
+    def server_bytes(self) -> dict[str, int]:
+        return {"models": 4 * self.largest_row}
 
     @property
-    def row_size(self) -> int:
+    def largest_row(self) -> int:
         return self.params.clusters * self.layout.size
 
     def _choose(self, clients: Clients, down: Message) -> tuple[Tensor, Tensor]:

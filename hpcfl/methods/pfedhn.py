@@ -122,7 +122,7 @@ class PFedHN(Method):
         theta = down["theta"] - up.rows["theta"]
         return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         return {"hypernetwork and its momentum": 2 * 4 * self.generator.size}
 
     def _keep(self) -> State:

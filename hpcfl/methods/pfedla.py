@@ -183,7 +183,7 @@ class PFedLA(Method):
             return {"self_weight": alpha.diagonal(dim1=0, dim2=2).T}
         return {"alpha": alpha}
 
-    def memory(self) -> dict[str, int]:
+    def server_bytes(self) -> dict[str, int]:
         clients, item = self.context.num_clients, 4
         numbers = clients * self.hypernetworks.size
         moments = {"adam": 2 * numbers * item, "scaled": clients * 2 * item, "sgd": 0}

@@ -140,11 +140,11 @@ class PFedMB(Method):
     def client_history(self, clients: Clients) -> State:
         return {"alpha": self.alpha(clients[self.kept])}
 
-    def memory(self) -> dict[str, int]:
-        return {"branches": 4 * self.row_size}
+    def server_bytes(self) -> dict[str, int]:
+        return {"branches": 4 * self.largest_row}
 
     @property
-    def row_size(self) -> int:
+    def largest_row(self) -> int:
         return self.params.branches * self.layout.size
 
     @classmethod

@@ -148,7 +148,7 @@ def _refuse_single_samples(config: Config, method: Method) -> None:
 def _refuse_small_blocks(config: Config, method: Method) -> None:
     """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
     most_figures = max(4, len(method.layers)) * method.context.num_clients
-    smallest = max(method.row_size, method.layout.buffer_size, most_figures)
+    smallest = max(method.largest_row, method.layout.buffer_size, most_figures)
     if config.run.max_elements < smallest:
         raise UserError(
             f"run.max_elements={config.run.max_elements} is too small for this model and these clients; "

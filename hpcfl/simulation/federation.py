@@ -49,7 +49,7 @@ class Federation:
 
         Each cohort is spread evenly over the shards.
         """
-        parts = max(1, math.ceil(self.num_clients * self.method.row_size / EVALUATED_ELEMENTS))
+        parts = max(1, math.ceil(self.num_clients * self.method.largest_row / EVALUATED_ELEMENTS))
         for part in range(min(parts, self.num_clients)):
             yield self.cohort_of(round, list(range(part, self.num_clients, parts)))
 
