@@ -1,8 +1,10 @@
-"""The README's tables of results, made from configs/tables/results/*.csv.
+"""The tables of README.md and of configs/tables/results/README.md, made from configs/tables/results/*.csv.
 
-    python tests/readme_tables.py        writes them into README.md
+    python tests/readme_tables.py        writes them
 
-A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->.
+A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
+<!-- results/pfedmb_table1_evening_differences.csv --> or
+<!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->.
 """
 
 from __future__ import annotations
@@ -11,9 +13,12 @@ import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
+PAGES = (REPOSITORY / "README.md", RESULTS / "README.md")
+"""The pages that hold tables."""
 MARK = re.compile(r"(<!-- results/([\w-]+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
 
 Line = dict[str, str]
@@ -78,22 +83,49 @@ def differences_from(lines: list[Line]) -> str:
     return as_markdown(header, rows)
 
 
+def diagnostics_from(lines: list[Line], quantity: str) -> str:
+    """Return a quantity after the first and the last logged round, the mean over seeds.
+
+    Figures stand by layer, or where clients are told apart by these in a line a layer.
+    """
+    lines = [line for line in lines if line["quantity"] == quantity]
+    rounds = sorted({int(line["round"]) for line in lines})
+    lines = [line for line in lines if int(line["round"]) in (rounds[0], rounds[-1])]
+    several = len({line["column"] for line in lines}) > 1
+    by_layer = {line["clients"] for line in lines} == {"all"}
+    found: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    for line in lines:
+        place = [*([line["column"]] if several else []), line["label"], line["round"]]
+        key = tuple(place if by_layer else [*place, line["layer"]])
+        figures = found.setdefault(key, {})
+        figures.setdefault(line["layer" if by_layer else "clients"], []).append(float(line["value"]))
+    names = list(dict.fromkeys(name for figures in found.values() for name in figures))
+    rows = [
+        [*key, *(f"{fmean(figures[name]):.2g}" if name in figures else "" for name in names)]
+        for key, figures in found.items()
+    ]
+    header = [*(["setting"] if several else []), "method", "round", *([] if by_layer else ["layer"]), *names]
+    return as_markdown(header, rows)
+
+
 def as_markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *rows))
 
 
-def with_tables(readme: str) -> str:
-    """Return the README with every marked table made anew."""
+def with_tables(page: str) -> str:
+    """Return a page with every marked table made anew."""
 
     def table(found: re.Match[str]) -> str:
         with (RESULTS / f"{found[2]}.csv").open(newline="") as file:
             lines = list(csv.DictReader(file))
         names = [name.strip() for name in (found[3] or "").split(",") if name.strip()]
+        if found[2].endswith("_diagnostics"):
+            return found[1] + "\n".join(diagnostics_from(lines, name) for name in names)
         return found[1] + (made_from(lines, names) if names else differences_from(lines))
 
-    return MARK.sub(table, readme)
+    return MARK.sub(table, page)
 
 
 if __name__ == "__main__":
-    path = REPOSITORY / "README.md"
-    path.write_text(with_tables(path.read_text()))
+    for page in PAGES:
+        page.write_text(with_tables(page.read_text()))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, run_tree
-from readme_tables import MARK, with_tables
+from readme_tables import MARK, PAGES, RESULTS, with_tables
 
 from hpcfl.main import main
 
@@ -76,9 +76,17 @@ def test_the_readme_names_files_that_exist() -> None:
         assert (REPOSITORY / path).exists(), path
 
 
-def test_tables_of_results_are_made_from_the_files_beside_the_table_files() -> None:
-    assert len(MARK.findall(README)) > 3
-    assert with_tables(README) == README
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_tables_of_results_are_made_from_the_files_beside_the_table_files(page: Path) -> None:
+    text = page.read_text()
+    assert MARK.search(text)
+    assert with_tables(text) == text
+
+
+def test_every_file_of_results_is_shown_on_the_page_of_results() -> None:
+    shown = {name for _, name, *_ in MARK.findall((RESULTS / "README.md").read_text())}
+    tables = {path.stem for path in RESULTS.glob("*.csv")}
+    assert {name for name in tables if not name.endswith(("_clients", "_diagnostics"))} <= shown
 
 
 def test_nothing_in_the_readme_waits_to_be_filled_in() -> None:
