@@ -28,9 +28,9 @@ LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA",
 QUICK = {
     f"test_{name}"
     for name in (
-        *("checkpoint", "client_files", "config", "hypernetworks", "ledger", "messages"),
-        *("modular", "parameters", "partitions", "process", "properties", "randomness", "rooms", "shard"),
-        *("sources", "table_figures", "table_file"),
+        *("checkpoint", "client_files", "config", "figures", "file", "hypernetworks", "ledger", "lock"),
+        *("messages", "modular", "parameters", "partitions", "properties", "randomness", "rooms", "shard"),
+        *("sources", "stopping"),
     )
 }
 """Files whose tests take under a second each, for `-m quick`."""
