@@ -5,11 +5,8 @@ The import costs seconds in every rank.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-import importlib.machinery
-import importlib.util
 from types import ModuleType
 from typing import Literal
 
@@ -26,8 +23,7 @@ _fragment = torch.library.Library("torchvision", "FRAGMENT")
 def torchvision_part(name: Literal["datasets", "models"]) -> ModuleType:
     """Import a part of torchvision; raise UserError where that is not possible."""
     try:
-        define_missing_operators()
-        return importlib.import_module(f"torchvision.{name}")
+        return _imported(f"torchvision.{name}")
     except (ImportError, RuntimeError) as error:
         what = {"datasets": "data source", "models": "model"}[name]
         raise UserError(
@@ -36,19 +32,18 @@ def torchvision_part(name: Literal["datasets", "models"]) -> ModuleType:
         ) from error
 
 
-def define_missing_operators() -> None:
-    """Declare the operators that torchvision's import expects, where its compiled part does not load.
+def _imported(module: str) -> ModuleType:
+    """Import a module of torchvision, after declaring the operators that it misses if it misses any.
 
     A CUDA build of torchvision beside a CPU-only torch cannot load its operators and then fails to
     import; data sets and networks do not need them, only their names.
     """
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.submodule_search_locations is None:
-        raise ModuleNotFoundError("it is not installed")
-    compiled = importlib.machinery.PathFinder.find_spec("_C", spec.submodule_search_locations)
-    if compiled is not None and compiled.origin is not None:
-        with contextlib.suppress(ImportError, OSError):
-            torch.ops.load_library(compiled.origin)
+    try:
+        return importlib.import_module(module)
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
     for operator in _EXPECTED_OPERATORS:
         if not hasattr(torch.ops.torchvision, operator):
             _fragment.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module(module)

@@ -14,7 +14,7 @@ import pytest
 
 from hpcfl.data.sources import SOURCES, fetch, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
-from hpcfl.torchvision_parts import define_missing_operators, torchvision_part
+from hpcfl.torchvision_parts import torchvision_part
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -76,11 +76,6 @@ def test_digits_are_the_bundled_1797() -> None:
     assert np.bincount(arrays.y).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert (arrays.x / 16).mean() == pytest.approx(arrays.mean[0], abs=5e-5)
     assert (arrays.x / 16).std() == pytest.approx(arrays.std[0], abs=5e-5)
-
-
-def test_operators_are_declared_once_and_then_left_alone() -> None:
-    define_missing_operators()
-    define_missing_operators()
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
