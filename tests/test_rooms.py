@@ -14,6 +14,7 @@ PACKAGE = REPOSITORY / "hpcfl"
 ROOMS = [
     ["main"],
     ["commands"],
+    ["benchmarks"],
     ["tables"],
     ["simulation"],
     ["storage"],

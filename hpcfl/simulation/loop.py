@@ -32,13 +32,14 @@ Outcome = Literal["finished", "stopped", "already finished"]
 
 @dataclass
 class Timing:
-    """Seconds on the server, one entry per round or checkpoint.
+    """Seconds on the server, one entry per round, evaluation or checkpoint.
 
     `train_s` is the slowest worker's; the last of `save_s` includes the last evaluation.
     """
 
     round_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)
+    evaluate_s: list[float] = field(default_factory=list)
     save_s: list[float] = field(default_factory=list)
 
 
@@ -97,7 +98,7 @@ class Simulation:
             after_training = self._round(self.cohort(number), is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
             if is_evaluated and not is_last:
-                self._record_evaluation(done, self._evaluator.evaluate(self.server, done), after_training)
+                self._evaluate(done, after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             stops = not is_last and self._must_stop()
             if is_last:
@@ -190,6 +191,12 @@ class Simulation:
             moved = (traffic.down, traffic.up)
             self.ledger.record_round(cohort, moved, float(steps.sum()), float(losses.mean()), train_s)
         return after_training
+
+    def _evaluate(self, done: int, after_training: np.ndarray) -> None:
+        """Score all clients after `done` rounds and enter it in the ledger. Collective."""
+        began_s = time.monotonic()
+        self._record_evaluation(done, self._evaluator.evaluate(self.server, done), after_training)
+        self.timing.evaluate_s.append(time.monotonic() - began_s)
 
     def _last_evaluation(self, done: int, after_training: np.ndarray) -> LastEvaluation:
         """Describe the evaluation of the last round, whose models go to the checkpoint."""

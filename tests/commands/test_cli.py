@@ -24,7 +24,6 @@ from conftest import REPOSITORY, clean_environment, run_tree
 
 from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
-from hpcfl.commands.bench import _report_branches
 from hpcfl.commands.summary import next_command
 from hpcfl.config import load_config
 from hpcfl.data.partitions import PARTITIONS
@@ -333,12 +332,6 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
         assert 3 < len(lines) < 40
         assert max(map(len, lines)) <= 100
         assert len({line for line in lines if line}) == len([line for line in lines if line])
-
-
-def test_bench_says_what_more_branches_cost(capsys: pytest.CaptureFixture[str]) -> None:
-    _report_branches(repeats=1)
-    line = r"pFedMB training step, 5 branches / 1: \d+\.\d\d \(below 1\.3; \d+\.\d and \d+\.\d ms\)\n"
-    assert re.fullmatch(line, capsys.readouterr().out)
 
 
 def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> None:

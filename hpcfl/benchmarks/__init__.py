@@ -1,0 +1,1 @@
+"""What the product costs, as ratios measured in one process or one run."""

@@ -1,0 +1,100 @@
+"""A measured ratio with its goal, and how it is taken, shown, written and compared.
+
+Seconds depend on the machine and its other users; ratios taken turn by turn hardly do.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcfl import __version__
+from hpcfl.errors import UserError
+from hpcfl.tables.document import Document, Grid, as_text
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One measured figure."""
+
+    name: str
+    value: float
+    goal: float | None = None
+    detail: str = ""
+    is_floor: bool = False
+    """Whether the goal is the least value that is good enough, not the largest."""
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the goal is reached; None without one."""
+        if self.goal is None:
+            return None
+        return self.value >= self.goal if self.is_floor else self.value <= self.goal
+
+
+def compare(
+    first: Callable[[], None], second: Callable[[], None], repeats: int
+) -> tuple[float, float, float]:
+    """Run two functions turn by turn; return the median ratio of their seconds, and both medians in s."""
+    first()
+    second()
+    times = [(_seconds(first), _seconds(second)) for _ in range(repeats)]
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    return statistics.median(a / b for a, b in times), medians[0], medians[1]
+
+
+def as_table(ratios: Sequence[Ratio], before: dict[str, float]) -> str:
+    """Return ratios as aligned text, beside those of an earlier run by name if there are any."""
+    words = {None: "", True: "holds", False: "missed"}
+    header = ["ratio", "value", "goal", "", *(["before", "change"] if before else []), "measured"]
+    rows = []
+    for ratio in ratios:
+        goal = "" if ratio.goal is None else f"{'>=' if ratio.is_floor else '<='} {ratio.goal:g}"
+        row = [ratio.name, f"{ratio.value:.3g}", goal, words[ratio.holds]]
+        if before:
+            old = before.get(ratio.name)
+            row += ["", ""] if old is None else [f"{old:.3g}", f"{ratio.value / old - 1:+.0%}" if old else ""]
+        rows.append([*row, ratio.detail])
+    return as_text(Document("hpcfl bench", [], [Grid("", header, rows)]))
+
+
+def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
+    """Write ratios with what they were measured on; UserError where that is not possible."""
+    found: dict[str, Any] = {
+        "hpcfl": __version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "ranks": num_ranks,
+        "ratios": [
+            {"name": r.name, "value": r.value, "goal": r.goal, "holds": r.holds, "detail": r.detail}
+            for r in ratios
+        ],
+    }
+    try:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another with --json FILE") from error
+
+
+def read_json(path: Path) -> dict[str, float]:
+    """Return the values of an earlier run by name; UserError if the file is none of `write_json`."""
+    try:
+        return {str(ratio["name"]): float(ratio["value"]) for ratio in json.loads(path.read_text())["ratios"]}
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give a file of hpcfl bench --json") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no file of hpcfl bench --json FILE; give one that is") from error
+
+
+def _seconds(function: Callable[[], None]) -> float:
+    began_s = time.perf_counter()
+    function()
+    return time.perf_counter() - began_s

@@ -1,0 +1,158 @@
+"""Rounds, checkpoints and methods in real runs, over the ranks there are. All functions are collective."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcfl.benchmarks.ratios import Ratio
+from hpcfl.communication.world import World, agreed
+from hpcfl.config import Config, resolve
+from hpcfl.methods import METHODS, Method
+from hpcfl.randomness import numpy_stream
+from hpcfl.simulation.experiment import build
+from hpcfl.simulation.loop import Simulation, Timing
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.runfolder import RunFolder
+
+NUM_IMAGES = 6000
+ROUND_SAMPLES = 600
+"""Samples of each client in the rounds that are timed; 70 % are trained on."""
+CHECKPOINT_EVERY = 50
+FORWARD = 1 / 3
+"""Cost of a forward pass, in gradients."""
+FEDAVG_AGAIN_AFTER = 5
+"""FedAvg, what all methods are compared with, runs again after so many of them."""
+
+
+def start(world: World) -> Iterator[Ratio]:
+    """Time the way from a rank's start as a process to its first round on the bundled digits."""
+    agreed(world, lambda: build(resolve({}), world))
+    slowest_s = world.maximum(round(1000 * _age_s())) / 1000
+    yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
+
+
+def rounds(world: World, count: int) -> Iterator[Ratio]:
+    """Time rounds of 10 clients with 10 local epochs, and a checkpoint after each."""
+    settings = {
+        "model": {"batchnorm": True},
+        "data": {"per_client": ROUND_SAMPLES},
+        "train": {"rounds": count + 1, "local_epochs": 10, "batch_size": 32, "lr": 0.01},
+        "run": {"eval_every": count + 1, "checkpoint_every": 1},
+    }
+    with _images(world) as folder:
+        _, timing = _run(world, folder, settings)
+    if not world.is_server:
+        return
+    # the first round and the first checkpoint warm up; the last checkpoint evaluates all models
+    round_s, train_s = statistics.median(timing.round_s[1:]), statistics.median(timing.train_s[1:])
+    save_s = statistics.median(timing.save_s[:-1])
+    of_rounds = f"10 clients, 10 epochs, {world.num_workers} worker(s), {round_s:.1f} s"
+    yield Ratio("round: share that is not training", 1 - train_s / round_s, 0.1, of_rounds)
+    share = save_s / (CHECKPOINT_EVERY * round_s + save_s)
+    each = f"every {CHECKPOINT_EVERY} rounds, {save_s * 1e3:.0f} ms"
+    yield Ratio("checkpoints: share of a run", share, 0.02, each)
+
+
+def methods(world: World) -> Iterator[Ratio]:
+    """Time each method's round and evaluation over FedAvg's, beside the gradients that it needs in theory.
+
+    A method's figure is seconds of a round over FedAvg's, divided by gradients over FedAvg's. A forward pass
+    counts as a third of a gradient. Methods that train a network of their own have no goal.
+    """
+    # rounds 3 and 5 are timed, which are not evaluated; evaluations after 2 and 4
+    settings: dict[str, Any] = {
+        "model": {"batchnorm": True},
+        "data": {"clients": 4, "per_client": 200},
+        "train": {"rounds": 6, "local_epochs": 1, "batch_size": 30, "lr": 0.01},
+        "run": {"eval_every": 2, "checkpoint_every": 6},
+    }
+    others = [name for name in METHODS if name != "fedavg"]
+    fedavg: list[tuple[float, float]] = []
+    found: dict[str, tuple[Method, float, float]] = {}
+    with _images(world) as folder, warnings.catch_warnings():
+        # such as Clustered FL's, which does not split in so few rounds
+        warnings.simplefilter("ignore")
+        for number, name in enumerate(others):
+            if number % FEDAVG_AGAIN_AFTER == 0:
+                _, timing = _run(world, folder, settings | {"method": {"name": "fedavg"}})
+                fedavg.append(_seconds(timing))
+            method, timing = _run(world, folder, settings | {"method": {"name": name}})
+            found[name] = (method, *_seconds(timing))
+    if not world.is_server:
+        return
+    fedavg_s = [statistics.median(column) for column in zip(*fedavg, strict=True)]
+    for name, (method, *own_s) in found.items():
+        round_, evaluation = (own / of_fedavg for own, of_fedavg in zip(own_s, fedavg_s, strict=True))
+        gradients, forwards = method.epochs_a_round, method.forward_epochs
+        has_own_network = method.network is not method.context.network
+        yield Ratio(
+            f"{name}: round over FedAvg's / gradients over FedAvg's",
+            round_ / (gradients + forwards * FORWARD),
+            None if has_own_network else 1.25,
+            f"round {round_:.2f}, evaluation {evaluation:.2f} of FedAvg's; {gradients:.3g} gradients"
+            + (f", {forwards:.3g} forward passes" if forwards else "")
+            + (", of a network of its own" if has_own_network else ""),
+        )
+
+
+def _seconds(timing: Timing) -> tuple[float, float]:
+    """Return the seconds of a round without an evaluation, and of an evaluation."""
+    return min(timing.round_s[2], timing.round_s[4]), min(timing.evaluate_s)
+
+
+@contextmanager
+def _images(world: World) -> Iterator[Path]:
+    """Make a folder that all ranks see, with random images in it; remove it at the end. Collective."""
+    with ExitStack() as at_exit:
+        made = b""
+        if world.is_server:
+            made = at_exit.enter_context(tempfile.TemporaryDirectory(dir=".")).encode()
+        folder = Path(world.broadcast_bytes(made).decode())
+        if world.is_server:
+            x = numpy_stream(0, "bench").integers(0, 256, (NUM_IMAGES, 3, 32, 32), dtype=np.uint8)
+            np.savez(folder / "images.npz", x=x, y=np.arange(NUM_IMAGES) % 10)
+        world.barrier()
+        yield folder
+        world.barrier()
+
+
+def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Method, Timing]:
+    """Run a configuration on the images; return its method and its timing. Collective."""
+    config = _resolved(
+        settings, {"data": {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}}
+    )
+    with ExitStack() as at_exit:
+        experiment = agreed(world, lambda: build(config, world))
+        run_folder = RunFolder(folder / "run", config) if world.is_server else None
+        layout = experiment.method.layout
+        agreed(world, lambda: run_folder.open(True, layout, [], at_exit) if run_folder else None)
+        stop = StopFlag()
+        at_exit.callback(stop.restore)
+        simulation = Simulation(experiment, world, stop, Progress(), run_folder)
+        simulation.run()
+        return experiment.method, simulation.timing
+
+
+def _resolved(settings: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
+    """Resolve two trees of settings, group by group, on the CPU."""
+    groups = {*settings, *more, "run"}
+    tree = {group: {**settings.get(group, {}), **more.get(group, {})} for group in groups}
+    tree["run"]["device"] = "cpu"
+    return resolve(tree)
+
+
+def _age_s() -> float:
+    """Return the seconds since this process was started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

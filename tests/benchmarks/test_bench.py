@@ -1,0 +1,105 @@
+"""`hpcfl bench`: what it measures, shows, writes and compares; not how fast this machine is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcfl.benchmarks import ratios, runs
+from hpcfl.benchmarks.ratios import Ratio, as_table, compare
+from hpcfl.benchmarks.runs import methods
+from hpcfl.communication.world import open_world
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.methods import METHODS
+
+Mpirun = Callable[..., subprocess.CompletedProcess[str]]
+
+RATIOS = [Ratio("small", 0.5, 0.6, "ms"), Ratio("large", 3.0, 4.0, is_floor=True), Ratio("plain", 2.0)]
+
+
+def test_a_goal_is_a_ceiling_or_a_floor() -> None:
+    assert [ratio.holds for ratio in RATIOS] == [True, False, None]
+
+
+def test_two_functions_take_turns_after_a_first_one_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], []
+
+    def taking(name: str, seconds: float) -> None:
+        calls.append(name)
+        clock[0] += seconds
+
+    monkeypatch.setattr(ratios.time, "perf_counter", lambda: clock[0])
+    assert compare(lambda: taking("a", 3.0), lambda: taking("b", 2.0), 2) == (1.5, 3.0, 2.0)
+    assert calls == ["a", "b"] * 3
+
+
+def test_a_table_stands_beside_an_earlier_one() -> None:
+    lines = as_table(RATIOS, {"small": 0.4, "plain": 4.0}).splitlines()
+    assert lines[2].split() == ["ratio", "value", "goal", "before", "change", "measured"]
+    assert lines[3].split() == ["small", "0.5", "<=", "0.6", "holds", "0.4", "+25%", "ms"]
+    assert lines[4].split() == ["large", "3", ">=", "4", "missed"]
+    assert lines[5].split() == ["plain", "2", "4", "-50%"]
+
+
+def test_it_writes_a_file_and_reads_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "bench.json"
+    assert main(["bench", "--parts", "server,start", "--repeats", "1", "--json", str(path)]) == FINISHED
+    found = json.loads(path.read_text())
+    assert [ratio["name"].partition(":")[0] for ratio in found["ratios"]] == ["server step, pFedLA", "start"]
+    assert all(ratio["value"] > 0 for ratio in found["ratios"])
+    assert found["ranks"] == 1
+    capsys.readouterr()
+    assert main(["bench", "--parts", "start", "--against", str(path)]) == FINISHED
+    assert "before" in capsys.readouterr().out
+
+
+def test_training_steps_and_rounds_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--parts", "steps", "--repeats", "1"]) == FINISHED
+    shown = capsys.readouterr().out
+    for name in ("LeNet-16/32 with BatchNorm", "FedAvgCNN", "LeNet-6/16", "pFedMB: 5 branches / 1"):
+        assert f"training step, {name}" in shown
+
+
+def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "METHODS", {name: METHODS[name] for name in ("fedavg", "ifca", "fedmn")})
+    ifca, fedmn = methods(open_world())
+    assert ifca.name.startswith("ifca: ")
+    assert ifca.detail.endswith("of FedAvg's; 1 gradients, 2 forward passes")
+    assert ifca.goal == 1.25
+    assert fedmn.detail.endswith("1 gradients, of a network of its own")
+    assert fedmn.goal is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
+    measure = (
+        "from hpcfl.benchmarks import runs; from hpcfl.main import main; "
+        "runs.ROUND_SAMPLES = 20; main(['bench', '--parts', 'start,rounds'])"
+    )
+    shown = mpirun(3, "-c", measure, cwd=tmp_path).stdout
+    assert "slowest of 3 ranks" in shown
+    assert "10 clients, 10 epochs, 2 worker(s)" in shown
+    assert "checkpoints: share of a run" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--parts", "speed"], "--parts has 'speed'; allowed: start, steps, server, rounds, methods"),
+        (["--repeats", "0"], "--repeats 0 must be 1 or more"),
+        (["--against", "missing.json"], "cannot read missing.json: No such file or directory"),
+        (["--against", __file__], "is no file of hpcfl bench --json FILE"),
+        (["--parts", "start", "--json", "no/such/folder.json"], "cannot write no/such/folder.json"),
+    ],
+)
+def test_mistakes_get_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == BAD_INPUT
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert said in lines[0]
