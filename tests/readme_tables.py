@@ -68,18 +68,19 @@ def made_from(lines: list[Line], names: list[str]) -> str:
 
 
 def differences_from(lines: list[Line]) -> str:
-    """Return paired differences in points, with the 95 % interval over seeds, and when models are scored."""
+    """Return paired differences in points, with a 95 % interval, and when models are scored."""
     several = len({line["column"] for line in lines}) > 1
     rows = []
     for line in lines:
-        if not line["over_seeds_low"]:
+        if not line["difference"]:
             continue
-        figures = [100 * float(line[name]) for name in ("difference", "over_seeds_low", "over_seeds_high")]
+        over = "over_seeds" if line["over_seeds_low"] else "over_clients"
+        figures = [100 * float(line[name]) for name in ("difference", f"{over}_low", f"{over}_high")]
         pair = f"{line['first']} - {line['second']}"
-        place = [*([line["column"]] if several else []), pair, line["moment"]]
+        place = [*([line["column"]] if several else []), pair, line["moment"], line["seeds"]]
         rows.append([*place, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)])
-    interval = "difference in points, 95 % interval over seeds"
-    header = [*(["setting"] if several else []), "rows", "scored", interval]
+    interval = "difference in points, 95 % interval over seeds (of one seed: over its clients)"
+    header = [*(["setting"] if several else []), "rows", "scored", "seeds", interval]
     return as_markdown(header, rows)
 
 
