@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
-from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS
+from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
 from hpcfl.commands.run import run
 from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda message, *_args, **_kwargs: print_warning(str(message))
             if not arguments or arguments[0] not in COMMANDS:
                 return _run(arguments, world, at_exit)
-            command, *words = arguments
-            takes_part = world.is_server or command in COLLECTIVE_COMMANDS
-            stopped = agreed(world, lambda: COMMANDS[command](words, world) if takes_part else False)
+            name, *words = arguments
+            takes_part = world.is_server or name in COLLECTIVE_COMMANDS
+            stopped = agreed(world, lambda: command(name)(words, world) if takes_part else False)
             return STOPPED if stopped else FINISHED
     except UserError as error:
         if speaks:

@@ -28,6 +28,8 @@ from hpcfl.storage.runfolder import RunFolder
 NUM_IMAGES = 6000
 ROUND_SAMPLES = 600
 """Samples of each client in the rounds that are timed; 70 % are trained on."""
+METHOD_SAMPLES = 200
+"""Those of each client in the comparison of methods."""
 CHECKPOINT_EVERY = 50
 FORWARD = 1 / 3
 """Cost of a forward pass, in gradients."""
@@ -73,7 +75,7 @@ def methods(world: World) -> Iterator[Ratio]:
     # rounds 3 and 5 are timed, which are not evaluated; evaluations after 2 and 4
     settings: dict[str, Any] = {
         "model": {"batchnorm": True},
-        "data": {"clients": 4, "per_client": 200},
+        "data": {"clients": 4, "per_client": METHOD_SAMPLES},
         "train": {"rounds": 6, "local_epochs": 1, "batch_size": 30, "lr": 0.01},
         "run": {"eval_every": 2, "checkpoint_every": 6},
     }

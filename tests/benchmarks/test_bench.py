@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcfl.benchmarks import ratios, runs
+from hpcfl.benchmarks import ratios, runs, steps
 from hpcfl.benchmarks.ratios import Ratio, as_table, compare
 from hpcfl.benchmarks.runs import methods
 from hpcfl.communication.world import open_world
@@ -47,9 +47,9 @@ def test_a_table_stands_beside_an_earlier_one() -> None:
 
 def test_it_writes_a_file_and_reads_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bench.json"
-    assert main(["bench", "--parts", "server,start", "--repeats", "1", "--json", str(path)]) == FINISHED
+    assert main(["bench", "--parts", "start", "--repeats", "1", "--json", str(path)]) == FINISHED
     found = json.loads(path.read_text())
-    assert [ratio["name"].partition(":")[0] for ratio in found["ratios"]] == ["server step, pFedLA", "start"]
+    assert [ratio["name"].partition(":")[0] for ratio in found["ratios"]] == ["start"]
     assert all(ratio["value"] > 0 for ratio in found["ratios"])
     assert found["ranks"] == 1
     capsys.readouterr()
@@ -57,16 +57,22 @@ def test_it_writes_a_file_and_reads_it_again(tmp_path: Path, capsys: pytest.Capt
     assert "before" in capsys.readouterr().out
 
 
-def test_training_steps_and_rounds_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--parts", "steps", "--repeats", "1"]) == FINISHED
+def test_training_steps_are_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "TRAIN_SAMPLES", 64)
+    monkeypatch.setattr(steps, "SERVER_CLIENTS", 10)
+    assert main(["bench", "--parts", "steps,server", "--repeats", "1"]) == FINISHED
     shown = capsys.readouterr().out
     for name in ("LeNet-16/32 with BatchNorm", "FedAvgCNN", "LeNet-6/16", "pFedMB: 5 branches / 1"):
         assert f"training step, {name}" in shown
+    assert "server step, pFedLA: stacking all models for each client / ours" in shown
 
 
 def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "METHODS", {name: METHODS[name] for name in ("fedavg", "ifca", "fedmn")})
+    monkeypatch.setattr(runs, "METHOD_SAMPLES", 20)
     ifca, fedmn = methods(open_world())
     assert ifca.name.startswith("ifca: ")
     assert ifca.detail.endswith("of FedAvg's; 1 gradients, 2 forward passes")

@@ -394,7 +394,13 @@ def test_an_evaluation_is_repeatable_on_training_data_and_changes_no_state() -> 
 
 def test_batchnorm_gets_two_samples_however_small_the_share() -> None:
     # the last BatchNorm sees one number a channel and sample of images as small as these
-    keys = ("model.name=resnet18", "train.rounds=2", "method.most_passes=2", "method.weights_lr=100")
+    keys = (
+        "model.name=resnet18",
+        "data.clients=2",
+        "train.rounds=2",
+        "method.most_passes=2",
+        "method.weights_lr=100",
+    )
     weights = Run(FEDALA, *keys, "method.share=0.001").clients["weights"]
     assert (weights < 1).any(dim=1).all()
 

@@ -35,7 +35,9 @@ MANY_RANKS = 9
 """More workers than clients, so that one has none: for few methods, as this is slow."""
 AMONG_MANY_RANKS = ("fedavg", "fedfomo", "local", "pfedla")
 SMALL_BLOCKS_RANKS = 3
-"""The rank count that sends the fewest clients a block, and does the variants."""
+"""The rank count that sends the fewest clients a block, and does all methods' cases and the variants."""
+PARTICIPATION = {2: "-all", 5: "-some"}
+"""The other rank counts have one case of each method: all clients on one worker, some on more workers."""
 PARTS = {"fedmn": ["decision"], "fedem": ["weights"]}
 """What evaluated models consist of beside theta and running statistics."""
 
@@ -81,7 +83,9 @@ def cases_of(ranks: int) -> dict[str, list[str]]:
     """Return what runs in the world of so many ranks."""
     if ranks == MANY_RANKS:
         return {name: case for name, case in common_cases().items() if name.split("-")[0] in AMONG_MANY_RANKS}
-    return SERIAL_CASES if ranks == SMALL_BLOCKS_RANKS else common_cases()
+    if ranks == SMALL_BLOCKS_RANKS:
+        return SERIAL_CASES
+    return {name: case for name, case in common_cases().items() if name.endswith(PARTICIPATION[ranks])}
 
 
 @pytest.fixture(scope="module")
