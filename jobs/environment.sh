@@ -14,6 +14,8 @@ python=.venv/bin/python
 # Packages of the user's home or of a cluster's modules would shadow the pinned ones.
 export PYTHONNOUSERSITE=1
 unset PYTHONPATH PYTHONHOME
+# Otherwise every rank would compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1
 export PATH="$PWD/.venv/bin:$PATH"
 
