@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from hpcfl import __version__
@@ -193,6 +194,9 @@ def _environment(ranks: Sequence[str], command: str) -> dict[str, Any]:
 
 
 def _version(package: str) -> str:
+    if package == "torch":
+        # names the build, such as +cpu, which the metadata of some wheels leave out
+        return str(torch.__version__)
     try:
         return version(package)
     except PackageNotFoundError:
