@@ -33,7 +33,7 @@ def torchvision_part(name: Literal["datasets", "models"]) -> ModuleType:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import a module of torchvision, after declaring the operators that it misses if it misses any.
+    """Import a module of torchvision; where it misses operators, declare them and import it again.
 
     A CUDA build of torchvision beside a CPU-only torch cannot load its operators and then fails to
     import; data sets and networks do not need them, only their names.

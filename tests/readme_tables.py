@@ -40,6 +40,7 @@ def sent(line: Line, way: str) -> str:
 
 CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
     "accuracy": ("accuracy", lambda line: percent(line, "accuracy_mean")),
+    "best": ("best round", lambda line: percent(line, "best_accuracy")),
     "published": ("paper", lambda line: percent(line, "published_accuracy")),
     "after_download": ("after download", lambda line: percent(line, "accuracy_after_download")),
     "after_training": ("after training", lambda line: percent(line, "accuracy_after_training")),
@@ -102,7 +103,7 @@ def diagnostics_from(lines: list[Line], quantity: str) -> str:
         figures.setdefault(line["layer" if by_layer else "clients"], []).append(float(line["value"]))
     names = list(dict.fromkeys(name for figures in found.values() for name in figures))
     rows = [
-        [*key, *(f"{fmean(figures[name]):.2g}" if name in figures else "" for name in names)]
+        [*key, *(f"{fmean(figures[name]):.3g}" if name in figures else "" for name in names)]
         for key, figures in found.items()
     ]
     header = [*(["setting"] if several else []), "method", "round", *([] if by_layer else ["layer"]), *names]

@@ -1,6 +1,6 @@
 """A measured ratio with its goal, and how it is taken, shown, written and compared.
 
-Seconds depend on the machine and its other users; ratios taken turn by turn hardly do.
+Seconds depend on the machine and its other users; ratios of what ran one beside the other hardly do.
 """
 
 from __future__ import annotations
@@ -51,8 +51,17 @@ def compare(
     return statistics.median(a / b for a, b in times), medians[0], medians[1]
 
 
-def as_table(ratios: Sequence[Ratio], before: dict[str, float]) -> str:
-    """Return ratios as aligned text, beside those of an earlier run by name if there are any."""
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier run measured."""
+
+    ranks: int
+    values: dict[str, float]
+    """By name of the ratio."""
+
+
+def as_table(ratios: Sequence[Ratio], before: Earlier | None, num_ranks: int) -> str:
+    """Return the ratios of so many ranks as aligned text, beside those of an earlier run if there is one."""
     words = {None: "", True: "holds", False: "missed"}
     header = ["ratio", "value", "goal", "", *(["before", "change"] if before else []), "measured"]
     rows = []
@@ -60,10 +69,13 @@ def as_table(ratios: Sequence[Ratio], before: dict[str, float]) -> str:
         goal = "" if ratio.goal is None else f"{'>=' if ratio.is_floor else '<='} {ratio.goal:g}"
         row = [ratio.name, f"{ratio.value:.3g}", goal, words[ratio.holds]]
         if before:
-            old = before.get(ratio.name)
+            old = before.values.get(ratio.name)
             row += ["", ""] if old is None else [f"{old:.3g}", f"{ratio.value / old - 1:+.0%}" if old else ""]
         rows.append([*row, ratio.detail])
-    return as_text(Document("hpcfl bench", [], [Grid("", header, rows)]))
+    notes = []
+    if before and before.ranks != num_ranks:
+        notes.append(f"The earlier run had {before.ranks} ranks, this one has {num_ranks}: do not compare.")
+    return as_text(Document("hpcfl bench", notes, [Grid("", header, rows)]))
 
 
 def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
@@ -84,10 +96,12 @@ def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; name another with --json FILE") from error
 
 
-def read_json(path: Path) -> dict[str, float]:
-    """Return the values of an earlier run by name; UserError if the file is none of `write_json`."""
+def read_json(path: Path) -> Earlier:
+    """Return what an earlier run measured; UserError if the file is none of `write_json`."""
     try:
-        return {str(ratio["name"]): float(ratio["value"]) for ratio in json.loads(path.read_text())["ratios"]}
+        found = json.loads(path.read_text())
+        values = {str(ratio["name"]): float(ratio["value"]) for ratio in found["ratios"]}
+        return Earlier(int(found["ranks"]), values)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a file of hpcfl bench --json") from error
     except (ValueError, KeyError, TypeError) as error:

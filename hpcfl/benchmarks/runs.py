@@ -1,4 +1,4 @@
-"""Rounds, checkpoints and methods in real runs, over the ranks there are. All functions are collective."""
+"""A rank's start, and rounds, checkpoints and methods in real runs. All parts are collective."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import numpy as np
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config, resolve
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method
 from hpcfl.randomness import numpy_stream
 from hpcfl.simulation.experiment import build
@@ -33,15 +34,23 @@ METHOD_SAMPLES = 200
 CHECKPOINT_EVERY = 50
 FORWARD = 1 / 3
 """Cost of a forward pass, in gradients."""
-FEDAVG_AGAIN_AFTER = 5
-"""FedAvg, what all methods are compared with, runs again after so many of them."""
+METHODS_BESIDE_FEDAVG = 3
+"""Methods that are compared with one run of FedAvg, just before them."""
+
+
+class StoppedError(Exception):
+    """A request to stop ended a run."""
 
 
 def start(world: World) -> Iterator[Ratio]:
-    """Time the way from a rank's start as a process to its first round on the bundled digits."""
+    """Time the way from a rank's start as a process to its first round on the bundled digits.
+
+    Means something as the first part only. Yields nothing where the system does not tell a process's age.
+    """
     agreed(world, lambda: build(resolve({}), world))
     slowest_s = world.maximum(round(1000 * _age_s())) / 1000
-    yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
+    if slowest_s:
+        yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
 
 
 def rounds(world: World, count: int) -> Iterator[Ratio]:
@@ -56,9 +65,9 @@ def rounds(world: World, count: int) -> Iterator[Ratio]:
         _, timing = _run(world, folder, settings)
     if not world.is_server:
         return
-    # the first round and the first checkpoint warm up; the last checkpoint evaluates all models
+    # the first of each warms up, and the last checkpoint evaluates all models
     round_s, train_s = statistics.median(timing.round_s[1:]), statistics.median(timing.train_s[1:])
-    save_s = statistics.median(timing.save_s[:-1])
+    save_s = statistics.median(timing.save_s[1:-1])
     of_rounds = f"10 clients, 10 epochs, {world.num_workers} worker(s), {round_s:.1f} s"
     yield Ratio("round: share that is not training", 1 - train_s / round_s, 0.1, of_rounds)
     share = save_s / (CHECKPOINT_EVERY * round_s + save_s)
@@ -70,7 +79,8 @@ def methods(world: World) -> Iterator[Ratio]:
     """Time each method's round and evaluation over FedAvg's, beside the gradients that it needs in theory.
 
     A method's figure is seconds of a round over FedAvg's, divided by gradients over FedAvg's. A forward pass
-    counts as a third of a gradient. Methods that train a network of their own have no goal.
+    counts as a third of a gradient, and all gradients alike: one of the last layer alone costs less. Methods
+    that train a network of their own have no goal.
     """
     # rounds 3 and 5 are timed, which are not evaluated; evaluations after 2 and 4
     settings: dict[str, Any] = {
@@ -80,32 +90,35 @@ def methods(world: World) -> Iterator[Ratio]:
         "run": {"eval_every": 2, "checkpoint_every": 6},
     }
     others = [name for name in METHODS if name != "fedavg"]
-    fedavg: list[tuple[float, float]] = []
-    found: dict[str, tuple[Method, float, float]] = {}
     with _images(world) as folder, warnings.catch_warnings():
         # such as Clustered FL's, which does not split in so few rounds
         warnings.simplefilter("ignore")
         for number, name in enumerate(others):
-            if number % FEDAVG_AGAIN_AFTER == 0:
-                _, timing = _run(world, folder, settings | {"method": {"name": "fedavg"}})
-                fedavg.append(_seconds(timing))
-            method, timing = _run(world, folder, settings | {"method": {"name": name}})
-            found[name] = (method, *_seconds(timing))
-    if not world.is_server:
-        return
-    fedavg_s = [statistics.median(column) for column in zip(*fedavg, strict=True)]
-    for name, (method, *own_s) in found.items():
-        round_, evaluation = (own / of_fedavg for own, of_fedavg in zip(own_s, fedavg_s, strict=True))
-        gradients, forwards = method.epochs_a_round, method.forward_epochs
-        has_own_network = method.network is not method.context.network
-        yield Ratio(
-            f"{name}: round over FedAvg's / gradients over FedAvg's",
-            round_ / (gradients + forwards * FORWARD),
-            None if has_own_network else 1.25,
-            f"round {round_:.2f}, evaluation {evaluation:.2f} of FedAvg's; {gradients:.3g} gradients"
-            + (f", {forwards:.3g} forward passes" if forwards else "")
-            + (", of a network of its own" if has_own_network else ""),
-        )
+            if number % METHODS_BESIDE_FEDAVG == 0:
+                fedavg = _run(world, folder, settings | {"method": {"name": "fedavg"}})
+            other = _run(world, folder, settings | {"method": {"name": name}})
+            if world.is_server:
+                yield _beside_fedavg(name, other, fedavg)
+
+
+def _beside_fedavg(name: str, other: tuple[Method, Timing], fedavg: tuple[Method, Timing]) -> Ratio:
+    """Return the cost of a method's round over FedAvg's, by their gradients."""
+    method, timing = other
+    round_, evaluation = (
+        own / of_fedavg for own, of_fedavg in zip(_seconds(timing), _seconds(fedavg[1]), strict=True)
+    )
+    gradients, forwards = (
+        epochs / fedavg[0].epochs_a_round for epochs in (method.epochs_a_round, method.forward_epochs)
+    )
+    has_own_network = method.network is not method.context.network
+    return Ratio(
+        f"{name}: round over FedAvg's / gradients over FedAvg's",
+        round_ / (gradients + forwards * FORWARD),
+        None if has_own_network else 1.25,
+        f"round {round_:.2f}, evaluation {evaluation:.2f} of FedAvg's; {gradients:.3g} gradients"
+        + (f", {forwards:.3g} forward passes" if forwards else "")
+        + (", of a network of its own" if has_own_network else ""),
+    )
 
 
 def _seconds(timing: Timing) -> tuple[float, float]:
@@ -117,20 +130,29 @@ def _seconds(timing: Timing) -> tuple[float, float]:
 def _images(world: World) -> Iterator[Path]:
     """Make a folder that all ranks see, with random images in it; remove it at the end. Collective."""
     with ExitStack() as at_exit:
-        made = b""
-        if world.is_server:
-            made = at_exit.enter_context(tempfile.TemporaryDirectory(dir=".")).encode()
-        folder = Path(world.broadcast_bytes(made).decode())
-        if world.is_server:
-            x = numpy_stream(0, "bench").integers(0, 256, (NUM_IMAGES, 3, 32, 32), dtype=np.uint8)
-            np.savez(folder / "images.npz", x=x, y=np.arange(NUM_IMAGES) % 10)
+        made = agreed(world, lambda: _made_images(at_exit) if world.is_server else "")
+        yield Path(world.broadcast_bytes(made.encode()).decode())
         world.barrier()
-        yield folder
-        world.barrier()
+
+
+def _made_images(at_exit: ExitStack) -> str:
+    """Write random images in a new folder, which `at_exit` removes; UserError where that is not possible."""
+    x = numpy_stream(0, "bench").integers(0, 256, (NUM_IMAGES, 3, 32, 32), dtype=np.uint8)
+    try:
+        folder = at_exit.enter_context(tempfile.TemporaryDirectory(dir="."))
+        np.savez(Path(folder) / "images.npz", x=x, y=np.arange(NUM_IMAGES) % 10)
+    except OSError as error:
+        raise UserError(
+            f"cannot write images here: {error.strerror}; go to a folder that can be written"
+        ) from error
+    return folder
 
 
 def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Method, Timing]:
-    """Run a configuration on the images; return its method and its timing. Collective."""
+    """Run a configuration on the images; return its method and its timing. Collective.
+
+    Raises StoppedError if a request to stop ended it.
+    """
     config = _resolved(
         settings, {"data": {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}}
     )
@@ -142,7 +164,8 @@ def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Metho
         stop = StopFlag()
         at_exit.callback(stop.restore)
         simulation = Simulation(experiment, world, stop, Progress(), run_folder)
-        simulation.run()
+        if simulation.run() == "stopped":
+            raise StoppedError
         return experiment.method, simulation.timing
 
 
@@ -155,6 +178,8 @@ def _resolved(settings: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
 
 
 def _age_s() -> float:
-    """Return the seconds since this process was started."""
+    """Return the seconds since this process was started; 0 where the system does not tell."""
+    if not Path("/proc/self/stat").exists():
+        return 0.0
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,8 @@
-"""`hpcfl bench`: what the product costs, as ratios with goals."""
+"""`hpcfl bench`: what the product costs, as ratios with goals, and the seconds of a start."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
 
 
-def run_bench(arguments: Sequence[str], world: World) -> None:
+def run_bench(arguments: Sequence[str], world: World) -> bool:
     """Measure what the product costs, and print ratios beside their goals.
 
     Parts: start (of a rank), steps (of training, beside bare PyTorch), server (pFedLA's step),
@@ -23,7 +24,7 @@ def run_bench(arguments: Sequence[str], world: World) -> None:
     """
     parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts (default: all)")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each comparison (default: 9)")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
     options = parser.parse_args(arguments)
@@ -33,16 +34,30 @@ def run_bench(arguments: Sequence[str], world: World) -> None:
             raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")
-    before = agreed(world, lambda: read_json(options.against) if options.against else {})
-    torch.set_num_threads(1)
+    if "start" in parts[1:]:
+        raise UserError(
+            "--parts has start, which is measured from a rank's beginning, behind others; put it first"
+        )
+    before = agreed(world, lambda: read_json(options.against) if options.against else None)
     found: list[Ratio] = []
+    if options.json is not None and not os.access(options.json.parent, os.W_OK):
+        raise UserError(
+            f"cannot write {options.json}; name a file in a folder that is there, with --json FILE"
+        )
+    torch.set_num_threads(1)
+    stopped = False
     for part in parts:
         print(f"measuring: {part}", flush=True)
-        found += PARTS[part](world, options.repeats)
+        try:
+            found += PARTS[part](world, options.repeats)
+        except runs.StoppedError:
+            stopped = True
+            break
         world.barrier()
-    print(f"\n{as_table(found, before)}", flush=True)
+    print(f"\n{as_table(found, before, world.size)}", flush=True)
     if options.json is not None:
         agreed(world, lambda: write_json(options.json, found, world.size) if world.is_server else None)
+    return stopped
 
 
 def _on_server(measure: Callable[[int], Iterator[Ratio]]) -> Callable[[World, int], Iterator[Ratio]]:

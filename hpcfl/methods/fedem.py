@@ -115,7 +115,7 @@ class FedEM(FedAvg):
 
     @property
     def forward_epochs(self) -> float:
-        return float(self.params.components)
+        return self.params.components
 
     @classmethod
     def finetuning_gradients(cls, params: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from hpcfl.benchmarks import ratios, runs, steps
-from hpcfl.benchmarks.ratios import Ratio, as_table, compare
+from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, compare
 from hpcfl.benchmarks.runs import methods
 from hpcfl.communication.world import open_world
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
+from hpcfl.simulation.progress import Progress
 
 Mpirun = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -38,11 +40,12 @@ def test_two_functions_take_turns_after_a_first_one_each(monkeypatch: pytest.Mon
 
 
 def test_a_table_stands_beside_an_earlier_one() -> None:
-    lines = as_table(RATIOS, {"small": 0.4, "plain": 4.0}).splitlines()
+    lines = as_table(RATIOS, Earlier(1, {"small": 0.4, "plain": 4.0}), 1).splitlines()
     assert lines[2].split() == ["ratio", "value", "goal", "before", "change", "measured"]
     assert lines[3].split() == ["small", "0.5", "<=", "0.6", "holds", "0.4", "+25%", "ms"]
     assert lines[4].split() == ["large", "3", ">=", "4", "missed"]
     assert lines[5].split() == ["plain", "2", "4", "-50%"]
+    assert "do not compare" in as_table(RATIOS, Earlier(3, {"plain": 4.0}), 1)
 
 
 def test_it_writes_a_file_and_reads_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,7 +80,7 @@ def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_
     assert ifca.name.startswith("ifca: ")
     assert ifca.detail.endswith("of FedAvg's; 1 gradients, 2 forward passes")
     assert ifca.goal == 1.25
-    assert fedmn.detail.endswith("1 gradients, of a network of its own")
+    assert fedmn.detail.endswith("1 gradients, 1 forward passes, of a network of its own")
     assert fedmn.goal is None
     assert list(tmp_path.iterdir()) == []
 
@@ -94,11 +97,28 @@ def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_request_to_stop_ends_it_with_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "ROUND_SAMPLES", 20)
+    monkeypatch.setattr(Progress, "start", lambda *_: signal.raise_signal(signal.SIGUSR1))
+    assert main(["bench", "--parts", "start,rounds,methods"]) == STOPPED
+    shown = capsys.readouterr().out
+    assert "start: seconds to the first round" in shown
+    assert "share that is not training" not in shown
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--parts", "speed"], "--parts has 'speed'; allowed: start, steps, server, rounds, methods"),
         (["--repeats", "0"], "--repeats 0 must be 1 or more"),
+        (
+            ["--parts", "steps,start"],
+            "behind others; put it first",
+        ),
         (["--against", "missing.json"], "cannot read missing.json: No such file or directory"),
         (["--against", __file__], "is no file of hpcfl bench --json FILE"),
         (["--parts", "start", "--json", "no/such/folder.json"], "cannot write no/such/folder.json"),

@@ -45,7 +45,7 @@ Folders = Callable[[str], Path]
 
 
 def common_cases() -> dict[str, list[str]]:
-    """Return settings by name for every rank count: each method with full and with partial participation."""
+    """Return settings by name of each method with full and with partial participation."""
     cases = {}
     for method in METHODS:
         cases[f"{method}-all"] = method_settings(method)
