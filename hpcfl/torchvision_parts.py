@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from types import ModuleType
 from typing import Literal
 
@@ -43,6 +44,9 @@ def _imported(module: str) -> ModuleType:
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
+    # the parts that were imported belong to a package that was not
+    for part in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[part]
     for operator in _EXPECTED_OPERATORS:
         if not hasattr(torch.ops.torchvision, operator):
             _fragment.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
