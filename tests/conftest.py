@@ -36,6 +36,10 @@ QUICK = {
 """Files whose tests take under a second each, for `-m quick`."""
 
 
+Mpirun = Callable[..., subprocess.CompletedProcess[str]]
+"""What the fixture `mpirun` returns."""
+
+
 def in_mpi_world() -> bool:
     """Return whether a launcher of several ranks started this process."""
     sizes = [os.environ[name] for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if name in os.environ]
@@ -101,7 +105,7 @@ def mpirun_command() -> list[str]:
 
 
 @pytest.fixture
-def mpirun(mpirun_command: list[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def mpirun(mpirun_command: list[str]) -> Mpirun:
     """Return a function that runs Python under mpirun and returns what it printed."""
 
     def run(

@@ -57,11 +57,10 @@ CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
 
 
 def made_from(lines: list[Line], names: list[str]) -> str:
-    """Return a table of rows by figures, with the setting in front where there are several."""
-    several = len({line["column"] for line in lines}) > 1
-    header = [*(["setting"] if several else []), "method", *(CELLS[name][0] for name in names)]
+    """Return a table of rows by figures."""
+    header = ["setting", "method", *(CELLS[name][0] for name in names)]
     rows = [
-        [*([line["column"]] if several else []), line["label"], *(CELLS[name][1](line) for name in names)]
+        [line["column"], line["label"], *(CELLS[name][1](line) for name in names)]
         for line in lines
         if line["seeds"] != "0"
     ]
@@ -70,7 +69,6 @@ def made_from(lines: list[Line], names: list[str]) -> str:
 
 def differences_from(lines: list[Line]) -> str:
     """Return paired differences in points, with a 95 % interval, and when models are scored."""
-    several = len({line["column"] for line in lines}) > 1
     rows = []
     for line in lines:
         if not line["difference"]:
@@ -78,11 +76,10 @@ def differences_from(lines: list[Line]) -> str:
         over = "over_seeds" if line["over_seeds_low"] else "over_clients"
         figures = [100 * float(line[name]) for name in ("difference", f"{over}_low", f"{over}_high")]
         pair = f"{line['first']} - {line['second']}"
-        place = [*([line["column"]] if several else []), pair, line["moment"], line["seeds"]]
+        place = [line["column"], pair, line["moment"], line["seeds"]]
         rows.append([*place, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)])
     interval = "difference in points, 95 % interval over seeds (of one seed: over its clients)"
-    header = [*(["setting"] if several else []), "rows", "scored", "seeds", interval]
-    return as_markdown(header, rows)
+    return as_markdown(["setting", "rows", "scored", "seeds", interval], rows)
 
 
 def diagnostics_from(lines: list[Line], quantity: str) -> str:
@@ -93,12 +90,10 @@ def diagnostics_from(lines: list[Line], quantity: str) -> str:
     lines = [line for line in lines if line["quantity"] == quantity]
     rounds = sorted({int(line["round"]) for line in lines})
     lines = [line for line in lines if int(line["round"]) in (rounds[0], rounds[-1])]
-    several = len({line["column"] for line in lines}) > 1
     by_layer = {line["clients"] for line in lines} == {"all"}
     found: dict[tuple[str, ...], dict[str, list[float]]] = {}
     for line in lines:
-        place = [*([line["column"]] if several else []), line["label"], line["round"]]
-        key = tuple(place if by_layer else [*place, line["layer"]])
+        key = (line["column"], line["label"], line["round"], *([] if by_layer else [line["layer"]]))
         figures = found.setdefault(key, {})
         figures.setdefault(line["layer" if by_layer else "clients"], []).append(float(line["value"]))
     names = list(dict.fromkeys(name for figures in found.values() for name in figures))
@@ -106,12 +101,14 @@ def diagnostics_from(lines: list[Line], quantity: str) -> str:
         [*key, *(f"{fmean(figures[name]):.3g}" if name in figures else "" for name in names)]
         for key, figures in found.items()
     ]
-    header = [*(["setting"] if several else []), "method", "round", *([] if by_layer else ["layer"]), *names]
-    return as_markdown(header, rows)
+    return as_markdown(["setting", "method", "round", *([] if by_layer else ["layer"]), *names], rows)
 
 
 def as_markdown(header: list[str], rows: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *rows))
+    """Return a table; its first column, the setting, is left out where there is only one."""
+    first = 0 if len({row[0] for row in rows}) > 1 else 1
+    lines = (header, ["---"] * len(header), *rows)
+    return "".join(f"| {' | '.join(line[first:])} |\n" for line in lines)
 
 
 def with_tables(page: str) -> str:

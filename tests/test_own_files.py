@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import yaml
 from bits import differing
+from conftest import Mpirun
 
 from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
@@ -99,7 +98,7 @@ def refused(capsys: pytest.CaptureFixture[str], *given: str) -> str:
 
 
 def test_own_files_run_on_any_number_of_ranks_and_go_on(
-    files: dict[str, Path], tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+    files: dict[str, Path], tmp_path: Path, mpirun: Mpirun
 ) -> None:
     given = [*words(files), *TINY, "data.partition.samples=10"]
     assert main([*given, "--out", str(tmp_path / "whole")]) == FINISHED

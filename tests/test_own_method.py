@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import yaml
 from bits import differing
+from conftest import Mpirun
 
 from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
@@ -65,7 +64,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_a_new_aggregation_rule_runs_on_any_number_of_ranks_and_goes_on(
-    trimmed: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+    trimmed: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     assert len(TRIMMED.splitlines()) <= 30
     words = [f"method.path={trimmed}", *TINY]
@@ -135,7 +134,7 @@ def test_a_name_that_is_not_the_file_s_is_refused(trimmed: Path, capsys: pytest.
 
 
 def test_an_edited_file_is_another_run_in_another_process(
-    trimmed: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+    trimmed: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     words = ("-m", "hpcfl.main", f"method.path={trimmed}", *TINY, "--out", tmp_path / "run")
     mpirun(1, *words)

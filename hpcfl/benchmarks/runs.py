@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.world import World, agreed
-from hpcfl.config import Config, resolve
+from hpcfl.config import lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method
 from hpcfl.randomness import numpy_stream
@@ -153,9 +153,8 @@ def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Metho
 
     Raises StoppedError if a request to stop ended it.
     """
-    config = _resolved(
-        settings, {"data": {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}}
-    )
+    images = {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}
+    config = resolve(lay_over(settings, {"data": images, "run": {"device": "cpu"}}))
     with ExitStack() as at_exit:
         experiment = agreed(world, lambda: build(config, world))
         run_folder = RunFolder(folder / "run", config) if world.is_server else None
@@ -167,14 +166,6 @@ def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Metho
         if simulation.run() == "stopped":
             raise StoppedError
         return experiment.method, simulation.timing
-
-
-def _resolved(settings: Mapping[str, Any], more: Mapping[str, Any]) -> Config:
-    """Resolve two trees of settings, group by group, on the CPU."""
-    groups = {*settings, *more, "run"}
-    tree = {group: {**settings.get(group, {}), **more.get(group, {})} for group in groups}
-    tree["run"]["device"] = "cpu"
-    return resolve(tree)
 
 
 def _age_s() -> float:

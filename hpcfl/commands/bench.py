@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from hpcfl.benchmarks import runs, steps
-from hpcfl.benchmarks.ratios import Ratio, as_table, read_json, write_json
+from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, read_json, write_json
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
@@ -38,12 +38,8 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
         raise UserError(
             "--parts has start, which is measured from a rank's beginning, behind others; put it first"
         )
-    before = agreed(world, lambda: read_json(options.against) if options.against else None)
+    before = agreed(world, lambda: _earlier(options.json, options.against) if world.is_server else None)
     found: list[Ratio] = []
-    if options.json is not None and not os.access(options.json.parent, os.W_OK):
-        raise UserError(
-            f"cannot write {options.json}; name a file in a folder that is there, with --json FILE"
-        )
     torch.set_num_threads(1)
     stopped = False
     for part in parts:
@@ -58,6 +54,13 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     if options.json is not None:
         agreed(world, lambda: write_json(options.json, found, world.size) if world.is_server else None)
     return stopped
+
+
+def _earlier(json: Path | None, against: Path | None) -> Earlier | None:
+    """Read the earlier run, before minutes are spent; UserError, too, if `json` cannot be written."""
+    if json is not None and not os.access(json.parent, os.W_OK):
+        raise UserError(f"cannot write {json}; name a file in a folder that is there, with --json FILE")
+    return None if against is None else read_json(against)
 
 
 def _on_server(measure: Callable[[int], Iterator[Ratio]]) -> Callable[[World, int], Iterator[Ratio]]:

@@ -153,4 +153,5 @@ class PFedHN(Method):
             moved.mul_(self.params.hypernetwork_momentum).add_(step)
             weight.sub_(moved, alpha=self.params.hypernetwork_lr)
             if name == EMBEDDING:
+                # rows chosen by a list are copies
                 weights[name][rows], velocity[name][rows] = weight, moved

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from conftest import Mpirun
 
 from hpcfl.benchmarks import ratios, runs, steps
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, compare
@@ -17,8 +16,6 @@ from hpcfl.communication.world import open_world
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.simulation.progress import Progress
-
-Mpirun = Callable[..., subprocess.CompletedProcess[str]]
 
 RATIOS = [Ratio("small", 0.5, 0.6, "ms"), Ratio("large", 3.0, 4.0, is_floor=True), Ratio("plain", 2.0)]
 
@@ -115,10 +112,7 @@ def test_a_request_to_stop_ends_it_with_what_was_measured(
     [
         (["--parts", "speed"], "--parts has 'speed'; allowed: start, steps, server, rounds, methods"),
         (["--repeats", "0"], "--repeats 0 must be 1 or more"),
-        (
-            ["--parts", "steps,start"],
-            "behind others; put it first",
-        ),
+        (["--parts", "steps,start"], "behind others; put it first"),
         (["--against", "missing.json"], "cannot read missing.json: No such file or directory"),
         (["--against", __file__], "is no file of hpcfl bench --json FILE"),
         (["--parts", "start", "--json", "no/such/folder.json"], "cannot write no/such/folder.json"),

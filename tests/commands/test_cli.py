@@ -13,14 +13,13 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fcntl import ioctl
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import h5py
 import pytest
-from conftest import REPOSITORY, clean_environment, run_tree
+from conftest import REPOSITORY, Mpirun, clean_environment, run_tree
 
 from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
@@ -35,7 +34,6 @@ from hpcfl.models import MODELS
 from hpcfl.storage.lock import FolderLock
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
-Mpirun = Callable[..., CompletedProcess[str]]
 Contents = dict[str, tuple[bytes, int]]
 
 

@@ -6,14 +6,13 @@ Shapes: N = 5 clients, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import numpy as np
 import pytest
 import torch
-from conftest import in_mpi_world
+from conftest import Mpirun, in_mpi_world
 from torch import Tensor
 
 from hpcfl.communication.channel import Channel, Upload
@@ -28,7 +27,6 @@ SIZES = torch.tensor([3, 2, 4])
 N, P, L = 5, 9, 3
 COHORTS = [(0, 1, 2, 3, 4), (1, 4), (2,)]
 LARGEST_ROW = 2 * P
-Mpirun = Callable[..., CompletedProcess[str]]
 
 
 class CountingWorld(World):

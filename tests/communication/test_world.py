@@ -8,19 +8,17 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
-from conftest import run_tree
+from conftest import Mpirun, run_tree
 
 from hpcfl.communication.world import World, abort_on_exception, agree, open_world
 from hpcfl.errors import UserError
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
-Mpirun = Callable[..., CompletedProcess[str]]
 
 
 def numbers(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:

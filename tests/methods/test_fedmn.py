@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from bits import differing, run_here
+from conftest import Mpirun
 from harness import SMALL, UNEQUAL, Run, paths_by_hand
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -423,7 +423,7 @@ def test_running_statistics_go_along_the_chain() -> None:
 
 
 def test_a_chain_gives_the_same_bits_on_two_ranks_and_is_refused_on_three(
-    tmp_path: Path, mpirun: Callable[..., subprocess.CompletedProcess[str]]
+    tmp_path: Path, mpirun: Mpirun
 ) -> None:
     keys = (*SMALL, *WITH_BATCHNORM, "method.architecture=[1,2,2]", "method.order=chain", "train.rounds=2")
     assert run_here(tmp_path / "serial", [*keys]) == FINISHED

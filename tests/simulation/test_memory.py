@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import numpy as np
-from conftest import REPOSITORY
+from conftest import REPOSITORY, Mpirun
 
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
@@ -21,7 +19,7 @@ PARAMETERS = 121_278
 IMAGES_PER_CLIENT = 4
 
 
-def test_fedavg_with_1000_clients(mpirun: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
+def test_fedavg_with_1000_clients(mpirun: Mpirun, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     count = NUM_CLIENTS * IMAGES_PER_CLIENT
     x = rng.integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)

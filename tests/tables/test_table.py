@@ -10,11 +10,9 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import FrameType
 from typing import Any
 
@@ -23,7 +21,7 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import run_tree
+from conftest import Mpirun, run_tree
 
 from hpcfl.config import ENVIRONMENT
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
@@ -612,7 +610,7 @@ def test_a_cell_that_something_else_lies_in_is_refused(
 
 
 def test_three_ranks_make_the_same_table(
-    words: list[str], whole: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+    words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
     command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--out", tmp_path / "out"]
     done = mpirun(3, *command)
@@ -632,7 +630,7 @@ def test_three_ranks_make_the_same_table(
 
 
 def test_clients_one_after_the_other_are_refused_before_any_cell_runs(
-    words: list[str], tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
+    words: list[str], tmp_path: Path, mpirun: Mpirun
 ) -> None:
     path = tmp_path / "chain.yaml"
     path.write_text(TABLE.replace("{name: heurpfedla, k: 2}", "{name: fedmn, order: chain}"))
@@ -646,9 +644,7 @@ def test_clients_one_after_the_other_are_refused_before_any_cell_runs(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_ranks_stop_together_and_go_on(
-    words: list[str], whole: Path, tmp_path: Path, mpirun: Callable[..., CompletedProcess[str]]
-) -> None:
+def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun) -> None:
     command: list[Any] = ["-m", "hpcfl.main", "table", *words, "--part", "1/4", "--out", tmp_path / "out"]
     end = {"SLURM_JOB_END_TIME": str(int(time.time()))}
     stopped = mpirun(2, *command, check=False, env=end)
