@@ -74,6 +74,10 @@ class Shard:
         stop = start + int(self.count[split][local_client])
         return self.x[start:stop], self.y[start:stop]
 
+    def images(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the images at some positions [B], x [B, C, H, W], channels last in memory."""
+        return self.x.permute(0, 2, 3, 1).index_select(0, positions).permute(0, 3, 1, 2)
+
     @property
     def num_bytes(self) -> int:
         """Memory of x and y in bytes."""

@@ -139,7 +139,7 @@ class Clients:
                     position = (index + offsets[alike, None]).to(self.device)
                     everyone = len(alike) == len(self)
                     members = slice(None) if everyone else torch.tensor(alike, device=self.device)
-                    x = shard.x[position[0]].unsqueeze(0) if len(alike) == 1 else shard.x[position]
+                    x = shard.images(position[0]).unsqueeze(0) if len(alike) == 1 else shard.x[position]
                     yield Batch(members, x, shard.y[position], index.to(self.device))
 
     def divided(
