@@ -54,7 +54,7 @@ def start(world: World) -> Iterator[Ratio]:
 
 
 def rounds(world: World, count: int) -> Iterator[Ratio]:
-    """Time rounds of 10 clients with 10 local epochs, and a checkpoint after each."""
+    """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and how long workers wait."""
     settings = {
         "model": {"batchnorm": True},
         "data": {"per_client": ROUND_SAMPLES},
@@ -63,6 +63,7 @@ def rounds(world: World, count: int) -> Iterator[Ratio]:
     }
     with _images(world) as folder:
         _, timing = _run(world, folder, settings)
+        waiting = _waiting(world, folder) if world.num_workers > 1 else {}
     if not world.is_server:
         return
     # the first of each warms up, and the last checkpoint evaluates all models
@@ -73,6 +74,24 @@ def rounds(world: World, count: int) -> Iterator[Ratio]:
     share = save_s / (CHECKPOINT_EVERY * round_s + save_s)
     each = f"every {CHECKPOINT_EVERY} rounds, {save_s * 1e3:.0f} ms"
     yield Ratio("checkpoints: share of a run", share, 0.02, each)
+    if waiting:
+        where = f"{world.num_workers} workers, 10 of 20 clients; {waiting['home']:.2f} with placement=home"
+        yield Ratio("training: share of the workers' time spent waiting", waiting["balanced"], 0.1, where)
+
+
+def _waiting(world: World, folder: Path) -> dict[str, float]:
+    """Return how much of their time workers wait for the slowest, by `run.placement`."""
+    settings: dict[str, Any] = {
+        "model": {"batchnorm": True},
+        "data": {"clients": 20, "per_client": METHOD_SAMPLES},
+        "train": {"rounds": 8, "local_epochs": 2, "batch_size": 35, "participation": 0.5},
+    }
+    shares = {}
+    for placement in ("home", "balanced"):
+        run = {"placement": placement, "eval_every": 8, "checkpoint_every": 8}
+        _, timing = _run(world, folder, settings | {"run": run})
+        shares[placement] = statistics.mean(timing.idle_shares[1:]) if world.is_server else 0.0
+    return shares
 
 
 def methods(world: World) -> Iterator[Ratio]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -59,19 +60,54 @@ class _Entry:
         return entries
 
 
+class _Deal:
+    """Which worker has which members of a cohort; positions are those in the cohort."""
+
+    def __init__(self, workers: Sequence[int], num_workers: int) -> None:
+        self._workers, self._num_workers = torch.tensor(workers, dtype=torch.int64), num_workers
+        self._is_sorted = bool((self._workers.diff() >= 0).all())
+
+    def of_worker(self, worker: int) -> list[int]:
+        """Return the positions of a worker's members, in ascending order."""
+        return torch.nonzero(self._workers == worker).flatten().tolist()
+
+    def in_worker_order(self, block: slice) -> slice | Tensor:
+        """Return the positions of a block, worker by worker, in ascending order within each."""
+        if self._is_sorted:
+            return block
+        return block.start + self._workers[block].argsort(stable=True)
+
+    def in_client_order(self, rows: Tensor, block: slice) -> Tensor:
+        """Put the rows [c, ...] of a block's members back from worker order."""
+        if self._is_sorted:
+            return rows
+        restored = torch.empty_like(rows)
+        restored[self._workers[block].argsort(stable=True)] = rows
+        return restored
+
+    def sizes(self, row_sizes: Tensor, block: slice) -> list[int]:
+        """Return how many numbers of a block each worker has, given those of each row, int64 [S]."""
+        sizes = torch.zeros(self._num_workers, dtype=torch.int64)
+        return sizes.index_add_(0, self._workers[block], row_sizes[block]).tolist()
+
+
 class Channel:
     """The way between the server and the workers, for messages whose tensors consist of `layers`."""
 
     def __init__(self, world: World, layers: tuple[Layer, ...], num_clients: int) -> None:
         self._world, self._layers, self._num_clients = world, layers, num_clients
 
-    def own(self, cohort: Cohort) -> slice:
-        """Return the positions in the cohort of this rank's clients."""
-        if not self._world.is_worker:
-            return slice(0, 0)
-        counts = self._world.owner_counts(cohort.clients, self._num_clients)
-        start = sum(counts[: self._world.worker_index])
-        return slice(start, start + counts[self._world.worker_index])
+    def own(self, cohort: Cohort) -> list[int]:
+        """Return the positions in the cohort of this rank's clients, in ascending order."""
+        return self._deal(cohort).of_worker(self._world.worker_index) if self._world.is_worker else []
+
+    def homes(self, cohort: Cohort) -> Sequence[int]:
+        """Return the worker whose shard has each member."""
+        return self._world.homes(cohort.clients, self._num_clients)
+
+    def workers(self, cohort: Cohort) -> Sequence[int]:
+        """Return the worker that each member trains on."""
+        return self.homes(cohort) if cohort.workers is None else cohort.workers
 
     def down(self, message: Message | None, cohort: Cohort) -> Message:
         """Bring the server's message to the workers; each gets the rows of its own cohort members.
@@ -80,7 +116,7 @@ class Channel:
         """
         world, own = self._world, self.own(cohort)
         header = _Entry.encode(_Entry.describe(message)) if message is not None else None
-        received = Message(num_clients=own.stop - own.start)
+        received = Message(num_clients=len(own))
         for entry in _Entry.decode(world.broadcast_bytes(header)):
             keep = self._static_keep(entry, 1 if entry.shared else len(cohort))
             if entry.is_chosen:
@@ -119,23 +155,34 @@ class Channel:
         entries = _Entry.decode(self._world.broadcast_bytes(first))
         return Upload(self._gather(entries, message, cohort), sent)
 
+    def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
+        """Bring figures [own members, F] to the server, [S, F], and None elsewhere. Collective."""
+        deal, everyone, width = self._deal(cohort), slice(0, len(cohort)), rows.shape[1]
+        counts = deal.sizes(torch.full((len(cohort),), width), everyone)
+        gathered = self._world.gather(rows.reshape(-1).contiguous(), counts)
+        return None if gathered is None else deal.in_client_order(gathered.view(-1, width), everyone)
+
+    def _deal(self, cohort: Cohort) -> _Deal:
+        return _Deal(self.workers(cohort), self._world.num_workers)
+
     def _scatter(
-        self, entry: _Entry, rows: Tensor | None, keep: Tensor | None, cohort: Cohort, own: slice
+        self, entry: _Entry, rows: Tensor | None, keep: Tensor | None, cohort: Cohort, own: list[int]
     ) -> Tensor:
         parts = [torch.empty(0, dtype=entry.dtype)]
-        sizes = self._row_sizes(entry, keep, len(cohort))
+        sizes, deal = self._row_sizes(entry, keep, len(cohort)), self._deal(cohort)
         for block in self._blocks([entry], len(cohort)):
             send = None
             if rows is not None:
-                send = self._pack(rows[block], None if keep is None else keep[block]).cpu()
-            parts.append(self._world.scatter(send, self._worker_sizes(sizes, block, cohort), entry.dtype))
+                order = deal.in_worker_order(block)
+                send = self._pack(rows[order], None if keep is None else keep[order]).cpu()
+            parts.append(self._world.scatter(send, deal.sizes(sizes, block), entry.dtype))
         flat = parts[1] if len(parts) == 2 else torch.cat(parts)
-        return self._unpack(flat, entry, None if keep is None else keep[own], own.stop - own.start)
+        return self._unpack(flat, entry, None if keep is None else keep[own], len(own))
 
     def _gather(
         self, entries: Sequence[_Entry], message: Message, cohort: Cohort
     ) -> Iterator[tuple[slice, Message]]:
-        world, own = self._world, self.own(cohort)
+        world, deal, own = self._world, self._deal(cohort), self.own(cohort)
         keeps: dict[str, Tensor | None] = {}
         for entry in entries:
             keeps[entry.name] = self._static_keep(entry, len(cohort))
@@ -143,30 +190,31 @@ class Channel:
                 chosen = torch.zeros(len(cohort), len(self._layers), dtype=torch.uint8)
                 if message.num_clients:
                     chosen[own] = message.keep[entry.name].to(torch.uint8)
-                counts = self._worker_sizes(
-                    torch.full((len(cohort),), len(self._layers)), slice(None), cohort
-                )
-                gathered = world.gather(chosen[own].reshape(-1), counts)
-                world.broadcast(chosen if gathered is None else chosen.copy_(gathered.view_as(chosen)))
+                gathered = self.collect(cohort, chosen[own])
+                world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
                 keeps[entry.name] = chosen.bool()
         for block in self._blocks(entries, len(cohort)):
-            mine = slice(max(block.start, own.start), max(block.start, min(block.stop, own.stop)))
+            mine = own[bisect_left(own, block.start) : bisect_left(own, block.stop)]
+            order = deal.in_worker_order(block)
             received = Message(num_clients=block.stop - block.start)
             for entry in entries:
                 keep = keeps[entry.name]
                 send = torch.empty(0, dtype=entry.dtype)
-                if mine.start < mine.stop:
-                    rows = message.rows[entry.name][mine.start - own.start : mine.stop - own.start]
+                if mine:
+                    first = own.index(mine[0])
+                    rows = message.rows[entry.name][first : first + len(mine)]
                     send = self._pack(rows, None if keep is None else keep[mine]).cpu()
                 sizes = self._row_sizes(entry, keep, len(cohort))
-                flat = world.gather(send, self._worker_sizes(sizes, block, cohort))
+                flat = world.gather(send, deal.sizes(sizes, block))
                 if flat is not None:
-                    part = None if keep is None else keep[block]
-                    received.rows[entry.name] = self._unpack(flat, entry, part, received.num_clients)
+                    rows = self._unpack(
+                        flat, entry, None if keep is None else keep[order], received.num_clients
+                    )
+                    received.rows[entry.name] = deal.in_client_order(rows, block)
                     if entry.keep is not None:
                         received.keep[entry.name] = torch.tensor(entry.keep)
-                    elif part is not None:
-                        received.keep[entry.name] = part
+                    elif keep is not None:
+                        received.keep[entry.name] = keep[block]
             if world.is_server:
                 yield block, received
 
@@ -184,16 +232,6 @@ class Channel:
         if keep is None:
             return torch.full((num_rows,), math.prod(entry.shape))
         return numbers_of_layers(entry.shape, self._layers, keep).sum(dim=1)
-
-    def _worker_sizes(self, row_sizes: Tensor, block: slice, cohort: Cohort) -> list[int]:
-        """Return how many numbers of a block each worker has."""
-        rows = range(len(cohort))[block]
-        sizes = []
-        stop = 0
-        for count in self._world.owner_counts(cohort.clients, self._num_clients):
-            start, stop = stop, stop + count
-            sizes.append(int(row_sizes[max(start, rows.start) : max(rows.start, min(stop, rows.stop))].sum()))
-        return sizes
 
     def _pack(self, rows: Tensor, keep: Tensor | None) -> Tensor:
         """Flatten rows [c, ..., P], leaving out the layers that do not travel."""

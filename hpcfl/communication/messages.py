@@ -36,6 +36,8 @@ class Cohort:
     clients: tuple[int, ...]
     num_samples: Tensor
     """Training samples of each client, int64 [S]."""
+    workers: tuple[int, ...] | None = None
+    """The worker that each client trains on in this round, [S]; None: the one whose shard it is in."""
 
     def __len__(self) -> int:
         return len(self.clients)

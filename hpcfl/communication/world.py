@@ -11,10 +11,9 @@ import sys
 import time
 import traceback
 import warnings
-from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
@@ -85,11 +84,10 @@ class World:
         start = worker * base + min(worker, extra)
         return range(start, start + base + (worker < extra))
 
-    def owner_counts(self, items: Sequence[int], num_items: int) -> list[int]:
-        """Count how many of the ascending ids `items` fall in each worker's shard, in worker order."""
+    def homes(self, items: Sequence[int], num_items: int) -> list[int]:
+        """Return the worker whose shard has each of the ids `items`."""
         stops = [self.shard(num_items, worker).stop for worker in range(self.num_workers)]
-        cuts = [0, *(bisect_left(items, stop) for stop in stops)]
-        return [stop - start for start, stop in pairwise(cuts)]
+        return [bisect_right(stops, item) for item in items]
 
     def device(self, setting: str) -> torch.device:
         """Choose this rank's device for `run.device` = auto, cpu or cuda. Collective.
@@ -175,6 +173,28 @@ class World:
         self._gather_array(_flat_array(send), rank_counts, out)
         return whole
 
+    def exchange(
+        self, send: Mapping[int, torch.Tensor], expected: Mapping[int, int]
+    ) -> dict[int, torch.Tensor]:
+        """Send flat uint8 tensors to other workers and return what they send, both by worker.
+
+        `expected` holds the bytes that each of them sends. Every worker that is sent something, or sends
+        something, must call.
+        """
+        if not send and not expected:
+            return {}
+        assert self._comm is not None
+        received = {worker: torch.empty(size, dtype=torch.uint8) for worker, size in expected.items()}
+        requests = [
+            post([piece, _mpi_type(piece)], worker + 1)
+            for post, tensors in ((self._comm.Irecv, received), (self._comm.Isend, send))
+            for worker, tensor in tensors.items()
+            for piece in self._pieces(_flat_array(tensor))
+        ]
+        for request in requests:
+            _wait(request)
+        return received
+
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Collect an entry of any length from every rank on rank 0, in rank order; else None. Collective."""
         lengths = np.empty(self.size, np.int64)
@@ -228,9 +248,13 @@ class World:
         """Overwrite a flat array with rank 0's, piece by piece. Collective."""
         if self._comm is None:
             return
-        for start in range(0, array.size, self.max_elements):
-            piece = array[start : start + self.max_elements]
+        for piece in self._pieces(array):
             _wait(self._comm.Ibcast([piece, _mpi_type(piece)], root=0))
+
+    def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
+        """Cut a flat array in pieces of at most `max_elements`."""
+        for start in range(0, array.size, self.max_elements):
+            yield array[start : start + self.max_elements]
 
     def _gather_array(self, array: np.ndarray, rank_counts: Sequence[int], out: np.ndarray | None) -> None:
         """Collect flat arrays in `out` on rank 0; counts and `out` matter only there. Collective."""

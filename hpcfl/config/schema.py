@@ -71,6 +71,9 @@ class RunConfig(Settings):
     """Local training client by client, or many clients as one computation; auto: batched on CUDA."""
     clients_at_once: int = Field(32, ge=1)
     """Clients in one computation of the batched engine."""
+    placement: Literal["balanced", "home"] = "balanced"
+    """Which worker trains a client of a round. home: the one that keeps it. balanced: members of a cohort
+    visit less busy workers, with their samples and state (the loop engine only). Changes no result."""
     threads: int = Field(1, ge=1)
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -87,6 +90,7 @@ RESULT_NEUTRAL = (
     "model.path",
     "run.checkpoint_every",
     "run.max_elements",
+    "run.placement",
 )
 """Keys that may differ between a run folder and the command that resumes it."""
 

@@ -16,7 +16,7 @@ SPLITS = ("train", "val", "test")
 
 
 class Shard:
-    """The normalised samples of a contiguous range of clients, on one device.
+    """The normalised samples of some clients, on one device.
 
     Attributes:
         clients: the global ids; local client i is clients[i].
@@ -28,7 +28,7 @@ class Shard:
 
     def __init__(
         self,
-        clients: range,
+        clients: Sequence[int],
         x: torch.Tensor,
         y: torch.Tensor,
         offset: Mapping[str, torch.Tensor],
@@ -57,16 +57,22 @@ class Shard:
             mean, std: a channel each; x becomes (raw / scale - mean) / std.
         """
         pieces = [getattr(parts[client], split) for split in SPLITS for client in clients]
-        sizes = torch.tensor([len(piece) for piece in pieces], dtype=torch.int64)
-        ends = sizes.cumsum(0)
-        shape = (len(SPLITS), len(clients))
-        offset = dict(zip(SPLITS, (ends - sizes).reshape(shape), strict=True))
-        count = dict(zip(SPLITS, sizes.reshape(shape), strict=True))
+        offset, count = _places([len(piece) for piece in pieces], len(clients))
         indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
         # Normalised on the CPU, so that every device trains on the same bits.
         x = _normalised(arrays.x[indices], arrays.scale, mean, std)
         y = torch.from_numpy(arrays.y[indices])
         return cls(clients, x.to(device), y.to(device), offset, count)
+
+    def of_others(
+        self, clients: Sequence[int], samples: Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    ) -> Shard:
+        """Return a shard of other clients, given each one's (x, y) by split; a split left out is empty."""
+        nothing = (self.x[:0], self.y[:0])
+        pieces = [pair for split in SPLITS for pair in samples.get(split, [nothing] * len(clients))]
+        x = torch.cat([nothing[0], *(x for x, _ in pieces)]).contiguous(memory_format=torch.channels_last)
+        y = torch.cat([nothing[1], *(y for _, y in pieces)])
+        return Shard(clients, x, y, *_places([len(y) for _, y in pieces], len(clients)))
 
     def samples(self, split: str, local_client: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return one client's part as views, x [n, C, H, W] and y [n]."""
@@ -82,6 +88,16 @@ class Shard:
     def num_bytes(self) -> int:
         """Memory of x and y in bytes."""
         return self.x.nbytes + self.y.nbytes
+
+
+def _places(
+    sizes: Sequence[int], num_clients: int
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return `Shard.offset` and `Shard.count` of pieces that lie split by split and client by client."""
+    counts = torch.tensor(sizes, dtype=torch.int64)
+    table = torch.stack([counts.cumsum(0) - counts, counts]).view(2, len(SPLITS), num_clients)
+    offset, count = (dict(zip(SPLITS, rows, strict=True)) for rows in table)
+    return offset, count
 
 
 def resolve_normalisation(

@@ -63,7 +63,7 @@ class Evaluator:
             rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
             yield model
             del model
-        figures = self._federation.collect(cohort, torch.cat(rows))
+        figures = self._federation.channel.collect(cohort, torch.cat(rows))
         if figures is not None:
             everyone = list(cohort.clients)
             found.accuracy[everyone], found.loss[everyone], found.after_download[everyone] = figures.T.numpy()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
@@ -14,6 +14,7 @@ from hpcfl.communication.world import World
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.experiment import Experiment
+from hpcfl.simulation.placement import Trip, Visits, balanced
 from hpcfl.training.clients import Clients
 
 EVALUATED_ELEMENTS = 2**27
@@ -31,6 +32,9 @@ class Federation:
         self.workplace = experiment.workplace
         self.num_clients = len(experiment.num_train)
         self.channel = Channel(world, self.method.layers, self.num_clients)
+        split = self.config.run.eval_split
+        num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
+        self.visits = Visits(world, self.workplace, num_samples)
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""
@@ -44,6 +48,24 @@ class Federation:
         """Return a cohort of given clients, in ascending order."""
         return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
 
+    def placed(self, cohort: Cohort) -> Cohort:
+        """Return the cohort with the workers that train its members, the same on every rank.
+
+        Those of the loop engine are spread by their samples (`run.placement`), all others train at home.
+        """
+        is_fixed = self.config.run.placement == "home" or self.workplace.engine.clients_at_once > 1
+        if is_fixed or self.world.num_workers == 1:
+            return cohort
+        homes = self.channel.homes(cohort)
+        workers = balanced(cohort.num_samples.tolist(), homes, self.world.num_workers)
+        return replace(cohort, workers=workers)
+
+    def trips(self, cohort: Cohort) -> list[Trip]:
+        """Return the way of each member that trains away from home."""
+        homes = self.channel.homes(cohort)
+        ways = zip(cohort.clients, homes, self.channel.workers(cohort), strict=True)
+        return [(client, home, worker) for client, home, worker in ways if home != worker]
+
     def everyone(self, round: int) -> Iterator[Cohort]:
         """Yield all clients in cohorts of bounded size, the same for any number of ranks.
 
@@ -55,10 +77,13 @@ class Federation:
 
     def groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
         """Yield this rank's cohort members in groups as large as the engine takes, with their positions."""
-        own = list(cohort.clients[self.channel.own(cohort)])
+        own = [cohort.clients[position] for position in self.channel.own(cohort)]
         size = self.workplace.engine.clients_at_once
         for start in range(0, len(own), size):
-            yield slice(start, start + size), Clients(self.workplace, own[start : start + size], cohort.round)
+            members = own[start : start + size]
+            is_home = members[0] in self.workplace.clients
+            workplace = self.workplace if is_home else self.visits.workplace
+            yield slice(start, start + size), Clients(workplace, members, cohort.round)
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
@@ -69,14 +94,8 @@ class Federation:
 
     def own_rows(self, cohort: Cohort) -> list[int]:
         """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
-        return [client - self.workplace.clients.start for client in cohort.clients[self.channel.own(cohort)]]
-
-    def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
-        """Bring float64 figures [own clients, F] to the server, [S, F], and None elsewhere. Collective."""
-        width = rows.shape[1]
-        counts = [n * width for n in self.world.owner_counts(cohort.clients, self.num_clients)]
-        gathered = self.world.gather(rows.reshape(-1).contiguous(), counts)
-        return None if gathered is None else gathered.view(-1, width)
+        own = self.channel.own(cohort)
+        return [self.workplace.clients.index(cohort.clients[position]) for position in own]
 
 
 def stack(messages: Sequence[Message]) -> Message:

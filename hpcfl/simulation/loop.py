@@ -37,6 +37,9 @@ class Timing:
     `train_s` is the slowest worker's; the last of `save_s` includes the last evaluation.
     """
 
+    idle_shares: list[float] = field(default_factory=list)
+    """The share of the workers' time in a round's training that they waited for the slowest."""
+
     round_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)
     evaluate_s: list[float] = field(default_factory=list)
@@ -95,7 +98,7 @@ class Simulation:
             done = number + 1
             is_last = done == train.rounds
             is_evaluated = is_last or done % run.eval_every == 0
-            after_training = self._round(self.cohort(number), is_evaluated)
+            after_training = self._round(self._federation.placed(self.cohort(number)), is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
             if is_evaluated and not is_last:
                 self._evaluate(done, after_training)
@@ -129,6 +132,7 @@ class Simulation:
         # a client that requested layers knows which ones it gets, so their indices cost no bytes
         names_layers = not method.negotiates(cohort.round)
         traffic = RoundTraffic(len(cohort), method.layers, names_layers)
+        self._federation.visits.begin(self._federation.trips(cohort))
         groups = list(self._federation.groups(cohort))
         sent = driver.send(self.server, cohort) if is_server else None
         down = channel.down(sent, cohort)
@@ -136,6 +140,7 @@ class Simulation:
         if method.negotiates(cohort.round):
             down, sent = self._negotiate(cohort, groups, down, traffic)
         local = self._train(groups, down, is_evaluated)
+        self._federation.visits.end()
         upload = traffic.counting_up(channel.up(local.up, cohort, sent))
         if is_server:
             driver.receive(self.server, cohort, upload)
@@ -181,13 +186,16 @@ class Simulation:
         """Bring a round's figures to the server's ledger; return what `_round` does. Collective."""
         seconds_here = torch.full_like(local.steps, local.train_s)
         rows = torch.stack([local.losses, local.steps, seconds_here, local.accuracy], dim=1)
-        figures = self._federation.collect(cohort, rows)
+        figures = self._federation.channel.collect(cohort, rows)
         after_training = np.full(self._federation.num_clients, np.nan)
         if figures is not None:
             losses, steps, seconds, accuracy = figures.T
             after_training[list(cohort.clients)] = accuracy.numpy()
             train_s = float(seconds.max())
             self.timing.train_s.append(train_s)
+            workers = self._federation.channel.workers(cohort)
+            busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
+            self.timing.idle_shares.append(1 - busy_s / (self._world.num_workers * train_s))
             moved = (traffic.down, traffic.up)
             self.ledger.record_round(cohort, moved, float(steps.sum()), float(losses.mean()), train_s)
         return after_training

@@ -33,11 +33,11 @@ GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 class Workplace:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
-    `state` maps names to tensors [clients of the shard, ...].
+    `state` maps names to tensors [clients, ...], in the order of `clients`.
     """
 
     shard: Shard
-    clients: range
+    clients: Sequence[int]
     engine: Engine
     evaluator: LoopEngine
     train: TrainConfig
@@ -57,7 +57,7 @@ class Clients:
         self._workplace = workplace
         self.ids = list(ids)
         self.round = round
-        self._local = [client - workplace.clients.start for client in self.ids]
+        self._local = [workplace.clients.index(client) for client in self.ids]
         self._written: Tensors = {}
         self.device = workplace.device
         self.buffers = torch.empty(len(self.ids), 0, device=self.device)

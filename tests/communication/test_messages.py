@@ -6,7 +6,8 @@ Shapes: N = 5 clients, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,11 +109,33 @@ def full_message(cohort: Cohort) -> Message:
     )
 
 
-def own_part(cohort: Cohort, world: World) -> slice:
+Place = Callable[[Cohort, World], Cohort]
+
+
+def at_home(cohort: Cohort, world: World) -> Cohort:
+    return cohort
+
+
+def away_from_home(cohort: Cohort, world: World) -> Cohort:
+    """Return the cohort with workers in an order unlike that of the shards."""
+    workers = tuple(7 * position**2 % world.num_workers for position in range(len(cohort)))
+    return replace(cohort, workers=workers)
+
+
+def own_part(cohort: Cohort, world: World) -> list[int]:
     """Return the positions of this rank's clients, counted one by one."""
     shard = world.shard(N)
-    own = [position for position, client in enumerate(cohort.clients) if client in shard]
-    return slice(own[0], own[-1] + 1) if own else slice(0, 0)
+    homes = [client in shard for client in cohort.clients]
+    is_own = homes if cohort.workers is None else [w == world.worker_index for w in cohort.workers]
+    return [position for position, own in enumerate(is_own) if own and world.is_worker]
+
+
+def rows_of(message: Message, own: list[int]) -> Message:
+    """Return the message of some of its clients."""
+    if not own:
+        return Message(num_clients=0)
+    keep = {name: mask if mask.dim() == 1 else mask[own] for name, mask in message.keep.items()}
+    return Message({}, {name: rows[own] for name, rows in message.rows.items()}, keep, len(own))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -126,14 +149,18 @@ def test_under_mpirun(mpirun: Mpirun, ranks: int) -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("clients", COHORTS)
 @pytest.mark.parametrize("max_elements", [LARGEST_ROW, 40, 2**20])
-def test_down_brings_each_rank_the_rows_of_its_clients(clients: tuple[int, ...], max_elements: int) -> None:
+@pytest.mark.parametrize("place", [at_home, away_from_home])
+def test_down_brings_each_rank_the_rows_of_its_clients(
+    clients: tuple[int, ...], max_elements: int, place: Place
+) -> None:
     world, cohort = CountingWorld(max_elements), cohort_of(clients)
+    cohort = place(cohort, world)
     sent = full_message(cohort)
     channel = Channel(world, LAYERS, N)
     own = own_part(cohort, world)
     received = channel.down(full_message(cohort) if world.is_server else None, cohort)
-    assert received.num_clients == own.stop - own.start
-    assert channel.own(cohort) == own or received.num_clients == 0
+    assert received.num_clients == len(own)
+    assert channel.own(cohort) == own
     assert list(received.shared) == list(sent.shared)
     assert list(received.rows) == list(sent.rows)
     expected_shared = sent.shared | {"part": masked(sent.shared["part"], sent.keep["part"])}
@@ -156,13 +183,16 @@ def test_down_brings_each_rank_the_rows_of_its_clients(clients: tuple[int, ...],
 @pytest.mark.mpi
 @pytest.mark.parametrize("clients", COHORTS)
 @pytest.mark.parametrize("max_elements", [LARGEST_ROW, 40, 2**20])
-def test_up_brings_the_server_all_rows_in_client_order(clients: tuple[int, ...], max_elements: int) -> None:
+@pytest.mark.parametrize("place", [at_home, away_from_home])
+def test_up_brings_the_server_all_rows_in_client_order(
+    clients: tuple[int, ...], max_elements: int, place: Place
+) -> None:
     world, cohort = CountingWorld(max_elements), cohort_of(clients)
+    cohort = place(cohort, world)
     whole = full_message(cohort)
     whole.shared, whole.keep = {}, {name: whole.keep[name] for name in ("some", "branches")}
     own = own_part(cohort, world)
-    mine = whole.select(own) if own.stop > own.start else Message(num_clients=0)
-    blocks = list(Channel(world, LAYERS, N).up(mine, cohort))
+    blocks = list(Channel(world, LAYERS, N).up(rows_of(whole, own), cohort))
     assert world.largest <= max_elements
     if not world.is_server:
         assert blocks == []
@@ -192,7 +222,7 @@ def test_only_kept_layers_travel(clients: tuple[int, ...]) -> None:
     assert world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.rows.values())
     assert world.moved["broadcast float32"] == 0
     own = own_part(cohort, world)
-    channel.up(whole.select(own) if own.stop > own.start else Message(num_clients=0), cohort).drain()
+    channel.up(rows_of(whole, own), cohort).drain()
     # the pure server states the type of its empty part, so every rank counts alike
     assert world.moved["gather float32"] == kept
     shared = Message({"part": torch.arange(P).float()}, {}, {"part": torch.tensor([True, False, True])})
@@ -208,12 +238,23 @@ def test_empty_messages(clients: tuple[int, ...]) -> None:
     channel = Channel(world, LAYERS, N)
     own = own_part(cohort, world)
     received = channel.down(Message(num_clients=len(cohort)) if world.is_server else None, cohort)
-    assert (received.shared, received.rows, received.num_clients) == ({}, {}, own.stop - own.start)
-    blocks = list(channel.up(Message(num_clients=own.stop - own.start), cohort))
+    assert (received.shared, received.rows, received.num_clients) == ({}, {}, len(own))
+    blocks = list(channel.up(Message(num_clients=len(own)), cohort))
     if world.is_server:
         assert sum(block.num_clients for _, block in blocks) == len(cohort)
         assert all(block.rows == {} for _, block in blocks)
     assert world.moved.total() == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("place", [at_home, away_from_home])
+def test_figures_arrive_in_client_order(place: Place) -> None:
+    world = CountingWorld(2**20)
+    cohort = place(cohort_of(COHORTS[0]), world)
+    figures = rows(cohort, 3, dtype=torch.float64)
+    collected = Channel(world, LAYERS, N).collect(cohort, figures[own_part(cohort, world)])
+    assert (collected is not None) is world.is_server
+    assert collected is None or torch.equal(collected, figures)
 
 
 @pytest.mark.mpi
@@ -232,9 +273,8 @@ def test_a_serial_world_gets_copies() -> None:
 def test_an_upload_read_halfway_can_be_drained() -> None:
     world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
     own = own_part(cohort, world)
-    mine = Message(rows={"theta": rows(cohort, P)}, num_clients=N).select(own)
     channel = Channel(world, LAYERS, N)
-    upload = channel.up(mine if mine.num_clients else Message(num_clients=0), cohort)
+    upload = channel.up(rows_of(Message(rows={"theta": rows(cohort, P)}), own), cohort)
     seen: list[int] = []
     upload.observe(lambda positions, _: seen.append(positions.start))
     if world.is_server:

@@ -60,13 +60,37 @@ def test_shards_are_contiguous_and_even(world: World, num_items: int) -> None:
 
 
 @pytest.mark.mpi
-def test_owner_counts(world: World) -> None:
-    worked_out = {1: [5], 2: [3, 2], 4: [2, 1, 0, 2]}  # shards of 10: 0-9; 0-4, 5-9; 0-2, 3-5, 6-7, 8-9
-    counts = world.owner_counts([0, 2, 4, 8, 9], 10)
-    assert counts == worked_out.get(world.num_workers, counts)
-    assert sum(counts) == 5
-    assert world.owner_counts([], 10) == [0] * world.num_workers
-    assert world.owner_counts(range(10), 10) == [len(world.shard(10, w)) for w in range(world.num_workers)]
+def test_homes(world: World) -> None:
+    worked_out = {1: [0] * 5, 2: [0, 0, 0, 1, 1], 4: [0, 0, 1, 3, 3]}
+    """Shards of 10 are 0-9; 0-4, 5-9; 0-2, 3-5, 6-7, 8-9."""
+    homes = world.homes([0, 2, 4, 8, 9], 10)
+    assert homes == worked_out.get(world.num_workers, homes)
+    assert world.homes([], 10) == []
+    # more workers than items leave some without one
+    for num_items in (10, 2):
+        of_shards = [w for w in range(world.num_workers) for _ in world.shard(num_items, w)]
+        assert world.homes(range(num_items), num_items) == of_shards
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("max_elements", [3, 2**27])
+def test_workers_exchange(max_elements: int) -> None:
+    world = open_world(max_elements)
+    count = world.num_workers
+
+    def sent(source: int, target: int) -> torch.Tensor:
+        return numbers(10 * source + target, torch.uint8, start=target)
+
+    if not world.is_worker:
+        assert world.exchange({}, {}) == {}
+        return
+    me = world.worker_index
+    others = [other for other in range(count) if other != me]
+    # each worker sends to those before it, an empty tensor from worker 0's point of view included
+    send = {target: sent(me, target) for target in others if target < me}
+    received = world.exchange(send, {source: len(sent(source, me)) for source in others if source > me})
+    assert list(received) == [source for source in others if source > me]
+    assert all(torch.equal(tensor, sent(source, me)) for source, tensor in received.items())
 
 
 @pytest.mark.mpi

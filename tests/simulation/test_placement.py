@@ -1,0 +1,158 @@
+"""Clients of a round on less busy workers than their own: how long workers wait, and that nothing is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Mpirun
+from harness import SMALL
+
+from hpcfl.communication.world import World
+from hpcfl.config import load_config
+from hpcfl.randomness import numpy_stream
+from hpcfl.simulation.experiment import build
+from hpcfl.simulation.federation import Federation
+from hpcfl.simulation.placement import balanced, idle_share
+
+ROUNDS = 50
+
+
+def loads(work: Sequence[int], workers: Sequence[int], num_workers: int) -> list[int]:
+    return [sum(w for w, own in zip(work, workers, strict=True) if own == n) for n in range(num_workers)]
+
+
+def homes_of(clients: Sequence[int], num_clients: int, num_workers: int) -> list[int]:
+    world = World()
+    world.num_workers = num_workers
+    return world.homes(clients, num_clients)
+
+
+def test_worked_out() -> None:
+    # 4, 3, 3, 2 on two workers are 6 and 6; at home they would be 10 and 2
+    work, homes = [4, 3, 3, 2], [0, 0, 0, 1]
+    workers = balanced(work, homes, 2)
+    assert loads(work, workers, 2) == [6, 6]
+    assert idle_share(work, workers, 2) == 0
+    assert idle_share(work, homes, 2) == pytest.approx(1 - 12 / 20)
+
+
+def test_nobody_leaves_home_for_nothing() -> None:
+    assert balanced([100, 100, 100, 100], [0, 0, 1, 1], 2) == (0, 0, 1, 1)
+    # one sample more or less is not worth a visit
+    assert balanced([100, 100, 101, 100], [0, 1, 0, 1], 2) == (0, 1, 0, 1)
+    # of three equal clients at worker 0, one goes
+    assert sorted(balanced([5, 5, 5], [0, 0, 0], 3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_far_from_the_least_possible_time(seed: int) -> None:
+    stream = numpy_stream(seed, "placement")
+    num_workers = int(stream.integers(1, 9))
+    work = stream.integers(1, 1000, int(stream.integers(1, 60))).tolist()
+    homes = stream.integers(0, num_workers, len(work)).tolist()
+    workers = balanced(work, homes, num_workers)
+    assert all(0 <= worker < num_workers for worker in workers)
+    least = max(sum(work) / num_workers, max(work))
+    assert max(loads(work, workers, num_workers)) <= 1.02 * 4 / 3 * least + 1
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "num_clients", "cohort", "at_home", "placed"),
+    [
+        (2, 100, 10, 0.15, 0.005),
+        (8, 100, 10, 0.58, 0.38),
+        (8, 1000, 100, 0.27, 0.04),
+        (64, 10_000, 1000, 0.37, 0.03),
+        (512, 100_000, 10_000, 0.42, 0.03),
+    ],
+)
+def test_idle_share_of_equal_clients(
+    num_workers: int, num_clients: int, cohort: int, at_home: float, placed: float
+) -> None:
+    """10 clients take 8 workers as long as 16 would, so that 1 - 10 / 16 = 0.375 is the least there is."""
+    stream = numpy_stream(0, "placement")
+    idle = torch.zeros(ROUNDS, 2, dtype=torch.float64)
+    for row in idle:
+        clients = sorted(stream.permutation(num_clients)[:cohort].tolist())
+        homes, work = homes_of(clients, num_clients, num_workers), [420] * cohort
+        row[0] = idle_share(work, homes, num_workers)
+        row[1] = idle_share(work, balanced(work, homes, num_workers), num_workers)
+    assert idle[:, 0].mean().item() == pytest.approx(at_home, abs=0.03)
+    assert idle[:, 1].mean().item() <= placed
+
+
+def test_unequal_clients_keep_eight_workers_busy() -> None:
+    """100 of 1,000 clients whose samples spread over an order of magnitude."""
+    stream = numpy_stream(0, "placement")
+    idle = []
+    for _ in range(ROUNDS):
+        clients = sorted(stream.permutation(1000)[:100].tolist())
+        work = stream.lognormal(5, 0.7, 100).astype(int).tolist()
+        homes = homes_of(clients, 1000, 8)
+        idle.append(idle_share(work, balanced(work, homes, 8), 8))
+    assert sum(idle) / ROUNDS < 0.03
+
+
+def test_under_mpirun(mpirun: Mpirun) -> None:
+    done = mpirun(
+        4, "-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", Path(__file__)
+    )
+    assert done.stdout.count(" passed") == 4
+
+
+@pytest.mark.mpi
+def test_visitors_bring_samples_and_state_and_take_their_state_home(world: World) -> None:
+    config = load_config(None, [*SMALL, "method.name=ditto", "train.buffers=local"])
+    experiment, alone = build(config, world), build(config, World())
+    federation = Federation(experiment, world)
+    home, count = experiment.workplace, world.num_workers
+    for client in home.clients:
+        home.state["theta"][home.clients.index(client)] += client
+    # worker 0 keeps client 0, and everybody else goes one worker on, round the table
+    cohort = federation.cohort_of(0, range(4))
+    homes = federation.channel.homes(cohort)
+    cohort = replace(cohort, workers=(homes[0], *((worker + 1) % count for worker in homes[1:])))
+    trips = federation.trips(cohort)
+    assert [client for client, _, _ in trips] == ([1, 2, 3] if count > 1 else [])
+    federation.visits.begin(trips)
+    visitors = [client for client, _, worker in trips if worker == world.worker_index and world.is_worker]
+    place = federation.visits.workplace
+    assert list(place.clients if trips else []) == visitors
+    trained = [clients.ids for _, clients in federation.groups(cohort)]
+    assert trained == [
+        [client] for client in range(4) if client in visitors or (client == 0 and 0 in home.clients)
+    ]
+    for local, client in enumerate(visitors):
+        for split in ("train", "test"):
+            samples, expected = (
+                place.shard.samples(split, local),
+                alone.workplace.shard.samples(split, client),
+            )
+            assert all(torch.equal(*pair) for pair in zip(samples, expected, strict=True))
+            assert len(samples[1])
+        assert len(place.shard.samples("val", local)[1]) == 0
+        assert torch.equal(place.state["theta"][local], alone.workplace.state["theta"][client] + client)
+        place.state["theta"][local] *= -1
+    federation.visits.end()
+    away = {client for client, _, _ in trips}
+    for local, client in enumerate(home.clients):
+        expected = alone.workplace.state["theta"][client] + client
+        assert torch.equal(home.state["theta"][local], -expected if client in away else expected)
+
+
+@pytest.mark.mpi
+def test_cohorts_are_placed_unless_they_are_to_stay_at_home(world: World) -> None:
+    keys = [*SMALL, "data.clients=12", "data.per_client=20", "train.participation=0.5", "method.name=local"]
+    federation = Federation(build(load_config(None, keys), world), world)
+    cohorts = [federation.placed(federation.cohort(number)) for number in range(6)]
+    assert any(federation.trips(cohort) for cohort in cohorts) is (world.num_workers > 1)
+    for cohort in cohorts:
+        spread = torch.tensor(federation.channel.workers(cohort)).bincount(minlength=world.num_workers)
+        assert spread.max() == -(-len(cohort) // world.num_workers)
+    for other in ("run.placement=home", "run.engine=batched"):
+        federation = Federation(build(load_config(None, [*keys, other]), world), world)
+        assert all(federation.placed(federation.cohort(number)).workers is None for number in range(6))
