@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -13,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hpcfl.benchmarks.ratios import Ratio
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World, agreed
 from hpcfl.config import lay_over, resolve
 from hpcfl.errors import UserError
@@ -27,8 +31,11 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 
 NUM_IMAGES = 6000
+NUM_CLIENTS = 10
+"""Clients in the rounds that are timed."""
 ROUND_SAMPLES = 600
 """Samples of each client in the rounds that are timed; 70 % are trained on."""
+MESSAGE_TURNS = 5
 METHOD_SAMPLES = 200
 """Those of each client in the comparison of methods."""
 CHECKPOINT_EVERY = 50
@@ -57,33 +64,63 @@ def rounds(world: World, count: int) -> Iterator[Ratio]:
     """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and how long workers wait."""
     settings = {
         "model": {"batchnorm": True},
-        "data": {"per_client": ROUND_SAMPLES},
+        "data": {"clients": NUM_CLIENTS, "per_client": ROUND_SAMPLES},
         "train": {"rounds": count + 1, "local_epochs": 10, "batch_size": 32, "lr": 0.01},
         "run": {"eval_every": count + 1, "checkpoint_every": 1},
     }
     with _images(world) as folder:
-        _, timing = _run(world, folder, settings)
+        method, timing = _run(world, folder, settings)
+        exchange_s, moved = _messages(world, method)
         waiting = _waiting(world, folder) if world.num_workers > 1 else {}
     if not world.is_server:
         return
     # the first of each warms up, and the last checkpoint evaluates all models
     round_s, train_s = statistics.median(timing.round_s[1:]), statistics.median(timing.train_s[1:])
     save_s = statistics.median(timing.save_s[1:-1])
-    of_rounds = f"10 clients, 10 epochs, {world.num_workers} worker(s), {round_s:.1f} s"
+    of_rounds = f"{NUM_CLIENTS} clients, 10 epochs, {world.num_workers} worker(s), {round_s:.1f} s"
     yield Ratio("round: share that is not training", 1 - train_s / round_s, 0.1, of_rounds)
     share = save_s / (CHECKPOINT_EVERY * round_s + save_s)
     each = f"every {CHECKPOINT_EVERY} rounds, {save_s * 1e3:.0f} ms"
     yield Ratio("checkpoints: share of a run", share, 0.02, each)
+    if world.size > 1:
+        sent = 2 * NUM_CLIENTS * 4 * method.layout.size
+        each = f"{sent / 1e6:.1f} MB down and up among {world.size} ranks in {exchange_s * 1e3:.0f} ms"
+        yield Ratio("messages: share of a round", exchange_s / round_s, 0.05, each)
+        yield Ratio("messages: bytes moved by MPI / bytes of the messages", moved / sent, 1.05)
     if waiting:
-        where = f"{world.num_workers} workers, 10 of 20 clients; {waiting['home']:.2f} with placement=home"
-        yield Ratio("training: share of the workers' time spent waiting", waiting["balanced"], 0.1, where)
+        # 10 equal clients take 8 workers as long as 16 would
+        least = 1 - NUM_CLIENTS / (world.num_workers * math.ceil(NUM_CLIENTS / world.num_workers))
+        where = (
+            f"{NUM_CLIENTS} of {2 * NUM_CLIENTS} clients on {world.num_workers} workers, "
+            f"{least:.2g} is the least possible; {waiting['home']:.2f} with run.placement=home"
+        )
+        yield Ratio("training: share of workers' time spent waiting", waiting["balanced"], least + 0.1, where)
+
+
+def _messages(world: World, method: Method) -> tuple[float, int]:
+    """Send each client a model and bring one back; return the seconds and the bytes that MPI moved.
+
+    Both are the server's to know. Collective.
+    """
+    channel = Channel(world, method.layers, NUM_CLIENTS)
+    cohort = Cohort(0, tuple(range(NUM_CLIENTS)), torch.ones(NUM_CLIENTS))
+    rows = torch.zeros(NUM_CLIENTS, method.layout.size)
+    sent = Message(rows={"theta": rows}, num_clients=NUM_CLIENTS) if world.is_server else None
+    seconds, before = [], world.bytes_received
+    for _ in range(MESSAGE_TURNS):
+        world.barrier()
+        began_s = time.perf_counter()
+        channel.up(channel.down(sent, cohort), cohort).collect()
+        seconds.append(time.perf_counter() - began_s)
+    received = world.gather_bytes(str((world.bytes_received - before) // MESSAGE_TURNS).encode())
+    return min(seconds), sum(map(int, received or []))
 
 
 def _waiting(world: World, folder: Path) -> dict[str, float]:
     """Return how much of their time workers wait for the slowest, by `run.placement`."""
     settings: dict[str, Any] = {
         "model": {"batchnorm": True},
-        "data": {"clients": 20, "per_client": METHOD_SAMPLES},
+        "data": {"clients": 2 * NUM_CLIENTS, "per_client": METHOD_SAMPLES},
         "train": {"rounds": 8, "local_epochs": 2, "batch_size": 35, "participation": 0.5},
     }
     shares = {}

@@ -68,6 +68,8 @@ class World:
         self.num_workers = max(1, self.size - 1)
         self.worker_index = 0 if self.size == 1 else self.rank - 1
         self.host = socket.gethostname()
+        self.bytes_received = 0
+        """What collectives and other workers have brought to this rank so far."""
 
     def shard(self, num_items: int, worker: int | None = None) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none).
@@ -156,6 +158,7 @@ class World:
             return part.copy_(send.detach().reshape(-1))
         received = _flat_array(part)
         _wait(self._comm.Iscatterv(message, [received, _mpi_type(received)], root=0))
+        self.bytes_received += received.nbytes
         return part
 
     def gather(self, send: torch.Tensor, counts: Sequence[int]) -> torch.Tensor | None:
@@ -193,6 +196,7 @@ class World:
         ]
         for request in requests:
             _wait(request)
+        self.bytes_received += sum(expected.values())
         return received
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -250,6 +254,7 @@ class World:
             return
         for piece in self._pieces(array):
             _wait(self._comm.Ibcast([piece, _mpi_type(piece)], root=0))
+        self.bytes_received += 0 if self.is_server else array.nbytes
 
     def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
         """Cut a flat array in pieces of at most `max_elements`."""
@@ -264,6 +269,7 @@ class World:
             return
         message = [out, rank_counts, _mpi_type(array)] if self.is_server else None
         _wait(self._comm.Igatherv([array, _mpi_type(array)], message, root=0))
+        self.bytes_received += 0 if out is None else out.nbytes
 
 
 def open_world(max_elements: int = MAX_ELEMENTS) -> World:

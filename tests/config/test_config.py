@@ -193,7 +193,12 @@ def test_the_run_name_tells_configurations_apart() -> None:
     same = {key for key in keys if altered(config, key).short_hash() == config.short_hash()}
     own = {"method.path", "model.path", "data.partition.path", "data.reader"}
     assert same == {"train.rounds", *RESULT_NEUTRAL} - own
-    assert set(RESULT_NEUTRAL) - own == {"data.root", "run.checkpoint_every", "run.max_elements"}
+    assert set(RESULT_NEUTRAL) - own == {
+        "data.root",
+        "run.checkpoint_every",
+        "run.max_elements",
+        "run.placement",
+    }
 
 
 def test_the_name_of_a_configuration_stays_what_it_was() -> None:
