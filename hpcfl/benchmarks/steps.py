@@ -24,8 +24,8 @@ from hpcfl.randomness import numpy_stream, torch_stream
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients, Workplace
-from hpcfl.training.engines import LoopEngine
-from hpcfl.training.settings import TrainConfig
+from hpcfl.training.engines import LoopEngine, has_bfloat16
+from hpcfl.training.settings import Precision, TrainConfig
 
 IMAGE = (3, 32, 32)
 NUM_CLASSES = 10
@@ -43,11 +43,17 @@ STEPS = (
 def training_steps(repeats: int) -> Iterator[Ratio]:
     """Compare an epoch of the loop engine with a bare PyTorch loop on the same model and data."""
     for called, model, batchnorm, goal in STEPS:
-        product, bare = _epochs(_context(1, model, batchnorm))
+        context = _context(1, model, batchnorm)
+        product, bare = _epochs(context)
         ratio, product_s, bare_s = compare(product, bare, repeats)
         steps = len(minibatches(TRAIN_SAMPLES, BATCH_SIZE))
         each = f"{product_s / steps * 1e3:.1f} and {bare_s / steps * 1e3:.1f} ms, batch {BATCH_SIZE}"
         yield Ratio(f"training step, {called}: loop engine / bare PyTorch", ratio, goal, each)
+        if has_bfloat16():
+            rounded, _ = _epochs(context, "bfloat16")
+            ratio, rounded_s, plain_s = compare(rounded, product, repeats)
+            each = f"{rounded_s / steps * 1e3:.1f} and {plain_s / steps * 1e3:.1f} ms"
+            yield Ratio(f"training step, {called}: bfloat16 / float32", ratio, detail=each)
 
 
 def branches(repeats: int) -> Iterator[Ratio]:
@@ -102,11 +108,13 @@ def server_step(repeats: int) -> Iterator[Ratio]:
     yield Ratio(name, ratio, 50, f"{product_s * 1e3:.0f} ms, {sizes}", is_floor=True)
 
 
-def _epochs(context: Context) -> tuple[Callable[[], None], Callable[[], None]]:
+def _epochs(
+    context: Context, precision: Precision = "float32"
+) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return an epoch of the loop engine and one of plain PyTorch."""
     shard = _random_shard()
     train = TrainConfig(batch_size=BATCH_SIZE, lr=0.01, local_epochs=1)
-    workplace = _workplace(context, shard, train, {})
+    workplace = _workplace(context, shard, train, {}, precision)
     theta, buffers = context.initial_parameters([0]), context.layout.flatten(context.network)[1].unsqueeze(0)
     network = copy.deepcopy(context.network).train()
     optimiser = torch.optim.SGD(network.parameters(), lr=train.lr)
@@ -154,8 +162,10 @@ def _context(num_clients: int, model: str = "lenet", batchnorm: bool = True) -> 
     return Context(model, options, IMAGE, NUM_CLASSES, num_samples, TrainConfig(), 0)
 
 
-def _workplace(context: Context, shard: Shard, train: TrainConfig, state: Tensors) -> Workplace:
-    engine = LoopEngine(context.network, context.layout)
+def _workplace(
+    context: Context, shard: Shard, train: TrainConfig, state: Tensors, precision: Precision = "float32"
+) -> Workplace:
+    engine = LoopEngine(context.network, context.layout, precision)
     return Workplace(shard, range(1), engine, engine, train, 0, torch.device("cpu"), state)
 
 

@@ -17,7 +17,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.clients import Workplace
-from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
+from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,9 @@ def build(config: Config, world: World) -> Experiment:
     clients = world.shard(len(parts))
     shard = Shard.build(arrays, parts, clients, mean, std, device)
     network = copy.deepcopy(method.network).to(device)
-    evaluator = LoopEngine(network, method.layout)
     batched = is_batched(config, device)
+    _refuse_slow_precision(config, batched)
+    evaluator = LoopEngine(network, method.layout, config.train.precision)
     engine: Engine = evaluator
     if batched:
         at_once = config.run.clients_at_once if method.chain is None else 1
@@ -131,6 +132,20 @@ def refuse_chain(method: Method, num_workers: int) -> None:
         raise UserError(
             f"{method.chain} trains a round's clients one after the other, and {num_workers} workers "
             "would train them side by side; start one or two ranks, or drop it"
+        )
+
+
+def _refuse_slow_precision(config: Config, batched: bool) -> None:
+    """Raise UserError where bfloat16 would be emulated, many times slower, or has no part in training."""
+    if config.train.precision == "float32":
+        return
+    asked, instead = f"train.precision={config.train.precision}", "use train.precision=float32"
+    if batched:
+        raise UserError(f"{asked} is for the loop engine on a CPU; {instead}, or run.engine=loop")
+    if not has_bfloat16():
+        raise UserError(
+            f"{asked}: this processor has neither AVX-512 BF16 nor AMX, and would take many times as long; "
+            f"{instead}"
         )
 
 

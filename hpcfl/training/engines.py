@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy
 
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.forward import Forward
+from hpcfl.training.forward import Forward, in_precision
 from hpcfl.training.losses import Loss, class_probabilities, cross_entropy_loss
+from hpcfl.training.settings import Precision
 
 EVALUATION_BATCH = 512
 
@@ -40,8 +41,8 @@ class LoopEngine:
 
     clients_at_once = 1
 
-    def __init__(self, network: nn.Module, layout: ParameterLayout) -> None:
-        self._layout = layout
+    def __init__(self, network: nn.Module, layout: ParameterLayout, precision: Precision = "float32") -> None:
+        self._layout, self._precision = layout, precision
         self._network = _prepare(network)
         # a working copy whose parameters and gradients are views of one flat vector each
         self._working = _prepare(network)
@@ -61,14 +62,14 @@ class LoopEngine:
         if loss is cross_entropy_loss:
             return self._plain_gradient(tensors["theta"], buffers, one)
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
-        value = loss(Forward(self._network, self._layout, buffers[0]), leaves, one)
+        value = loss(Forward(self._network, self._layout, buffers[0], self._precision), leaves, one)
         gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
 
     def _plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
         self._load(theta[0], buffers[0])
         self._gradient.zero_()
-        value = cross_entropy(self._working(batch.x), batch.y)
+        value = cross_entropy(in_precision(self._precision, self._working, batch.x), batch.y)
         value.backward()
         buffers[0].copy_(self._buffers)
         return {"theta": self._gradient.unsqueeze(0)}, value.detach().view(1)
@@ -119,6 +120,12 @@ class BatchedEngine:
         gradients, (values, statistics) = per_client(tensors, buffers, batch.x, batch.y, batch.index)
         buffers.copy_(statistics)
         return gradients, values
+
+
+def has_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 itself; False where torch does not tell."""
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
 
 def _fastest_order(x: Tensor) -> Tensor:

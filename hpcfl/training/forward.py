@@ -5,6 +5,7 @@ Shapes: P trainable numbers, U running statistics, B samples of a mini-batch, K 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.training.settings import Precision
+
+
+def in_precision(precision: Precision, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return call(*inputs), in which a CPU rounds the factors of products as `train.precision` says.
+
+    Weights, running statistics, gradients and what is returned have their own type either way.
+    """
+    if precision == "float32":
+        return call(*inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return call(*inputs).float()
 
 
 class Forward:
@@ -20,8 +33,15 @@ class Forward:
     BatchNorm uses the batch's statistics and updates `buffers` [U] in place.
     """
 
-    def __init__(self, network: nn.Module, layout: ParameterLayout, buffers: Tensor) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        layout: ParameterLayout,
+        buffers: Tensor,
+        precision: Precision = "float32",
+    ) -> None:
         self._network, self._layout, self._buffers = network, layout, buffers
+        self._precision = precision
 
     def logits(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """Return logits [B, K] of the model theta [P]; `buffers` [U] stand in for the client's own."""
@@ -59,7 +79,7 @@ class Forward:
         module = self._network.get_submodule(part)
         if part:
             named = {k.removeprefix(f"{part}."): v for k, v in named.items() if k.startswith(f"{part}.")}
-        output: Tensor = functional_call(module, named, inputs)
+        output = in_precision(self._precision, lambda *x: functional_call(module, named, x), *inputs)
         for name, tensor in kept.items():
             tensor.copy_(statistics[name])
         return output

@@ -10,6 +10,7 @@ from pydantic import Field
 from hpcfl.settings import Settings
 
 BufferPolicy = Literal["local", "average", "mixed"]
+Precision = Literal["float32", "bfloat16"]
 LastBatch = Literal["even", "drop", "keep"]
 
 
@@ -40,6 +41,10 @@ class TrainConfig(Settings):
     """Momentum of local SGD, starting from zero each round."""
     weight_decay: float = Field(0.0, ge=0)
     """L2 penalty's factor in the gradient."""
+    precision: Precision = "float32"
+    """What local training multiplies. bfloat16: a CPU with AVX-512 BF16 or AMX rounds the factors of
+    convolutions and linear layers to 8 bits and adds in 32; weights, gradients and evaluations keep 32.
+    Worth it for networks of many channels (`hpcfl bench --parts steps` tells); the loop engine only."""
     finetune_epochs: int = Field(0, ge=0)
     """Local epochs before each evaluation, on a copy that is thrown away; 0 is none."""
     buffers: BufferPolicy | None = None

@@ -85,12 +85,17 @@ def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
     measure = (
         "from hpcfl.benchmarks import runs; from hpcfl.main import main; "
-        "runs.ROUND_SAMPLES = 20; main(['bench', '--parts', 'start,rounds'])"
+        "runs.ROUND_SAMPLES = runs.METHOD_SAMPLES = 20; main(['bench', '--parts', 'start,rounds'])"
     )
     shown = mpirun(3, "-c", measure, cwd=tmp_path).stdout
     assert "slowest of 3 ranks" in shown
     assert "10 clients, 10 epochs, 2 worker(s)" in shown
     assert "checkpoints: share of a run" in shown
+    assert "9.7 MB down and up among 3 ranks" in shown
+    (moved,) = (line for line in shown.splitlines() if line.startswith("messages: bytes moved by MPI"))
+    # less than a thousandth of it tells the ranks what comes
+    assert moved.split("messages ")[1].split()[0] == "1"
+    assert "10 of 20 clients on 2 workers, 0 is the least possible" in shown
     assert list(tmp_path.iterdir()) == []
 
 

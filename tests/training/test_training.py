@@ -7,20 +7,26 @@ import math
 
 import pytest
 import torch
-from harness import make_network, make_place, spread
+from harness import SMALL, make_network, make_place, spread
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from hpcfl.communication.world import World
+from hpcfl.config import load_config
+from hpcfl.errors import UserError
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
+from hpcfl.simulation import experiment
+from hpcfl.simulation.experiment import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.clients import Clients, Workplace
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss, sample_losses
-from hpcfl.training.settings import LastBatch, TrainConfig
+from hpcfl.training.settings import LastBatch, Precision, TrainConfig
 
 KINDS: tuple[LastBatch, ...] = ("even", "drop", "keep")
+PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")
 
 # mini-batches of 4: 13 are four, 11 three, 8 two, 3 and 2 are one
 SIZES = (13, 11, 8, 3, 2)
@@ -488,6 +494,41 @@ def test_general_and_aliased_path_of_the_loop_engine_give_the_same_gradient() ->
     torch.testing.assert_close(other, value)
     torch.testing.assert_close(general_statistics, fast_statistics)
     assert not torch.equal(fast_statistics, buffers)
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_bfloat16_rounds_products_and_nothing_else(general: bool) -> None:
+    network = make_network("lenet", side=28, batchnorm=True)
+    layout = ParameterLayout(network)
+    theta, buffers = spread(network, 1)
+    loss = (lambda *arguments: cross_entropy_loss(*arguments)) if general else cross_entropy_loss
+    x, y = torch.randn(1, 32, 1, 28, 28), torch.randint(10, (1, 32))
+    batch = Batch(slice(None), x, y, torch.arange(32).view(1, 32))
+    found = {}
+    for precision in PRECISIONS:
+        engine, statistics = LoopEngine(network, layout, precision), buffers.clone()
+        gradients, value = engine.gradient(loss, {"theta": theta}, statistics, batch)
+        scores = engine.probabilities(theta[0], buffers[0], x[0])
+        found[precision] = (gradients["theta"].clone(), value, statistics, scores)
+    assert all(tensor.dtype == torch.float32 for tensor in found["bfloat16"])
+    for exact, rounded in list(zip(*found.values(), strict=True))[:3]:
+        assert 0 < (exact - rounded).norm() < 0.2 * exact.norm()
+    assert torch.equal(found["float32"][3], found["bfloat16"][3])
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ([], "train.precision=bfloat16: this processor has neither AVX-512 BF16 nor AMX"),
+        (["run.engine=batched"], "train.precision=bfloat16 is for the loop engine on a CPU"),
+    ],
+)
+def test_bfloat16_is_refused_where_it_does_not_pay(
+    keys: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "has_bfloat16", lambda: False)
+    with pytest.raises(UserError, match=said):
+        build(load_config(None, [*SMALL, "train.precision=bfloat16", *keys]), World())
 
 
 def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
