@@ -18,14 +18,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
-from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
-from hpcfl.commands.arguments import RunOptions, command_line, parse_run
-from hpcfl.commands.run import run
-from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
-from hpcfl.config import Config, load_config
-from hpcfl.errors import UserError
-from hpcfl.simulation.progress import print_warning
-from hpcfl.simulation.stopping import StopFlag
+from hpcfl.startup import quick_imports
+
+with quick_imports():
+    from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
+    from hpcfl.commands.arguments import RunOptions, command_line, parse_run
+    from hpcfl.commands.run import run
+    from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
+    from hpcfl.config import Config, load_config
+    from hpcfl.errors import UserError
+    from hpcfl.simulation.progress import print_warning
+    from hpcfl.simulation.stopping import StopFlag
 
 FINISHED, BAD_INPUT, STOPPED = 0, 2, 75
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 class Settings(BaseModel):
     """A group of keys: frozen once validated, of known names and finite values.
 
-    A field's docstring is what help texts say of its key.
+    Each key has a docstring below it, or a `description`.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -25,7 +25,7 @@ ROOMS = [
     ["parameters", "torchvision_parts"],
     ["own_code"],
     ["randomness", "settings"],
-    ["errors"],
+    ["errors", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""
 

@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from typing import TYPE_CHECKING
 
 from hpcfl.storage.ledger import Ledger
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
 
 LINE_EVERY_S = 30.0
 
@@ -21,8 +22,7 @@ class Progress:
 
     def __init__(self, log: Callable[[str], None] | None = None, quiet: bool = False) -> None:
         self._log = log
-        self._console = Console(file=sys.stdout, highlight=False, emoji=False)
-        self._speaks = log is not None and not quiet
+        self._console = _console() if log is not None and not quiet else None
         self._bar: Bar | None = None
         self._rounds = self._first = 0
         self._began_s = self._last_line_s = 0.0
@@ -33,16 +33,8 @@ class Progress:
         self._began_s = self._last_line_s = time.monotonic()
         if 0 < done < rounds:
             self.say(f"resuming after round {done} of {rounds}")
-        if self._speaks and self._console.is_terminal and done < rounds:
-            self._bar = Bar(
-                TextColumn("round"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TextColumn("accuracy {task.fields[accuracy]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
+        if self._console is not None and self._console.is_terminal and done < rounds:
+            self._bar = _bar(self._console)
             self._bar.add_task("rounds", total=rounds, completed=done, accuracy="-")
             self._bar.start()
 
@@ -68,7 +60,7 @@ class Progress:
         """Print a line (unless silent) and log it."""
         if self._log is not None:
             self._log(text)
-        if self._speaks:
+        if self._console is not None:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
@@ -87,6 +79,27 @@ class Progress:
 def print_warning(text: str) -> None:
     """Print a warning to standard error."""
     print(f"hpcfl: warning: {text}", file=sys.stderr, flush=True)
+
+
+def _console() -> Console:
+    # imported here: silent ranks start faster without it
+    from rich.console import Console
+
+    return Console(file=sys.stdout, highlight=False, emoji=False)
+
+
+def _bar(console: Console) -> Bar:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("round"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("accuracy {task.fields[accuracy]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
 
 
 def _clock(seconds: float) -> str:
