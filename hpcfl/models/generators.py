@@ -19,6 +19,31 @@ from hpcfl.parameters import Tensors
 from hpcfl.randomness import draw_linear, torch_stream
 
 EMBEDDING, HEAD = "embedding", "head"
+HEAD_WEIGHT = f"{HEAD}.weight"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Derivatives of a generator for S clients.
+
+    That of the head's weight is the product slopes^T features [P, H], as large as a hundred models, and is
+    not formed.
+    """
+
+    others: Tensors
+    """All but the head's weight, by name; that of the embeddings has the S clients' rows only, [S, E]."""
+    slopes: Tensor
+    """[S, P]"""
+    features: Tensor
+    """What the head was given, [S, H]."""
+
+    def norm(self) -> Tensor:
+        """Return the length of all derivatives together."""
+        # ||sum_s d_s f_s^T||^2 = sum_st <d_s, d_t> <f_s, f_t>
+        of_head = (
+            ((self.slopes @ self.slopes.T) * (self.features @ self.features.T)).sum().clamp(min=0).sqrt()
+        )
+        return torch.stack([of_head, *(gradient.norm() for gradient in self.others.values())]).norm()
 
 
 @dataclass(frozen=True)
@@ -60,32 +85,35 @@ class Generator:
             inputs = shape[1] if name.endswith("weight") else inputs
             state[name] = draw_linear(shape, inputs, stream)
         if start is not None:
-            state[f"{HEAD}.weight"].zero_()
+            state[HEAD_WEIGHT].zero_()
             state[f"{HEAD}.bias"].copy_(start)
         return state
 
     def generate(self, state: Tensors, clients: Sequence[int]) -> Tensor:
         """Return the models [S, P] of some clients."""
-        return self._from_embeddings(state, state[EMBEDDING][list(clients)])
+        features = self._features(state, state[EMBEDDING][list(clients)])
+        return linear(features, state[HEAD_WEIGHT], state[f"{HEAD}.bias"])
 
-    def gradients(self, state: Tensors, clients: Sequence[int], slopes: Tensor) -> Tensors:
-        """Return the derivative of the sum of <models, slopes> over some clients, slopes [S, P].
-
-        That of the embeddings has the clients' rows only, [S, E].
-        """
+    def gradients(self, state: Tensors, clients: Sequence[int], slopes: Tensor) -> Gradients:
+        """Return the derivative of the sum of <models, slopes> over some clients, slopes [S, P]."""
         leaves = {
-            name: tensor.detach().requires_grad_() for name, tensor in state.items() if name != EMBEDDING
+            name: tensor.detach().requires_grad_()
+            for name, tensor in state.items()
+            if name.startswith("trunk")
         }
         leaves[EMBEDDING] = state[EMBEDDING][list(clients)].requires_grad_()
-        models = self._from_embeddings(leaves, leaves[EMBEDDING])
-        return dict(zip(leaves, torch.autograd.grad(models, list(leaves.values()), slopes), strict=True))
+        features = self._features(leaves, leaves[EMBEDDING])
+        found = torch.autograd.grad(features, list(leaves.values()), slopes @ state[HEAD_WEIGHT])
+        others = dict(zip(leaves, found, strict=True)) | {f"{HEAD}.bias": slopes.sum(dim=0)}
+        return Gradients(others, slopes, features.detach())
 
-    def _from_embeddings(self, state: Tensors, embeddings: Tensor) -> Tensor:
+    def _features(self, state: Tensors, embeddings: Tensor) -> Tensor:
+        """Return what the head is given, [S, H]."""
         features = embeddings
         for number, name in enumerate(self._trunk()):
             features = features.relu() if number else features
             features = linear(features, state[f"{name}.weight"], state[f"{name}.bias"])
-        return linear(features, state[f"{HEAD}.weight"], state[f"{HEAD}.bias"])
+        return features
 
     def _trunk(self) -> list[str]:
         return [f"trunk{number}" for number in range(1, self.hidden_layers + 2)]

@@ -12,6 +12,7 @@ from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcfl.communication.channel import Channel, Upload
 from hpcfl.communication.messages import Cohort, Message
@@ -21,7 +22,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
 from hpcfl.models import NetworkOptions
-from hpcfl.models.generators import Generator
+from hpcfl.models.generators import Generator, Gradients
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
@@ -91,6 +92,15 @@ def method_of(*keys: str) -> tuple[Run, State]:
     return run, run.driver.initial_server()
 
 
+def whole(gradients: Gradients) -> State:
+    """Return the gradients of all tensors, that of the head's weight too."""
+    return gradients.others | {"head.weight": gradients.slopes.T @ gradients.features}
+
+
+def length_of(gradients: State) -> Tensor:
+    return torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+
+
 def close(found: State, expected: State) -> None:
     assert set(found) == set(expected)
     for name, tensor in expected.items():
@@ -114,7 +124,7 @@ def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> 
     models = torch.stack([twin(client) for client in clients])
     torch.testing.assert_close(shape.generate(state, clients), models.detach(), rtol=0, atol=1e-12)
     (models * slopes).sum().backward()
-    gradients = shape.gradients(state, clients, slopes)
+    gradients = whole(shape.gradients(state, clients, slopes))
     for client in (0, 2, 4):
         assert twin.embedding[client].grad is None
         twin.embedding[client].grad = torch.zeros(3)
@@ -214,14 +224,52 @@ def test_clients_send_what_they_started_from_less_what_they_came_to() -> None:
         assert torch.equal(run.driver.work(clients, down).rows["theta"], down["theta"] - trained)
 
 
+@pytest.mark.parametrize("opposed", [False, True])
 @pytest.mark.usefixtures("double")
-def test_one_mean_step_is_torchs_sgd_on_the_mean_product() -> None:
+def test_the_length_is_that_of_all_gradients(opposed: bool) -> None:
+    shape = Generator(num_clients=5, outputs=17, embedding=3, hidden=6, hidden_layers=1)
+    state = {name: random(*size, seed=number) for number, (name, size) in enumerate(shape.shapes().items())}
+    clients, slopes = [4, 0, 2], random(3, 17, seed=9)
+    if opposed:
+        clients, slopes = [4, 4], torch.stack([slopes[0], -slopes[0]])
+    gradients = shape.gradients(state, clients, slopes)
+    torch.testing.assert_close(gradients.norm(), length_of(whole(gradients)), rtol=1e-9, atol=1e-6)
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the largest tensor that an operation makes, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = call(*args, **(kwargs or {}))
+        known = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("step", ["sequential", "mean"])
+def test_a_step_makes_nothing_as_large_as_the_hypernetworks_head(step: str) -> None:
+    run, server = method_of(f"method.server_step={step}")
+    deltas = random(2, MODEL)
+    with Sizes() as sizes:
+        answer(run, server, [0, 1], deltas)
+    # deltas, and their mean
+    assert sizes.largest <= deltas.numel() < server[f"{HYPERNETWORK}head.weight"].numel()
+
+
+@pytest.mark.parametrize("clip", [1e9, 0.5])
+@pytest.mark.usefixtures("double")
+def test_one_mean_step_is_torchs_sgd_on_the_mean_product(clip: float) -> None:
     run, server = method_of(
         "method.server_step=mean",
         "method.hypernetwork_momentum=0.9",
         "method.hypernetwork_weight_decay=0.01",
         "method.hypernetwork_lr=0.1",
-        "method.clip=1e9",
+        f"method.clip={clip}",
     )
     twin = Twin(run.method.generator, part(server))
     optimiser = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -229,6 +277,10 @@ def test_one_mean_step_is_torchs_sgd_on_the_mean_product() -> None:
         deltas = 0.1 * random(4, MODEL, seed=number)
         optimiser.zero_grad()
         sum((twin(client) * deltas[client]).sum() / 4 for client in range(4)).backward()
+        length = length_of(twin.tensors(gradients=True))
+        assert 0.5 < length < 1e9
+        for parameter in twin.parameters():
+            parameter.grad *= min(1.0, clip / length)
         optimiser.step()
         answer(run, server, range(4), deltas)
         close(part(server), twin.tensors())
@@ -287,8 +339,8 @@ def test_a_step_is_no_longer_than_clip_and_keeps_its_direction(length: float) ->
         "method.clip=2",
     )
     before, delta = part(server), random(1, MODEL)
-    gradients = run.method.generator.gradients(before, [3], delta)
-    norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
+    gradients = whole(run.method.generator.gradients(before, [3], delta))
+    norm = length_of(gradients)
     answer(run, server, [3], delta * length / norm)
     for name, gradient in gradients.items():
         rows = [3] if name == "embedding" else slice(None)
