@@ -113,11 +113,11 @@ def discrepancy(one: Tensor, other: Tensor, bandwidths: Sequence[float]) -> Tens
 
     The biased statistic of Gretton et al., A kernel two-sample test, 2012; exp(-||a - b||^2 / 2 width).
     """
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        # needs no tensor [B, B, F]; for large features, rounding errors stay far below the widths
-        squares = a.square().sum(dim=1).unsqueeze(1) + b.square().sum(dim=1)
-        squared = (squares - 2 * a @ b.T).clamp(min=0)
-        return torch.stack([(-squared / (2 * width)).exp().mean() for width in bandwidths]).sum()
-
-    return kernel(one, one) + kernel(other, other) - 2 * kernel(one, other)
+    # one quadratic form of both samples together: a step has three times fewer operations
+    both = torch.cat([one, other])
+    shares = torch.cat([x.new_full((len(x),), sign / len(x)) for sign, x in ((1, one), (-1, other))])
+    # needs no tensor [B, B, F]; for large features, rounding errors stay far below the widths
+    squares = both.square().sum(dim=1)
+    squared = (squares.unsqueeze(1) + squares - 2 * both @ both.T).clamp(min=0)
+    kernels = torch.stack([(-squared / (2 * width)).exp() for width in bandwidths]).sum(dim=0)
+    return shares @ kernels @ shares
