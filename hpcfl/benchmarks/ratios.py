@@ -9,8 +9,8 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class Ratio:
     detail: str = ""
     is_floor: bool = False
     """Whether the goal is the least value that is good enough, not the largest."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What it is made of, by name; ratios with the same names stand in a table of their own."""
 
     @property
     def holds(self) -> bool | None:
@@ -62,8 +64,18 @@ class Earlier:
 
 def as_table(ratios: Sequence[Ratio], before: Earlier | None, num_ranks: int) -> str:
     """Return the ratios of so many ranks as aligned text, beside those of an earlier run if there is one."""
+    notes = []
+    if before and before.ranks != num_ranks:
+        notes.append(f"The earlier run had {before.ranks} ranks, this one has {num_ranks}: do not compare.")
+    kinds = dict.fromkeys(tuple(ratio.parts) for ratio in ratios) or [()]
+    grids = [_grid([r for r in ratios if tuple(r.parts) == parts], parts, before) for parts in kinds]
+    return as_text(Document("hpcfl bench", notes, grids))
+
+
+def _grid(ratios: Sequence[Ratio], parts: Sequence[str], before: Earlier | None) -> Grid:
+    """Return a table of ratios that consist of the same parts."""
     words = {None: "", True: "holds", False: "missed"}
-    header = ["ratio", "value", "goal", "", *(["before", "change"] if before else []), "measured"]
+    header = ["ratio", "value", "goal", "", *(["before", "change"] if before else []), *parts, "measured"]
     rows = []
     for ratio in ratios:
         goal = "" if ratio.goal is None else f"{'>=' if ratio.is_floor else '<='} {ratio.goal:g}"
@@ -71,11 +83,8 @@ def as_table(ratios: Sequence[Ratio], before: Earlier | None, num_ranks: int) ->
         if before:
             old = before.values.get(ratio.name)
             row += ["", ""] if old is None else [f"{old:.3g}", f"{ratio.value / old - 1:+.0%}" if old else ""]
-        rows.append([*row, ratio.detail])
-    notes = []
-    if before and before.ranks != num_ranks:
-        notes.append(f"The earlier run had {before.ranks} ranks, this one has {num_ranks}: do not compare.")
-    return as_text(Document("hpcfl bench", notes, [Grid("", header, rows)]))
+        rows.append([*row, *(f"{ratio.parts[part]:.3g}" for part in parts), ratio.detail])
+    return Grid("", header, rows)
 
 
 def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
@@ -86,7 +95,14 @@ def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
         "machine": platform.machine(),
         "ranks": num_ranks,
         "ratios": [
-            {"name": r.name, "value": r.value, "goal": r.goal, "holds": r.holds, "detail": r.detail}
+            {
+                "name": r.name,
+                "value": r.value,
+                "goal": r.goal,
+                "holds": r.holds,
+                "parts": dict(r.parts),
+                "detail": r.detail,
+            }
             for r in ratios
         ],
     }

@@ -40,7 +40,7 @@ METHOD_SAMPLES = 200
 """Those of each client in the comparison of methods."""
 CHECKPOINT_EVERY = 50
 FORWARD = 1 / 3
-"""Cost of a forward pass, in gradients."""
+"""Cost of a forward pass, or of a gradient of the last layers alone, in gradients of a network."""
 METHODS_BESIDE_FEDAVG = 3
 """Methods that are compared with one run of FedAvg, just before them."""
 
@@ -134,9 +134,11 @@ def _waiting(world: World, folder: Path) -> dict[str, float]:
 def methods(world: World) -> Iterator[Ratio]:
     """Time each method's round and evaluation over FedAvg's, beside the gradients that it needs in theory.
 
-    A method's figure is seconds of a round over FedAvg's, divided by gradients over FedAvg's. A forward pass
-    counts as a third of a gradient, and all gradients alike: one of the last layer alone costs less. Methods
-    that train a network of their own have no goal.
+    A method's figure is seconds of a round over FedAvg's, divided by its theory: gradients over FedAvg's, of
+    which a forward pass and a gradient of the last layers alone count a third. Its parts are the seconds of
+    training and of all else (server and messages) over those of FedAvg's whole round, the seconds of an
+    evaluation over FedAvg's, and what the theory consists of. Methods that train a network of their own have
+    no goal.
     """
     # rounds 3 and 5 are timed, which are not evaluated; evaluations after 2 and 4
     settings: dict[str, Any] = {
@@ -160,26 +162,35 @@ def methods(world: World) -> Iterator[Ratio]:
 def _beside_fedavg(name: str, other: tuple[Method, Timing], fedavg: tuple[Method, Timing]) -> Ratio:
     """Return the cost of a method's round over FedAvg's, by their gradients."""
     method, timing = other
-    round_, evaluation = (
-        own / of_fedavg for own, of_fedavg in zip(_seconds(timing), _seconds(fedavg[1]), strict=True)
+    training_s, server_s = _round_s(timing)
+    fedavg_s, epochs = sum(_round_s(fedavg[1])), fedavg[0].epochs_a_round
+    gradients, of_last_layers, forwards = (
+        own / epochs for own in (method.epochs_a_round, method.last_layers_epochs, method.forward_epochs)
     )
-    gradients, forwards = (
-        epochs / fedavg[0].epochs_a_round for epochs in (method.epochs_a_round, method.forward_epochs)
-    )
+    theory = gradients - of_last_layers + (of_last_layers + forwards) * FORWARD
+    parts = {
+        "training": training_s / fedavg_s,
+        "server": server_s / fedavg_s,
+        "evaluation": min(timing.evaluate_s) / min(fedavg[1].evaluate_s),
+        "gradients": gradients,
+        "of last layers": of_last_layers,
+        "forward passes": forwards,
+        "theory": theory,
+    }
     has_own_network = method.network is not method.context.network
     return Ratio(
         f"{name}: round over FedAvg's / gradients over FedAvg's",
-        round_ / (gradients + forwards * FORWARD),
+        (training_s + server_s) / fedavg_s / theory,
         None if has_own_network else 1.25,
-        f"round {round_:.2f}, evaluation {evaluation:.2f} of FedAvg's; {gradients:.3g} gradients"
-        + (f", {forwards:.3g} forward passes" if forwards else "")
-        + (", of a network of its own" if has_own_network else ""),
+        "a network of its own" if has_own_network else "",
+        parts=parts,
     )
 
 
-def _seconds(timing: Timing) -> tuple[float, float]:
-    """Return the seconds of a round without an evaluation, and of an evaluation."""
-    return min(timing.round_s[2], timing.round_s[4]), min(timing.evaluate_s)
+def _round_s(timing: Timing) -> tuple[float, float]:
+    """Return the seconds of a round without an evaluation: of training, and of all else, the server's."""
+    round_s, number = min((timing.round_s[number], number) for number in (2, 4))
+    return timing.train_s[number], round_s - timing.train_s[number]
 
 
 @contextmanager

@@ -19,8 +19,10 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     """Measure what the product costs, and print ratios beside their goals.
 
     Parts: start (of a rank), steps (of training, beside bare PyTorch), server (pFedLA's step),
-    rounds (what of them is not training; checkpoints), methods (each beside FedAvg). All but steps
-    and server use the ranks there are: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
+    rounds (what of them is not training; checkpoints), methods (each beside FedAvg: training and
+    server are of FedAvg's round, evaluation is of FedAvg's; theory is gradients, of which those of
+    the last layers and forward passes count a third). All but steps and server use the ranks there
+    are: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """
     parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts (default: all)")

@@ -45,6 +45,16 @@ def test_a_table_stands_beside_an_earlier_one() -> None:
     assert "do not compare" in as_table(RATIOS, Earlier(3, {"plain": 4.0}), 1)
 
 
+def test_ratios_with_parts_stand_in_a_table_of_their_own() -> None:
+    made = Ratio("made", 1.5, parts={"training": 1.25, "server": 0.25})
+    first, second = as_table([made, *RATIOS], None, 1).split("\n\n")[1:]
+    assert [line.split() for line in first.splitlines()] == [
+        ["ratio", "value", "goal", "training", "server", "measured"],
+        ["made", "1.5", "1.25", "0.25"],
+    ]
+    assert [line.split()[0] for line in second.splitlines()] == ["ratio", "small", "large", "plain"]
+
+
 def test_it_writes_a_file_and_reads_it_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "bench.json"
     assert main(["bench", "--parts", "start", "--repeats", "1", "--json", str(path)]) == FINISHED
@@ -71,14 +81,20 @@ def test_training_steps_are_measured(
 
 def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runs, "METHODS", {name: METHODS[name] for name in ("fedavg", "ifca", "fedmn")})
+    names = ("fedavg", "ifca", "fedmn", "fedala")
+    monkeypatch.setattr(runs, "METHODS", {name: METHODS[name] for name in names})
     monkeypatch.setattr(runs, "METHOD_SAMPLES", 20)
-    ifca, fedmn = methods(open_world())
+    ifca, fedmn, fedala = methods(open_world())
     assert ifca.name.startswith("ifca: ")
-    assert ifca.detail.endswith("of FedAvg's; 1 gradients, 2 forward passes")
-    assert ifca.goal == 1.25
-    assert fedmn.detail.endswith("1 gradients, 1 forward passes, of a network of its own")
-    assert fedmn.goal is None
+    theory = ("gradients", "of last layers", "forward passes", "theory")
+    assert [ifca.parts[part] for part in theory] == pytest.approx([1, 0, 2, 5 / 3])
+    assert [fedala.parts[part] for part in theory] == pytest.approx([1.8, 0.8, 0, 1 + 0.8 / 3])
+    for method in (ifca, fedala):
+        round_ = method.parts["training"] + method.parts["server"]
+        assert method.value == pytest.approx(round_ / method.parts["theory"])
+        assert min(method.parts["server"], method.parts["evaluation"]) > 0
+    assert (ifca.goal, fedmn.goal) == (1.25, None)
+    assert fedmn.detail == "a network of its own"
     assert list(tmp_path.iterdir()) == []
 
 
