@@ -98,6 +98,28 @@ class Federation:
         return [self.workplace.clients.index(cohort.clients[position]) for position in own]
 
 
+class Uploads:
+    """The uploads of this rank's groups as one message on the CPU, which they are copied to as they come."""
+
+    def __init__(self, num_clients: int) -> None:
+        self.message = Message(num_clients=num_clients)
+
+    def add(self, part: slice, up: Message) -> None:
+        """Add the upload of the clients at these positions; the first one names the tensors of all."""
+        whole, count = self.message, self.message.num_clients
+        if not whole.rows:
+            for name, rows in up.rows.items():
+                whole.rows[name] = torch.empty(count, *rows.shape[1:], dtype=rows.dtype)
+            for name, mask in up.keep.items():
+                whole.keep[name] = mask if mask.dim() == 1 else mask.new_empty(count, *mask.shape[1:])
+        for name, rows in whole.rows.items():
+            # view_as: copy_ would repeat a row that is too short
+            rows[part].view_as(up.rows[name]).copy_(up.rows[name])
+        for name, mask in whole.keep.items():
+            if mask.dim() == 2:
+                mask[part] = up.keep[name]
+
+
 def stack(messages: Sequence[Message]) -> Message:
     """Put the messages of several groups together; rows are brought to the CPU."""
     if not messages:

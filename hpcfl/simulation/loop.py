@@ -17,7 +17,7 @@ from hpcfl.communication.world import World
 from hpcfl.methods.base import State
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.experiment import Experiment
-from hpcfl.simulation.federation import Federation, stack
+from hpcfl.simulation.federation import Federation, Uploads, stack
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.saving import LastEvaluation, Saver
 from hpcfl.simulation.stopping import StopFlag
@@ -165,7 +165,8 @@ class Simulation:
     def _train(self, groups: Groups, down: Message, is_evaluated: bool) -> LocalRound:
         """Train this rank's cohort members, and score them right after if asked."""
         nothing = torch.zeros(0, dtype=torch.float64)
-        uploads, losses, steps, scores = [], [nothing], [nothing], [nothing]
+        losses, steps, scores = [nothing], [nothing], [nothing]
+        uploads = Uploads(down.num_clients)
         driver, began_s, scoring_s = self._federation.driver, time.monotonic(), 0.0
         for part, clients in groups:
             mine = down.select(part)
@@ -177,10 +178,10 @@ class Simulation:
             scores.append(self._evaluator.scores(clients, model)[:, 0])
             scoring_s += time.monotonic() - scoring_began_s
             # brought to the CPU group by group, so that a GPU never holds a whole cohort's
-            uploads.append(stack([up]))
+            uploads.add(part, up)
             clients.commit()
         train_s = time.monotonic() - began_s - scoring_s
-        return LocalRound(stack(uploads), torch.cat(losses), torch.cat(steps), torch.cat(scores), train_s)
+        return LocalRound(uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores), train_s)
 
     def _record(self, cohort: Cohort, traffic: RoundTraffic, local: LocalRound) -> np.ndarray:
         """Bring a round's figures to the server's ledger; return what `_round` does. Collective."""
