@@ -121,10 +121,11 @@ def make_place(
     clients_at_once: int | None = None,
     state: State | None = None,
     side: int = 8,
+    device: torch.device | str = "cpu",
 ) -> Workplace:
     """Build a rank with clients of the given sizes and random grey images in the network's type.
 
-    `clients_at_once` chooses the batched engine.
+    `clients_at_once` chooses the batched engine; the network must be on the device.
     """
     layout = ParameterLayout(network)
     dtype = next(network.parameters()).dtype
@@ -134,10 +135,12 @@ def make_place(
     counts = torch.tensor(sizes)
     none = torch.zeros_like(counts)
     offset = {"train": counts.cumsum(0) - counts, "val": none, "test": none}
-    shard = Shard(range(len(sizes)), x, y, offset, {"train": counts, "val": none, "test": none})
+    shard = Shard(
+        range(len(sizes)), x.to(device), y.to(device), offset, {"train": counts, "val": none, "test": none}
+    )
     loop = LoopEngine(network, layout)
     engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once)
-    return Workplace(shard, range(len(sizes)), engine, loop, train, 0, torch.device("cpu"), state or {})
+    return Workplace(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
 
 
 def spread(network: nn.Module, num_clients: int) -> tuple[Tensor, Tensor]:

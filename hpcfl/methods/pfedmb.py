@@ -165,9 +165,11 @@ class PFedMB(Method):
     def _of_all_layers(self, alpha: Tensor) -> Tensor:
         """Return [C, L, B] from [C, branched layers or 1, B]; BatchNorm uses the first branch."""
         first = torch.eye(1, self.params.branches, dtype=alpha.dtype, device=alpha.device)
-        everywhere = first.repeat(len(alpha), len(self.layers), 1)
-        everywhere[:, self.branched] = alpha
-        return everywhere
+        first = first.expand(len(alpha), -1)
+        # by the list and not by the mask, whose positions a GPU would have to tell the host
+        is_branched = self.branched.tolist()
+        rows = iter(alpha.expand(-1, sum(is_branched), -1).unbind(1))
+        return torch.stack([next(rows) if branched else first for branched in is_branched], dim=1)
 
     def mix(self, alpha: Tensor, branches: Tensor) -> Tensor:
         """Return the mixed models [C, P] from alpha [C, L, B] and branches [C, B, P] (eq. 1)."""

@@ -171,8 +171,8 @@ class Simulation:
         for part, clients in groups:
             mine = down.select(part)
             up = driver.work(clients, mine)
-            steps.append(clients.steps.double().cpu())
-            losses.append((clients.loss_sum / clients.steps.clamp(min=1)).cpu())
+            steps.append(clients.steps.double())
+            losses.append(clients.loss_sum.cpu() / clients.steps.clamp(min=1))
             scoring_began_s = time.monotonic()
             model = driver.after_training(clients, mine, up) if is_evaluated else Message()
             scores.append(self._evaluator.scores(clients, model)[:, 0])

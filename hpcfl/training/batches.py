@@ -20,14 +20,16 @@ from hpcfl.training.settings import LastBatch
 class Batch:
     """A mini-batch for each of C clients: x [C, B, ...], y [C, B] and sample index [C, B].
 
-    `members` are the positions of these clients in their group. A loss gets one client's batch, without the
-    client axis: x [B, ...], y [B], index [B].
+    `members` are the positions of these clients in their group; `counted` are the same on the CPU, for what
+    is counted there, or None where `members` are there. A loss gets one client's batch, without the client
+    axis: x [B, ...], y [B], index [B].
     """
 
     members: slice | Tensor
     x: Tensor
     y: Tensor
     index: Tensor
+    counted: slice | Tensor | None = None
 
     def pick(self, table: Tensor) -> Tensor:
         """Return the entries [C, B, ...] for this batch of a table [clients of the group, samples, ...]."""

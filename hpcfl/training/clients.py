@@ -25,6 +25,9 @@ from hpcfl.training.losses import Loss, cross_entropy_loss
 from hpcfl.training.settings import TrainConfig
 from hpcfl.training.sgd import Descent, Trained
 
+_Planned = tuple[list[int], list[Tensor]]
+"""A mini-batch to come: its clients' positions in the group, and the sample indices of each."""
+
 GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """Function of the weights [C, ...] of a batch's C members and the batch: returns gradient and losses [C]."""
 
@@ -62,8 +65,8 @@ class Clients:
         self.device = workplace.device
         self.buffers = torch.empty(len(self.ids), 0, device=self.device)
         """Running statistics [C, U] that training and evaluation use and update."""
-        self.steps = torch.zeros(len(self.ids), dtype=torch.int64, device=self.device)
-        """Training steps done by each client through this object [C]."""
+        self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
+        """Training steps done by each client through this object [C], on the CPU."""
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
         """Sum of the losses of these steps [C]."""
         self.notes: Tensors = {}
@@ -109,21 +112,23 @@ class Clients:
     ) -> Iterator[Batch]:
         """Yield mini-batches of the training split in an order given by (seed, purpose, round, client).
 
-        Clients whose current mini-batches have equal sizes share one Batch. `epochs` defaults to
-        `train.local_epochs`; if `steps` is given, each client gets `steps` mini-batches instead. `samples`
-        are the sample indices to use, one int64 tensor per client with at least one entry; default: all.
+        Clients whose current mini-batches have equal sizes share one Batch. The order of all samples goes to
+        the device before the first one, so that a GPU need not wait for the host between them. `epochs`
+        defaults to `train.local_epochs`; if `steps` is given, each client gets `steps` mini-batches instead.
+        `samples` are the sample indices to use, one int64 tensor per client with at least one entry; default:
+        all.
         """
-        shard, train = self._workplace.shard, self._workplace.train
+        train = self._workplace.train
         if samples is None:
             samples = [torch.arange(n) for n in self.num_samples.tolist()]
         cuts = [minibatches(len(chosen), train.batch_size, train.last_batch) for chosen in samples]
         streams = [torch_stream(self._workplace.seed, purpose, self.round, client) for client in self.ids]
-        offsets = shard.offset["train"][self._local]
         done, most = [0] * len(self), math.inf if steps is None else steps
         epochs = train.local_epochs if epochs is None else epochs
+        plan: list[_Planned] = []
         for _ in range(epochs) if steps is None else count():
             if all(n >= most for n in done):
-                return
+                break
             orders = [
                 chosen[torch.randperm(len(chosen), generator=stream)]
                 for chosen, stream in zip(samples, streams, strict=True)
@@ -135,12 +140,31 @@ class Clients:
                 ]
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
                 for _size, alike in same_size_groups([stop - start for start, stop in spans]):
-                    index = torch.stack([orders[m][slice(*spans[m])] for m in alike])
-                    position = (index + offsets[alike, None]).to(self.device)
-                    everyone = len(alike) == len(self)
-                    members = slice(None) if everyone else torch.tensor(alike, device=self.device)
-                    x = shard.images(position[0]).unsqueeze(0) if len(alike) == 1 else shard.x[position]
-                    yield Batch(members, x, shard.y[position], index.to(self.device))
+                    plan.append((alike, [orders[m][slice(*spans[m])] for m in alike]))
+        if plan:
+            yield from self._planned(plan)
+
+    def _planned(self, plan: list[_Planned]) -> Iterator[Batch]:
+        """Yield planned mini-batches; what they need goes to the device in one piece, before the first."""
+        shard = self._workplace.shard
+        pieces = [piece for _, of_batch in plan for piece in of_batch]
+        owners = torch.tensor([member for alike, _ in plan for member in alike])
+        lengths = torch.tensor([len(piece) for piece in pieces])
+        index = torch.cat(pieces)
+        position = index + shard.offset["train"][self._local][owners].repeat_interleave(lengths)
+        some = {tuple(alike): torch.tensor(alike) for alike, _ in plan if len(alike) < len(self)}
+        there = torch.cat([index, position, *some.values()]).to(self.device)
+        sizes = [sum(map(len, of_batch)) for _, of_batch in plan]
+        parts = iter(there.split([*sizes, *sizes, *map(len, some)]))
+        indices, positions = ([next(parts) for _ in plan] for _ in range(2))
+        members = dict(zip(some, parts, strict=True))
+        for (alike, _), flat, found in zip(plan, indices, positions, strict=True):
+            everyone = len(alike) == len(self)
+            group = slice(None) if everyone else members[tuple(alike)]
+            where = found.view(len(alike), -1)
+            x = shard.images(found).unsqueeze(0) if len(alike) == 1 else shard.x[where]
+            counted = slice(None) if everyone else some[tuple(alike)]
+            yield Batch(group, x, shard.y[where], flat.view(len(alike), -1), counted)
 
     def divided(
         self, purpose: str, share: float, *, fewest: tuple[int, int], round: int = 0
@@ -217,7 +241,8 @@ class Clients:
 
     def record(self, batch: Batch, losses: Tensor) -> None:
         """Count one training step of the batch's clients, with their losses [len(batch.members)]."""
-        self.steps[batch.members] += 1
+        counted = batch.members if batch.counted is None else batch.counted
+        self.steps[counted] += 1
         self.loss_sum[batch.members] += losses
 
     def plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -264,6 +289,8 @@ class Clients:
         one client after the other: one client's samples fill a device, and vmap would need padding.
         """
         rows = []
+        if samples is not None:
+            samples = torch.cat(list(samples)).to(self.device).split([len(chosen) for chosen in samples])
         for position in range(len(self)):
             x, y = self.samples("train", position)
             if samples is not None:

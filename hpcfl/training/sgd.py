@@ -14,7 +14,7 @@ from hpcfl.training.settings import TrainConfig
 
 
 class Trained(NamedTuple):
-    """The end of a local training pass: theta [C, ..., P] and the number of steps [C]."""
+    """The end of a local training pass: theta [C, ..., P] and, on the CPU, the number of steps [C]."""
 
     theta: Tensor
     steps: Tensor
