@@ -38,7 +38,8 @@ class Descent:
             gradient = gradient.add(weights, alpha=self._train.weight_decay)
         if self._velocity is not None:
             gradient = self._velocity[members].mul_(self._train.momentum).add_(gradient)
-            self._velocity[members] = gradient
+            if not isinstance(members, slice):
+                self._velocity[members] = gradient
         weights[..., self._trained].add_(gradient[..., self._trained], alpha=-self._lr)
         if not isinstance(members, slice):
             self.theta[members] = weights
