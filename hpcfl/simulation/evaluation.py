@@ -72,6 +72,10 @@ class Evaluator:
         """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where there is none."""
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
+        if type(self._method).predict is Method.predict:
+            together = clients.scores(model, self._config.run.eval_split)
+            if together is not None:
+                return together
         return torch.cat([self._score(clients, model, position) for position in range(len(clients))])
 
     def client_history(self, done: int) -> State:

@@ -18,6 +18,7 @@ from hpcfl.methods import METHODS, Context, Method
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.clients import Workplace
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
+from hpcfl.training.scoring import BatchedScorer
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,15 @@ def build(config: Config, world: World) -> Experiment:
     _refuse_slow_precision(config, batched)
     evaluator = LoopEngine(network, method.layout, config.train.precision)
     engine: Engine = evaluator
+    scorer = None
     if batched:
         at_once = config.run.clients_at_once if method.chain is None else 1
         engine = BatchedEngine(network, method.layout, at_once)
+        scorer = BatchedScorer(network, method.layout)
     state = Driver(method).initial_clients(clients)
-    workplace = Workplace(shard, clients, engine, evaluator, config.train, config.run.seed, device, state)
+    workplace = Workplace(
+        shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
+    )
     split = config.run.eval_split
     return Experiment(
         config,

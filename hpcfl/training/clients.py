@@ -22,6 +22,7 @@ from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
+from hpcfl.training.scoring import BatchedScorer
 from hpcfl.training.settings import TrainConfig
 from hpcfl.training.sgd import Descent, Trained
 
@@ -36,7 +37,8 @@ GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 class Workplace:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
-    `state` maps names to tensors [clients, ...], in the order of `clients`.
+    `state` maps names to tensors [clients, ...], in the order of `clients`; `scorer`, if there is one, scores
+    many clients' models at once.
     """
 
     shard: Shard
@@ -47,6 +49,7 @@ class Workplace:
     seed: int
     device: torch.device
     state: Tensors
+    scorer: BatchedScorer | None = None
 
 
 class Clients:
@@ -297,6 +300,14 @@ class Clients:
                 x, y = x[samples[position]], y[samples[position]]
             rows.append(self.outputs(model, position, call, x, y))
         return pad_sequence(rows, batch_first=True)
+
+    def scores(self, model: Message, split: str) -> Tensor | None:
+        """Return (accuracy, mean loss) of each client's model on its samples of a split, float64 [C, 2].
+
+        They are on the CPU; None where models are scored client by client, by `probabilities`.
+        """
+        place = self._workplace
+        return None if place.scorer is None else place.scorer.scores(model, place.shard, split, self._local)
 
     def probabilities(self, model: Tensors | Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] of one client's model."""

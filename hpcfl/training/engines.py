@@ -43,9 +43,9 @@ class LoopEngine:
 
     def __init__(self, network: nn.Module, layout: ParameterLayout, precision: Precision = "float32") -> None:
         self._layout, self._precision = layout, precision
-        self._network = _prepare(network)
+        self._network = prepare(network)
         # a working copy whose parameters and gradients are views of one flat vector each
-        self._working = _prepare(network)
+        self._working = prepare(network)
         theta, self._buffers = layout.flatten(self._working)
         self._theta, self._gradient = theta, torch.zeros_like(theta)
         views, gradients = layout.views(self._theta), layout.views(self._gradient)
@@ -102,7 +102,7 @@ class BatchedEngine:
     """Many clients as one computation, `torch.func.vmap` over the client axis: for GPUs."""
 
     def __init__(self, network: nn.Module, layout: ParameterLayout, clients_at_once: int) -> None:
-        self._network, self._layout = _prepare(network), layout
+        self._network, self._layout = prepare(network), layout
         self.clients_at_once = clients_at_once
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
@@ -138,7 +138,8 @@ def _fastest_order(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def _prepare(network: nn.Module) -> nn.Module:
+def prepare(network: nn.Module) -> nn.Module:
+    """Return a copy of a network in training mode, whose BatchNorm does not count mini-batches."""
     working = copy.deepcopy(network).train()
     for module in working.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):

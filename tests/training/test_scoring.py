@@ -1,0 +1,85 @@
+"""Scores of many clients at once are those of one client after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import UNEQUAL, Run, make_network, make_place, spread
+from torch import Tensor
+from torch.nn.functional import nll_loss
+
+from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.parameters import ParameterLayout
+from hpcfl.simulation.evaluation import Evaluation, Evaluator
+from hpcfl.simulation.federation import Federation
+from hpcfl.training import scoring
+from hpcfl.training.clients import Clients
+from hpcfl.training.scoring import BatchedScorer
+from hpcfl.training.settings import TrainConfig
+
+SIZES = (13, 1, 8, 3)
+
+
+def one_by_one(clients: Clients, model: Message) -> Tensor:
+    """Return what the loop engine's evaluator gives."""
+    rows = []
+    for position in range(len(clients)):
+        x, y = clients.samples("train", position)
+        probabilities = clients.probabilities(model, position, x)
+        is_right = probabilities.argmax(dim=1) == y
+        rows.append(torch.stack([is_right.double().mean(), nll_loss(probabilities.log(), y).double()]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("samples_at_once", [2048, 5])
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_shared_and_own_models(
+    batchnorm: bool, samples_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "SAMPLES_AT_ONCE", samples_at_once)
+    network = make_network(batchnorm=batchnorm)
+    place = make_place(network, SIZES, TrainConfig(), clients_at_once=4)
+    clients = Clients(replace(place, scorer=BatchedScorer(network, ParameterLayout(network))), range(4), 0)
+    theta, buffers = spread(network, 4)
+    theta, buffers = theta + 0.1 * torch.randn(theta.shape), buffers + torch.rand(buffers.shape)
+    own = Message(rows={"theta": theta, BUFFERS: buffers}, num_clients=4)
+    common = Message(shared={"theta": theta[0], BUFFERS: buffers[0]}, num_clients=4)
+    # such as FedAvg's, whose clients keep their running statistics
+    mixed = Message(shared={"theta": theta[0]}, rows={BUFFERS: buffers}, num_clients=4)
+    for model in (own, common, mixed):
+        found = clients.scores(model, "train")
+        assert found is not None
+        torch.testing.assert_close(found, one_by_one(clients, model), rtol=0, atol=1e-6)
+    assert Clients(place, range(4), 0).scores(own, "train") is None
+
+
+def test_a_diverged_client_spoils_no_other() -> None:
+    network = make_network()
+    place = make_place(network, SIZES, TrainConfig(), clients_at_once=4)
+    scorer = BatchedScorer(network, ParameterLayout(network))
+    theta, buffers = spread(network, 4)
+    theta[1] = torch.nan
+    model = Message(rows={"theta": theta, BUFFERS: buffers}, num_clients=4)
+    found = scorer.scores(model, place.shard, "train", range(4))
+    assert found.isnan().any(dim=1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("method", ["fedavg", "local", "fedem", "fedrod"])
+def test_an_evaluation_of_the_batched_engine(method: str) -> None:
+    keys = [*UNEQUAL, f"method.name={method}", "model.batchnorm=true", "train.rounds=1"]
+    run = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
+    experiment = run.simulation._experiment
+    assert experiment.workplace.scorer is not None
+    figures = []
+    for scorer in (experiment.workplace.scorer, None):
+        place = replace(experiment.workplace, scorer=scorer)
+        federation = Federation(replace(experiment, workplace=place), run.simulation._world)
+        figures.append(Evaluator(federation).evaluate(run.server, 1))
+    together, alone = figures
+    assert isinstance(alone, Evaluation)
+    for name in ("accuracy", "loss", "after_download"):
+        one, other = (torch.from_numpy(getattr(figure, name)) for figure in (together, alone))
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6, equal_nan=True)
+    assert alone.loss.min() > 0
