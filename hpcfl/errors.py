@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+BAD_INPUT = 2
+"""Exit code after a UserError."""
+
 
 class UserError(Exception):
     """A mistake in what the user asked for: printed as one line, no traceback, exit code 2.

@@ -26,11 +26,11 @@ with quick_imports():
     from hpcfl.commands.run import run
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
-    from hpcfl.errors import UserError
+    from hpcfl.errors import BAD_INPUT, UserError
     from hpcfl.simulation.progress import print_warning
     from hpcfl.simulation.stopping import StopFlag
 
-FINISHED, BAD_INPUT, STOPPED = 0, 2, 75
+FINISHED, STOPPED = 0, 75
 
 
 def main(argv: Sequence[str] | None = None) -> int:

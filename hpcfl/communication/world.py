@@ -67,6 +67,8 @@ class World:
         self.is_worker = self.rank > 0 or self.size == 1
         self.num_workers = max(1, self.size - 1)
         self.worker_index = 0 if self.size == 1 else self.rank - 1
+        self.workers_on_device = 1
+        """Workers that share this rank's GPU, once `device` has chosen one."""
         self.host = socket.gethostname()
         self.bytes_received = 0
         """What collectives and other workers have brought to this rank so far."""
@@ -99,7 +101,7 @@ class World:
         """
         if setting not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device setting {setting!r} is none of auto, cpu, cuda")
-        local_index = self._local_worker_index()
+        local_index, num_local = self._local_workers()
         num_gpus = torch.cuda.device_count() if self.is_worker and setting != "cpu" else 0
         error = None
         if setting == "cuda" and self.is_worker and num_gpus == 0:
@@ -107,21 +109,27 @@ class World:
         error = agree(self, error)
         if error is not None:
             raise UserError(error)
-        return torch.device("cuda", local_index % num_gpus) if num_gpus else torch.device("cpu")
+        if not num_gpus:
+            return torch.device("cpu")
+        self.workers_on_device = len(range(local_index % num_gpus, num_local, num_gpus))
+        return torch.device("cuda", local_index % num_gpus)
 
-    def _local_worker_index(self) -> int:
-        """Return this worker's number among the workers of its node (0 on the server). Collective."""
+    def _local_workers(self) -> tuple[int, int]:
+        """Return this worker's number among those of its node, and how many they are. Collective.
+
+        (0, 1) on the server.
+        """
         if self._comm is None:
-            return 0
+            return 0, 1
         from mpi4py import MPI
 
         self.barrier()
         node = self._comm.Split_type(MPI.COMM_TYPE_SHARED if self.is_worker else MPI.UNDEFINED, key=self.rank)
         if node == MPI.COMM_NULL:
-            return 0
-        local_index = node.Get_rank()
+            return 0, 1
+        local_index, num_local = node.Get_rank(), node.Get_size()
         node.Free()
-        return local_index
+        return local_index, num_local
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a contiguous CPU tensor in place with rank 0's. Collective."""
@@ -339,12 +347,16 @@ def abort_on_exception(world: World) -> Iterator[None]:
         if world.size == 1:
             raise
         header = f"rank {world.rank} of {world.size} on {world.host} failed, so all ranks stop"
-        text = f"{header}\n{traceback.format_exc()}"
-        time.sleep(min(world.rank * _ABORT_STAGGER_S, _LONGEST_STAGGER_S))
-        sys.stderr.write(text)
-        # mpirun may drop what it has not yet passed on when a rank aborts
-        time.sleep(_PASSING_ON_S)
-        world.abort(1)
+        abort_saying(world, f"{header}\n{traceback.format_exc()}", 1)
+
+
+def abort_saying(world: World, text: str, code: int) -> NoReturn:
+    """Print why this rank fails, and end all ranks; of several that fail at once, the lowest comes first."""
+    time.sleep(min(world.rank * _ABORT_STAGGER_S, _LONGEST_STAGGER_S))
+    sys.stderr.write(text)
+    # mpirun may drop what it has not yet passed on when a rank aborts
+    time.sleep(_PASSING_ON_S)
+    world.abort(code)
 
 
 def agree(world: World, error: str | None) -> str | None:

@@ -69,8 +69,9 @@ class RunConfig(Settings):
     """Rounds between checkpoints; the last round always has one. Changes no result."""
     engine: Literal["auto", "loop", "batched"] = "auto"
     """Local training client by client, or many clients as one computation; auto: batched on CUDA."""
-    clients_at_once: int = Field(32, ge=1)
-    """Clients in one computation of the batched engine."""
+    clients_at_once: int | None = Field(None, ge=1)
+    """Clients in one computation of the batched engine; default: 32, or on CUDA as many as its free memory
+    holds. Another number gives other last bits; config.yaml names the one taken on CUDA."""
     placement: Literal["balanced", "home"] = "balanced"
     """Which worker trains a client of a round. home: the one that keeps it. balanced: members of a cohort
     visit less busy workers, with their samples and state (the loop engine only). Changes no result."""
@@ -78,6 +79,8 @@ class RunConfig(Settings):
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where workers train; auto: a GPU if there is one."""
+    tf32: bool = False
+    """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
     max_elements: int = Field(2**27, ge=1, lt=2**28)
     """Numbers in one block of a message; changes no result."""
 

@@ -15,6 +15,7 @@ from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
+from hpcfl.simulation.device_memory import clients_at_once
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.clients import Workplace
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
@@ -33,6 +34,7 @@ class Experiment:
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N]."""
     engine_name: str
+    """The engine and, on a GPU, what was chosen for it."""
 
     @property
     def driver(self) -> Driver:
@@ -91,8 +93,8 @@ def build(config: Config, world: World) -> Experiment:
     torch.set_num_threads(config.run.threads)
     world.max_elements = config.run.max_elements
     device = world.device(config.run.device)
-    # a GPU would round the inputs of convolutions to 10 bits
-    torch.backends.cudnn.allow_tf32 = False
+    # by itself a GPU would round the factors of convolutions
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.run.tf32
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     refuse_chain(method, world.num_workers)
@@ -100,17 +102,25 @@ def build(config: Config, world: World) -> Experiment:
     _refuse_single_samples(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
     clients = world.shard(len(parts))
-    shard = Shard.build(arrays, parts, clients, mean, std, device)
-    network = copy.deepcopy(method.network).to(device)
     batched = is_batched(config, device)
     _refuse_slow_precision(config, batched)
+    try:
+        shard = Shard.build(arrays, parts, clients, mean, std, device)
+        network = copy.deepcopy(method.network).to(device)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"{device} of rank {world.rank} on {world.host} has no memory for the samples of its "
+            f"{len(clients)} clients; use more GPUs, fewer data.clients, or run.device=cpu"
+        ) from error
     evaluator = LoopEngine(network, method.layout, config.train.precision)
     engine: Engine = evaluator
-    scorer = None
+    scorer, engine_name = None, "loop"
     if batched:
-        at_once = config.run.clients_at_once if method.chain is None else 1
+        at_once = clients_at_once(config, method, device, world.workers_on_device, len(clients))
         engine = BatchedEngine(network, method.layout, at_once)
         scorer = BatchedScorer(network, method.layout)
+        # what free memory decided stands in the record: it decides the last bits
+        engine_name = "batched" if device.type == "cpu" else f"batched by {at_once}"
     state = Driver(method).initial_clients(clients)
     workplace = Workplace(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
@@ -122,7 +132,7 @@ def build(config: Config, world: World) -> Experiment:
         workplace,
         np.array([len(part.train) for part in parts]),
         np.array([len(getattr(part, split)) for part in parts]),
-        "batched" if batched else "loop",
+        engine_name,
     )
 
 

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
-from hpcfl.communication.world import World
+from hpcfl.communication.world import World, abort_saying
+from hpcfl.errors import BAD_INPUT
 from hpcfl.methods.base import State
+from hpcfl.simulation.device_memory import out_of_memory
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.experiment import Experiment
 from hpcfl.simulation.federation import Federation, Uploads, stack
@@ -88,7 +90,23 @@ class Simulation:
         self._longest_s = 0.0
 
     def run(self) -> Outcome:
-        """Run all rounds that are not done yet. Collective."""
+        """Run all rounds that are not done yet. Collective.
+
+        Raises UserError where the device's memory does not suffice; a rank among several then ends all.
+        """
+        try:
+            return self._rounds()
+        except torch.OutOfMemoryError as error:
+            workplace, world = self._federation.workplace, self._world
+            place = f"{workplace.device} of rank {world.rank} on {world.host}"
+            told = out_of_memory(self.config, place, workplace.engine.clients_at_once)
+            if world.size == 1:
+                raise told from error
+            # the other ranks are in the midst of a round, and would wait for this one
+            abort_saying(world, f"hpcfl: error: {told}\n", BAD_INPUT)
+
+    def _rounds(self) -> Outcome:
+        """Do what `run` says."""
         train, run = self.config.train, self.config.run
         self.server, first = self._saver.start()
         self._wall_before_s = self.ledger.wall_s

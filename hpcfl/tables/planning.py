@@ -18,6 +18,7 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
+from hpcfl.simulation.device_memory import clients_at_once
 from hpcfl.simulation.experiment import is_batched, load_data, make_method, refuse_chain
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.document import Document, Grid
@@ -142,12 +143,14 @@ def step_seconds(config: Config, method: Method) -> float:
     That is the fastest of a few steps, as whatever else the machine does only slows them.
     """
     torch.set_num_threads(config.run.threads)
-    device = World().device(config.run.device)
+    world = World()
+    device = world.device(config.run.device)
     context, size = method.context, config.train.batch_size
     network = copy.deepcopy(method.network).to(device)
     engine: Engine = LoopEngine(network, method.layout)
     if is_batched(config, device):
-        engine = BatchedEngine(network, method.layout, config.run.clients_at_once)
+        at_once = clients_at_once(config, method, device, world.workers_on_device, context.num_clients)
+        engine = BatchedEngine(network, method.layout, at_once)
     count = min(engine.clients_at_once, context.num_clients)
     stream = torch.Generator().manual_seed(0)
     initial = method.layout.flatten(method.network)
@@ -170,7 +173,7 @@ def _timing_key(config: Config, method: Method) -> tuple[object, ...]:
     """Return all that a step's seconds depend on."""
     context, run = method.context, config.run
     device = World().device(run.device)
-    engine = run.clients_at_once if is_batched(config, device) else 0
+    engine = (run.clients_at_once, run.tf32) if is_batched(config, device) else None
     network = (config.model, config.model_options.model_dump_json(), context.image_shape, context.num_classes)
     own = "" if method.network is context.network else f"{config.method} {method.params.model_dump_json()}"
     return (*network, own, config.train.batch_size, str(device), engine, run.threads)

@@ -233,6 +233,24 @@ def test_waiting_leaves_the_cores_to_others(world: World) -> None:
         assert cpu_s < 0.2 * wall_s
 
 
+def test_workers_of_a_node_take_turns_at_its_gpus(mpirun: Mpirun) -> None:
+    code = """
+import torch
+from hpcfl.communication.world import open_world
+world = open_world()
+for num_gpus in (1, 2, 8):
+    torch.cuda.device_count = lambda: num_gpus
+    found = world.gather_bytes(f"{world.device('cuda')} {world.workers_on_device}".encode())
+    if found:
+        print(*(one.decode() for one in found), sep=", ")
+"""
+    assert mpirun(4, "-c", code, timeout=60).stdout.splitlines() == [
+        "cpu 1, cuda:0 3, cuda:0 3, cuda:0 3",
+        "cpu 1, cuda:0 2, cuda:1 1, cuda:0 2",
+        "cpu 1, cuda:0 1, cuda:1 1, cuda:2 1",
+    ]
+
+
 def run_child(code: str, **environment: str) -> CompletedProcess[str]:
     return run_tree([sys.executable, "-c", code], env=environment, check=False)
 

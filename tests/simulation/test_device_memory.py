@@ -1,0 +1,138 @@
+"""Clients at once from a device's free memory, and a device that has too little of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from conftest import Mpirun
+from harness import SMALL
+
+from hpcfl.communication.world import World
+from hpcfl.config import load_config
+from hpcfl.data.shard import Shard
+from hpcfl.main import BAD_INPUT, main
+from hpcfl.methods import METHODS, Method
+from hpcfl.simulation.device_memory import VECTORS, bytes_of_client, clients_at_once
+from hpcfl.simulation.experiment import build, load_data, make_method
+from hpcfl.training.engines import BatchedEngine, LoopEngine
+from hpcfl.training.scoring import BatchedScorer
+
+GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+def method_of(*keys: str) -> Method:
+    config = load_config(None, [*SMALL, *keys])
+    return make_method(config, *load_data(config))
+
+
+def full(*_: Any) -> NoReturn:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    ("owner", "hook", "engine"),
+    [
+        (LoopEngine, "gradient", "loop"),
+        (BatchedEngine, "gradient", "batched"),
+        (BatchedScorer, "scores", "batched"),
+    ],
+)
+def test_out_of_memory_says_what_to_lower(
+    owner: type[Any],
+    hook: str,
+    engine: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(owner, hook, full)
+    keys = [*SMALL, f"run.engine={engine}", "run.eval_every=1"]
+    assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == BAD_INPUT
+    told = capsys.readouterr().err
+    assert told.startswith("hpcfl: error: cpu of rank 0 on ")
+    assert "out of memory; try " in told
+    assert "train.batch_size=4 (it is 8)" in told
+    assert ("run.clients_at_once=16 (it was 32)" in told) == (engine == "batched")
+
+
+def test_samples_that_do_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Shard, "build", full)
+    assert main([*SMALL, "--out", str(tmp_path / "run"), "--quiet"]) == BAD_INPUT
+    assert "no memory for the samples of its 4 clients; use more GPUs" in capsys.readouterr().err
+
+
+def test_one_rank_without_memory_ends_all(mpirun: Mpirun, tmp_path: Path) -> None:
+    code = f"""
+import sys
+import torch
+from hpcfl.communication.world import open_world
+from hpcfl.main import main
+from hpcfl.training.engines import LoopEngine
+
+def full(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+if open_world().rank == 2:
+    LoopEngine.gradient = full
+sys.exit(main([*{list(SMALL)}, "--out", {str(tmp_path / "run")!r}]))
+"""
+    done = mpirun(3, "-c", code, timeout=60, check=False)
+    assert done.returncode == BAD_INPUT
+    assert "hpcfl: error: cpu of rank 2 on " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that says how many bytes of the GPU are free."""
+
+    def say(num_bytes: int) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (num_bytes, 2 * num_bytes))
+
+    return say
+
+
+def test_clients_at_once_are_a_power_of_two_that_half_of_the_free_memory_holds(
+    free: Callable[[int], None],
+) -> None:
+    config, method = load_config(None, [*SMALL]), method_of()
+    each = bytes_of_client(method)
+
+    def chosen(clients: float, sharing: int = 1, most: int = 1000) -> int:
+        free(int(2 * clients * each))
+        return clients_at_once(config, method, GPU, sharing, most)
+
+    assert [chosen(n) for n in (0.5, 1.01, 3.9, 4.01, 100)] == [1, 1, 2, 4, 64]
+    assert chosen(100, sharing=4) == 16
+    assert chosen(100, most=10) == 10
+    assert clients_at_once(config, method, CPU, 1, 1000) == 32
+    given = load_config(None, [*SMALL, "run.clients_at_once=5"])
+    assert clients_at_once(given, method, GPU, 1, 1000) == 5
+    chain = SimpleNamespace(chain="method.order=chain")
+    assert clients_at_once(given, chain, GPU, 1, 1000) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_client_takes_its_vectors_and_its_activations(name: str) -> None:
+    large, small = (
+        method_of(f"method.name={name}", "model.batchnorm=true", f"train.batch_size={size}")
+        for size in (16, 8)
+    )
+    vectors = VECTORS * 4 * max(small.largest_row, small.layout.size)
+    activations = [bytes_of_client(method) - vectors for method in (large, small)]
+    # the output of the first convolution and its inputs, of 8 samples at the least
+    assert activations[1] >= 8 * 16 * 8 * 8 * 4
+    assert 1.5 < activations[0] / activations[1] <= 2
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_an_option(tf32: bool) -> None:
+    build(load_config(None, [*SMALL, f"run.tf32={tf32}"]), World())
+    assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32
