@@ -3,6 +3,7 @@
 #
 #     bash jobs/test.sh                       all: on up to four cores, then those that are collective as 3 MPI ranks
 #     bash jobs/test.sh -m quick              half a minute, while one works
+#     bash jobs/test.sh -m gpu                those that need a GPU; each is skipped where there is none
 #     bash jobs/test.sh PYTEST OPTIONS        those that the options choose, without MPI ranks
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" mpich,test
