@@ -60,13 +60,13 @@ def start(world: World) -> Iterator[Ratio]:
         yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
 
 
-def rounds(world: World, count: int) -> Iterator[Ratio]:
+def rounds(world: World, count: int, device: str = "cpu") -> Iterator[Ratio]:
     """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and how long workers wait."""
     settings = {
         "model": {"batchnorm": True},
         "data": {"clients": NUM_CLIENTS, "per_client": ROUND_SAMPLES},
         "train": {"rounds": count + 1, "local_epochs": 10, "batch_size": 32, "lr": 0.01},
-        "run": {"eval_every": count + 1, "checkpoint_every": 1},
+        "run": {"device": device, "eval_every": count + 1, "checkpoint_every": 1},
     }
     with _images(world) as folder:
         method, timing = _run(world, folder, settings)
@@ -131,7 +131,7 @@ def _waiting(world: World, folder: Path) -> dict[str, float]:
     return shares
 
 
-def methods(world: World) -> Iterator[Ratio]:
+def methods(world: World, device: str = "cpu") -> Iterator[Ratio]:
     """Time each method's round and evaluation over FedAvg's, beside the gradients that it needs in theory.
 
     A method's figure is seconds of a round over FedAvg's, divided by its theory: gradients over FedAvg's, of
@@ -145,7 +145,7 @@ def methods(world: World) -> Iterator[Ratio]:
         "model": {"batchnorm": True},
         "data": {"clients": 4, "per_client": METHOD_SAMPLES},
         "train": {"rounds": 6, "local_epochs": 1, "batch_size": 30, "lr": 0.01},
-        "run": {"eval_every": 2, "checkpoint_every": 6},
+        "run": {"device": device, "eval_every": 2, "checkpoint_every": 6},
     }
     others = [name for name in METHODS if name != "fedavg"]
     with _images(world) as folder, warnings.catch_warnings():
@@ -221,7 +221,7 @@ def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Metho
     Raises StoppedError if a request to stop ended it.
     """
     images = {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}
-    config = resolve(lay_over(settings, {"data": images, "run": {"device": "cpu"}}))
+    config = resolve(lay_over(settings, {"data": images}))
     with ExitStack() as at_exit:
         experiment = agreed(world, lambda: build(config, world))
         run_folder = RunFolder(folder / "run", config) if world.is_server else None

@@ -43,7 +43,7 @@ STEPS = (
 def training_steps(repeats: int) -> Iterator[Ratio]:
     """Compare an epoch of the loop engine with a bare PyTorch loop on the same model and data."""
     for called, model, batchnorm, goal in STEPS:
-        context = _context(1, model, batchnorm)
+        context = context_of(1, model, batchnorm)
         product, bare = _epochs(context)
         ratio, product_s, bare_s = compare(product, bare, repeats)
         steps = len(minibatches(TRAIN_SAMPLES, BATCH_SIZE))
@@ -58,8 +58,8 @@ def training_steps(repeats: int) -> Iterator[Ratio]:
 
 def branches(repeats: int) -> Iterator[Ratio]:
     """Compare a local round of pFedMB with 5 branches (an epoch of alpha, one of branches) with two of 1."""
-    context = _context(1, "lenet_small", batchnorm=False)
-    shard = _random_shard()
+    context = context_of(1, "lenet_small", batchnorm=False)
+    shard = random_shard()
     train = TrainConfig(batch_size=64, lr=0.01, local_epochs=1)
 
     def local_round(count: int) -> Callable[[], None]:
@@ -81,7 +81,7 @@ def branches(repeats: int) -> Iterator[Ratio]:
 
 def server_step(repeats: int) -> Iterator[Ratio]:
     """Compare pFedLA's server step with stacking N models a client and autograd through the sum."""
-    context = _context(SERVER_CLIENTS)
+    context = context_of(SERVER_CLIENTS)
     method = PFedLA(context, PFedLAParams(head_init="default"))
     server = method.server_state()
     stream = torch_stream(0, "bench")
@@ -112,7 +112,7 @@ def _epochs(
     context: Context, precision: Precision = "float32"
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Return an epoch of the loop engine and one of plain PyTorch."""
-    shard = _random_shard()
+    shard = random_shard()
     train = TrainConfig(batch_size=BATCH_SIZE, lr=0.01, local_epochs=1)
     workplace = _workplace(context, shard, train, {}, precision)
     theta, buffers = context.initial_parameters([0]), context.layout.flatten(context.network)[1].unsqueeze(0)
@@ -156,7 +156,8 @@ def _stacked_step(method: PFedLA, server: Tensors, client: int, trained: Tensor)
     torch.autograd.grad(list(start.values()), list(leaves.values()), grad_outputs=falling)
 
 
-def _context(num_clients: int, model: str = "lenet", batchnorm: bool = True) -> Context:
+def context_of(num_clients: int, model: str = "lenet", batchnorm: bool = True) -> Context:
+    """Return a run's context with so many clients of TRAIN_SAMPLES images."""
     options = ConvNetOptions(batchnorm=batchnorm)
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
     return Context(model, options, IMAGE, NUM_CLASSES, num_samples, TrainConfig(), 0)
@@ -169,12 +170,19 @@ def _workplace(
     return Workplace(shard, range(1), engine, engine, train, 0, torch.device("cpu"), state)
 
 
-def _random_shard() -> Shard:
+def random_shard(
+    num_clients: int = 1, num_samples: int | None = None, device: torch.device | str = "cpu"
+) -> Shard:
+    """Return training samples of random images; `num_samples` a client, by default TRAIN_SAMPLES."""
+    count = TRAIN_SAMPLES if num_samples is None else num_samples
     stream = numpy_stream(0, "bench")
-    x = stream.standard_normal((TRAIN_SAMPLES, *IMAGE)).astype(np.float32)
-    y = np.arange(TRAIN_SAMPLES) % NUM_CLASSES
+    x = stream.standard_normal((count * num_clients, *IMAGE)).astype(np.float32)
+    y = np.arange(len(x)) % NUM_CLASSES
     nothing = np.empty(0, np.int64)
-    part = ClientIndices(np.arange(TRAIN_SAMPLES), nothing, nothing)
+    parts = [
+        ClientIndices(np.arange(start, start + count), nothing, nothing) for start in range(0, len(x), count)
+    ]
     ones = (1.0,) * IMAGE[0]
     zeros = (0.0,) * IMAGE[0]
-    return Shard.build(Arrays(x, y, NUM_CLASSES, 1.0, zeros, ones), [part], range(1), zeros, ones, "cpu")
+    arrays = Arrays(x, y, NUM_CLASSES, 1.0, zeros, ones)
+    return Shard.build(arrays, parts, range(num_clients), zeros, ones, device)

@@ -9,23 +9,28 @@ from pathlib import Path
 import torch
 
 from hpcfl.benchmarks import runs, steps
+from hpcfl.benchmarks.engines import engines
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, read_json, write_json
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
+
+Part = Callable[[World, int, str], Iterator[Ratio]]
 
 
 def run_bench(arguments: Sequence[str], world: World) -> bool:
     """Measure what the product costs, and print ratios beside their goals.
 
     Parts: start (of a rank), steps (of training, beside bare PyTorch), server (pFedLA's step),
-    rounds (what of them is not training; checkpoints), methods (each beside FedAvg: training and
-    server are of FedAvg's round, evaluation is of FedAvg's; theory is gradients, of which those of
-    the last layers and forward passes count a third). All but steps and server use the ranks there
-    are: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
+    engines (batched beside loop), rounds (of pFedLA: what is not training, messages, checkpoints, idle
+    workers), methods (each beside FedAvg: training and server are of FedAvg's round, evaluation is of
+    FedAvg's; theory is gradients, of which those of the last layers and forward passes count a
+    third). The last two use the ranks there are, and the last three --device:
+    mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """
     parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts (default: all)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
@@ -40,6 +45,9 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
         raise UserError(
             "--parts has start, which is measured from a rank's beginning, behind others; put it first"
         )
+    # a GPU of any rank will do here; a run then says which rank has none
+    if options.device == "cuda" and not world.maximum(torch.cuda.device_count()):
+        raise UserError("--device cuda: there is no GPU; go to a node that has one, or drop --device")
     before = agreed(world, lambda: _earlier(options.json, options.against) if world.is_server else None)
     found: list[Ratio] = []
     torch.set_num_threads(1)
@@ -47,7 +55,7 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     for part in parts:
         print(f"measuring: {part}", flush=True)
         try:
-            found += PARTS[part](world, options.repeats)
+            found += PARTS[part](world, options.repeats, options.device)
         except runs.StoppedError:
             stopped = True
             break
@@ -65,9 +73,9 @@ def _earlier(json: Path | None, against: Path | None) -> Earlier | None:
     return None if against is None else read_json(against)
 
 
-def _on_server(measure: Callable[[int], Iterator[Ratio]]) -> Callable[[World, int], Iterator[Ratio]]:
+def _on_server(measure: Callable[[int, str], Iterator[Ratio]]) -> Part:
     """Return a part that one process measures while the others wait."""
-    return lambda world, repeats: measure(repeats) if world.is_server else iter(())
+    return lambda world, repeats, device: measure(repeats, device) if world.is_server else iter(())
 
 
 def _steps(repeats: int) -> Iterator[Ratio]:
@@ -75,11 +83,12 @@ def _steps(repeats: int) -> Iterator[Ratio]:
     yield from steps.branches(repeats)
 
 
-PARTS: dict[str, Callable[[World, int], Iterator[Ratio]]] = {
-    "start": lambda world, _repeats: runs.start(world),
-    "steps": _on_server(_steps),
-    "server": _on_server(steps.server_step),
-    "rounds": lambda world, repeats: runs.rounds(world, max(2, repeats // 4)),
-    "methods": lambda world, _repeats: runs.methods(world),
+PARTS: dict[str, Part] = {
+    "start": lambda world, _repeats, _device: runs.start(world),
+    "steps": _on_server(lambda repeats, _: _steps(repeats)),
+    "server": _on_server(lambda repeats, _: steps.server_step(repeats)),
+    "engines": _on_server(lambda repeats, device: engines(torch.device(device), repeats)),
+    "rounds": lambda world, repeats, device: runs.rounds(world, max(2, repeats // 4), device),
+    "methods": lambda world, _repeats, device: runs.methods(world, device),
 }
-"""By name; each takes the ranks and the turns of a comparison. All are collective."""
+"""By name; each takes the ranks, the turns of a comparison and the device. All are collective."""

@@ -7,9 +7,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import Mpirun
+from marked_device import DEVICE, marked_device
 
-from hpcfl.benchmarks import ratios, runs, steps
+from hpcfl.benchmarks import engines, ratios, runs, steps
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, compare
 from hpcfl.benchmarks.runs import methods
 from hpcfl.communication.world import open_world
@@ -79,6 +81,40 @@ def test_training_steps_are_measured(
     assert "server step, pFedLA: stacking all models for each client / ours" in shown
 
 
+def test_engines_are_compared_on_a_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "SAMPLES", 32)
+    assert main(["bench", "--parts", "engines", "--repeats", "1", "--device", "cpu"]) == FINISHED
+    shown = capsys.readouterr().out
+    for name in ("training step", "local round, pFedLA"):
+        assert f"{name}, 4 clients on cpu: loop engine / batched engine" in shown
+    assert "missed" not in shown
+
+
+def test_a_gpu_that_is_not_there_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["bench", "--device", "cuda"]) == BAD_INPUT
+    told = capsys.readouterr()
+    assert (
+        told.err
+        == "hpcfl: error: --device cuda: there is no GPU; go to a node that has one, or drop --device\n"
+    )
+    assert "measuring" not in told.out
+
+
+def test_engines_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(engines, "SAMPLES", 32)
+    monkeypatch.setattr(engines, "CLIENTS", {"cuda": 3})
+    with marked_device() as marked:
+        step, pfedla_round = engines.engines(DEVICE, 1)
+    assert [ratio.goal for ratio in (step, pfedla_round)] == [20, 20]
+    assert marked.operators.total() > 500
+
+
 def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     names = ("fedavg", "ifca", "fedmn", "fedala")
@@ -131,7 +167,10 @@ def test_a_request_to_stop_ends_it_with_what_was_measured(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--parts", "speed"], "--parts has 'speed'; allowed: start, steps, server, rounds, methods"),
+        (
+            ["--parts", "speed"],
+            "--parts has 'speed'; allowed: start, steps, server, engines, rounds, methods",
+        ),
         (["--repeats", "0"], "--repeats 0 must be 1 or more"),
         (["--parts", "steps,start"], "behind others; put it first"),
         (["--against", "missing.json"], "cannot read missing.json: No such file or directory"),
