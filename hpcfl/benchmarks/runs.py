@@ -125,7 +125,7 @@ def _waiting(world: World, folder: Path) -> dict[str, float]:
     }
     shares = {}
     for placement in ("home", "balanced"):
-        run = {"placement": placement, "eval_every": 8, "checkpoint_every": 8}
+        run = {"device": "cpu", "placement": placement, "eval_every": 8, "checkpoint_every": 8}
         _, timing = _run(world, folder, settings | {"run": run})
         shares[placement] = statistics.mean(timing.idle_shares[1:]) if world.is_server else 0.0
     return shares
