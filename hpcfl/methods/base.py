@@ -205,7 +205,11 @@ class Method:
         raise NotImplementedError
 
     def train(self, clients: Clients, down: Message) -> Message:
-        """Train the clients of a group; return their upload, rows [C, ...]."""
+        """Train the clients of a group; return their upload, rows [C, ...].
+
+        A codec may send a tensor with the name and shape of one in the download as a difference to it: name
+        only new values of the same thing so, and anything else, such as an update, otherwise.
+        """
         raise NotImplementedError
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:

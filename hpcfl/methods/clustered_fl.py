@@ -89,13 +89,13 @@ class ClusteredFL(Method):
         """Return None: `aggregate` averages them cluster by cluster, as the models."""
 
     def train(self, clients: Clients, down: Message) -> Message:
-        return Message(rows={"theta": clients.sgd(down["theta"]).theta - down["theta"]})
+        return Message(rows={"update": clients.sgd(down["theta"]).theta - down["theta"]})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         members = list(cohort.clients)
         statistics: list[Tensor] = []
         for positions, block in up:
-            server["updates"][members[positions]] = block.rows["theta"]
+            server["updates"][members[positions]] = block.rows["update"]
             if BUFFERS in server:
                 statistics.append(block.rows[BUFFERS])
         server["is_known"][members] = 1
@@ -129,7 +129,7 @@ class ClusteredFL(Method):
         return Message(rows={"theta": down["theta"]})
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
-        return Message(rows={"theta": down["theta"] + up.rows["theta"]})
+        return Message(rows={"theta": down["theta"] + up.rows["update"]})
 
     def history(self, server: State) -> State:
         """Return each client's cluster, update norm and its cluster's mean update norm, [N] each.

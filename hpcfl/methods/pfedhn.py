@@ -98,21 +98,21 @@ class PFedHN(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         theta = torch.zeros(len(cohort), self.layout.size)
         theta[:, self._generated] = self.generator.generate(self._part(server, HYPERNETWORK), cohort.clients)
-        return Message(rows={"theta": theta}, keep=self._keep())
+        return Message(rows={"theta": theta}, keep=self._keep("theta"))
 
     def train(self, clients: Clients, down: Message) -> Message:
         start = self._with_head(clients, down)
         theta = clients.sgd(start).theta
         if self.params.private_head:
             clients["head"] = theta[:, self.layout.head]
-        return Message(rows={"theta": start - theta}, keep=self._keep())
+        return Message(rows={"update": start - theta}, keep=self._keep("update"))
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         if self.params.server_step == "mean":
-            self._step(server, cohort.clients, up.collect()["theta"] / len(cohort))
+            self._step(server, cohort.clients, up.collect()["update"] / len(cohort))
             return
         for positions, block in up:
-            for client, delta in zip(cohort.clients[positions], block.rows["theta"], strict=True):
+            for client, delta in zip(cohort.clients[positions], block.rows["update"], strict=True):
                 self._step(server, [client], delta.unsqueeze(0))
 
     def personalised(self, clients: Clients, down: Message) -> Message:
@@ -120,14 +120,14 @@ class PFedHN(Method):
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         # start - (start - trained) is the trained model; a private head comes from the client's state
-        theta = down["theta"] - up.rows["theta"]
+        theta = down["theta"] - up.rows["update"]
         return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})
 
     def server_bytes(self) -> dict[str, int]:
         return {"hypernetwork and its momentum": 2 * 4 * self.generator.size}
 
-    def _keep(self) -> State:
-        return {"theta": self.body_layers} if self.params.private_head else {}
+    def _keep(self, name: str) -> State:
+        return {name: self.body_layers} if self.params.private_head else {}
 
     def _with_head(self, clients: Clients, down: Message) -> Tensor:
         if not self.params.private_head:

@@ -79,13 +79,13 @@ class Scaffold(FedAvg):
         theta, steps = clients.sgd(w, extra_gradient=correction)
         change = (w - theta) / (steps * clients.lr).unsqueeze(1).to(theta) - down["variate"]
         clients["variate"] = clients["variate"] + change
-        return Message(rows={"theta": theta, "variate": change})
+        return Message(rows={"theta": theta, "change": change})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         of_cohort, of_all = cohort.num_samples, self.context.num_samples
         if self.params.weights == "uniform":
             of_cohort, of_all = torch.ones(len(cohort)), torch.ones(self.context.num_clients)
-        means = weighted_means(up, {"theta": of_cohort, "variate": of_cohort})
+        means = weighted_means(up, {"theta": of_cohort, "change": of_cohort})
         share = float(of_cohort.sum() / of_all.sum())
         server["theta"] = torch.lerp(server["theta"], means["theta"], self.params.global_lr)
-        server["variate"] = server["variate"] + share * means["variate"]
+        server["variate"] = server["variate"] + share * means["change"]

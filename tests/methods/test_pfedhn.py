@@ -82,7 +82,7 @@ def cohort_of(run: Run, clients: Sequence[int], round: int = 0) -> Cohort:
 
 def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> None:
     """Take one round's deltas [S, P] to the server."""
-    blocks = iter([(slice(0, len(deltas)), Message(rows={"theta": deltas}, num_clients=len(deltas)))])
+    blocks = iter([(slice(0, len(deltas)), Message(rows={"update": deltas}, num_clients=len(deltas)))])
     run.driver.receive(server, cohort_of(run, clients), Upload(blocks))
 
 
@@ -204,7 +204,7 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
     server = Driver(method).initial_server()
     cohort = cohort_of(run, [2])
     down = Channel(World(), method.layers, 4).down(Driver(method).send(server, cohort), cohort)
-    delta = Driver(method).work(Clients(run.workplace, [2], 0), down).rows["theta"]
+    delta = Driver(method).work(Clients(run.workplace, [2], 0), down).rows["update"]
     before = loss(server)
     for _ in range(3):
         answer(run, server, [2], delta)
@@ -221,7 +221,7 @@ def test_clients_send_what_they_started_from_less_what_they_came_to() -> None:
         clients = Clients(run.workplace, [client], 0)
         down = run.driver.send(server, cohort_of(run, [client]))
         trained = Clients(run.workplace, [client], 0).sgd(down["theta"]).theta
-        assert torch.equal(run.driver.work(clients, down).rows["theta"], down["theta"] - trained)
+        assert torch.equal(run.driver.work(clients, down).rows["update"], down["theta"] - trained)
 
 
 @pytest.mark.parametrize("opposed", [False, True])
@@ -414,7 +414,7 @@ def test_a_private_head_stays_with_its_client_and_never_travels() -> None:
     start = torch.cat([down["theta"][:1, layout.body], run.clients["head"][1:2]], dim=1)
     trained = Clients(run.workplace, [1], 2).sgd(start).theta
     up = Driver(method).work(alone, down.select(slice(0, 1)))
-    received = channel.up(up, cohort_of(run, [1], 2)).collect()["theta"]
+    received = channel.up(up, cohort_of(run, [1], 2)).collect()["update"]
     assert torch.equal(received[:, layout.body], (start - trained)[:, layout.body])
     assert received[:, layout.head].count_nonzero() == 0
     assert torch.equal(alone["head"], trained[:, layout.head])

@@ -358,7 +358,7 @@ def updates(*vectors: Sequence[float], clients: Sequence[int] | None = None) -> 
     for client, vector in zip(clients or range(len(vectors)), vectors, strict=True):
         theta = torch.zeros(650)
         theta[: len(vector)] = torch.tensor(vector)
-        rows[client] = {"theta": theta}
+        rows[client] = {"update": theta}
     return rows
 
 
@@ -471,7 +471,7 @@ def test_parts_add_the_means_of_their_own_to_the_model_they_had_in_common() -> N
     for client, value in enumerate((2.0, 3.0, -2.0, -2.5)):
         theta = torch.zeros_like(start)
         theta[7] = value
-        rows[client] = {"theta": theta, BUFFERS: torch.full((96,), value)}
+        rows[client] = {"update": theta, BUFFERS: torch.full((96,), value)}
     receive(run, server, rows, round=2)
     assert server["cluster"].tolist() == [0, 0, 1, 1]
     means = torch.tensor([2.5, -2.25])
