@@ -133,8 +133,12 @@ class ParameterLayout:
 
 def columns(layers: tuple[Layer, ...], keep: Tensor) -> Tensor:
     """Spread a choice of layers, bool [..., L], over the flat vector: bool [..., P]."""
-    sizes = torch.tensor([layer.size for layer in layers], device=keep.device)
-    return keep.repeat_interleave(sizes, dim=-1)
+    return spread([layer.size for layer in layers], keep)
+
+
+def spread(sizes: Sequence[int], of_layers: Tensor) -> Tensor:
+    """Repeat what each layer has, [..., L], for each of its numbers: [..., sum of the sizes]."""
+    return of_layers.repeat_interleave(torch.tensor(sizes, device=of_layers.device), dim=-1)
 
 
 def _slots(shapes: dict[str, torch.Size]) -> tuple[Slot, ...]:

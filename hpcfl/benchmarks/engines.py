@@ -67,17 +67,13 @@ def _pfedla_round(context: Context, device: torch.device, is_batched: bool) -> C
     down = driver.send(driver.initial_server(), everyone)
 
     def work() -> None:
-        for group in _groups(place):
-            up = driver.work(Clients(place, group, 0), down.select(slice(group.start, group.stop)))
+        size = place.engine.clients_at_once
+        for start in range(0, len(place.clients), size):
+            group = slice(start, start + size)
+            up = driver.work(Clients(place, place.clients[group], 0), down.select(group))
             up.to(torch.device("cpu"))
 
     return work
-
-
-def _groups(place: Workplace) -> Iterator[range]:
-    size = place.engine.clients_at_once
-    for start in range(0, len(place.clients), size):
-        yield place.clients[start : start + size]
 
 
 def _workplace(context: Context, device: torch.device, is_batched: bool, state: Tensors) -> Workplace:

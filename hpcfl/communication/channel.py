@@ -9,14 +9,15 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from hpcfl.communication.messages import Cohort, Message, numbers_of_layers
+from hpcfl.communication.codecs import AS_IT_IS, Codec, Frame, UploadCoding
+from hpcfl.communication.messages import Cohort, Message, Piece
 from hpcfl.communication.world import World
-from hpcfl.parameters import Layer, columns
+from hpcfl.parameters import Layer, spread
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ class Channel:
         """Return the worker that each member trains on."""
         return self.homes(cohort) if cohort.workers is None else cohort.workers
 
-    def down(self, message: Message | None, cohort: Cohort) -> Message:
+    def down(self, message: Message | None, cohort: Cohort, codec: Codec = AS_IT_IS) -> Message:
         """Bring the server's message to the workers; each gets the rows of its own cohort members.
 
         Collective. `message` is the server's and None elsewhere; a serial world gets a copy.
@@ -118,7 +119,7 @@ class Channel:
         header = _Entry.encode(_Entry.describe(message)) if message is not None else None
         received = Message(num_clients=len(own))
         for entry in _Entry.decode(world.broadcast_bytes(header)):
-            keep = self._static_keep(entry, 1 if entry.shared else len(cohort))
+            frame = self._frame(entry, 1 if entry.shared else len(cohort))
             if entry.is_chosen:
                 chosen = torch.empty(len(cohort), len(self._layers), dtype=torch.uint8)
                 if message is not None:
@@ -126,25 +127,57 @@ class Channel:
                 world.broadcast(chosen)
                 received.keep[entry.name] = chosen[own].bool()
             if entry.shared:
-                size = int(self._row_sizes(entry, keep, 1)[0])
-                flat = torch.empty(size, dtype=entry.dtype)
-                if message is not None:
-                    flat = self._pack(message.shared[entry.name].unsqueeze(0), keep).cpu().clone()
-                world.broadcast(flat)
-                received.shared[entry.name] = self._unpack(flat, entry, keep, 1)[0]
+                row = message.shared[entry.name].unsqueeze(0) if message is not None else None
+                received.shared[entry.name] = self._broadcast(frame, row, codec)[0]
             else:
                 if entry.is_chosen:
-                    keep = chosen.bool()
+                    frame = replace(frame, keep=chosen.bool())
                 rows = message.rows[entry.name] if message is not None else None
-                received.rows[entry.name] = self._scatter(entry, rows, keep, cohort, own)
+                received.rows[entry.name] = self._scatter(frame, rows, cohort, own, codec)
             if entry.keep is not None:
                 received.keep[entry.name] = torch.tensor(entry.keep)
         return received
 
-    def up(self, message: Message, cohort: Cohort, sent: Message | None = None) -> Upload:
+    def as_received(self, message: Message, codec: Codec) -> Message:
+        """Return a download as its clients decode it, with what was sent.
+
+        Layers that are left out stay as they are.
+        """
+        arrived = message.of(message.num_clients)
+        for name in message.names:
+            shared, keep = name in message.shared, message.keep.get(name)
+            rows = message.shared[name].unsqueeze(0) if shared else message.rows[name]
+            frame = Frame.of(name, rows.shape[1:], rows.dtype, self._layers)
+            coder = codec.of(frame)
+            if coder is AS_IT_IS:
+                continue
+            arrived.pieces[name] = coder.pieces(replace(frame, keep=keep))
+            # a shared tensor whose layers are chosen client by client arrives whole
+            mask = None if keep is None or (shared and keep.dim() == 2) else keep.expand(len(rows), -1)
+            decoded = torch.empty_like(rows)
+            for block in self._blocks(rows[0].numel(), len(rows)):
+                numbers, part = frame.by_model(rows[block].cpu()), frame[block]
+                coded = coder.decode(coder.encode(numbers, part), part)
+                if mask is not None:
+                    coded = frame.where(mask[block], coded, numbers)
+                decoded[block] = coded.view_as(rows[block])
+            if shared:
+                arrived.shared[name] = decoded[0]
+            else:
+                arrived.rows[name] = decoded
+        return arrived
+
+    def up(
+        self,
+        message: Message,
+        cohort: Cohort,
+        sent: Message | None = None,
+        coding: UploadCoding | None = None,
+    ) -> Upload:
         """Send the rows of this rank's cohort members to the server, in client-ordered blocks.
 
         `sent` is the message that the server sent to the cohort; a method may need it to read the upload.
+        Without a `coding` tensors travel as they are.
 
         Collective. The iteration over the result is collective, too, and yields blocks on the server only:
         every rank must iterate to the end (`Upload.drain`).
@@ -153,7 +186,7 @@ class Channel:
         headers = self._world.gather_bytes(header)
         first = next((h for h in headers if h), b"[]") if headers is not None else b""
         entries = _Entry.decode(self._world.broadcast_bytes(first))
-        return Upload(self._gather(entries, message, cohort), sent)
+        return Upload(self._gather(entries, message, cohort, coding), sent)
 
     def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
         """Bring figures [own members, F] to the server, [S, F], and None elsewhere. Collective."""
@@ -165,91 +198,164 @@ class Channel:
     def _deal(self, cohort: Cohort) -> _Deal:
         return _Deal(self.workers(cohort), self._world.num_workers)
 
+    def _broadcast(self, frame: Frame, row: Tensor | None, codec: Codec) -> Tensor:
+        """Return the server's row [1, ...] of a shared tensor on every rank. Collective."""
+        codec = codec.of(frame)
+        pieces = codec.pieces(frame)
+        encoded = None if row is None else codec.encode(frame.by_model(row.cpu()), frame)
+        arrived = []
+        for number, piece in enumerate(pieces):
+            flat = torch.empty(int(_row_sizes(piece, 1)[0]), dtype=piece.dtype)
+            if encoded is not None:
+                flat = _pack(encoded[number], piece).clone()
+            self._world.broadcast(flat)
+            arrived.append(_unpack(flat, piece, 1))
+        return codec.decode(arrived, frame).view(1, *frame.shape)
+
     def _scatter(
-        self, entry: _Entry, rows: Tensor | None, keep: Tensor | None, cohort: Cohort, own: list[int]
+        self, frame: Frame, rows: Tensor | None, cohort: Cohort, own: list[int], codec: Codec
     ) -> Tensor:
-        parts = [torch.empty(0, dtype=entry.dtype)]
-        sizes, deal = self._row_sizes(entry, keep, len(cohort)), self._deal(cohort)
-        for block in self._blocks([entry], len(cohort)):
-            send = None
+        """Return this rank's rows of the server's [S, ...]. Collective."""
+        codec, deal = codec.of(frame), self._deal(cohort)
+        pieces = codec.pieces(frame)
+        parts = [[torch.empty(0, dtype=piece.dtype)] for piece in pieces]
+        for block in self._blocks(math.prod(frame.shape), len(cohort)):
+            encoded, order = None, deal.in_worker_order(block)
             if rows is not None:
-                order = deal.in_worker_order(block)
-                send = self._pack(rows[order], None if keep is None else keep[order]).cpu()
-            parts.append(self._world.scatter(send, deal.sizes(sizes, block), entry.dtype))
-        flat = parts[1] if len(parts) == 2 else torch.cat(parts)
-        return self._unpack(flat, entry, None if keep is None else keep[own], len(own))
+                encoded = codec.encode(frame.by_model(rows[order].cpu()), frame[order])
+            for number, piece in enumerate(pieces):
+                send = None if encoded is None else _pack(encoded[number], piece[order])
+                counts = deal.sizes(_row_sizes(piece, len(cohort)), block)
+                parts[number].append(self._world.scatter(send, counts, piece.dtype))
+        count = len(own)
+        arrived = [
+            _unpack(part[1] if len(part) == 2 else torch.cat(part), piece[own], count)
+            for part, piece in zip(parts, pieces, strict=True)
+        ]
+        return codec.decode(arrived, frame[own]).view(count, *frame.shape)
 
     def _gather(
-        self, entries: Sequence[_Entry], message: Message, cohort: Cohort
+        self, entries: Sequence[_Entry], message: Message, cohort: Cohort, coding: UploadCoding | None
     ) -> Iterator[tuple[slice, Message]]:
         world, deal, own = self._world, self._deal(cohort), self.own(cohort)
-        keeps: dict[str, Tensor | None] = {}
+        frames = {}
         for entry in entries:
-            keeps[entry.name] = self._static_keep(entry, len(cohort))
+            frame = self._frame(entry, len(cohort))
             if entry.is_chosen:
                 chosen = torch.zeros(len(cohort), len(self._layers), dtype=torch.uint8)
                 if message.num_clients:
                     chosen[own] = message.keep[entry.name].to(torch.uint8)
                 gathered = self.collect(cohort, chosen[own])
                 world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
-                keeps[entry.name] = chosen.bool()
-        for block in self._blocks(entries, len(cohort)):
-            mine = own[bisect_left(own, block.start) : bisect_left(own, block.stop)]
-            order = deal.in_worker_order(block)
+                frame = replace(frame, keep=chosen.bool())
+            frames[entry.name] = frame if coding is None else self._after(frame, coding, len(cohort), own)
+        codecs = {name: AS_IT_IS if coding is None else coding.codec.of(f) for name, f in frames.items()}
+        pieces = {name: codecs[name].pieces(frame) for name, frame in frames.items()}
+        if coding is not None:
+            for name, codec in codecs.items():
+                if codec.remembers:
+                    coding.unsent.begin(frames[name])
+        for block in self._blocks(sum(math.prod(entry.shape) for entry in entries), len(cohort)):
+            first, last = bisect_left(own, block.start), bisect_left(own, block.stop)
+            mine, order = own[first:last], deal.in_worker_order(block)
             received = Message(num_clients=block.stop - block.start)
             for entry in entries:
-                keep = keeps[entry.name]
-                send = torch.empty(0, dtype=entry.dtype)
+                frame, codec = frames[entry.name], codecs[entry.name]
+                send = [torch.empty(0, dtype=piece.dtype) for piece in pieces[entry.name]]
                 if mine:
-                    first = own.index(mine[0])
-                    rows = message.rows[entry.name][first : first + len(mine)]
-                    send = self._pack(rows, None if keep is None else keep[mine]).cpu()
-                sizes = self._row_sizes(entry, keep, len(cohort))
-                flat = world.gather(send, deal.sizes(sizes, block))
-                if flat is not None:
-                    rows = self._unpack(
-                        flat, entry, None if keep is None else keep[order], received.num_clients
-                    )
-                    received.rows[entry.name] = deal.in_client_order(rows, block)
-                    if entry.keep is not None:
-                        received.keep[entry.name] = torch.tensor(entry.keep)
-                    elif keep is not None:
-                        received.keep[entry.name] = keep[block]
+                    rows, of_rank = message.rows[entry.name], slice(first, last)
+                    encoded = _encoded(rows, frame[mine], of_rank, codec, coding)
+                    send = [
+                        _pack(tensor, piece[mine])
+                        for tensor, piece in zip(encoded, pieces[entry.name], strict=True)
+                    ]
+                arrived = []
+                for flat, piece in zip(send, pieces[entry.name], strict=True):
+                    sizes = deal.sizes(_row_sizes(piece, len(cohort)), block)
+                    gathered = world.gather(flat, sizes)
+                    if gathered is not None:
+                        numbers = _unpack(gathered, piece[order], received.num_clients)
+                        arrived.append(deal.in_client_order(numbers, block))
+                if not world.is_server:
+                    continue
+                part, base = frame[block], None
+                if coding is not None and coding.sent is not None:
+                    base = part.base(coding.sent.select(block))
+                rows = codec.decode(arrived, part, base)
+                received.rows[entry.name] = rows.view(received.num_clients, *frame.shape)
+                if codec is not AS_IT_IS:
+                    received.pieces[entry.name] = codec.pieces(part)
+                if entry.keep is not None:
+                    received.keep[entry.name] = torch.tensor(entry.keep)
+                elif part.keep is not None:
+                    received.keep[entry.name] = part.keep
             if world.is_server:
                 yield block, received
 
-    def _blocks(self, entries: Sequence[_Entry], num_rows: int) -> list[slice]:
+    def _after(self, frame: Frame, coding: UploadCoding, num_rows: int, own: list[int]) -> Frame:
+        """Return the frame of a cohort that says what its members received: all on the server, else `own`."""
+        if coding.sent is not None:
+            return frame.after(coding.sent)
+        of_rank = frame[own].after(coding.received)
+        if of_rank.known is None:
+            return frame
+        # only this rank's rows are looked at
+        known = torch.zeros(num_rows, len(frame.sizes), dtype=torch.bool)
+        known[own] = of_rank.known
+        return replace(frame, known=known)
+
+    def _blocks(self, row_size: int, num_rows: int) -> list[slice]:
         """Cut a cohort into blocks of at most `max_elements` numbers, of one client at the least."""
-        row = max(1, sum(math.prod(entry.shape) for entry in entries))
-        step = max(1, self._world.max_elements // row)
+        step = max(1, self._world.max_elements // max(1, row_size))
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
-    def _static_keep(self, entry: _Entry, num_rows: int) -> Tensor | None:
-        return None if entry.keep is None else torch.tensor(entry.keep).expand(num_rows, -1)
+    def _frame(self, entry: _Entry, num_rows: int) -> Frame:
+        frame = Frame.of(entry.name, entry.shape, entry.dtype, self._layers)
+        if entry.keep is None:
+            return frame
+        return replace(frame, keep=torch.tensor(entry.keep).expand(num_rows, -1))
 
-    def _row_sizes(self, entry: _Entry, keep: Tensor | None, num_rows: int) -> Tensor:
-        """Return how many numbers of each row travel, int64 [num_rows]."""
-        if keep is None:
-            return torch.full((num_rows,), math.prod(entry.shape))
-        return numbers_of_layers(entry.shape, self._layers, keep).sum(dim=1)
 
-    def _pack(self, rows: Tensor, keep: Tensor | None) -> Tensor:
-        """Flatten rows [c, ..., P], leaving out the layers that do not travel."""
-        if keep is None:
-            return rows.contiguous().view(-1)
-        chosen = columns(self._layers, keep)
-        return torch.cat([row[..., mask].reshape(-1) for row, mask in zip(rows, chosen, strict=True)])
+def _encoded(
+    rows: Tensor, frame: Frame, part: slice, codec: Codec, coding: UploadCoding | None
+) -> list[Tensor]:
+    """Return the pieces of a part of this rank's rows; what they leave out goes to the clients' state."""
+    numbers = frame.by_model(rows[part].cpu())
+    if coding is None:
+        return codec.encode(numbers, frame)
+    base = frame.base(coding.received.select(part))
+    if not codec.remembers:
+        return codec.encode(numbers, frame, base)
+    unsent = frame.by_model(coding.unsent.read(frame.name, part))
+    encoded = codec.encode(numbers, frame, base, unsent)
+    coding.unsent.write(frame.name, part, unsent)
+    return encoded
 
-    def _unpack(self, flat: Tensor, entry: _Entry, keep: Tensor | None, num_rows: int) -> Tensor:
-        """Undo `_pack`; layers that did not travel are zero."""
-        if keep is None:
-            return flat.view(num_rows, *entry.shape)
-        rows = torch.zeros(num_rows, *entry.shape, dtype=entry.dtype)
-        chosen = columns(self._layers, keep)
-        sizes = self._row_sizes(entry, keep, num_rows).tolist()
-        for row, mask, part in zip(rows, chosen, flat.split(sizes) if num_rows else (), strict=True):
-            row[..., mask] = part.view(*entry.shape[:-1], -1)
-        return rows
+
+def _row_sizes(piece: Piece, num_rows: int) -> Tensor:
+    """Return how many numbers of each row travel, int64 [num_rows]."""
+    return piece.numbers().sum(dim=-1).expand(num_rows)
+
+
+def _pack(numbers: Tensor, piece: Piece) -> Tensor:
+    """Flatten rows [c, M, ...], leaving out the layers that do not travel."""
+    if piece.travels is None:
+        return numbers.contiguous().view(-1)
+    chosen = spread(piece.sizes, piece.travels)
+    return torch.cat([row[:, mask].reshape(-1) for row, mask in zip(numbers, chosen, strict=True)])
+
+
+def _unpack(flat: Tensor, piece: Piece, num_rows: int) -> Tensor:
+    """Undo `_pack`; layers that did not travel are zero."""
+    shape = (num_rows, piece.models, sum(piece.sizes))
+    if piece.travels is None:
+        return flat.view(shape)
+    rows = torch.zeros(shape, dtype=piece.dtype)
+    chosen = spread(piece.sizes, piece.travels)
+    sizes = _row_sizes(piece, num_rows).tolist()
+    for row, mask, part in zip(rows, chosen, flat.split(sizes) if num_rows else (), strict=True):
+        row[:, mask] = part.view(piece.models, -1)
+    return rows
 
 
 class Upload:

@@ -5,27 +5,40 @@ Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-
-from hpcfl.parameters import Layer
 
 BUFFERS = "buffers"
 """The name under which running statistics travel; they are counted in a column of their own."""
 
 
-def numbers_of_layers(shape: Sequence[int], layers: Sequence[Layer], keep: Tensor) -> Tensor:
-    """Return how many elements of each layer of a client's tensor [..., P] travel, int64 [..., L].
+@dataclass(frozen=True)
+class Piece:
+    """A tensor that travels, of each client [models, sum of the sizes].
 
-    `keep`, bool [..., L], says which layers travel. The channel packs these elements, and the traffic counts
-    their bytes.
+    The channel packs the numbers of the layers that travel, and the traffic counts their bytes.
     """
-    sizes = torch.tensor([layer.size for layer in layers])
-    return keep * sizes * math.prod(shape[:-1])
+
+    dtype: torch.dtype
+    models: int
+    sizes: tuple[int, ...]
+    """Numbers of each layer in each model; those of a tensor that does not consist of layers are one."""
+    travels: Tensor | None = None
+    """Which layers travel, bool [C, L] or [L]; None is all."""
+    is_index: bool = False
+    """Whether they are counted as indices."""
+
+    def numbers(self) -> Tensor:
+        """Return how many numbers of each layer travel, int64 [C, L] or [L]."""
+        counts = self.models * torch.tensor(self.sizes)
+        return counts if self.travels is None else self.travels * counts
+
+    def __getitem__(self, rows: slice | list[int] | Tensor) -> Piece:
+        """Return the piece of some of the clients, of one whose mask is [C, L]."""
+        return self if self.travels is None else replace(self, travels=self.travels[rows])
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,9 @@ class Message:
     rows: dict[str, Tensor] = field(default_factory=dict)
     keep: dict[str, Tensor] = field(default_factory=dict)
     num_clients: int = 1
+    pieces: dict[str, Sequence[Piece]] = field(default_factory=dict)
+    """What a codec sent on the way to this message, by name, for counting; without it tensors came as they
+    are. Messages made from this one do not have it."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor with its client axis, [C, ...]; a shared one is expanded without a copy."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from hpcfl.communication.channel import Upload
-from hpcfl.communication.messages import BUFFERS, Message, numbers_of_layers
+from hpcfl.communication.codecs import AS_IT_IS, Frame
+from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.parameters import Layer
 
 INDEX_BYTES = 8
@@ -21,13 +21,13 @@ class Traffic:
     """Bytes addressed to, or sent by, each client of a cohort; int64 throughout."""
 
     layers: np.ndarray
-    """[S, L]: trainable numbers by layer."""
+    """[S, L]: trainable numbers by layer, with the scales of a codec."""
     others: dict[str, np.ndarray]
     """[S] per tensor name: floating-point tensors that do not consist of the network's layers."""
     buffers: np.ndarray
     """[S]: running statistics."""
     indices: np.ndarray
-    """[S]: names of layers left out, and whole-number tensors."""
+    """[S]: names of layers left out, a codec's indices, and whole-number tensors."""
 
     @staticmethod
     def nothing(num_clients: int, num_layers: int) -> Traffic:
@@ -53,23 +53,27 @@ class Traffic:
 def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = True) -> Traffic:
     """Count a message's bytes for each of its clients: a shared tensor once for each of them.
 
+    Of a message that a codec made smaller, what it sent counts.
+
     With `names_layers`, each layer that is left out for a single client costs its index, INDEX_BYTES.
     """
     traffic = Traffic.nothing(message.num_clients, len(layers))
     for name in message.names:
         tensor = message.rows[name][:1] if name in message.rows else message.shared[name].unsqueeze(0)
-        item, shape = tensor.element_size(), tensor.shape[1:]
-        if name == BUFFERS:
-            traffic.buffers += item * shape.numel()
-        elif not tensor.is_floating_point():
-            traffic.indices += item * shape.numel()
-        elif shape and shape[-1] == layers[-1].stop:
-            keep = message.keep.get(name, torch.ones(len(layers), dtype=torch.bool))
-            traffic.layers += item * numbers_of_layers(shape, layers, keep).numpy()
-            if keep.ndim == 2 and names_layers:
-                traffic.indices += INDEX_BYTES * (~keep).sum(dim=1).numpy()
-        else:
-            traffic.others[name] = np.full(message.num_clients, item * shape.numel())
+        keep = message.keep.get(name)
+        frame = Frame.of(name, tensor.shape[1:], tensor.dtype, layers)
+        for piece in message.pieces.get(name) or AS_IT_IS.pieces(replace(frame, keep=keep)):
+            count = piece.dtype.itemsize * piece.numbers().numpy()
+            if name == BUFFERS:
+                traffic.buffers += count.sum(axis=-1)
+            elif piece.is_index or not tensor.is_floating_point():
+                traffic.indices += count.sum(axis=-1)
+            elif frame.has_layers:
+                traffic.layers += count
+            else:
+                traffic.others[name] = traffic.others.get(name, 0) + np.full(message.num_clients, count.sum())
+        if frame.has_layers and keep is not None and keep.ndim == 2 and names_layers:
+            traffic.indices += INDEX_BYTES * (~keep).sum(dim=1).numpy()
     return traffic
 
 

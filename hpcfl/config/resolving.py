@@ -8,8 +8,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hpcfl.communication.settings import CommConfig
 from hpcfl.config.choices import CHOICES, DEFAULT_SOURCE, default_name
-from hpcfl.config.schema import ENVIRONMENT, GROUPS, RESULT_NEUTRAL, Config, DataConfig, RunConfig
+from hpcfl.config.schema import (
+    ENVIRONMENT,
+    GROUPS,
+    LATER_DEFAULTS,
+    RESULT_NEUTRAL,
+    Config,
+    DataConfig,
+    RunConfig,
+)
 from hpcfl.config.trees import flatten, lay_over, read_yaml
 from hpcfl.config.wording import allowed, one_of, shown, unknown_key
 from hpcfl.data.partitions import DEFAULT_CLIENTS, PARTITIONS
@@ -57,6 +66,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         "data.partition": options["data.partition"],
         "model": options["model"],
         "train": TrainConfig,
+        "comm": CommConfig,
         "run": RunConfig,
     }
     known = [f"{group}.{key}" for group in CHOICES for key in ("name", "path")] + ["data.reader"]
@@ -75,10 +85,12 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         names["model"],
         made["model"],
         made["train"],
+        made["comm"],
         made["run"],
         own,
     )
     _refuse_contradictions(config)
+    _refuse_idle_coding(config.comm)
     return config
 
 
@@ -87,7 +99,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     A key that only one of them has belongs to another `name`; it is left out unless nothing else differs.
     """
-    before, after = flatten(old), flatten(new)
+    before, after = LATER_DEFAULTS | flatten(old), flatten(new)
     missing = "(not set)"
     changed = [
         key
@@ -165,10 +177,29 @@ def _refuse_contradictions(config: Config) -> None:
         )
 
 
+def _refuse_idle_coding(comm: CommConfig) -> None:
+    """Raise UserError where keys of `comm.*` do nothing with the codec, or it cannot do as they say."""
+    if comm.keep is not None and comm.codec != "topk":
+        raise UserError(
+            f"comm.keep={comm.keep} is only for comm.codec=topk, not {comm.codec}; set comm.codec=topk, or "
+            "comm.keep=null"
+        )
+    if comm.directions is not None and comm.codec == "none":
+        raise UserError(
+            f"comm.directions={comm.directions} needs a codec: set comm.codec=float16, int8 or topk, or "
+            "comm.directions=null"
+        )
+    if comm.codec == "topk" and comm.directions not in (None, "up"):
+        raise UserError(
+            f"comm.directions={comm.directions} does not go with comm.codec=topk, which codes what clients "
+            "learnt and so goes up only; allowed: up, or null for what the codec allows"
+        )
+
+
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; one that is left empty in YAML has none."""
     if value is not None and not isinstance(value, Mapping):
-        example = {"method": "name", "model": "name", "data": "source", "train": "rounds", "run": "seed"}
+        example = {"data": "source", "train": "rounds", "comm": "codec", "run": "seed"}
         key = f"{group}.{example.get(group, 'name')}"
         raise UserError(f"{group}={value!r} must be a group of keys, such as {key}=...")
     return {str(key): entry for key, entry in (value or {}).items()}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from hpcfl.communication.settings import CommConfig
 from hpcfl.config.choices import CHOICES
 from hpcfl.config.trees import flatten
 from hpcfl.data.partition_request import PartitionOptions
@@ -22,7 +23,7 @@ from hpcfl.training.settings import TrainConfig
 ENVIRONMENT = "environment"
 """Group of a run folder's config.yaml that records how and where it was run; ignored as configuration."""
 
-GROUPS = ("method", "data", "model", "train", "run")
+GROUPS = ("method", "data", "model", "train", "comm", "run")
 
 
 class DataConfig(Settings):
@@ -98,6 +99,11 @@ RESULT_NEUTRAL = (
 """Keys that may differ between a run folder and the command that resumes it."""
 
 
+LATER_DEFAULTS = flatten({"comm": CommConfig().model_dump()})
+"""Keys that runs made before there were such keys lack, and what they mean there. They stay out of the short
+hash, so that those runs keep their names."""
+
+
 @dataclass(frozen=True)
 class Config:
     """A validated configuration."""
@@ -110,6 +116,7 @@ class Config:
     model: str
     model_options: NetworkOptions
     train: TrainConfig
+    comm: CommConfig
     run: RunConfig
     own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """The user's own files by group (`method`, `data`, `data.partition`, `model`): `path` (`reader` for a
@@ -129,6 +136,7 @@ class Config:
             "data": {**self.data.model_dump(), **own["data"], "partition": partition},
             "model": {"name": self.model, **own["model"], **self.model_options.model_dump()},
             "train": self.train.model_dump(),
+            "comm": self.comm.model_dump(),
             "run": self.run.model_dump(),
         }
 
@@ -138,7 +146,9 @@ class Config:
     def short_hash(self) -> str:
         """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out."""
         keys = {
-            k: v for k, v in flatten(self.tree()).items() if k not in RESULT_NEUTRAL and k != "train.rounds"
+            k: v
+            for k, v in flatten(self.tree()).items()
+            if k not in (*RESULT_NEUTRAL, "train.rounds") and (k, v) not in LATER_DEFAULTS.items()
         }
         return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from hpcfl.communication.channel import Channel
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.codecs import UNSENT, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.methods.base import State
@@ -22,6 +23,21 @@ EVALUATED_ELEMENTS = 2**27
 `run.max_elements`, because a different cut of the clients may change the last bits of a product."""
 
 
+@dataclass(frozen=True)
+class Delivery:
+    """A message from the server as it arrived."""
+
+    received: Message
+    """What this rank's members of the cohort have."""
+    sent: Message | None
+    """What all members have, on the server; None elsewhere."""
+
+    def __or__(self, later: Delivery) -> Delivery:
+        """Return both as one; where a name is in both, the later tensor."""
+        sent = None if self.sent is None or later.sent is None else self.sent | later.sent
+        return Delivery(self.received | later.received, sent)
+
+
 class Federation:
     """Cohorts and groups of one run on one rank, and the channel between ranks."""
 
@@ -32,6 +48,8 @@ class Federation:
         self.workplace = experiment.workplace
         self.num_clients = len(experiment.num_train)
         self.channel = Channel(world, self.method.layers, self.num_clients)
+        """Moves tensors as they are: those of checkpoints and diagnostics."""
+        self._down, self._up = (codec_of(self.config.comm, way) for way in ("down", "up"))
         split = self.config.run.eval_split
         num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
         self.visits = Visits(world, self.workplace, num_samples)
@@ -75,9 +93,13 @@ class Federation:
         for part in range(min(parts, self.num_clients)):
             yield self.cohort_of(round, list(range(part, self.num_clients, parts)))
 
+    def own(self, cohort: Cohort) -> list[int]:
+        """Return the members that train on this rank, in ascending order."""
+        return [cohort.clients[position] for position in self.channel.own(cohort)]
+
     def groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
         """Yield this rank's cohort members in groups as large as the engine takes, with their positions."""
-        own = [cohort.clients[position] for position in self.channel.own(cohort)]
+        own = self.own(cohort)
         size = self.workplace.engine.clients_at_once
         for start in range(0, len(own), size):
             members = own[start : start + size]
@@ -85,17 +107,49 @@ class Federation:
             workplace = self.workplace if is_home else self.visits.workplace
             yield slice(start, start + size), Clients(workplace, members, cohort.round)
 
+    def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
+        """Bring the server's message to the cohort; it is None on other ranks. Collective."""
+        received = self.channel.down(message, cohort, self._down)
+        return Delivery(received, None if message is None else self.channel.as_received(message, self._down))
+
+    def ask(self, requests: Message, cohort: Cohort) -> Upload:
+        """Send the requests of this rank's members to the server. Collective, and so is the result."""
+        nothing = Delivery(Message(num_clients=requests.num_clients), Message(num_clients=len(cohort)))
+        return self.channel.up(requests, cohort, coding=self._coding(cohort, nothing))
+
+    def upload(self, message: Message, cohort: Cohort, sent: Message | None, before: Delivery) -> Upload:
+        """Send the uploads of this rank's members to the server. Collective, and so is the result.
+
+        `sent` is what a method finds as `Upload.sent`, `before` all that the members received in this round.
+        """
+        return self.channel.up(message, cohort, sent, self._coding(cohort, before))
+
+    def _coding(self, cohort: Cohort, before: Delivery) -> UploadCoding:
+        places = (self.workplace, self.visits.workplace)
+        rows = [
+            next(
+                (n, place.clients.index(client)) for n, place in enumerate(places) if client in place.clients
+            )
+            for client in self.own(cohort)
+        ]
+        unsent = Unsent([(place.state, len(place.clients)) for place in places], rows)
+        sent = before.sent if self.world.is_server else None
+        return UploadCoding(self._up, before.received, sent, unsent)
+
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
         message = self.driver.send(server, cohort, for_evaluation=True) if self.world.is_server else None
-        down = self.channel.down(message, cohort)
+        down = self.channel.down(message, cohort, self._down)
         for part, clients in self.groups(cohort):
             yield clients, down.select(part)
 
+    def kept_by_codec(self) -> State:
+        """Return the part of this rank's client state that a codec keeps; all ranks have the same names."""
+        return {name: rows for name, rows in self.workplace.state.items() if name.startswith(UNSENT)}
+
     def own_rows(self, cohort: Cohort) -> list[int]:
         """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
-        own = self.channel.own(cohort)
-        return [self.workplace.clients.index(cohort.clients[position]) for position in own]
+        return [self.workplace.clients.index(client) for client in self.own(cohort)]
 
 
 class Uploads:

@@ -19,7 +19,7 @@ from hpcfl.methods.base import State
 from hpcfl.simulation.device_memory import out_of_memory
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.experiment import Experiment
-from hpcfl.simulation.federation import Federation, Uploads, stack
+from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.saving import LastEvaluation, Saver
 from hpcfl.simulation.stopping import StopFlag
@@ -145,40 +145,38 @@ class Simulation:
         Returns the accuracy of each client's model right after training [N]. It is nan for clients without
         such a model, in rounds without an evaluation, and on ranks other than the server.
         """
-        method, driver = self.method, self._federation.driver
-        channel, is_server = self._federation.channel, self._world.is_server
+        method, driver, is_server = self.method, self._federation.driver, self._world.is_server
         # a client that requested layers knows which ones it gets, so their indices cost no bytes
         names_layers = not method.negotiates(cohort.round)
         traffic = RoundTraffic(len(cohort), method.layers, names_layers)
         self._federation.visits.begin(self._federation.trips(cohort))
         groups = list(self._federation.groups(cohort))
-        sent = driver.send(self.server, cohort) if is_server else None
-        down = channel.down(sent, cohort)
-        traffic.count_down(sent)
+        message = driver.send(self.server, cohort) if is_server else None
+        before = self._federation.deliver(message, cohort)
+        traffic.count_down(before.sent)
+        down, sent = before.received, before.sent
         if method.negotiates(cohort.round):
-            down, sent = self._negotiate(cohort, groups, down, traffic)
+            asked, answer = self._negotiate(cohort, groups, down, traffic)
+            down, sent, before = down | asked | answer.received, answer.sent, before | answer
         local = self._train(groups, down, is_evaluated)
-        self._federation.visits.end()
-        upload = traffic.counting_up(channel.up(local.up, cohort, sent))
+        upload = traffic.counting_up(self._federation.upload(local.up, cohort, sent, before))
         if is_server:
             driver.receive(self.server, cohort, upload)
         upload.drain()
+        self._federation.visits.end()
         return self._record(cohort, traffic, local)
 
     def _negotiate(
         self, cohort: Cohort, groups: Groups, down: Message, traffic: RoundTraffic
-    ) -> tuple[Message, Message | None]:
-        """Collect the cohort's requests and send the server's answer. Collective.
-
-        Returns download, request and answer of this rank's clients as one message, and on the server the
-        answer alone (None elsewhere).
-        """
-        channel, driver = self._federation.channel, self._federation.driver
+    ) -> tuple[Message, Delivery]:
+        """Collect the cohort's requests and send the server's answer; return both. Collective."""
+        federation, driver = self._federation, self._federation.driver
         asked = stack([driver.ask(clients, down.select(part)) for part, clients in groups])
-        requests = traffic.counting_up(channel.up(asked, cohort)).collect()
+        requests = traffic.counting_up(federation.ask(asked, cohort)).collect()
         more = driver.answer(self.server, cohort, requests) if self._world.is_server else None
-        traffic.count_down(more)
-        return down | asked | channel.down(more, cohort), more
+        answer = federation.deliver(more, cohort)
+        traffic.count_down(answer.sent)
+        return asked, answer
 
     def _train(self, groups: Groups, down: Message, is_evaluated: bool) -> LocalRound:
         """Train this rank's cohort members, and score them right after if asked."""

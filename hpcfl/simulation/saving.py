@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,27 +106,32 @@ class Saver:
             message = Message(rows=rows, num_clients=len(cohort)) if federation.world.is_server else None
             received = federation.channel.down(message, cohort)
             own = federation.own_rows(cohort)
+            count, state = len(federation.workplace.clients), federation.workplace.state
             for name, tensor in received.rows.items():
+                # what a codec keeps is there once it has sent something
+                stored = state.setdefault(name, tensor.new_zeros(count, *tensor.shape[1:]))
                 if own:
-                    federation.workplace.state[name][own] = tensor
+                    stored[own] = tensor
 
     def _blocks(self) -> Iterator[Cohort]:
         """Cut all clients in consecutive cohorts of bounded size."""
         federation = self._federation
-        state = self._driver.initial_clients([0])
-        numbers = max(1, sum(rows.numel() for rows in state.values()))
+        numbers = max(1, sum(math.prod(rows.shape[1:]) for rows in self._client_state().values()))
         step = max(1, federation.world.max_elements // numbers)
         for start in range(0, federation.num_clients, step):
             yield federation.cohort_of(0, range(start, min(start + step, federation.num_clients)))
 
     def _client_rows(self) -> Rows:
         """Describe the state of all clients; its blocks are collective."""
-        one = self._driver.initial_clients([0])
         shapes = {
             name: RowShape(self._federation.num_clients, tuple(tensor.shape[1:]), tensor.dtype)
-            for name, tensor in one.items()
+            for name, tensor in self._client_state().items()
         }
         return Rows(shapes, self._client_blocks())
+
+    def _client_state(self) -> State:
+        """Return tensors of the shapes of the clients' state, those that a codec keeps included."""
+        return self._driver.initial_clients([0]) | self._federation.kept_by_codec()
 
     def _client_blocks(self) -> Iterator[Block]:
         """Bring the state of all clients to the server, block by block. Collective."""

@@ -225,6 +225,7 @@ def _what_changes_results(config: Config) -> str:
     """Return a run's keys and values as text, without the keys that do not change the results of this run."""
     keys = {key: value for key, value in flatten(config.tree()).items() if key not in RESULT_NEUTRAL}
     keys |= {"data.seed": config.data_seed, "method": [config.method, config.params.in_use()]}
+    keys |= flatten({"comm": config.comm.in_use()})
     source = config.data.source
     # the first four change at most the last bits, the fifth only which rounds the best one is chosen from
     idle = {"run.clients_at_once", "run.engine", "run.device", "run.threads", "run.eval_every"}

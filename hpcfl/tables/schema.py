@@ -68,6 +68,7 @@ class SettingsEntry(_Entry):
     data: Any = None
     model: Any = None
     train: Any = None
+    comm: Any = None
     run: Any = None
 
     def tree(self) -> dict[str, Any]:

@@ -1,0 +1,295 @@
+"""Codecs: in which form the numbers of a tensor travel.
+
+Shapes: C clients, M models a client (1 unless a tensor is [C, ..., P]), W numbers of a model, L layers.
+
+  float16   every number in 16 bits; what is beyond its range, 65,504, saturates
+  int8      of each layer of each model a float32 scale, max |x| / 127, and x / scale rounded to the nearest
+            of -127 ... 127 (ties to even); a tensor that does not consist of layers is one. Where a number
+            is not finite, the whole layer arrives as nan
+  topk      of each layer of each model the ceil(share * size) numbers of largest magnitude, in float32, with
+            their int32 indices in the layer; of equal ones those of the lowest indices
+
+In uploads, int8 codes the difference to the tensor of the same name and shape that the client received, if
+there is one; layers that it did not receive count as zero. topk codes this difference plus what is left of
+earlier ones, which the client keeps; layers that it did not receive travel as they are.
+
+Whole numbers are never coded. Running statistics are by float16 only. Tensors that do not consist of layers,
+or that the client did not receive, are not by topk. Each client's row is coded by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from hpcfl.communication.messages import BUFFERS, Message, Piece
+from hpcfl.communication.settings import CommConfig, Direction
+from hpcfl.parameters import Layer, Tensors, spread
+
+UNSENT = "comm.unsent/"
+"""How the client state begins in which topk keeps what it has not sent; names of methods have no dot."""
+
+_LARGEST_INT8 = 127
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What both ends know of the rows of some clients of a tensor, before its numbers travel."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of one client's row."""
+    dtype: torch.dtype
+    models: int
+    sizes: tuple[int, ...]
+    """Numbers of each layer; of a tensor that does not consist of layers, all its numbers."""
+    has_layers: bool
+    keep: Tensor | None = None
+    """Which layers travel, bool [C, L]; None is all."""
+    known: Tensor | None = None
+    """Which of these the clients received before, bool [C, L]; None: no tensor of this name and shape."""
+
+    @staticmethod
+    def of(name: str, shape: Sequence[int], dtype: torch.dtype, layers: Sequence[Layer]) -> Frame:
+        """Describe a tensor by the shape of one client's row; all of it travels, and none was received."""
+        shape = tuple(shape)
+        if shape and shape[-1] == layers[-1].stop:
+            sizes = tuple(layer.size for layer in layers)
+            return Frame(name, shape, dtype, math.prod(shape[:-1]), sizes, True)
+        return Frame(name, shape, dtype, 1, (math.prod(shape),), False)
+
+    def __getitem__(self, rows: slice | list[int] | Tensor) -> Frame:
+        """Return the frame of some of the clients."""
+        keep, known = (None if mask is None else mask[rows] for mask in (self.keep, self.known))
+        return replace(self, keep=keep, known=known)
+
+    def after(self, received: Message) -> Frame:
+        """Return the frame that says what the same clients received before."""
+        if self.name not in received:
+            return self
+        rows = received[self.name]
+        if rows.shape[1:] != self.shape or rows.dtype != self.dtype:
+            return self
+        known = torch.ones(len(rows), len(self.sizes), dtype=torch.bool)
+        for mask in (received.keep.get(self.name), self.keep):
+            known = known if mask is None else known & mask
+        return replace(self, known=known)
+
+    def base(self, received: Message) -> Tensor | None:
+        """Return what the clients received before, [C, M, W]; zero, or None, where that is nothing."""
+        if self.known is None:
+            return None
+        return self.where(self.known, self.by_model(received[self.name]), 0.0)
+
+    def by_model(self, rows: Tensor) -> Tensor:
+        """Return rows [C, ...] as [C, M, W]."""
+        return rows.reshape(len(rows), self.models, sum(self.sizes))
+
+    def where(self, mask: Tensor, numbers: Tensor, others: Tensor | float) -> Tensor:
+        """Return [C, M, W]: `numbers` in the layers of a mask [C, L], and `others` elsewhere."""
+        return numbers.where(spread(self.sizes, mask).unsqueeze(1), others)
+
+
+class Codec:
+    """Sends tensors as they are."""
+
+    remembers = False
+    """Whether clients keep what did not travel."""
+
+    def takes(self, frame: Frame) -> bool:
+        """Return whether a tensor of floating-point numbers is coded."""
+        return False
+
+    def of(self, frame: Frame) -> Codec:
+        """Return what codes a tensor: this codec, or none."""
+        is_possible = frame.dtype.is_floating_point and frame.models * sum(frame.sizes) > 0
+        return self if is_possible and self.takes(frame) else AS_IT_IS
+
+    def pieces(self, frame: Frame) -> list[Piece]:
+        """Return what a tensor travels as."""
+        return [Piece(frame.dtype, frame.models, frame.sizes, frame.keep)]
+
+    def encode(
+        self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return the pieces [C, M, ...] of numbers [C, M, W]; layers that do not travel may hold anything.
+
+        `base` is what the frame says the clients received. A codec that remembers brings `unsent` [C, M, W]
+        up to date, in the layers that travel as a difference.
+        """
+        return [numbers]
+
+    def decode(self, pieces: Sequence[Tensor], frame: Frame, base: Tensor | None = None) -> Tensor:
+        """Return numbers [C, M, W] from their pieces, which are zero in layers that do not travel."""
+        return pieces[0]
+
+
+AS_IT_IS = Codec()
+
+
+class Float16(Codec):
+    def takes(self, frame: Frame) -> bool:
+        return True
+
+    def pieces(self, frame: Frame) -> list[Piece]:
+        return [Piece(torch.float16, frame.models, frame.sizes, frame.keep)]
+
+    def encode(
+        self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
+    ) -> list[Tensor]:
+        largest = torch.finfo(torch.float16).max
+        return [numbers.clamp(-largest, largest).half()]
+
+    def decode(self, pieces: Sequence[Tensor], frame: Frame, base: Tensor | None = None) -> Tensor:
+        return pieces[0].to(frame.dtype)
+
+
+class Int8(Codec):
+    def takes(self, frame: Frame) -> bool:
+        return frame.name != BUFFERS
+
+    def pieces(self, frame: Frame) -> list[Piece]:
+        ones = (1,) * len(frame.sizes)
+        return [
+            Piece(torch.int8, frame.models, frame.sizes, frame.keep),
+            Piece(torch.float32, frame.models, ones, frame.keep),
+        ]
+
+    def encode(
+        self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
+    ) -> list[Tensor]:
+        if base is not None:
+            numbers = numbers - base
+        largest = [layer.abs().amax(dim=-1) for layer in numbers.split(frame.sizes, dim=-1)]
+        scales = (torch.stack(largest, dim=-1) / _LARGEST_INT8).float()
+        # a layer of zeros, or of numbers too small for a scale
+        divisors = scales.where(scales != 0, 1.0).to(numbers.dtype)
+        steps = (numbers / spread(frame.sizes, divisors)).round().nan_to_num(nan=0.0)
+        return [steps.clamp(-_LARGEST_INT8, _LARGEST_INT8).to(torch.int8), scales]
+
+    def decode(self, pieces: Sequence[Tensor], frame: Frame, base: Tensor | None = None) -> Tensor:
+        steps, scales = (piece.to(frame.dtype) for piece in pieces)
+        numbers = steps * spread(frame.sizes, scales)
+        return numbers if base is None else base + numbers
+
+
+class TopK(Codec):
+    remembers = True
+
+    def __init__(self, share: float) -> None:
+        # as it is written: 0.07 * 100 is more than 7 in binary
+        self._share = Fraction(str(share))
+
+    def takes(self, frame: Frame) -> bool:
+        return frame.name != BUFFERS and frame.has_layers and frame.known is not None
+
+    def pieces(self, frame: Frame) -> list[Piece]:
+        counts = tuple(map(self._count, frame.sizes))
+        return [
+            Piece(frame.dtype, frame.models, frame.sizes, self._as_they_are(frame)),
+            Piece(torch.float32, frame.models, counts, frame.known),
+            Piece(torch.int32, frame.models, counts, frame.known, is_index=True),
+        ]
+
+    def encode(
+        self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
+    ) -> list[Tensor]:
+        assert base is not None
+        assert unsent is not None
+        assert frame.known is not None
+        wanted = numbers - base + unsent
+        values, indices = [], []
+        for layer in wanted.split(frame.sizes, dim=-1):
+            is_chosen = _largest(layer, self._count(layer.shape[-1]))
+            place = is_chosen.nonzero()[:, -1].view(*layer.shape[:-1], -1)
+            values.append(layer.gather(-1, place).float())
+            indices.append(place.int())
+        pieces = [numbers, torch.cat(values, dim=-1), torch.cat(indices, dim=-1)]
+        left = wanted - self._laid_out(pieces[1], pieces[2], frame)
+        unsent.copy_(frame.where(frame.known, left, unsent))
+        return pieces
+
+    def decode(self, pieces: Sequence[Tensor], frame: Frame, base: Tensor | None = None) -> Tensor:
+        assert base is not None
+        assert frame.known is not None
+        whole, values, indices = pieces
+        return frame.where(frame.known, base + self._laid_out(values, indices, frame), whole)
+
+    def _count(self, size: int) -> int:
+        return math.ceil(self._share * size)
+
+    def _as_they_are(self, frame: Frame) -> Tensor:
+        """Return which layers travel that the clients did not receive, bool [C, L]."""
+        assert frame.known is not None
+        return ~frame.known if frame.keep is None else frame.keep & ~frame.known
+
+    def _laid_out(self, values: Tensor, indices: Tensor, frame: Frame) -> Tensor:
+        """Return values of all layers at their indices, [C, M, W], and zeros elsewhere."""
+        numbers = torch.zeros(*values.shape[:-1], sum(frame.sizes), dtype=frame.dtype)
+        counts = list(map(self._count, frame.sizes))
+        of_layers = zip(values.split(counts, -1), indices.split(counts, -1), strict=True)
+        for layer, (value, index) in zip(numbers.split(frame.sizes, dim=-1), of_layers, strict=True):
+            layer.scatter_(-1, index.long(), value.to(frame.dtype))
+        return numbers
+
+
+def codec_of(settings: CommConfig, direction: Direction) -> Codec:
+    """Return what a run's messages are coded by in a direction."""
+    if not settings.codes(direction):
+        return AS_IT_IS
+    codecs = {"float16": Float16(), "int8": Int8(), "topk": TopK(settings.share)}
+    return codecs[settings.codec]
+
+
+class Unsent:
+    """What a codec has not sent of the tensors of some clients, in the states of a rank's clients.
+
+    `states` are these, each with its number of clients; `rows` say of each member of the cohort on this rank
+    which of them it is in, and in which row.
+    """
+
+    def __init__(self, states: Sequence[tuple[Tensors, int]], rows: Sequence[tuple[int, int]]) -> None:
+        self._states, self._rows = states, rows
+
+    def begin(self, frame: Frame) -> None:
+        """Make room for a tensor; every rank does, so that all have the same states."""
+        for state, count in self._states:
+            if UNSENT + frame.name not in state:
+                state[UNSENT + frame.name] = torch.zeros(count, *frame.shape, dtype=frame.dtype)
+
+    def read(self, name: str, part: slice) -> Tensor:
+        """Return a copy of the rows [C, ...] of some of the members."""
+        return torch.stack([self._states[n][0][UNSENT + name][row] for n, row in self._rows[part]])
+
+    def write(self, name: str, part: slice, rows: Tensor) -> None:
+        """Replace the rows of some of the members."""
+        for (n, row), value in zip(self._rows[part], rows, strict=True):
+            stored = self._states[n][0][UNSENT + name]
+            stored[row] = value.view(stored.shape[1:])
+
+
+@dataclass(frozen=True)
+class UploadCoding:
+    """How an upload travels: the codec, and what its clients received before."""
+
+    codec: Codec
+    received: Message
+    """What this rank's members of the cohort received."""
+    sent: Message | None
+    """The same of all members, on the server."""
+    unsent: Unsent
+
+
+def _largest(numbers: Tensor, count: int) -> Tensor:
+    """Return which `count` numbers of each last axis have the largest magnitude, in order of index; bool."""
+    # what is not a number is sent first
+    magnitude = numbers.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    last = magnitude.kthvalue(numbers.shape[-1] - count + 1, dim=-1, keepdim=True).values
+    is_above, is_equal = magnitude > last, magnitude == last
+    missing = count - is_above.sum(dim=-1, keepdim=True)
+    return is_above | (is_equal & (is_equal.cumsum(dim=-1) <= missing))
