@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.codecs import codec_of
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.data.shard import Shard
@@ -94,7 +95,8 @@ class Run:
             num_samples=self.method.context.num_samples,
         )
         channel = Channel(World(), self.method.layers, self.num_clients)
-        down = channel.down(self.driver.send(self.server, cohort, for_evaluation=True), cohort)
+        message = self.driver.send(self.server, cohort, for_evaluation=True)
+        down = channel.down(message, cohort, codec_of(self.config.comm, "down"))
         models = []
         for client in range(self.num_clients):
             clients = Clients(self.workplace, [client], rounds)

@@ -51,9 +51,9 @@ def _epoch(context: Context, device: torch.device, is_batched: bool) -> Callable
 
     def work() -> None:
         for group in _groups(place):
-            clients = Clients(place, group, 0)
-            clients.buffers = buffers[group.start : group.stop].clone()
-            clients.sgd(theta[group.start : group.stop])
+            clients = Clients(place, place.clients[group], 0)
+            clients.buffers = buffers[group].clone()
+            clients.sgd(theta[group])
         _wait_for(device)
 
     return work
@@ -67,13 +67,18 @@ def _pfedla_round(context: Context, device: torch.device, is_batched: bool) -> C
     down = driver.send(driver.initial_server(), everyone)
 
     def work() -> None:
-        size = place.engine.clients_at_once
-        for start in range(0, len(place.clients), size):
-            group = slice(start, start + size)
+        for group in _groups(place):
             up = driver.work(Clients(place, place.clients[group], 0), down.select(group))
             up.to(torch.device("cpu"))
 
     return work
+
+
+def _groups(place: Workplace) -> Iterator[slice]:
+    """Yield positions of the clients that train at once."""
+    size = place.engine.clients_at_once
+    for start in range(0, len(place.clients), size):
+        yield slice(start, start + size)
 
 
 def _workplace(context: Context, device: torch.device, is_batched: bool, state: Tensors) -> Workplace:

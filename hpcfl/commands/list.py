@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hpcfl.commands.arguments import Parser
+from hpcfl.communication.codecs import CODECS
 from hpcfl.communication.world import World
 from hpcfl.data.partitions import PARTITIONS, add_own_partition
 from hpcfl.data.sources import SOURCES, add_own_source
@@ -31,11 +32,12 @@ def list_everything(arguments: Sequence[str], world: World) -> None:
     for kind, (_, add_own) in OWN_FILES.items():
         if (path := getattr(options, kind)) is not None:
             add_own(path)
-    kinds = {
+    kinds: dict[str, dict[str, str]] = {
         "method": {name: method.summary for name, method in METHODS.items()},
         "source": {name: source.description for name, source in SOURCES.items()},
         "partition": {name: partition.description for name, partition in PARTITIONS.items()},
         "model": {name: model.description for name, model in MODELS.items()},
+        "codec": {name: codec.description for name, codec in CODECS.items()},
     }
     for kind, entries in kinds.items():
         for name, description in entries.items():

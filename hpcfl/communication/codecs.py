@@ -23,12 +23,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS, Message, Piece
-from hpcfl.communication.settings import CommConfig, Direction
+from hpcfl.communication.settings import CodecName, CommConfig, Direction
 from hpcfl.parameters import Layer, Tensors, spread
 
 UNSENT = "comm.unsent/"
@@ -98,8 +99,12 @@ class Frame:
 class Codec:
     """Sends tensors as they are."""
 
-    remembers = False
+    description: ClassVar[str] = "numbers as they are"
+    remembers: ClassVar[bool] = False
     """Whether clients keep what did not travel."""
+
+    def __init__(self, settings: CommConfig) -> None:
+        self.settings = settings
 
     def takes(self, frame: Frame) -> bool:
         """Return whether a tensor of floating-point numbers is coded."""
@@ -129,10 +134,12 @@ class Codec:
         return pieces[0]
 
 
-AS_IT_IS = Codec()
+AS_IT_IS = Codec(CommConfig())
 
 
 class Float16(Codec):
+    description = "numbers in 16 bits"
+
     def takes(self, frame: Frame) -> bool:
         return True
 
@@ -150,6 +157,8 @@ class Float16(Codec):
 
 
 class Int8(Codec):
+    description = "numbers in 8 bits with a scale for each layer; uploads as differences to the download"
+
     def takes(self, frame: Frame) -> bool:
         return frame.name != BUFFERS
 
@@ -179,11 +188,8 @@ class Int8(Codec):
 
 
 class TopK(Codec):
+    description = "of uploads the largest differences to the download; clients remember the others"
     remembers = True
-
-    def __init__(self, share: float) -> None:
-        # as it is written: 0.07 * 100 is more than 7 in binary
-        self._share = Fraction(str(share))
 
     def takes(self, frame: Frame) -> bool:
         return frame.name != BUFFERS and frame.has_layers and frame.known is not None
@@ -221,7 +227,8 @@ class TopK(Codec):
         return frame.where(frame.known, base + self._laid_out(values, indices, frame), whole)
 
     def _count(self, size: int) -> int:
-        return math.ceil(self._share * size)
+        # as it is written: 0.07 * 100 is more than 7 in binary
+        return math.ceil(Fraction(str(self.settings.share)) * size)
 
     def _as_they_are(self, frame: Frame) -> Tensor:
         """Return which layers travel that the clients did not receive, bool [C, L]."""
@@ -238,12 +245,12 @@ class TopK(Codec):
         return numbers
 
 
+CODECS: dict[CodecName, type[Codec]] = {"none": Codec, "float16": Float16, "int8": Int8, "topk": TopK}
+
+
 def codec_of(settings: CommConfig, direction: Direction) -> Codec:
     """Return what a run's messages are coded by in a direction."""
-    if not settings.codes(direction):
-        return AS_IT_IS
-    codecs = {"float16": Float16(), "int8": Int8(), "topk": TopK(settings.share)}
-    return codecs[settings.codec]
+    return CODECS[settings.codec](settings) if settings.codes(direction) else AS_IT_IS
 
 
 class Unsent:

@@ -49,7 +49,7 @@ class Federation:
         self.num_clients = len(experiment.num_train)
         self.channel = Channel(world, self.method.layers, self.num_clients)
         """Moves tensors as they are: those of checkpoints and diagnostics."""
-        self._down, self._up = (codec_of(self.config.comm, way) for way in ("down", "up"))
+        self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
         split = self.config.run.eval_split
         num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
         self.visits = Visits(world, self.workplace, num_samples)

@@ -24,6 +24,7 @@ from conftest import REPOSITORY, Mpirun, clean_environment, run_tree
 from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
 from hpcfl.commands.summary import next_command
+from hpcfl.communication.codecs import CODECS
 from hpcfl.config import load_config
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
@@ -342,6 +343,7 @@ def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> N
         "source": SOURCES,
         "partition": PARTITIONS,
         "model": MODELS,
+        "codec": CODECS,
     }
     expected = [f"{kind} {name}" for kind, names in kinds.items() for name in names]
     assert names_only == expected

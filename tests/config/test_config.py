@@ -13,6 +13,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from hpcfl.communication.settings import CommConfig
 from hpcfl.config import (
     RESULT_NEUTRAL,
     Config,
@@ -210,7 +211,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
     assert twice[0] == twice[1] != load_config(None, []).run_name()
 
 
-GROUPS: list[type[BaseModel]] = [DataConfig, RunConfig, TrainConfig]
+GROUPS: list[type[BaseModel]] = [DataConfig, RunConfig, TrainConfig, CommConfig]
 GROUPS += [method.Params for method in METHODS.values()] + [kind.options for kind in PARTITIONS.values()]
 GROUPS += dict.fromkeys(model.options for model in MODELS.values())
 
@@ -295,6 +296,20 @@ def test_every_key_is_documented(group: type[BaseModel]) -> None:
         ("data.partition=iid", "data.partition='iid' must be a group of keys, such as data.partition.name="),
         ("=3", "'=3' names no key; settings are key=value, such as train.rounds=50"),
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
+        (
+            "comm.codec=zip",
+            "comm.codec=zip is not possible; allowed: none, float16, int8, topk (default: none)",
+        ),
+        ("comm=int8", "comm='int8' must be a group of keys, such as comm.codec=..."),
+        (
+            "comm.keep=1.5",
+            "comm.keep=1.5 is not possible; allowed: a number or null > 0 and <= 1 (default: null)",
+        ),
+        (
+            "comm.keep=0.1",
+            "comm.keep=0.1 is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
+        ),
+        ("comm.directions=up", "comm.directions=up needs a codec: set comm.codec=float16, int8 or topk, or"),
         ("data.path=a.npz", "data.path=a.npz is only for data.source=npz or femnist or pfllib, not digits"),
     ],
 )
@@ -302,6 +317,13 @@ def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> No
     message = refusal(None, override)
     assert said in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("directions", ["both", "down"])
+def test_topk_goes_up_only(directions: str) -> None:
+    said = refusal(None, "comm.codec=topk", f"comm.directions={directions}")
+    assert f"comm.directions={directions} does not go with comm.codec=topk" in said
+    assert "allowed: up, or null" in said
 
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null", "wide"])
@@ -365,6 +387,16 @@ def test_a_key_that_only_one_side_has_is_a_difference() -> None:
     new = load_config(None, []).tree()
     old = new | {"run": {key: value for key, value in new["run"].items() if key != "threads"}}
     assert differences(old, new) == ["run.threads: (not set) there, 1 here"]
+
+
+def test_runs_from_before_there_were_codecs_keep_their_name_and_go_on() -> None:
+    new = load_config(None, []).tree()
+    old = {group: keys for group, keys in new.items() if group != "comm"}
+    assert load_config(None, []).run_name() == "pfedla-digits-s0-63aede8b"
+    assert differences(old, new) == []
+    coded = load_config(None, ["comm.codec=int8"])
+    assert coded.run_name() != load_config(None, []).run_name()
+    assert differences(old, coded.tree()) == ["comm.codec: none there, int8 here"]
 
 
 def test_resolve_leaves_its_argument_alone() -> None:

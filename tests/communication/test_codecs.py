@@ -1,0 +1,428 @@
+"""What codecs send, what arrives, what it costs, and what clients keep of it.
+
+Shapes: S clients of a cohort, P = 9 trainable numbers in L = 3 layers of 3, 2 and 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import pytest
+import torch
+from bits import method_settings, run_here
+from harness import SMALL, Run, random
+from torch import Tensor
+
+from hpcfl.communication import channel as channel_module
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.codecs import UNSENT, Codec, Frame, Unsent, UploadCoding, codec_of
+from hpcfl.communication.messages import BUFFERS, Cohort, Message, Piece
+from hpcfl.communication.settings import CommConfig
+from hpcfl.communication.traffic import INDEX_BYTES, Traffic, count_bytes
+from hpcfl.communication.world import World
+from hpcfl.methods import METHODS
+from hpcfl.methods.base import State
+from hpcfl.methods.pfedla import PFedLA
+from hpcfl.parameters import Layer, Tensors
+from hpcfl.simulation.loop import Simulation
+from hpcfl.storage.ledger import DIRECTIONS, INDICES_LABEL
+from hpcfl.training.clients import Clients
+
+LAYERS = (Layer("a", 0, 3, 0, 0), Layer("b", 3, 5, 0, 2), Layer("c", 5, 9, 2, 2))
+P = 9
+CODECS = ("float16", "int8", "topk")
+THIRD = 0.333251953125
+"""1/3 in 16 bits."""
+
+
+@dataclass
+class Wire:
+    """A server and its clients on one rank, with what the clients keep."""
+
+    settings: CommConfig
+    num_clients: int = 1
+    state: Tensors = field(default_factory=dict)
+    max_elements: int = 2**20
+
+    @property
+    def cohort(self) -> Cohort:
+        return Cohort(0, tuple(range(self.num_clients)), torch.ones(self.num_clients, dtype=torch.int64))
+
+    @property
+    def channel(self) -> Channel:
+        return Channel(World(None, self.max_elements), LAYERS, self.num_clients)
+
+    def down(self, message: Message) -> Message:
+        """Return what the clients receive, which is what the server thinks they do."""
+        codec = codec_of(self.settings, "down")
+        received = self.channel.down(message, self.cohort, codec)
+        sent = self.channel.as_received(message, codec)
+        for name in message.names:
+            if name not in message.keep:
+                assert torch.equal(received[name], sent[name])
+        return received
+
+    def up(self, message: Message, received: Message | None = None) -> Message:
+        """Return what the server receives of clients that received something before."""
+        before = received or Message(num_clients=self.num_clients)
+        everyone = range(self.num_clients)
+        unsent = Unsent(self.state, everyone, self.num_clients)
+        coding = UploadCoding(codec_of(self.settings, "up"), before, before, unsent)
+        blocks = list(self.channel.up(message, self.cohort, coding=coding))
+        if len(blocks) == 1:
+            return blocks[0][1]
+        rows = {name: torch.cat([block.rows[name] for _, block in blocks]) for name in message.rows}
+        return Message(rows=rows, num_clients=self.num_clients)
+
+
+def wire(codec: str, num_clients: int = 1, **more: object) -> Wire:
+    return Wire(CommConfig.model_validate({"codec": codec, **more}), num_clients)
+
+
+def theta(*rows: list[float], **keep: Tensor) -> Message:
+    numbers = torch.tensor(rows, dtype=torch.float32)
+    return Message(rows={"theta": numbers}, keep=keep, num_clients=len(rows))
+
+
+def bytes_of(message: Message) -> Traffic:
+    return count_bytes(message, LAYERS)
+
+
+# Numbers worked out by hand
+
+
+def test_float16_rounds_and_saturates() -> None:
+    numbers = [1 / 3, 1e6, -1e6, 2049.0, 1e-9, 65504.0, 65519.0, -0.0, 0.5]
+    expected = [THIRD, 65504.0, -65504.0, 2048.0, 0.0, 65504.0, 65504.0, -0.0, 0.5]
+    for arrived in (wire("float16").down(theta(numbers)), wire("float16").up(theta(numbers))):
+        assert arrived.rows["theta"].tolist() == [expected]
+    traffic = bytes_of(wire("float16").up(theta(numbers)))
+    assert traffic.layers.tolist() == [[6, 4, 8]]
+
+
+def test_float16_codes_every_number_but_whole_ones_and_keeps_types() -> None:
+    message = Message(
+        shared={"theta": torch.full((P,), 1 / 3), "routes": torch.tensor([2**40])},
+        rows={BUFFERS: torch.full((2, 2), 1e5), "mix": torch.full((2, 3), 1 / 3, dtype=torch.float64)},
+        num_clients=2,
+    )
+    arrived = wire("float16", 2).down(message)
+    assert arrived["theta"].tolist() == [[THIRD] * P] * 2
+    assert arrived.rows["mix"].dtype == torch.float64
+    assert arrived.rows["mix"].tolist() == [[THIRD] * 3] * 2
+    assert arrived.rows[BUFFERS].tolist() == [[65504.0] * 2] * 2
+    assert arrived.shared["routes"].tolist() == [2**40]
+    sent = Channel(World(), LAYERS, 2).as_received(message, codec_of(CommConfig(codec="float16"), "down"))
+    traffic = bytes_of(sent)
+    assert traffic.layers.tolist() == [[6, 4, 8]] * 2
+    assert traffic.buffers.tolist() == [4, 4]
+    assert traffic.indices.tolist() == [8, 8]
+    assert traffic.others["mix"].tolist() == [6, 6]
+
+
+def test_int8_has_a_scale_for_each_layer() -> None:
+    # scales 2, none and 1; 1.5 and -2.5 are ties
+    numbers = [254.0, 3.0, -5.0, 0.0, 0.0, -127.0, 0.4, 0.6, 126.5]
+    expected = [254.0, 4.0, -4.0, 0.0, 0.0, -127.0, 0.0, 1.0, 126.0]
+    arrived = wire("int8").up(theta(numbers))
+    assert arrived.rows["theta"].tolist() == [expected]
+    assert bytes_of(arrived).layers.tolist() == [[3 + 4, 2 + 4, 4 + 4]]
+    assert wire("int8").down(theta(numbers)).rows["theta"].tolist() == [expected]
+
+
+def test_int8_codes_clients_and_models_by_themselves() -> None:
+    branches = torch.tensor([[[127.0] * P, [254.0] * P], [[1e-3] * P, [-5.0] * P]])
+    branches[..., 0] = 1.2
+    arrived = wire("int8", 2).up(Message(rows={"branches": branches}, num_clients=2)).rows["branches"]
+    assert arrived[0, :, 0].tolist() == [1.0, 2.0]
+    assert arrived[1, :, 0].tolist() == pytest.approx([1.2, 5 / 127 * 30])
+    torch.testing.assert_close(arrived[:, :, 3:], branches[:, :, 3:])
+
+
+def test_int8_codes_what_is_no_layer_with_one_scale_and_leaves_running_statistics_alone() -> None:
+    rows = {"mix": torch.tensor([[[127.0, 0.6], [-3.2, 0.0]]]), BUFFERS: torch.tensor([[0.3, 127.0]])}
+    arrived = wire("int8").up(Message(rows=rows | {"count": torch.tensor([3])}))
+    assert arrived.rows["mix"].tolist() == [[[127.0, 1.0], [-3.0, 0.0]]]
+    assert torch.equal(arrived.rows[BUFFERS], rows[BUFFERS])
+    assert arrived.rows["count"].tolist() == [3]
+    traffic = bytes_of(arrived)
+    assert traffic.others["mix"].tolist() == [4 + 4]
+    assert (traffic.buffers.tolist(), traffic.indices.tolist()) == ([8], [8])
+
+
+def test_int8_sends_differences_to_what_was_received_up_and_numbers_down() -> None:
+    received = theta([1000.0] * P)
+    trained = [1000.0, 1001.0, 1127.0, 1000.0, 1000.0, 873.0, 1000.25, 1000.75, 1000.0]
+    arrived = wire("int8").up(theta(trained), received)
+    assert arrived.rows["theta"].tolist() == [[1000, 1001, 1127, 1000, 1000, 873, 1000, 1001, 1000]]
+    other_shape = Message(rows={"theta": torch.full((1, 2, P), 1000.0)})
+    with_itself = wire("int8").up(theta(trained), other_shape)
+    assert torch.equal(with_itself.rows["theta"], wire("int8").down(theta(trained)).rows["theta"])
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_layer_with_a_number_that_is_none_arrives_as_none_by_int8(bad: float) -> None:
+    arrived = wire("int8").up(theta([1.0, bad, 2.0, *[127.0] * 6])).rows["theta"][0]
+    assert arrived.isnan().tolist() == [True] * 3 + [False] * 6
+
+
+def test_topk_sends_the_largest_of_each_layer_and_keeps_the_rest() -> None:
+    link = wire("topk", keep=0.5)
+    received = theta([1.0] * P)
+    # differences 3, -1, 2 | 1, -1 (a tie) | 0, 4, 0.5, -5: two, one and two of them
+    trained = theta([4.0, 0.0, 3.0, 2.0, 0.0, 1.0, 5.0, 1.5, -4.0])
+    arrived = link.up(trained, received)
+    assert arrived.rows["theta"].tolist() == [[4.0, 1.0, 3.0, 2.0, 1.0, 1.0, 5.0, 1.0, -4.0]]
+    assert link.state[f"{UNSENT}theta"].tolist() == [[0.0, -1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.5, 0.0]]
+    traffic = bytes_of(arrived)
+    assert traffic.layers.tolist() == [[8, 4, 8]]
+    assert traffic.indices.tolist() == [4 * (2 + 1 + 2)]
+    # nothing new: what was left goes, and of zeros those in front
+    again = link.up(received, received)
+    assert again.rows["theta"].tolist() == [[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.5, 1.0]]
+    assert not link.state[f"{UNSENT}theta"].any()
+
+
+def test_topk_sends_what_has_no_counterpart_as_it_is() -> None:
+    rows = {
+        "theta": random(2, P),
+        "branches": random(2, 3, P),
+        "alpha": random(2, 4),
+        "figure": random(2),
+        BUFFERS: random(2, 2),
+        "count": torch.tensor([3, 4]),
+    }
+    received = {name: tensor + 1 for name, tensor in rows.items()}
+    received["branches"] = random(2, 2, P)
+    del received["theta"]
+    link = wire("topk", 2)
+    before = Message({"theta": random(2, P)}, received, num_clients=2)
+    arrived = link.up(Message(rows=rows, num_clients=2), before)
+    assert all(torch.equal(arrived.rows[name], tensor) for name, tensor in rows.items())
+    assert link.state == {}
+
+
+@pytest.mark.parametrize(("share", "sent"), [(1.0, 9), (0.5, 5), (0.34, 5), (1 / 3, 4), (0.01, 3)])
+def test_topk_sends_at_least_its_share_of_each_layer(share: float, sent: int) -> None:
+    arrived = wire("topk", keep=share).up(theta([*range(1, 10)]), theta([0.0] * P))
+    assert arrived.rows["theta"].count_nonzero() == sent
+    assert bytes_of(arrived).indices.tolist() == [4 * sent]
+
+
+def test_topk_takes_its_share_as_it_is_written() -> None:
+    codec = codec_of(CommConfig(codec="topk", keep=0.07), "up")
+    layers = (Layer("a", 0, 100, 0, 0),)
+    known = torch.ones(1, 1, dtype=torch.bool)
+    frame = Frame("theta", (100,), torch.float32, 1, (100,), True, known=known)
+    assert Frame.of("theta", (100,), torch.float32, layers).sizes == (100,)
+    assert [piece.sizes for piece in codec.pieces(frame)] == [(100,), (7,), (7,)]
+
+
+# Layer masks
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_layers_that_do_not_travel_arrive_as_zero_and_cost_nothing(codec: str) -> None:
+    keep = torch.tensor([[True, False, True], [False, True, True]])
+    message = theta([3.0] * P, [5.0] * P, theta=keep)
+    received = theta([1.0] * P, [1.0] * P)
+    arrived = wire(codec, 2).up(message, received)
+    assert (arrived.rows["theta"] != 0).tolist() == [
+        [True] * 3 + [False] * 2 + [True] * 4,
+        [False] * 3 + [True] * 6,
+    ]
+    traffic = bytes_of(arrived)
+    assert (traffic.layers > 0).tolist() == keep.tolist()
+    assert (traffic.indices >= INDEX_BYTES).all()
+    static = theta([3.0] * P, [5.0] * P, theta=torch.tensor([True, False, True]))
+    traffic = bytes_of(wire(codec, 2).up(static, received))
+    assert (traffic.layers > 0).tolist() == [[True, False, True]] * 2
+    if codec != "topk":
+        assert traffic.indices.tolist() == [0, 0]
+        arrived = wire(codec, 2).down(message)
+        assert (arrived.rows["theta"] != 0).sum(dim=1).tolist() == [7, 6]
+
+
+def test_layers_that_a_client_did_not_receive_travel_whole_by_topk() -> None:
+    """As with HeurpFedLA, whose clients keep a layer and upload all."""
+    received = theta([1.0] * P, [1.0] * P, theta=torch.tensor([[True, False, True], [True, True, True]]))
+    trained = theta([*range(2, 11)], [*range(2, 11)])
+    link = wire("topk", 2, keep=0.25)
+    link.state[f"{UNSENT}theta"] = torch.full((2, P), 0.5)
+    arrived = link.up(trained, received)
+    assert arrived.rows["theta"].tolist() == [
+        [1.0, 1.0, 4.5, 5.0, 6.0, 1.0, 1.0, 1.0, 10.5],
+        [1.0, 1.0, 4.5, 1.0, 6.5, 1.0, 1.0, 1.0, 10.5],
+    ]
+    left = [1.5, 2.5, 0.0, 0.5, 0.5, 6.5, 7.5, 8.5, 0.0]
+    assert link.state[f"{UNSENT}theta"].tolist() == [left, [*left[:3], 4.5, 0.0, *left[5:]]]
+    traffic = bytes_of(arrived)
+    assert traffic.layers.tolist() == [[4, 8, 4], [4, 4, 4]]
+    assert traffic.indices.tolist() == [8, 12]
+
+
+def test_layers_that_a_client_did_not_receive_count_as_zero_by_int8() -> None:
+    received = theta([1000.0] * P, theta=torch.tensor([True, False, True]))
+    arrived = wire("int8").up(theta([1127.0] * 3 + [127.0, 3.0] + [1127.0] * 4), received)
+    assert arrived.rows["theta"].tolist() == [[1127.0] * 3 + [127.0, 3.0] + [1127.0] * 4]
+
+
+# What a run does with it
+
+
+def test_none_is_no_codec_and_directions_choose() -> None:
+    assert type(codec_of(CommConfig(), "up")) is type(codec_of(CommConfig(), "down")) is Codec
+    for codec in ("float16", "int8"):
+        for directions, coded in ((None, {"up", "down"}), ("both", {"up", "down"}), ("up", {"up"})):
+            settings = CommConfig.model_validate({"codec": codec, "directions": directions})
+            assert {way for way in ("up", "down") if type(codec_of(settings, way)) is not Codec} == coded
+    assert type(codec_of(CommConfig(codec="topk"), "down")) is Codec
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5])
+def test_what_was_sent_and_what_is_left_are_all_differences(share: float) -> None:
+    link = wire("topk", 4, keep=share)
+    sent, wanted = torch.zeros(4, P), torch.zeros(4, P)
+    for number in range(50):
+        base, trained = random(4, P, seed=2 * number), random(4, P, seed=2 * number + 1)
+        arrived = link.up(*(Message(rows={"theta": rows}, num_clients=4) for rows in (trained, base)))
+        sent += arrived.rows["theta"] - base
+        wanted += trained - base
+    torch.testing.assert_close(sent + link.state[f"{UNSENT}theta"], wanted, rtol=0, atol=1e-4)
+    assert link.state[f"{UNSENT}theta"].abs().max() < 20
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("max_elements", [P, 2 * P, 1000])
+def test_blocks_change_no_bit(codec: str, max_elements: int) -> None:
+    links = [wire(codec, 5), wire(codec, 5)]
+    links[1].max_elements = max_elements
+    received = Message(rows={"theta": random(5, P)}, num_clients=5)
+    for number in range(3):
+        trained = Message(rows={"theta": random(5, P, seed=number + 1)}, num_clients=5)
+        one, other = (link.up(trained, link.down(received)).rows["theta"] for link in links)
+        assert torch.equal(one, other)
+        assert all(torch.equal(links[0].state[name], links[1].state[name]) for name in links[0].state)
+
+
+@dataclass
+class Sent:
+    """Bytes of all that the channel packed in rounds, without evaluations, by what they are counted as."""
+
+    numbers: int = 0
+    indices: int = 0
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Return the bytes that rounds of four clients send, measured on the tensors that MPI would be given."""
+    total, is_round, copies = Sent(), False, 1
+    pack, broadcast, round_of = channel_module._pack, Channel._broadcast, Simulation._round
+
+    def packed(numbers: Tensor, piece: Piece) -> Tensor:
+        flat = pack(numbers, piece)
+        if is_round and (piece.is_index or not (flat.is_floating_point() or flat.dtype == torch.int8)):
+            total.indices += copies * flat.nbytes
+        elif is_round:
+            total.numbers += copies * flat.nbytes
+        return flat
+
+    def broadcast_to_four(*arguments: Any) -> Tensor:
+        nonlocal copies
+        copies = 4
+        row = broadcast(*arguments)
+        copies = 1
+        return row
+
+    def whole_round(*arguments: Any) -> Any:
+        nonlocal is_round
+        is_round = True
+        result = round_of(*arguments)
+        is_round = False
+        return result
+
+    monkeypatch.setattr(channel_module, "_pack", packed)
+    monkeypatch.setattr(Channel, "_broadcast", broadcast_to_four)
+    monkeypatch.setattr(Simulation, "_round", whole_round)
+    return total
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:.*never split")
+def test_every_method_runs_and_its_bytes_are_those_sent(sent: Sent, method: str, codec: str) -> None:
+    keys = ["model.batchnorm=true", "data.per_client=20", f"comm.codec={codec}", "train.rounds=2"]
+    run = Run(*method_settings(method), *keys)
+    assert all(rows.isfinite().all() for rows in run.evaluated().values())
+    table = run.simulation.ledger.tables()["bytes"]
+    of_columns = dict(zip(table.columns, table.values.sum(axis=0).tolist(), strict=True))
+    indices = sum(of_columns.pop(f"{way}/{INDICES_LABEL}") for way in DIRECTIONS)
+    numbers = sum(of_columns.values()) - of_columns["round"]
+    if method == "heurpfedla":
+        # each of four clients leaves a layer out in each of two rounds
+        indices -= 2 * 4 * INDEX_BYTES
+    if method == "fedmn":
+        # all blocks are sent to all clients, and counted for those that asked for them
+        assert numbers < sent.numbers
+    else:
+        assert numbers == sent.numbers
+    assert indices == sent.indices
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8"])
+def test_the_server_works_with_what_clients_decoded(codec: str) -> None:
+    received: dict[tuple[int, int], Tensor] = {}
+    known: list[Tensor] = []
+
+    class Watched(PFedLA):
+        def train(self, clients: Clients, down: Message) -> Message:
+            for client, row in zip(clients.ids, down["theta"], strict=True):
+                received[clients.round, client] = row
+            return super().train(clients, down)
+
+        def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+            assert up.sent is not None
+            known.extend(up.sent.rows["theta"])
+            super().aggregate(server, cohort, up)
+
+    Run(f"comm.codec={codec}", kind=Watched)
+    assert len(known) == len(received) == 3 * 4
+    assert all(torch.equal(one, other) for one, other in zip(known, received.values(), strict=True))
+
+
+def test_clients_are_scored_with_what_they_would_receive(tmp_path: Path) -> None:
+    keys = [*SMALL, "train.rounds=2", "train.buffers=average", "model.batchnorm=true"]
+    assert run_here(tmp_path, [*keys, "comm.codec=float16"]) == 0
+    with h5py.File(tmp_path / "checkpoint.h5", "r", locking=False) as file:
+        for name in ("theta", "buffers"):
+            model = torch.from_numpy(file[f"personalised/{name}"][()])
+            assert torch.equal(model, model.half().float())
+
+
+def test_clients_keep_what_topk_left_out_in_checkpoints(tmp_path: Path) -> None:
+    keys = [*SMALL, "method.name=fedavg", "comm.codec=topk", "comm.keep=0.01"]
+    assert run_here(tmp_path, [*keys, "train.participation=0.5", "train.rounds=1"]) == 0
+    with h5py.File(tmp_path / "checkpoint.h5", "r", locking=False) as file:
+        unsent = torch.from_numpy(file["clients/comm.unsent/theta"][()])
+    assert unsent.shape[0] == 4
+    assert unsent.any(dim=1).sum() == 2
+
+
+def test_codecs_come_closer_to_no_codec_the_more_they_send() -> None:
+    """As FedAvg's model after three rounds shows: its distance from the uncoded one over that one's way."""
+    exact = Run("method.name=fedavg")
+    moved = (exact.server["theta"] - exact.method.context.initial_parameters()).norm()
+
+    def distance(*keys: str) -> float:
+        theta = Run("method.name=fedavg", *keys).server["theta"]
+        return float((theta - exact.server["theta"]).norm() / moved)
+
+    assert distance("comm.codec=none") == 0
+    assert 0 < distance("comm.codec=float16") < 0.05
+    assert 0 < distance("comm.codec=int8", "comm.directions=up") < 0.05
+    shares = [distance("comm.codec=topk", f"comm.keep={share}") for share in (0.01, 0.1, 0.5)]
+    assert 1 > shares[0] > shares[1] > shares[2] > 0
+    assert distance("comm.codec=topk", "comm.keep=1") < 1e-6
