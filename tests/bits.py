@@ -80,14 +80,21 @@ VARIANTS = {
 }
 """Variants that are methods of their own, tested as the others are."""
 
+CODED = {
+    f"{method}-{codec}": [f"comm.codec={codec}"]
+    for method in ("pfedla", "heurpfedla", "fedavg", "fedmn", "pfedmb")
+    for codec in ("float16", "int8", "topk")
+}
+"""Methods whose messages differ in kind, by codec."""
+
 
 def method_settings(case: str) -> list[str]:
     """Return settings that choose a method, and what it needs in the tiny runs.
 
-    A case is a method, one of VARIANTS, or a method and a name after "-" that says what a test adds.
+    A case is a method, one of VARIANTS or CODED, or a method and a name after "-" that says what a test adds.
     """
     method = case.partition("-")[0]
-    return [f"method.name={method}", *SPECIAL.get(method, []), *VARIANTS.get(case, [])]
+    return [f"method.name={method}", *SPECIAL.get(method, []), *(VARIANTS | CODED).get(case, [])]
 
 
 def run_here(folder: Path, settings: Sequence[str]) -> int:

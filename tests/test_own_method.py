@@ -77,6 +77,16 @@ def test_a_new_aggregation_rule_runs_on_any_number_of_ranks_and_goes_on(
     assert (saved["name"], saved["left_out"], len(saved["code"])) == (trimmed.stem, 1, 16)
 
 
+@pytest.mark.parametrize(("codec", "share"), [("float16", 1 / 2), ("int8", 1 / 4), ("topk", 1 / 10)])
+def test_it_has_codecs_without_a_line(trimmed: Path, tmp_path: Path, codec: str, share: float) -> None:
+    words = [f"method.path={trimmed}", *TINY, "--out"]
+    assert main([*words, str(tmp_path / "plain")]) == FINISHED
+    assert main([*words, str(tmp_path / "coded"), f"comm.codec={codec}"]) == FINISHED
+    rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("plain", "coded")]
+    plain, coded = (dict(zip(lines[0].split(","), lines[-1].split(","), strict=True)) for lines in rows)
+    assert int(coded["bytes_up"]) == pytest.approx(share * int(plain["bytes_up"]), rel=0.01)
+
+
 def test_its_keys_are_checked_and_it_is_listed(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "method.left_out=-1 is not possible" in refused(
         capsys, f"method.path={trimmed}", "method.left_out=-1"

@@ -12,6 +12,7 @@ import h5py
 import pytest
 import torch
 from bits import (
+    CODED,
     MEETS_ALL_SOON,
     VARIANTS,
     contents,
@@ -72,7 +73,7 @@ def variant_cases() -> dict[str, list[str]]:
         "pfedmb-simplex": ["method.constraint=simplex", "method.shared_alpha=true"],
     }
     cases |= {name: [*method_settings(name), *keys] for name, keys in special.items()}
-    cases |= {name: method_settings(name) for name in VARIANTS}
+    cases |= {name: method_settings(name) for name in (*VARIANTS, *CODED)}
     return {name: [*case, "train.participation=0.6"] for name, case in cases.items()}
 
 

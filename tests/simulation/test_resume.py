@@ -16,7 +16,16 @@ from pathlib import Path
 
 import h5py
 import pytest
-from bits import MEETS_ALL_SOON, VARIANTS, differing, method_settings, run_here, tiny_settings, write_digits
+from bits import (
+    CODED,
+    MEETS_ALL_SOON,
+    VARIANTS,
+    differing,
+    method_settings,
+    run_here,
+    tiny_settings,
+    write_digits,
+)
 from conftest import REPOSITORY, clean_environment, kill_tree
 
 from hpcfl.communication.messages import Message
@@ -35,6 +44,10 @@ LONG = [
     "run.checkpoint_every=2",
 ]
 """A run with state on server and clients that lasts long enough to be caught in the middle."""
+
+
+REMEMBERED = [case for case in CODED if case.endswith("-topk")]
+"""Cases whose clients keep what a codec has not sent."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +94,7 @@ def completed_rounds(folder: Path) -> int:
 # Stops at every round boundary
 
 
-@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, "fedmn-pretrained"])
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED, "fedmn-pretrained"])
 def test_stopped_or_prolonged_at_every_round_boundary(
     undisturbed: Callable[[str], Path],
     settings: list[str],
@@ -102,7 +115,7 @@ def test_stopped_or_prolonged_at_every_round_boundary(
     assert not differing(expected, tmp_path / "run")
 
 
-@pytest.mark.parametrize("method", [*METHODS, *VARIANTS])
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED])
 def test_killed_in_the_middle_of_the_last_round(settings: list[str], tmp_path: Path, method: str) -> None:
     """SIGKILL while the last of all clients trains, under full participation."""
     keys = [*settings, *short(method), "train.participation=1", "run.checkpoint_every=1"]
