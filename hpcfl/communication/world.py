@@ -14,7 +14,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -63,6 +63,8 @@ class World:
             raise ValueError(f"max_elements = {max_elements} is not in 1..{_MAX_COUNT // 8}")
         self._comm = comm
         self.max_elements = max_elements
+        self.shard_unit = 1
+        """Shards begin at multiples of this number of items."""
         self.rank: int = 0 if comm is None else comm.Get_rank()
         self.size: int = 1 if comm is None else comm.Get_size()
         self.is_server = self.rank == 0
@@ -78,7 +80,8 @@ class World:
     def shard(self, num_items: int, worker: int | None = None) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none).
 
-        Shards are contiguous, in worker order; sizes differ by at most one, and surplus workers get nothing.
+        Shards are contiguous, in worker order, and begin at multiples of `shard_unit`; sizes differ by one
+        unit at most, and surplus workers get nothing.
         """
         if worker is None:
             if not self.is_worker:
@@ -86,9 +89,10 @@ class World:
             worker = self.worker_index
         if not 0 <= worker < self.num_workers:
             raise ValueError(f"worker = {worker} is not in 0..{self.num_workers - 1}")
-        base, extra = divmod(num_items, self.num_workers)
-        start = worker * base + min(worker, extra)
-        return range(start, start + base + (worker < extra))
+        base, extra = divmod(-(-num_items // self.shard_unit), self.num_workers)
+        first = worker * base + min(worker, extra)
+        start, stop = (units * self.shard_unit for units in (first, first + base + (worker < extra)))
+        return range(min(start, num_items), min(stop, num_items))
 
     def homes(self, items: Sequence[int], num_items: int) -> list[int]:
         """Return the worker whose shard has each of the ids `items`."""
@@ -196,19 +200,11 @@ class World:
         `expected` holds the bytes that each of them sends. Every worker that is sent something, or sends
         something, must call.
         """
-        if not send and not expected:
-            return {}
-        assert self._comm is not None
         received = {worker: torch.empty(size, dtype=torch.uint8) for worker, size in expected.items()}
-        requests = [
-            post([piece, _mpi_type(piece)], worker + 1)
-            for post, tensors in ((self._comm.Irecv, received), (self._comm.Isend, send))
-            for worker, tensor in tensors.items()
-            for piece in self._pieces(_flat_array(tensor))
-        ]
-        for request in requests:
-            _wait(request)
-        self.bytes_received += sum(expected.values())
+        transfers = [self.start_receive(tensor, worker + 1) for worker, tensor in received.items()]
+        transfers += [self.start_send(tensor, worker + 1) for worker, tensor in send.items()]
+        for transfer in transfers:
+            transfer.wait()
         return received
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -228,6 +224,27 @@ class World:
             for entry, part in zip(entries, np.split(received, np.cumsum(counts)[:-1]), strict=True):
                 entry.append(part.tobytes())
         return [b"".join(entry) for entry in entries] if self.is_server else None
+
+    def start_send(self, tensor: torch.Tensor, rank: int) -> Transfer:
+        """Begin to send a contiguous CPU tensor to another rank, which must receive it.
+
+        The tensor must not change before the transfer is done. Transfers between two ranks arrive in the
+        order in which they begin.
+        """
+        return self._transfer(tensor, lambda comm, message: comm.Isend(message, rank))
+
+    def start_receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
+        """Begin to overwrite a contiguous CPU tensor with the one that another rank sends."""
+        self.bytes_received += tensor.nbytes
+        return self._transfer(tensor, lambda comm, message: comm.Irecv(message, rank))
+
+    def _transfer(
+        self, tensor: torch.Tensor, begin: Callable[[MPI.Intracomm, list[Any]], MPI.Request]
+    ) -> Transfer:
+        if self._comm is None:
+            raise ValueError("a rank that is alone has none to send to")
+        pieces = self._pieces(_flat_array(tensor))
+        return Transfer([begin(self._comm, [piece, _mpi_type(piece)]) for piece in pieces])
 
     def maximum(self, value: int) -> int:
         """Return the largest of all ranks' values (64 bits) on every rank. Collective."""
@@ -282,6 +299,23 @@ class World:
         message = [out, rank_counts, _mpi_type(array)] if self.is_server else None
         _wait(self._comm.Igatherv([array, _mpi_type(array)], message, root=0))
         self.bytes_received += 0 if out is None else out.nbytes
+
+
+class Transfer:
+    """A tensor on its way between two ranks."""
+
+    def __init__(self, requests: Sequence[MPI.Request]) -> None:
+        self._requests = requests
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has arrived, or can change again; looking helps it on its way."""
+        return all(request.Test() for request in self._requests)
+
+    def wait(self) -> None:
+        """Sleep until it is done."""
+        for request in self._requests:
+            _wait(request)
 
 
 def open_world(max_elements: int = MAX_ELEMENTS) -> World:

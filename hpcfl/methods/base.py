@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import WeightedMean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.sharded import ShardedRows
 from hpcfl.errors import UserError
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
@@ -109,8 +110,10 @@ class Context:
         if clients is None:
             return self._theta.clone()
         if own:
-            rows = [self.layout.flatten(self.build_network(client))[0] for client in clients]
-            return torch.stack(rows) if rows else self._theta.new_empty(0, self.layout.size)
+            rows = self._theta.new_empty(len(clients), self.layout.size)
+            for row, client in zip(rows, clients, strict=True):
+                row.copy_(self.layout.flatten(self.build_network(client))[0])
+            return rows
         return self._theta.expand(len(clients), -1).clone()
 
 
@@ -139,6 +142,12 @@ class Method:
 
     needs_body: ClassVar[bool] = False
     """Whether the method treats feature extractor and head differently; the network must then have both."""
+
+    sharded_state: str | None = None
+    """The client state [N, P] that the server's hooks mix and compare through `sharded`; None: no state."""
+    sharded: ShardedRows
+    """The rows of `sharded_state`, set when a run begins; a hook that gets an upload reads that to its end
+    first."""
 
     chain: str | None = None
     """The setting, such as `method.order=chain`, that makes each client of a round start from the weights of

@@ -60,8 +60,9 @@ class HeurpFedLA(PFedLA):
             )
 
     def client_state(self, clients: Sequence[int]) -> State:
-        own = self.params.initial_models == "own"
-        return {"theta": self.context.initial_parameters(clients, own)} if self.params.k else {}
+        if not self.params.k:
+            return super().client_state(clients)
+        return {"theta": self.context.initial_parameters(clients, self.params.initial_models == "own")}
 
     def server_state(self) -> State:
         if not self.params.k:
@@ -78,7 +79,8 @@ class HeurpFedLA(PFedLA):
 
     def train(self, clients: Clients, down: Message) -> Message:
         theta = clients.sgd(self._merge(clients, down)).theta
-        if self.params.k:
+        # of sharded models, the server compares those of the round's start first
+        if self.params.k and self.sharded_state is None:
             clients["theta"] = theta
         return Message(rows={"theta": theta})
 

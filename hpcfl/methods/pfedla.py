@@ -26,11 +26,15 @@ Choices the paper leaves open:
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ
   evaluated    theta_bar_i of every client, before local training
+
+With `method.server=sharded` the models are the clients' state (/clients/theta of a checkpoint, not
+/server/theta), and rank 0 keeps hypernetworks and a cohort's models. The bits are the same for any number of
+ranks; they are not those of `whole`, whose sums run over all clients at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -42,16 +46,21 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
-from hpcfl.parameters import COLUMNS_AT_ONCE, Granularity, Layer
+from hpcfl.parameters import Granularity, Layer, pieces
 from hpcfl.training.clients import Clients
 
 HYPERNETWORKS = "hypernetworks/"
 OPTIMISER = "optimiser/"
+COMMON = "common/"
+COMMON_OPTIMISER = "common_optimiser/"
 LARGEST_UPDATE = OPTIMISER + "largest_update"
 STEP_SIZES = {"scaled": 1.0, "adam": 1e-3, "sgd": 5e-3}
 HISTORY_LIMIT = 10_000
 """Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
 more weights, it records only the weight that each client gives to its own model."""
+CHECKPOINT_LIMIT = 2**24
+"""Largest number N*L*N of weights that checkpoints hold in full, for readers (64 MB); with more, they hold
+only the weight that each client gives to its own model. As many weights are computed at once."""
 
 
 class PFedLAParams(Params):
@@ -69,6 +78,11 @@ class PFedLAParams(Params):
     """Width of the hypernetwork's trunk (public code: 100)."""
     hidden_layers: int = Field(3, ge=1)
     """Linear layers with ReLU in the trunk (public code: 3)."""
+    heads: Literal["full", "low_rank"] = "full"
+    """Whether a hypernetwork has an output of its own for each client (paper), or scores clients by codes
+    that all hypernetworks share, so that memory grows with N, not N^2; see `hpcfl.models.hypernetworks`."""
+    rank: int = Field(16, ge=1)
+    """Length of these codes."""
     optimiser: Optimiser = "scaled"
     """Step of the hypernetworks: `sgd` is the plain one of eq. 10 and 11; `scaled` is the same, with products
     divided by the largest |Delta_i|^2 that the client has sent; `adam` ignores the scale of the products."""
@@ -79,6 +93,13 @@ class PFedLAParams(Params):
     """What gets a weight of its own: a module, a block (convolution with its BatchNorm), or a tensor."""
     initial_models: Literal["common", "own"] = "common"
     """Whether clients start from the same weights or each from its own (public code)."""
+
+    server: Literal["whole", "sharded"] = "whole"
+    """Where the clients' models are: all on rank 0, or each on the worker of its client, which then does its
+    part of mixtures and products. Sums are over blocks of clients then: the last bits are not `whole`'s."""
+
+    def idle_keys(self) -> set[str]:
+        return {"rank"} if self.heads == "full" else set()
 
     def in_use(self) -> dict[str, Any]:
         lr = STEP_SIZES[self.optimiser] if self.hypernetwork_lr is None else self.hypernetwork_lr
@@ -99,6 +120,7 @@ class PFedLA(Method):
 
     def __init__(self, context: Context, params: PFedLAParams) -> None:
         super().__init__(context, params)
+        self.sharded_state = "theta" if params.server == "sharded" else None
         if params.weights == "relu" and params.head_init == "zero":
             raise UserError(
                 "method.head_init=zero with method.weights=relu leaves all hypernetworks without a gradient; "
@@ -106,7 +128,12 @@ class PFedLA(Method):
             )
         self.hypernetwork_lr: float = params.in_use()["hypernetwork_lr"]
         self.hypernetworks = Hypernetworks(
-            context.num_clients, len(self.layers), params.embedding, params.hidden, params.hidden_layers
+            context.num_clients,
+            len(self.layers),
+            params.embedding,
+            params.hidden,
+            params.hidden_layers,
+            params.rank if params.heads == "low_rank" else None,
         )
 
     def make_layers(self) -> tuple[Layer, ...]:
@@ -115,19 +142,32 @@ class PFedLA(Method):
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
         own = self.params.initial_models == "own"
-        hypernetworks = self.hypernetworks.initial(self.context.seed, self.params.in_use()["head_init"])
-        moments = initial_moments(hypernetworks, self.params.optimiser)
-        state = {"theta": self.context.initial_parameters(clients, own)}
+        head_init = self.params.in_use()["head_init"]
+        hypernetworks = self.hypernetworks.initial(self.context.seed, head_init)
+        codes = self.hypernetworks.initial_codes(self.context.seed, head_init)
+        state = {} if self.sharded_state else {"theta": self.context.initial_parameters(clients, own)}
         if self._mixes_buffers:
             state[BUFFERS] = self.initial_buffers(clients)
         if self.params.optimiser == "scaled":
             state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
-        state |= {HYPERNETWORKS + name: tensor for name, tensor in hypernetworks.items()}
-        return state | {OPTIMISER + name: tensor for name, tensor in moments.items()}
+        for part, optimiser, tensors in (
+            (HYPERNETWORKS, OPTIMISER, hypernetworks),
+            (COMMON, COMMON_OPTIMISER, codes),
+        ):
+            moments = initial_moments(tensors, self.params.optimiser)
+            state |= {part + name: tensor for name, tensor in tensors.items()}
+            state |= {optimiser + name: tensor for name, tensor in moments.items()}
+        return state
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        if self.sharded_state is None:
+            return {}
+        return {"theta": self.context.initial_parameters(clients, self.params.initial_models == "own")}
 
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
-        rows = {"theta": self.mix(alpha, server["theta"])}
+        theta = self.mix(alpha, server["theta"]) if self.sharded_state is None else self.sharded.mix(alpha)
+        rows = {"theta": theta}
         if self._mixes_buffers:
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(rows=rows)
@@ -138,16 +178,18 @@ class PFedLA(Method):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         clients = cohort.clients
         index = torch.tensor(clients)
-        leaves = {
-            name: tensor.index_select(0, index).requires_grad_()
-            for name, tensor in self._part(server, HYPERNETWORKS).items()
-        }
-        alpha = self._normalise(self.hypernetworks.outputs(leaves), clients)
+        leaves = {name: rows.requires_grad_() for name, rows in self._rows(server, clients).items()}
+        codes = {name: t.detach().requires_grad_() for name, t in self._part(server, COMMON).items()}
+        alpha = self._normalise(self.hypernetworks.outputs(leaves | codes, clients), clients)
         retained = self.retained(alpha.detach(), clients)
         arrived = up.collect()
         assert up.sent is not None
         start = up.sent.rows["theta"]
-        products = self.products(arrived["theta"], start, server["theta"])
+        products = (
+            self.products(arrived["theta"], start, server["theta"])
+            if self.sharded_state is None
+            else self._products_of_shards(arrived["theta"] - start)
+        )
         if LARGEST_UPDATE in server:
             update = (arrived["theta"] - start).double().square().sum(dim=1)
             largest = torch.maximum(server[LARGEST_UPDATE][index], update)
@@ -157,17 +199,25 @@ class PFedLA(Method):
             products = products / scale.to(products).view(-1, 1, 1)
         # a retained layer was not mixed, so it says nothing about the weights
         products = products.masked_fill(retained.unsqueeze(-1), 0.0)
-        gradients = torch.autograd.grad(-(alpha * products).sum(), list(leaves.values()))
-        descend(
-            self._part(server, HYPERNETWORKS),
-            self._part(server, OPTIMISER),
-            dict(zip(leaves, gradients, strict=True)),
-            clients,
-            self.params.optimiser,
-            self.hypernetwork_lr,
-            retained,
-        )
-        server["theta"][index] = arrived["theta"]
+        gradients = torch.autograd.grad(-(alpha * products).sum(), [*leaves.values(), *codes.values()])
+        slopes = dict(zip([*leaves, *codes], gradients, strict=True))
+        for part, optimiser, tensors, rows, frozen in (
+            (HYPERNETWORKS, OPTIMISER, leaves, clients, retained),
+            (COMMON, COMMON_OPTIMISER, codes, [0], retained.all(dim=0, keepdim=True)),
+        ):
+            descend(
+                self._part(server, part),
+                self._part(server, optimiser),
+                {name: slopes[name] for name in tensors},
+                rows,
+                self.params.optimiser,
+                self.hypernetwork_lr,
+                frozen,
+            )
+        if self.sharded_state is None:
+            server["theta"][index] = arrived["theta"]
+        else:
+            self.sharded.put(clients, arrived["theta"])
         if self._mixes_buffers:
             server[BUFFERS][index] = arrived[BUFFERS]
 
@@ -175,29 +225,38 @@ class PFedLA(Method):
         return Message(rows={"theta": down["theta"]})
 
     def derived(self, server: State) -> State:
-        return {"alpha": self.alpha(server, range(self.context.num_clients))}
+        """Return the weights [N, L, N], or the own ones [N, L] if there are more than CHECKPOINT_LIMIT."""
+        return self._weights(server, CHECKPOINT_LIMIT)
 
     def history(self, server: State) -> State:
-        alpha = self.alpha(server, range(self.context.num_clients))
-        if alpha.numel() > HISTORY_LIMIT:
-            return {"self_weight": alpha.diagonal(dim1=0, dim2=2).T}
-        return {"alpha": alpha}
+        """Return the weights [N, L, N], or the own ones [N, L] if there are more than HISTORY_LIMIT."""
+        return self._weights(server, HISTORY_LIMIT)
+
+    def _weights(self, server: State, limit: int) -> State:
+        num_clients, of_one = self.context.num_clients, len(self.layers) * self.context.num_clients
+        if num_clients * of_one <= limit:
+            return {"alpha": self.alpha(server, range(num_clients))}
+        own = []
+        step = max(1, CHECKPOINT_LIMIT // of_one)
+        for start in range(0, num_clients, step):
+            some = range(start, min(start + step, num_clients))
+            own.append(self.alpha(server, some)[:, :, some.start : some.stop].diagonal(dim1=0, dim2=2).T)
+        return {"self_weight": torch.cat(own)}
 
     def server_bytes(self) -> dict[str, int]:
         clients, item = self.context.num_clients, 4
-        numbers = clients * self.hypernetworks.size
+        numbers = clients * self.hypernetworks.size + self.hypernetworks.size_of_codes
         moments = {"adam": 2 * numbers * item, "scaled": clients * 2 * item, "sgd": 0}
-        return {
-            "theta": clients * self.layout.size * item,
+        models = {} if self.sharded_state else {"theta": clients * self.layout.size * item}
+        return models | {
             "hypernetworks": numbers * item,
             "hypernetworks' optimiser": moments[self.params.optimiser],
         }
 
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the weights of some clients [S, L, N]; each (client, layer) sums to one."""
-        index = torch.tensor(list(clients))
-        rows = {name: t.index_select(0, index) for name, t in self._part(server, HYPERNETWORKS).items()}
-        return self._normalise(self.hypernetworks.outputs(rows), clients)
+        state = self._rows(server, clients) | self._part(server, COMMON)
+        return self._normalise(self.hypernetworks.outputs(state, clients), clients)
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
         """Return which layers clients keep instead of downloading them, bool [S, L]; here none."""
@@ -210,7 +269,7 @@ class PFedLA(Method):
     def mix(self, alpha: Tensor, theta: Tensor) -> Tensor:
         """Return theta_bar [S, P] from weights [S, L, N] and all models [N, P] (eq. 6)."""
         mixed = theta.new_empty(len(alpha), self.layout.size)
-        for number, part in self._pieces():
+        for number, part in pieces(self.layers):
             torch.mm(alpha[:, number], theta[:, part], out=mixed[:, part])
         return mixed
 
@@ -230,16 +289,21 @@ class PFedLA(Method):
         """
         products = theta.new_zeros(len(self.layers), len(trained), len(theta))
         if not all(torch.equal(theta[0], model) for model in theta[1:]):
-            for number, part in self._pieces():
+            for number, part in pieces(self.layers):
                 delta = trained[:, part] - start[:, part]
                 products[number].addmm_(delta, theta[:, part].T)
         return products.transpose(0, 1)
 
-    def _pieces(self) -> Iterator[tuple[int, slice]]:
-        """Yield (layer number, columns), in pieces that stay in a processor's cache for all N models."""
-        for number, layer in enumerate(self.layers):
-            for start in range(layer.start, layer.stop, COLUMNS_AT_ONCE):
-                yield number, slice(start, min(start + COLUMNS_AT_ONCE, layer.stop))
+    def _rows(self, server: State, clients: Sequence[int]) -> State:
+        """Return the hypernetworks of some clients, [S, ...], copies."""
+        index = torch.tensor(list(clients))
+        return {name: t.index_select(0, index) for name, t in self._part(server, HYPERNETWORKS).items()}
+
+    def _products_of_shards(self, delta: Tensor) -> Tensor:
+        """Return `products` of Delta [S, P] with the models that the workers keep."""
+        if self.sharded.are_equal():
+            return delta.new_zeros(len(delta), len(self.layers), self.context.num_clients)
+        return self.sharded.products(delta)
 
     def _normalise(self, outputs: Tensor, clients: Sequence[int]) -> Tensor:
         if self.params.weights == "softmax":

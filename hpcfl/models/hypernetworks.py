@@ -2,7 +2,15 @@
 
 A hypernetwork maps an embedding through a trunk of linear layers with ReLU to one linear head a layer, whose
 N outputs weigh the N clients (pFedLA, figure 3). Shapes: N clients, S of a cohort, L layers, E embedding,
-H hidden.
+H hidden, R rank.
+
+Heads of N outputs are N^2 L H numbers in all. With a rank, the output of client i for layer l and client j is
+
+    <U_{i,l} h_i, v_{l,j}> + s_{i,l} [i = j]
+
+where h_i is the trunk's output, U_{i,l} [R, H] and s_{i,l} are the client's head, and the codes v [L, N, R]
+are common to all hypernetworks. Codes learn from the sum of the cohort's gradients, with an optimiser's state
+of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +35,8 @@ Optimiser = Literal["adam", "sgd", "scaled"]
 ADAM_BETAS = (0.9, 0.999)
 ADAM_EPSILON = 1e-8
 MOMENTS = ("first", "second")
-HEADS = ("heads.weight", "heads.bias")
+CODES = "codes"
+HEADS = ("heads.weight", "heads.bias", CODES)
 
 
 @dataclass(frozen=True)
@@ -39,6 +48,8 @@ class Hypernetworks:
     embedding: int
     hidden: int
     hidden_layers: int
+    rank: int | None = None
+    """R, or None: heads with an output a client."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor of one hypernetwork."""
@@ -48,14 +59,31 @@ class Hypernetworks:
             shapes[f"trunk{number}.weight"] = (self.hidden, inputs)
             shapes[f"trunk{number}.bias"] = (self.hidden,)
             inputs = self.hidden
-        shapes["heads.weight"] = (self.num_layers, self.num_clients, inputs)
-        shapes["heads.bias"] = (self.num_layers, self.num_clients)
+        outputs, biases = (self.num_clients, self.num_clients) if self.rank is None else (self.rank, 1)
+        shapes["heads.weight"] = (self.num_layers, outputs, inputs)
+        shapes["heads.bias"] = (self.num_layers, biases)
         return shapes
 
     @property
     def size(self) -> int:
         """Numbers in one hypernetwork."""
         return sum(math.prod(shape) for shape in self.shapes().values())
+
+    @property
+    def size_of_codes(self) -> int:
+        """Numbers of the codes of all hypernetworks together."""
+        return self.num_layers * self.num_clients * (self.rank or 0)
+
+    def initial_codes(self, seed: int, head_init: HeadInit) -> Tensors:
+        """Draw the codes [1, L, N, R] from N(0, 1/R); empty without a rank.
+
+        With heads of `uniform`, codes are the absolute values, so that all outputs are positive at first.
+        """
+        if self.rank is None:
+            return {}
+        codes = torch.empty(1, self.num_layers, self.num_clients, self.rank)
+        codes.normal_(0, self.rank**-0.5, generator=torch_stream(seed, "codes"))
+        return {CODES: codes.abs_() if head_init == "uniform" else codes}
 
     def initial(self, seed: int, head_init: HeadInit) -> Tensors:
         """Draw all N hypernetworks; client i's depends on (seed, i) alone.
@@ -80,13 +108,23 @@ class Hypernetworks:
                     row.uniform_(generator=stream)
         return state
 
-    def outputs(self, state: Tensors) -> Tensor:
-        """Run the hypernetworks of S clients, tensors [S, ...]: raw outputs [S, L, N]."""
+    def outputs(self, state: Tensors, clients: Sequence[int] = ()) -> Tensor:
+        """Run the hypernetworks of S clients, tensors [S, ...]: raw outputs [S, L, N].
+
+        With a rank, the state has the codes, too, and the ids of the clients are needed.
+        """
         hidden = state["embedding"]
         for number in range(1, self.hidden_layers + 1):
             hidden = _linear(hidden, state[f"trunk{number}.weight"], state[f"trunk{number}.bias"]).relu()
         bias = state["heads.bias"]
-        return _linear(hidden, state["heads.weight"].flatten(1, 2), bias.flatten(1)).view_as(bias)
+        weight = state["heads.weight"]
+        if self.rank is None:
+            return _linear(hidden, weight.flatten(1, 2), bias.flatten(1)).view_as(bias)
+        no_bias = bias.new_zeros(len(bias), self.num_layers * self.rank)
+        chosen = _linear(hidden, weight.flatten(1, 2), no_bias).view(-1, self.num_layers, self.rank)
+        outputs = torch.bmm(chosen.transpose(0, 1), state[CODES][0].mT).transpose(0, 1)
+        own = torch.tensor(list(clients)).view(-1, 1, 1).expand_as(bias)
+        return outputs.scatter_add(2, own, bias)
 
 
 class _Linear(torch.autograd.Function):
@@ -120,10 +158,10 @@ def descend(
     lr: float,
     frozen: Tensor,
 ) -> None:
-    """Take one step on the hypernetworks of some clients, in place.
+    """Take one step on the hypernetworks of some clients, or on the codes as row 0, in place.
 
-    `state` and `moments` hold [N, ...]; `gradients` [S, ...] belong to `rows`. Heads of the layers in
-    `frozen`, bool [S, L], do not move, and neither do their moments and step counts.
+    `state` and `moments` hold [N, ...]; `gradients` [S, ...] belong to `rows`. Heads (or codes) of the layers
+    in `frozen`, bool [S, L], do not move, and neither do their moments and step counts.
     """
     names = list(gradients)
 
@@ -136,6 +174,8 @@ def descend(
         return views
 
     values = moving((state[name] for name in names), rows)
+    if not values:
+        return
     slopes = moving(gradients.values(), range(len(rows)))
     if optimiser != "adam":
         torch._foreach_add_(values, slopes, alpha=-lr)
@@ -164,9 +204,10 @@ def descend(
 
 
 def initial_moments(state: Tensors, optimiser: Optimiser) -> Tensors:
-    """Return the optimiser's state for hypernetworks [N, ...]; empty for plain steps."""
-    if optimiser != "adam":
+    """Return the optimiser's state for hypernetworks [N, ...], or for codes; empty for plain steps."""
+    heads = next((state[name] for name in HEADS if name in state), None)
+    if optimiser != "adam" or heads is None:
         return {}
     moments = {f"{name}.{kind}": torch.zeros_like(t) for name, t in state.items() for kind in MOMENTS}
-    shapes = {"steps": state["heads.bias"].shape[:1], "heads.steps": state["heads.bias"].shape[:2]}
+    shapes = {"steps": heads.shape[:1], "heads.steps": heads.shape[:2]}
     return moments | {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}

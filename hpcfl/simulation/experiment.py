@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hpcfl.communication import sharded
 from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, partition
@@ -101,6 +102,7 @@ def build(config: Config, world: World) -> Experiment:
     _refuse_small_blocks(config, method)
     _refuse_single_samples(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
+    world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
     clients = world.shard(len(parts))
     batched = is_batched(config, device)
     _refuse_slow_precision(config, batched)

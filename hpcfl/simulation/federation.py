@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from hpcfl.communication.channel import Channel, Upload
 from hpcfl.communication.codecs import UNSENT, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.world import World
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.experiment import Experiment
 from hpcfl.simulation.placement import Trip, Visits, balanced
 from hpcfl.training.clients import Clients
+
+T = TypeVar("T")
 
 EVALUATED_ELEMENTS = 2**27
 """Largest number of model elements that are evaluated at once. It is a constant and not a setting, unlike
@@ -53,6 +57,9 @@ class Federation:
         split = self.config.run.eval_split
         num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
         self.visits = Visits(world, self.workplace, num_samples)
+        if self.method.sharded_state is not None:
+            rows = self.workplace.state[self.method.sharded_state]
+            self.method.sharded = ShardedRows(world, rows, self.method.layers, self.num_clients)
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""
@@ -138,10 +145,22 @@ class Federation:
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
-        message = self.driver.send(server, cohort, for_evaluation=True) if self.world.is_server else None
+        message = self.on_server(lambda: self.driver.send(server, cohort, for_evaluation=True))
         down = self.channel.down(message, cohort, self._down)
         for part, clients in self.groups(cohort):
             yield clients, down.select(part)
+
+    def on_server(self, hook: Callable[[], T]) -> T | None:
+        """Call a hook on the server, and None elsewhere; the workers give it what it asks. Collective."""
+        is_sharded = self.method.sharded_state is not None
+        if not self.world.is_server:
+            if is_sharded:
+                self.method.sharded.serve()
+            return None
+        found = hook()
+        if is_sharded:
+            self.method.sharded.end()
+        return found
 
     def kept_by_codec(self) -> State:
         """Return the part of this rank's client state that a codec keeps; all ranks have the same names."""

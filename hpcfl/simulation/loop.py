@@ -145,13 +145,13 @@ class Simulation:
         Returns the accuracy of each client's model right after training [N]. It is nan for clients without
         such a model, in rounds without an evaluation, and on ranks other than the server.
         """
-        method, driver, is_server = self.method, self._federation.driver, self._world.is_server
+        method, driver = self.method, self._federation.driver
         # a client that requested layers knows which ones it gets, so their indices cost no bytes
         names_layers = not method.negotiates(cohort.round)
         traffic = RoundTraffic(len(cohort), method.layers, names_layers)
         self._federation.visits.begin(self._federation.trips(cohort))
         groups = list(self._federation.groups(cohort))
-        message = driver.send(self.server, cohort) if is_server else None
+        message = self._federation.on_server(lambda: driver.send(self.server, cohort))
         before = self._federation.deliver(message, cohort)
         traffic.count_down(before.sent)
         down, sent = before.received, before.sent
@@ -160,10 +160,10 @@ class Simulation:
             down, sent, before = down | asked | answer.received, answer.sent, before | answer
         local = self._train(groups, down, is_evaluated)
         upload = traffic.counting_up(self._federation.upload(local.up, cohort, sent, before))
-        if is_server:
-            driver.receive(self.server, cohort, upload)
-        upload.drain()
+        if not self._world.is_server:
+            upload.drain()
         self._federation.visits.end()
+        self._federation.on_server(lambda: driver.receive(self.server, cohort, upload))
         return self._record(cohort, traffic, local)
 
     def _negotiate(

@@ -1,0 +1,228 @@
+"""The models of all clients, each on its client's home worker, as the server mixes and compares them.
+
+The server's hooks call `ShardedRows` as they would use a matrix of all models; meanwhile the workers are in
+`serve` and do what they are told. Only sums of models, products and the models of a cohort reach rank 0.
+
+The bits are the same for any number of ranks: clients are cut in blocks of BLOCK_CLIENTS consecutive ids, each
+on one worker, and a block's part of a result is a product of fixed shape. A mixture is the sum over blocks in
+the order of ids: the running sum goes from worker to worker, in pieces of columns, so that all work at once.
+
+Shapes: N clients, S of a cohort, L layers, P trainable numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcfl.communication.world import Transfer, World
+from hpcfl.parameters import COLUMNS_AT_ONCE, Layer, pieces
+
+BLOCK_CLIENTS = 16
+"""Clients that a product takes together; shards begin at multiples of it. Another number gives other bits."""
+MEMBERS_AT_ONCE = 64
+"""Members of a cohort that are mixed or compared together; a constant for the same reason."""
+MOST_ON_THE_WAY = 4
+"""Running sums that a worker may have sent and that the next one has not taken yet."""
+
+
+class ShardedRows:
+    """One row [P] for each of N clients, kept by the workers; rank 0 calls, all others are in `serve`."""
+
+    def __init__(self, world: World, rows: Tensor, layers: Sequence[Layer], num_clients: int) -> None:
+        """Wrap this rank's rows [own clients, P], which others may change in place between calls."""
+        self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
+        self._shards = [world.shard(num_clients, worker) for worker in range(world.num_workers)]
+        self._own = world.shard(num_clients)
+        # products read copies, whose place in memory does not depend on the shard
+        self._copy = rows.new_empty(BLOCK_CLIENTS * COLUMNS_AT_ONCE)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return the sums [S, P] of all rows with weights [S, L, N]. Rank 0, while the others serve."""
+        self._tell(do="mix", count=len(weights))
+        mixed = self._mix(len(weights), weights)
+        assert mixed is not None
+        return mixed
+
+    def products(self, vectors: Tensor) -> Tensor:
+        """Return the products by layer [S, L, N] of vectors [S, P] with all rows. Rank 0, others serve."""
+        self._tell(do="products", count=len(vectors))
+        products = self._products(len(vectors), vectors)
+        assert products is not None
+        return products
+
+    def put(self, clients: Sequence[int], rows: Tensor) -> None:
+        """Replace the rows of some clients, in ascending order, by rows [S, P]. Rank 0, others serve."""
+        self._tell(do="put", clients=list(clients))
+        self._put(clients, rows)
+
+    def are_equal(self) -> bool:
+        """Return whether all rows are equal to the bit. Rank 0, while the others serve."""
+        self._tell(do="are_equal")
+        return self._are_equal()
+
+    def end(self) -> None:
+        """Let the other ranks leave `serve`. Rank 0."""
+        self._tell(do="end")
+
+    def serve(self) -> None:
+        """Do what rank 0 calls until it calls `end`. All ranks but rank 0."""
+        while (told := json.loads(self._world.broadcast_bytes(None)))["do"] != "end":
+            if told["do"] == "mix":
+                self._mix(told["count"])
+            elif told["do"] == "products":
+                self._products(told["count"])
+            elif told["do"] == "put":
+                self._put(told["clients"])
+            else:
+                self._are_equal()
+
+    def _tell(self, **what: Any) -> None:
+        self._world.broadcast_bytes(json.dumps(what).encode())
+
+    def _mix(self, count: int, weights: Tensor | None = None) -> Tensor | None:
+        """Return `mix` on rank 0, which has the weights. Collective."""
+        mixed = None if weights is None else self._rows.new_empty(count, self._layers[-1].stop)
+        for members in _members(count):
+            shape = (len(range(count)[members]), len(self._layers), self._num_clients)
+            alpha = self._everywhere(shape, None if weights is None else weights[members])
+            if self._world.size == 1:
+                for number, part in pieces(self._layers):
+                    assert mixed is not None
+                    mixed[members, part] = self._add(self._zeros(alpha, part), alpha, number, part)
+            elif mixed is not None:
+                self._take_sums(mixed[members])
+            elif self._own:
+                self._relay(alpha)
+        return mixed
+
+    def _relay(self, alpha: Tensor) -> None:
+        """Add this worker's rows to the sums that come from the worker before, and pass them on."""
+        # of the workers with clients, the first ones, all before this one are known
+        before = self._world.rank - 1
+        after = self._world.rank + 1 if self._own.stop < self._num_clients else 0
+        parts = list(pieces(self._layers))
+        is_first = self._own.start == 0
+        coming = deque([] if is_first else [self._receive(self._zeros(alpha, parts[0][1]), before)])
+        going: deque[tuple[Tensor, Transfer]] = deque()
+        for step, (number, part) in enumerate(parts):
+            if is_first:
+                total = self._zeros(alpha, part)
+            else:
+                if step + 1 < len(parts):
+                    coming.append(self._receive(self._zeros(alpha, parts[step + 1][1]), before))
+                total, transfer = coming.popleft()
+                transfer.wait()
+            self._add(total, alpha, number, part)
+            going.append((total, self._world.start_send(total, after)))
+            while going and (going[0][1].is_done or len(going) > MOST_ON_THE_WAY):
+                going.popleft()[1].wait()
+        for _, transfer in going:
+            transfer.wait()
+
+    def _take_sums(self, mixed: Tensor) -> None:
+        """Receive the whole sums [r, P] from the last worker that has clients. Rank 0."""
+        last = max(worker for worker, shard in enumerate(self._shards) if shard) + 1
+        for _, part in pieces(self._layers):
+            total, transfer = self._receive(self._zeros(mixed, part), last)
+            transfer.wait()
+            mixed[:, part] = total
+
+    def _receive(self, total: Tensor, rank: int) -> tuple[Tensor, Transfer]:
+        return total, self._world.start_receive(total, rank)
+
+    def _zeros(self, members: Tensor, part: slice) -> Tensor:
+        return self._rows.new_zeros(len(members), part.stop - part.start)
+
+    def _add(self, total: Tensor, alpha: Tensor, number: int, part: slice) -> Tensor:
+        """Add this rank's rows, weighted for one layer, to the sums [r, columns] in place."""
+        for block in self._blocks():
+            total.addmm_(alpha[:, number, block], self._copied(block, part))
+        return total
+
+    def _products(self, count: int, vectors: Tensor | None = None) -> Tensor | None:
+        """Return `products` on rank 0, which has the vectors. Collective."""
+        found = []
+        for members in _members(count):
+            shape = (len(range(count)[members]), self._layers[-1].stop)
+            delta = self._everywhere(shape, None if vectors is None else vectors[members])
+            found.append(self._gather(self._own_products(delta)))
+        return None if vectors is None else torch.cat([part for part in found if part is not None])
+
+    def _own_products(self, delta: Tensor) -> Tensor:
+        """Return the products [r, L, own clients] of vectors [r, P] with this rank's rows."""
+        blocks = list(self._blocks())
+        found = [
+            [delta.new_zeros(len(delta), block.stop - block.start) for block in blocks] for _ in self._layers
+        ]
+        for number, part in pieces(self._layers):
+            for block, products in zip(blocks, found[number], strict=True):
+                products.addmm_(delta[:, part], self._copied(block, part).T)
+        nothing = delta.new_empty(len(delta), 0)
+        return torch.stack([torch.cat([nothing, *of_layer], dim=1) for of_layer in found], dim=1)
+
+    def _gather(self, own: Tensor) -> Tensor | None:
+        """Bring figures [r, L, own clients] to rank 0, [r, L, N], and None elsewhere. Collective."""
+        num_layers = len(self._layers)
+        step = max(1, self._world.max_elements // (num_layers * self._num_clients))
+        found = []
+        for mine in own.split(step):
+            counts = [len(mine) * num_layers * len(shard) for shard in self._shards]
+            flat = self._world.gather(mine.reshape(-1), counts)
+            if flat is not None:
+                parts = zip(flat.split(counts), self._shards, strict=True)
+                of_workers = [part.view(len(mine), num_layers, len(shard)) for part, shard in parts]
+                found.append(torch.cat(of_workers, dim=2))
+        return torch.cat(found) if found else None
+
+    def _put(self, clients: Sequence[int], rows: Tensor | None = None) -> None:
+        """Give every worker the new rows of its clients, which rank 0 has. Collective."""
+        size = self._layers[-1].stop
+        step = max(1, self._world.max_elements // size)
+        for start in range(0, len(clients), step):
+            some = clients[start : start + step]
+            homes = self._world.homes(some, self._num_clients)
+            counts = [size * homes.count(worker) for worker in range(self._world.num_workers)]
+            send = None if rows is None else rows[start : start + step].contiguous()
+            mine = self._world.scatter(send, counts, self._rows.dtype)
+            own = [client - self._own.start for client in some if client in self._own]
+            if own:
+                self._rows[own] = mine.view(-1, size)
+
+    def _are_equal(self) -> bool:
+        """Return `are_equal` on rank 0. Collective."""
+        digest = b""
+        if len(self._rows):
+            alike = all(torch.equal(self._rows[0], row) for row in self._rows[1:])
+            digest = hashlib.sha256(self._rows[0].numpy().tobytes()).digest() if alike else b"different"
+        digests = set(self._world.gather_bytes(digest) or []) - {b""}
+        return len(digests) == 1 and digests != {b"different"}
+
+    def _everywhere(self, shape: Sequence[int], tensor: Tensor | None) -> Tensor:
+        """Return rank 0's tensor on every rank, a copy of its own. Collective."""
+        copy = self._rows.new_empty(*shape)
+        if tensor is not None:
+            copy.copy_(tensor)
+        self._world.broadcast(copy)
+        return copy
+
+    def _blocks(self) -> Iterator[slice]:
+        """Yield this rank's blocks of clients, as ids."""
+        for start in range(self._own.start, self._own.stop, BLOCK_CLIENTS):
+            yield slice(start, min(start + BLOCK_CLIENTS, self._own.stop))
+
+    def _copied(self, block: slice, part: slice) -> Tensor:
+        """Copy some columns of a block's rows to where products read them."""
+        rows = self._rows[block.start - self._own.start : block.stop - self._own.start, part]
+        return self._copy[: rows.numel()].view(rows.shape).copy_(rows)
+
+
+def _members(count: int) -> Iterator[slice]:
+    for start in range(0, count, MEMBERS_AT_ONCE):
+        yield slice(start, min(start + MEMBERS_AT_ONCE, count))

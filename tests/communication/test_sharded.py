@@ -1,0 +1,144 @@
+"""Rows of all clients spread over the workers: worked-out sums, and the bits of one rank that has them all.
+
+Tests marked mpi run under any number of ranks; the first test launches them on 1, 2, 3 and 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Mpirun
+from harness import random
+from torch import Tensor
+
+from hpcfl.communication import sharded
+from hpcfl.communication.sharded import ShardedRows
+from hpcfl.communication.world import World, open_world
+from hpcfl.parameters import Layer
+
+N = 37
+LAYERS = (Layer("wide", 0, 5000, 0, 0), Layer("narrow", 5000, 5037, 0, 0))
+SIZE = LAYERS[-1].stop
+COHORT = [0, 3, 5, 16, 20, 21, 36]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_under_mpirun(mpirun: Mpirun, ranks: int) -> None:
+    done = mpirun(
+        ranks, "-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", Path(__file__)
+    )
+    assert done.stdout.count(" passed") == ranks
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "BLOCK_CLIENTS", 4)
+    monkeypatch.setattr(sharded, "MEMBERS_AT_ONCE", 3)
+
+
+@pytest.fixture(params=[SIZE, 2**27])
+def shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
+    world = World(open_world()._comm, max_elements=request.param)
+    world.shard_unit = 4
+    yield world
+    world.barrier()
+
+
+def models() -> Tensor:
+    return random(N, SIZE, seed=1)
+
+
+def rows_of(world: World, whole: Tensor) -> ShardedRows:
+    own = world.shard(N)
+    return ShardedRows(world, whole[own.start : own.stop].clone(), LAYERS, N)
+
+
+def called(world: World, rows: ShardedRows, hook: Callable[[], Tensor | bool]) -> Tensor | bool | None:
+    """Call on rank 0 while the others serve."""
+    if not world.is_server:
+        rows.serve()
+        return None
+    found = hook()
+    rows.end()
+    return found
+
+
+def alone(hook: Callable[[ShardedRows], Tensor]) -> Tensor:
+    """Return what one rank that has all rows finds."""
+    return hook(rows_of(World(), models()))
+
+
+def by_layer(whole: Tensor) -> Sequence[Tensor]:
+    return [whole[:, layer.start : layer.stop].double() for layer in LAYERS]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [1, 7])
+def test_mixtures_are_the_weighted_sums_by_layer(shared_world: World, count: int) -> None:
+    weights = random(count, len(LAYERS), N).softmax(dim=-1)
+    rows = rows_of(shared_world, models())
+    mixed = called(shared_world, rows, lambda: rows.mix(weights))
+    if mixed is None:
+        return
+    expected = torch.cat(
+        [weights[:, number].double() @ part for number, part in enumerate(by_layer(models()))], dim=1
+    )
+    assert isinstance(mixed, Tensor)
+    torch.testing.assert_close(mixed.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(mixed, alone(lambda one: one.mix(weights)))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("count", [1, 7])
+def test_products_are_those_of_each_layer_with_each_client(shared_world: World, count: int) -> None:
+    vectors = random(count, SIZE, seed=2)
+    rows = rows_of(shared_world, models())
+    products = called(shared_world, rows, lambda: rows.products(vectors))
+    if products is None:
+        return
+    pairs = zip(by_layer(vectors), by_layer(models()), strict=True)
+    expected = torch.stack([vector @ model.T for vector, model in pairs], dim=1)
+    assert isinstance(products, Tensor)
+    torch.testing.assert_close(products.double(), expected, rtol=1e-5, atol=2e-4)
+    assert torch.equal(products, alone(lambda one: one.products(vectors)))
+
+
+@pytest.mark.mpi
+def test_rows_that_are_put_are_those_that_are_mixed(shared_world: World) -> None:
+    rows, new = rows_of(shared_world, models()), random(len(COHORT), SIZE, seed=3)
+    one_hot = torch.eye(N).unsqueeze(1).expand(N, len(LAYERS), N)
+
+    def put_and_read() -> Tensor:
+        rows.put(COHORT, new)
+        return rows.mix(one_hot)
+
+    found = called(shared_world, rows, put_and_read)
+    expected = models()
+    expected[COHORT] = new
+    if shared_world.is_server:
+        assert isinstance(found, Tensor)
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("changed", [None, 0, 17, N - 1])
+def test_one_other_row_anywhere_is_seen(shared_world: World, changed: int | None) -> None:
+    whole = models()[:1].repeat(N, 1)
+    if changed is not None:
+        whole[changed, -1] += 1
+    rows = rows_of(shared_world, whole)
+    assert called(shared_world, rows, rows.are_equal) in (None, changed is None)
+
+
+@pytest.mark.mpi
+def test_shards_begin_with_blocks_and_hold_all_clients(shared_world: World) -> None:
+    shards = [shared_world.shard(N, worker) for worker in range(shared_world.num_workers)]
+    assert [client for shard in shards for client in shard] == list(range(N))
+    assert all(shard.start % 4 == 0 or shard.start == N for shard in shards)
+    blocks = [-(-len(shard) // 4) for shard in shards]
+    assert max(blocks) - min(blocks) <= 1
+    homes = shared_world.homes(COHORT, N)
+    assert all(client in shards[home] for client, home in zip(COHORT, homes, strict=True))

@@ -1,0 +1,106 @@
+"""Models that stay with the workers: the same bits on any number of ranks, and the whole server's numbers."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sharded_matrix
+import torch
+from bits import differing, run_here, tiny_settings, write_digits
+from conftest import REPOSITORY, run_tree
+from harness import Run
+
+from hpcfl.communication import sharded
+from hpcfl.main import FINISHED, STOPPED
+
+RANKS = (2, 3, 5)
+NUM_CLIENTS = 37
+MODEL_NUMBERS = 13_802
+ROUNDS = 3
+
+CASES = {
+    "pfedla": ["method.name=pfedla"],
+    "heurpfedla": ["method.name=heurpfedla", "method.k=2", "train.buffers=mixed"],
+    "own": ["method.name=pfedla", "method.initial_models=own", "method.head_init=default"],
+}
+"""By name; only in the last do models and weights differ in the first round."""
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "BLOCK_CLIENTS", sharded_matrix.BLOCK_CLIENTS)
+    monkeypatch.setattr(sharded, "MEMBERS_AT_ONCE", sharded_matrix.MEMBERS_AT_ONCE)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(digits)
+    return [
+        *tiny_settings(digits),
+        f"data.clients={NUM_CLIENTS}",
+        "data.subset_per_class=60",
+        "data.partition.min_samples=6",
+        "train.participation=0.2",
+        f"train.rounds={ROUNDS}",
+        "run.eval_every=2",
+        "method.server=sharded",
+    ]
+
+
+@pytest.fixture(scope="module")
+def parallel(
+    settings: list[str], tmp_path_factory: pytest.TempPathFactory, mpirun_command: list[str]
+) -> dict[int, Path]:
+    """Return by number of ranks the folder of all cases; the most ranks send the fewest clients a block."""
+    folders = {}
+    for ranks in RANKS:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        more = [f"run.max_elements={MODEL_NUMBERS}"] if ranks == max(RANKS) else []
+        runs = {str(folder / name): [*settings, *case, *more] for name, case in CASES.items()}
+        (folder / "runs.json").write_text(json.dumps(runs))
+        script = REPOSITORY / "tests" / "sharded_matrix.py"
+        command = [*mpirun_command, "-n", str(ranks), sys.executable, str(script), str(folder / "runs.json")]
+        run_tree(command, timeout=300)
+        folders[ranks] = folder
+    return folders
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bits_on_any_number_of_ranks_and_after_stops(
+    parallel: dict[int, Path],
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    run = partial(run_here, settings=[*settings, *CASES[case]])
+    assert run(tmp_path / "serial") == FINISHED
+    for folder in parallel.values():
+        assert not differing(tmp_path / "serial", folder / case)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+    assert [run(tmp_path / "stopped") for _ in range(ROUNDS)] == [STOPPED] * (ROUNDS - 1) + [FINISHED]
+    assert not differing(tmp_path / "serial", tmp_path / "stopped")
+
+
+@pytest.mark.parametrize("more", [[], ["method.heads=low_rank", "method.rank=3"]])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("double")
+def test_the_numbers_of_the_whole_server(settings: list[str], case: str, more: list[str]) -> None:
+    digits = ("method.", "data.source", "data.path", "data.layout")
+    keys = [*(key for key in settings if not key.startswith(digits)), "data.per_client=null"]
+    whole = Run(*keys, *CASES[case], *more)
+    ours = Run(*keys, *CASES[case], *more, "method.server=sharded")
+    assert "theta" not in ours.server
+    torch.testing.assert_close(ours.clients["theta"], whole.server["theta"], rtol=1e-9, atol=1e-11)
+    for name, tensor in ours.server.items():
+        torch.testing.assert_close(tensor, whole.server[name], rtol=1e-9, atol=1e-11)
+    for name, rows in ours.evaluated().items():
+        torch.testing.assert_close(rows, whole.evaluated()[name], rtol=1e-9, atol=1e-11)
+    assert torch.equal(ours.bytes_by_client, whole.bytes_by_client)
+    assert (ours.method.alpha(ours.server, range(NUM_CLIENTS)) - 1 / NUM_CLIENTS).abs().max() > 1e-5
