@@ -3,9 +3,10 @@
 The server's hooks call `ShardedRows` as they would use a matrix of all models; meanwhile the workers are in
 `serve` and do what they are told. Only sums of models, products and the models of a cohort reach rank 0.
 
-The bits are the same for any number of ranks: clients are cut in blocks of BLOCK_CLIENTS consecutive ids, each
-on one worker, and a block's part of a result is a product of fixed shape. A mixture is the sum over blocks in
-the order of ids: the running sum goes from worker to worker, in pieces of columns, so that all work at once.
+The bits are the same for any number of ranks: clients are cut in blocks of BLOCK_CLIENTS consecutive ids,
+each on one worker, and a block's part of a result is a product of fixed shape. A mixture is the sum over
+blocks in the order of ids: the running sum goes from worker to worker, piece by piece, so that all work at
+once.
 
 Shapes: N clients, S of a cohort, L layers, P trainable numbers.
 """
