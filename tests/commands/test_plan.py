@@ -115,14 +115,17 @@ def test_the_memory_that_is_planned_is_the_memory_that_is_held() -> None:
         TrainConfig(),
         seed=0,
     )
-    for method_name, optimiser in itertools.product(("pfedla", "heurpfedla"), ("scaled", "adam", "sgd")):
-        method = METHODS[method_name](context, METHODS[method_name].Params(optimiser=optimiser))
+    names, optimisers = ("pfedla", "heurpfedla"), ("scaled", "adam", "sgd")
+    for method_name, optimiser, low_rank in itertools.product(names, optimisers, (False, True)):
+        more = {"heads": "low_rank", "server": "sharded"} if low_rank else {}
+        method = METHODS[method_name](context, METHODS[method_name].Params(optimiser=optimiser, **more))
         held = dict.fromkeys(method.server_bytes(), 0)
         for name, tensor in Driver(method).initial_server().items():
-            kind = {"hypernetworks": "hypernetworks", "optimiser": "hypernetworks' optimiser"}
+            optimiser_part = dict.fromkeys(("optimiser", "common_optimiser"), "hypernetworks' optimiser")
+            kind = dict.fromkeys(("hypernetworks", "common"), "hypernetworks") | optimiser_part
             held[kind.get(name.partition("/")[0], name)] += tensor.nbytes
         if optimiser == "adam":
-            held["hypernetworks' optimiser"] -= 8 * (6 + 6 * 4)  # the counts of steps
+            held["hypernetworks' optimiser"] -= 8 * (6 + 6 * 4 + low_rank * (1 + 4))  # the counts of steps
         assert held == method.server_bytes()
 
 

@@ -17,7 +17,7 @@ from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import Traffic, count_bytes
 from hpcfl.errors import UserError
-from hpcfl.methods import Method
+from hpcfl.methods import Method, pfedla
 from hpcfl.methods.base import State
 from hpcfl.methods.heurpfedla import HeurpFedLA
 from hpcfl.methods.pfedla import PFedLA
@@ -286,6 +286,87 @@ def test_gradient_of_softmax_outputs_is_alpha_times_centred_products() -> None:
     before = server[HEADS_BIAS].clone()
     aggregate(method, server, range(4), trained)
     torch.testing.assert_close(server[HEADS_BIAS] - before, ascent, rtol=1e-9, atol=1e-10)
+
+
+# Heads of low rank
+
+
+LOW_RANK = ("method.heads=low_rank", "method.rank=3")
+
+
+@pytest.mark.parametrize("weights", ["softmax", "relu"])
+@pytest.mark.usefixtures("double")
+def test_low_rank_steps_descend_through_the_mixed_models_of_the_whole_cohort(weights: str) -> None:
+    run = Run(
+        *DIVERSE,
+        *LOW_RANK,
+        "train.rounds=1",
+        f"method.weights={weights}",
+        "method.head_init=uniform",
+        "method.optimiser=sgd",
+        "method.hypernetwork_lr=1",
+    )
+    method, server, members = run.method, run.server, [0, 2]
+    before = {name: tensor.clone() for name, tensor in server.items()}
+    trained = server["theta"][members] + 0.1 * random(2, method.layout.size)
+    leaves = {name: t.clone().requires_grad_() for name, t in hypernetworks(before).items()}
+    codes = before["common/codes"].clone().requires_grad_()
+    hidden = leaves["embedding"][members]
+    for number in (1, 2, 3):
+        weight, bias = (leaves[f"trunk{number}.{part}"][members] for part in ("weight", "bias"))
+        hidden = (torch.einsum("chi,ci->ch", weight, hidden) + bias).relu()
+    outputs = torch.einsum("clrh,ch,lnr->cln", leaves["heads.weight"][members], hidden, codes[0])
+    for row, client in enumerate(members):
+        outputs[row, :, client] += leaves["heads.bias"][client, :, 0]
+    alpha = normalised(outputs, weights)
+    torch.testing.assert_close(method.alpha(server, members), alpha.detach())
+    for number, layer in enumerate(method.layers):
+        part = slice(layer.start, layer.stop)
+        mixed = alpha[:, number] @ before["theta"][:, part]
+        mixed.backward(mixed.detach() - trained[:, part], retain_graph=True)
+    aggregate(method, server, members, trained)
+    slopes = {f"hypernetworks/{name}": leaf.grad for name, leaf in leaves.items()}
+    for name, gradient in (slopes | {"common/codes": codes.grad}).items():
+        assert gradient is not None
+        assert gradient.abs().max() > 1e-6
+        torch.testing.assert_close(before[name] - server[name], gradient, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimiser", ["scaled", "adam"])
+def test_low_rank_weights_start_alike_and_find_the_client_whose_model_helps(optimiser: str) -> None:
+    step = (f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
+    run = Run("method.initial_models=own", *LOW_RANK, *step)
+    server = run.driver.initial_server()
+    assert torch.equal(run.method.alpha(server, range(4)), torch.full((4, 4, 4), 0.25))
+    before = run.method.alpha(server, [0])
+    aggregate(run.method, server, [0], server["theta"][1:2].clone())
+    after = run.method.alpha(server, [0])
+    assert (after[0, :, 1] > before[0, :, 1]).all()
+
+
+@pytest.mark.parametrize("optimiser", ["scaled", "adam"])
+def test_codes_of_a_layer_that_the_whole_cohort_retains_do_not_move(optimiser: str) -> None:
+    keys = (*DIVERSE, *LOW_RANK, "train.rounds=2", "method.name=heurpfedla", "method.k=1")
+    run = Run(*keys, f"method.optimiser={optimiser}", kind=retaining("fc1"))
+    fc1 = [layer.name for layer in run.method.layers].index("fc1")
+    moved = run.server["common/codes"] != run.driver.initial_server()["common/codes"]
+    assert moved[0].flatten(1).any(dim=1).tolist() == [number != fc1 for number in range(4)]
+    if optimiser == "adam":
+        steps = run.server["common_optimiser/heads.steps"][0].tolist()
+        assert steps == [0 if number == fc1 else 2 for number in range(4)]
+
+
+def test_of_too_many_weights_those_of_own_models_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(*DIVERSE, *LOW_RANK, "train.rounds=1")
+    alpha = run.method.alpha(run.server, range(4))
+    assert torch.equal(run.method.derived(run.server)["alpha"], alpha)
+    own = torch.stack([alpha[client, :, client] for client in range(4)])
+    # room for the weights of two clients at once
+    monkeypatch.setattr(pfedla, "CHECKPOINT_LIMIT", 2 * 4 * 4)
+    monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 2 * 4 * 4)
+    for recorded in (run.method.derived(run.server), run.method.history(run.server)):
+        assert list(recorded) == ["self_weight"]
+        torch.testing.assert_close(recorded["self_weight"], own)
 
 
 # Algorithm 1, one client at a time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hpcfl.models.hypernetworks import Hypernetworks, descend, initial_moments
 from hpcfl.parameters import Tensors
 
 SMALL = Hypernetworks(num_clients=4, num_layers=3, embedding=6, hidden=5, hidden_layers=2)
+LOW_RANK = replace(SMALL, rank=2)
 
 
 @pytest.mark.parametrize(
@@ -199,3 +201,88 @@ def test_a_head_that_thaws_takes_the_step_of_a_new_one() -> None:
     torch.testing.assert_close(
         state["heads.weight"][0, 0], torch.full_like(state["heads.weight"][0, 0], -0.1)
     )
+
+
+# Heads of low rank
+
+
+def with_full_heads(state: Tensors) -> Tensors:
+    """Return the same hypernetworks with their N outputs a layer written out."""
+    codes, own = state["codes"][0], torch.eye(len(state["embedding"])).to(state["codes"])
+    weight = torch.einsum("lnr,clrh->clnh", codes, state["heads.weight"])
+    full = {name: tensor for name, tensor in state.items() if name != "codes"}
+    return full | {"heads.weight": weight, "heads.bias": state["heads.bias"] * own.unsqueeze(1)}
+
+
+def low_rank_state(seed: int) -> Tensors:
+    drawn = LOW_RANK.initial(seed, "default") | LOW_RANK.initial_codes(seed, "default")
+    return {name: tensor.double() for name, tensor in drawn.items()}
+
+
+@pytest.mark.parametrize("clients", [10, 10_000])
+def test_floats_a_client_of_low_rank_do_not_grow_with_clients(clients: int) -> None:
+    shape = Hypernetworks(clients, 7, embedding=100, hidden=100, hidden_layers=3, rank=16)
+    assert shape.size == 100 + 3 * 10_100 + 7 * (16 * 100 + 1)
+    assert shape.size_of_codes == 7 * clients * 16
+
+
+@pytest.mark.parametrize("clients", [3, 7, 10])
+def test_zero_heads_of_low_rank_weigh_all_clients_exactly_alike(clients: int) -> None:
+    shape = Hypernetworks(clients, 5, embedding=100, hidden=100, hidden_layers=3, rank=16)
+    outputs = shape.outputs(shape.initial(0, "zero") | shape.initial_codes(0, "zero"), range(clients))
+    assert torch.equal(outputs.softmax(dim=-1), torch.full((clients, 5, clients), 1 / clients))
+
+
+def test_codes_have_variance_one_by_rank_and_are_positive_beside_public_codes_heads() -> None:
+    shape = Hypernetworks(200, 3, embedding=20, hidden=20, hidden_layers=2, rank=16)
+    codes = shape.initial_codes(0, "zero")["codes"]
+    assert codes.shape == (1, 3, 200, 16)
+    assert abs(float(codes.std()) - 1 / 4) < 0.01
+    assert not torch.equal(codes, shape.initial_codes(1, "zero")["codes"])
+    positive = shape.initial_codes(0, "uniform")
+    assert torch.equal(positive["codes"], codes.abs())
+    assert shape.outputs(shape.initial(0, "uniform") | positive, range(200)).min() > 0
+    assert SMALL.initial_codes(0, "zero") == {}
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [2], [1, 3]])
+def test_low_rank_outputs_and_gradients_are_those_of_the_heads_written_out(rows: list[int]) -> None:
+    state = low_rank_state(0)
+    products = torch.randn(len(rows), 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found, expected = ({name: t.clone().requires_grad_() for name, t in state.items()} for _ in range(2))
+
+    def of(state: Tensors) -> Tensors:
+        return {name: tensor if name == "codes" else tensor[rows] for name, tensor in state.items()}
+
+    outputs = LOW_RANK.outputs(of(found), rows)
+    full = with_full_heads(expected)
+    twin = SMALL.outputs({name: tensor[rows] for name, tensor in full.items()})
+    torch.testing.assert_close(outputs, twin, rtol=1e-12, atol=1e-14)
+    for raw in (outputs, twin):
+        (raw.softmax(dim=-1) * products).sum().backward()
+    for name in state:
+        ours, theirs = found[name].grad, expected[name].grad
+        assert ours is not None
+        assert theirs is not None
+        assert theirs.abs().max() > 1e-4
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_steps_of_codes_equal_torchs_optimiser_layer_by_layer(optimiser: str) -> None:
+    state = {"codes": low_rank_state(0)["codes"]}
+    moments = initial_moments(state, optimiser)
+    twins = [torch.nn.Parameter(layer.clone()) for layer in state["codes"][0]]
+    kind = torch.optim.Adam if optimiser == "adam" else torch.optim.SGD
+    optimisers = [kind([twin], lr=0.01) for twin in twins]
+    stream = torch.Generator().manual_seed(1)
+    for frozen in ([False] * 3, [True, False, False], [True] * 3, [False, True, False]):
+        gradient = torch.randn(1, 3, 4, 2, dtype=torch.float64, generator=stream)
+        descend(state, moments, {"codes": gradient}, [0], optimiser, 0.01, torch.tensor([frozen]))
+        for layer, is_frozen in enumerate(frozen):
+            if not is_frozen:
+                twins[layer].grad = gradient[0, layer].clone()
+                optimisers[layer].step()
+    torch.testing.assert_close(state["codes"][0], torch.stack([t.detach() for t in twins]), rtol=1e-9, atol=0)
+    if optimiser == "adam":
+        assert moments["heads.steps"].tolist() == [[2, 2, 3]]
