@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from hpcfl.benchmarks import runs, steps
+from hpcfl.benchmarks import runs, scale, steps
 from hpcfl.benchmarks.engines import engines
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, read_json, write_json
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
 
-Part = Callable[[World, int, str], Iterator[Ratio]]
+Part = Callable[[World, Namespace], Iterator[Ratio]]
 
 
 def run_bench(arguments: Sequence[str], world: World) -> bool:
     """Measure what the product costs, and print ratios beside their goals.
 
-    Parts: start (of a rank), steps (of training, beside bare PyTorch), server (pFedLA's step),
-    engines (batched beside loop), rounds (of pFedLA: what is not training, messages, checkpoints, idle
-    workers), methods (each beside FedAvg: training and server are of FedAvg's round, evaluation is of
-    FedAvg's; theory is gradients, of which those of the last layers and forward passes count a
-    third). The last two use the ranks there are, and the last three --device:
-    mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
+    Parts:
+    start    a rank, from its beginning to its first round
+    steps    of training, beside bare PyTorch; pFedMB's branches
+    server   pFedLA's step, beside stacking all models for each client
+    engines  the batched engine beside the loop engine (--device)
+    scale    pFedLA's server with --clients (all ranks)
+    rounds   what of pFedLA's is not training; messages, checkpoints, waiting (all ranks, --device)
+    methods  each beside FedAvg; training and server are of FedAvg's round, evaluation is of FedAvg's;
+             theory is gradients, of which those of the last layers and forward passes count a third
+             (all ranks, --device)
+    For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """
     parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts (default: all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
+    parser.add_argument("--clients", default="100", help="clients of scale, such as 100,1000 (default: 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
     options = parser.parse_args(arguments)
@@ -41,6 +48,11 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
             raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")
+    counts = options.clients.split(",")
+    if not all(count.isdecimal() and int(count) >= scale.COHORT for count in counts):
+        raise UserError(
+            f"--clients {options.clients} must be numbers from {scale.COHORT} on, such as --clients 100,1000"
+        )
     if "start" in parts[1:]:
         raise UserError(
             "--parts has start, which is measured from a rank's beginning, behind others; put it first"
@@ -55,7 +67,7 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     for part in parts:
         print(f"measuring: {part}", flush=True)
         try:
-            found += PARTS[part](world, options.repeats, options.device)
+            found += PARTS[part](world, options)
         except runs.StoppedError:
             stopped = True
             break
@@ -73,9 +85,9 @@ def _earlier(json: Path | None, against: Path | None) -> Earlier | None:
     return None if against is None else read_json(against)
 
 
-def _on_server(measure: Callable[[int, str], Iterator[Ratio]]) -> Part:
+def _on_server(measure: Callable[[Namespace], Iterator[Ratio]]) -> Part:
     """Return a part that one process measures while the others wait."""
-    return lambda world, repeats, device: measure(repeats, device) if world.is_server else iter(())
+    return lambda world, options: measure(options) if world.is_server else iter(())
 
 
 def _steps(repeats: int) -> Iterator[Ratio]:
@@ -84,11 +96,14 @@ def _steps(repeats: int) -> Iterator[Ratio]:
 
 
 PARTS: dict[str, Part] = {
-    "start": lambda world, _repeats, _device: runs.start(world),
-    "steps": _on_server(lambda repeats, _: _steps(repeats)),
-    "server": _on_server(lambda repeats, _: steps.server_step(repeats)),
-    "engines": _on_server(lambda repeats, device: engines(torch.device(device), repeats)),
-    "rounds": lambda world, repeats, device: runs.rounds(world, max(2, repeats // 4), device),
-    "methods": lambda world, _repeats, device: runs.methods(world, device),
+    "start": lambda world, _: runs.start(world),
+    "steps": _on_server(lambda options: _steps(options.repeats)),
+    "server": _on_server(lambda options: steps.server_step(options.repeats)),
+    "engines": _on_server(lambda options: engines(torch.device(options.device), options.repeats)),
+    "scale": lambda world, options: scale.server_rounds(
+        world, list(map(int, options.clients.split(","))), max(2, options.repeats // 3)
+    ),
+    "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),
+    "methods": lambda world, options: runs.methods(world, options.device),
 }
-"""By name; each takes the ranks, the turns of a comparison and the device. All are collective."""
+"""By name; each takes the ranks and the command's options. All are collective."""

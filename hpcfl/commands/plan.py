@@ -11,7 +11,8 @@ from hpcfl.communication.world import World
 from hpcfl.config import Config, load_config
 from hpcfl.data.partitions import class_table
 from hpcfl.methods.base import Method
-from hpcfl.simulation.experiment import load_data, make_method
+from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.experiment import load_data, make_method, too_large
 from hpcfl.training.batches import minibatches
 
 
@@ -50,5 +51,8 @@ def _describe(config: Config, method: Method, num_train: np.ndarray) -> list[str
         f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, {train.local_epochs} local epochs: "
         f"about {work:,.0f} gradients of mini-batches",
     ]
-    parts = method.server_bytes().items()
-    return lines + [f"server memory, {part}: {count:,} bytes" for part, count in parts]
+    lines += [f"server memory, {part}: {count:,} bytes" for part, count in method.server_bytes().items()]
+    for name, rows in Driver(method).initial_clients([0]).items():
+        whole = rows.nbytes * len(num_train)
+        lines.append(f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client")
+    return [*lines, reason] if (reason := too_large(method)) else lines

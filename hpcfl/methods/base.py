@@ -289,6 +289,11 @@ class Method:
         return {}
 
     @property
+    def memory_advice(self) -> str:
+        """What to set where the server's state does not fit in memory; empty: nothing helps."""
+        return ""
+
+    @property
     def body_layers(self) -> Tensor:
         """Which layers make up the feature extractor, bool [L]."""
         return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])

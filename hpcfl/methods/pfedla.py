@@ -35,6 +35,7 @@ ranks; they are not those of `whole`, whose sums run over all clients at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -252,6 +253,18 @@ class PFedLA(Method):
             "hypernetworks": numbers * item,
             "hypernetworks' optimiser": moments[self.params.optimiser],
         }
+
+    @property
+    def memory_advice(self) -> str:
+        clients, advice = self.context.num_clients, []
+        if self.params.heads == "full":
+            small = replace(self.hypernetworks, rank=self.params.rank)
+            if small.size < self.hypernetworks.size:
+                size = 4 * (clients * small.size + small.size_of_codes)
+                advice.append(f"method.heads=low_rank (hypernetworks of {size / 1e9:.3g} GB)")
+        if self.sharded_state is None:
+            advice.append("method.server=sharded (models on the workers)")
+        return " and ".join(advice)
 
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the weights of some clients [S, L, N]; each (client, layer) sums to one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +100,7 @@ def build(config: Config, world: World) -> Experiment:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     refuse_chain(method, world.num_workers)
+    _refuse_large_state(method, world)
     _refuse_small_blocks(config, method)
     _refuse_single_samples(config, method)
     mean, std = resolve_normalisation(arrays, config.data.normalise)
@@ -164,6 +166,33 @@ def _refuse_slow_precision(config: Config, batched: bool) -> None:
             f"{asked}: this processor has neither AVX-512 BF16 nor AMX, and would take many times as long; "
             f"{instead}"
         )
+
+
+def machine_bytes() -> int:
+    """Return the bytes of memory of this machine; 0 where the system does not tell."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def too_large(method: Method) -> str | None:
+    """Say why the server's state does not fit in this machine, and what to do; None where it does."""
+    parts, memory = method.server_bytes(), machine_bytes()
+    if not memory or sum(parts.values()) <= memory:
+        return None
+    of_parts = ", ".join(f"{part} {count / 1e9:.3g} GB" for part, count in parts.items())
+    advice = f"set {method.memory_advice}, or " if method.memory_advice else ""
+    return (
+        f"method.name={method.name} with data.clients={method.context.num_clients} keeps "
+        f"{sum(parts.values()) / 1e9:.3g} GB on the server ({of_parts}), and this machine has "
+        f"{memory / 1e9:.3g} GB; {advice}use fewer clients or a larger machine"
+    )
+
+
+def _refuse_large_state(method: Method, world: World) -> None:
+    """Refuse a state that does not fit in the server's memory, before any of it is made."""
+    if world.is_server and (reason := too_large(method)):
+        raise UserError(reason)
 
 
 def _refuse_single_samples(config: Config, method: Method) -> None:

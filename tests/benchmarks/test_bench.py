@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import torch
 from conftest import Mpirun
 from marked_device import DEVICE, marked_device
 
-from hpcfl.benchmarks import engines, ratios, runs, steps
+from hpcfl.benchmarks import engines, ratios, runs, scale, steps
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, compare
 from hpcfl.benchmarks.runs import methods
-from hpcfl.communication.world import open_world
+from hpcfl.communication.world import World, open_world
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.simulation.progress import Progress
@@ -169,9 +170,10 @@ def test_a_request_to_stop_ends_it_with_what_was_measured(
     [
         (
             ["--parts", "speed"],
-            "--parts has 'speed'; allowed: start, steps, server, engines, rounds, methods",
+            "--parts has 'speed'; allowed: start, steps, server, engines, scale, rounds, methods",
         ),
         (["--repeats", "0"], "--repeats 0 must be 1 or more"),
+        (["--clients", "100,9"], "--clients 100,9 must be numbers from 10 on, such as --clients 100,1000"),
         (["--parts", "steps,start"], "behind others; put it first"),
         (["--against", "missing.json"], "cannot read missing.json: No such file or directory"),
         (["--against", __file__], "is no file of hpcfl bench --json FILE"),
@@ -183,3 +185,12 @@ def test_mistakes_get_one_line(words: list[str], said: str, capsys: pytest.Captu
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert said in lines[0]
+
+
+def test_the_servers_round_is_measured_on_one_rank_and_on_more(mpirun: Mpirun) -> None:
+    measured = scale.server_rounds(World(), [20], 1)
+    (alone,) = measured
+    assert alone.name == "server round, pFedLA, N=20, full heads: sharded / whole"
+    assert "workers" not in alone.detail
+    shown = mpirun(3, "-m", "hpcfl.main", "bench", "--parts", "scale", "--clients", "20", "--repeats", "1")
+    assert re.search(r"server [0-9.e-]+, workers [0-9.e-]+ sharded", shown.stdout)

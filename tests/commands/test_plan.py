@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from hpcfl.config import load_config
-from hpcfl.main import FINISHED, main
+from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
+from hpcfl.simulation import experiment
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.tables.planning import step_seconds
@@ -103,6 +105,35 @@ def test_the_memory_of_pfedla_by_parts(capsys: pytest.CaptureFixture[str]) -> No
     assert f"server memory, theta: {4 * 10 * DIGITS_CNN:,} bytes" in lines
     assert f"server memory, hypernetworks: {hypernetworks:,} bytes" in lines
     assert f"server memory, hypernetworks' optimiser: {2 * hypernetworks:,} bytes" in lines
+
+
+def test_sharded_models_are_the_workers_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("method.name=pfedla", "data.per_client=40", "method.server=sharded", "method.heads=low_rank")
+    lines = planned(capsys, *keys)
+    assert not any(line.startswith("server memory, theta") for line in lines)
+    of_one = 4 * DIGITS_CNN
+    assert lines[-1] == f"workers' memory, theta: {10 * of_one:,} bytes in all, {of_one:,} a client"
+    numbers = 10 * (100 + 3 * 10_100 + 4 * (16 * 100 + 1)) + 4 * 10 * 16
+    assert f"server memory, hypernetworks: {4 * numbers:,} bytes" in lines
+
+
+def test_a_server_larger_than_the_machine_is_told_and_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(experiment, "machine_bytes", lambda: 1_900_000)
+    # shorter codes than there are clients, so that they help
+    keys = ["method.name=pfedla", "data.per_client=40", "method.rank=2"]
+    reason = planned(capsys, *keys)[-1]
+    assert reason.startswith("method.name=pfedla with data.clients=10 keeps 0.00193 GB on the server (theta")
+    assert reason.endswith(
+        "this machine has 0.0019 GB; set method.heads=low_rank (hypernetworks of 0.00125 GB) and "
+        "method.server=sharded (models on the workers), or use fewer clients or a larger machine"
+    )
+    assert main(["--out", str(tmp_path / "run"), *keys]) == BAD_INPUT
+    assert reason in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(experiment, "machine_bytes", lambda: 0)
+    assert not planned(capsys, *keys)[-1].startswith("method.name")
 
 
 def test_the_memory_that_is_planned_is_the_memory_that_is_held() -> None:
