@@ -39,6 +39,9 @@ from hpcfl.training.clients import Clients
 from hpcfl.training.losses import sample_losses
 from hpcfl.training.settings import TrainConfig
 
+HISTORY_LIMIT = 10_000
+"""Largest number N*N of entries that the history records (100 MB for 2,500 evaluations)."""
+
 
 class FedFomoParams(Params):
     """Hyper-parameters of FedFomo."""
@@ -120,7 +123,11 @@ class FedFomo(ModelBank):
         return Message(rows={"theta": theta})
 
     def history(self, server: State) -> State:
-        return {"affinity": server["affinity"]}
+        """Return the matrix [N, N]; of more than HISTORY_LIMIT entries, only /server has the newest."""
+        return {"affinity": server["affinity"]} if server["affinity"].numel() <= HISTORY_LIMIT else {}
+
+    def server_bytes(self) -> dict[str, int]:
+        return super().server_bytes() | {"affinity": 4 * self.context.num_clients**2}
 
     @property
     def largest_row(self) -> int:

@@ -21,7 +21,7 @@ from torch_twins import batches_of, network_with
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.methods import Context
+from hpcfl.methods import Context, fedfomo
 from hpcfl.methods.fedamp import FedAMP, _squared_distances
 from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
@@ -446,6 +446,14 @@ def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
     assert server["affinity"].tolist() == expected
     # the models of clients that were not sampled stay available
     assert torch.equal(server["models"], torch.stack([models[0], models[1], start[2], models[2]]))
+
+
+def test_a_large_matrix_is_not_recorded_at_each_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run("method.name=fedfomo", "method.models=1", "train.rounds=1")
+    assert torch.equal(run.method.history(run.server)["affinity"], run.server["affinity"])
+    monkeypatch.setattr(fedfomo, "HISTORY_LIMIT", 15)
+    assert run.method.history(run.server) == {}
+    assert run.method.server_bytes()["affinity"] == run.server["affinity"].nbytes
 
 
 def test_the_models_sent_are_those_that_rank_highest_but_never_the_own() -> None:

@@ -69,6 +69,7 @@ def variant_cases() -> dict[str, list[str]]:
         "fedmn-pretrained": ["method.architecture=[2,2,2]", "method.pretrain_rounds=1"],
         "fedmn-soft": ["method.routing=soft"],
         "heurpfedla-k2": ["method.k=2"],
+        "heurpfedla-low_rank": ["method.heads=low_rank", "method.rank=3", "method.optimiser=adam"],
         "pfedhn-sequential": ["method.private_head=true", "method.server_step=sequential"],
         "pfedmb-simplex": ["method.constraint=simplex", "method.shared_alpha=true"],
     }

@@ -37,6 +37,12 @@ ROUNDS = 3
 LONG_ROUNDS = 60
 PATIENCE_S = 120
 
+SPECIAL = {
+    "fedmn-pretrained": ["method.pretrain_rounds=1"],
+    "heurpfedla-sharded": ["method.server=sharded", "method.heads=low_rank"],
+}
+"""FedMN whose first round is another than those after it, and models and codes that are kept elsewhere."""
+
 LONG = [
     "method.name=heurpfedla",
     "train.participation=0.6",
@@ -78,12 +84,8 @@ def long_run(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def short(method: str) -> list[str]:
-    """Return settings under which the first round ends without an evaluation.
-
-    "fedmn-pretrained" is FedMN whose first round is another than those after it.
-    """
-    more = ["method.pretrain_rounds=1"] if method == "fedmn-pretrained" else []
-    return [*method_settings(method), *more, "train.participation=0.6", "run.eval_every=2"]
+    """Return settings, of a method, a variant or a case of SPECIAL, whose first round is not evaluated."""
+    return [*method_settings(method), *SPECIAL.get(method, []), "train.participation=0.6", "run.eval_every=2"]
 
 
 def completed_rounds(folder: Path) -> int:
@@ -94,7 +96,7 @@ def completed_rounds(folder: Path) -> int:
 # Stops at every round boundary
 
 
-@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED, "fedmn-pretrained"])
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED, *SPECIAL])
 def test_stopped_or_prolonged_at_every_round_boundary(
     undisturbed: Callable[[str], Path],
     settings: list[str],
@@ -115,7 +117,7 @@ def test_stopped_or_prolonged_at_every_round_boundary(
     assert not differing(expected, tmp_path / "run")
 
 
-@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED])
+@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED, "heurpfedla-sharded"])
 def test_killed_in_the_middle_of_the_last_round(settings: list[str], tmp_path: Path, method: str) -> None:
     """SIGKILL while the last of all clients trains, under full participation."""
     keys = [*settings, *short(method), "train.participation=1", "run.checkpoint_every=1"]
