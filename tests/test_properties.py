@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.codecs import UNSENT, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.settings import CommConfig
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.world import World
 from hpcfl.config import RESULT_NEUTRAL, differences, flatten, load_config, resolve
 from hpcfl.data.partitions import PARTITIONS, partition
 from hpcfl.methods.pfedmb import project_to_simplex
-from hpcfl.parameters import Layer
+from hpcfl.parameters import Layer, Tensors
 
 settings.register_profile(
     "hpcfl",
@@ -121,6 +123,55 @@ def test_what_is_packed_arrives_and_is_what_is_counted(
         assert torch.equal(collected[name], expected(layers, up, name))
     counted = count_bytes(up, layers)
     assert counted.of_numbers.sum() + counted.buffers.sum() == 4 * world.of_single
+
+
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[tuple[Layer, ...], Message, Message]:
+    """Draw layers, a download, and an upload of new values of its tensors without some of their layers."""
+    layers, down = draw(messages())
+    up = Message(num_clients=down.num_clients)
+    for name in down.names:
+        torch.manual_seed(draw(st.integers(0, 2**16)))
+        up.rows[name] = down[name] + 0.1 * torch.randn(down[name].shape)
+        kind = draw(st.sampled_from(["whole", "some layers", "layers by client"]))
+        if kind != "whole" and up.rows[name].shape[-1] == layers[-1].stop:
+            shape = (len(layers),) if kind == "some layers" else (down.num_clients, len(layers))
+            up.keep[name] = torch.rand(shape) < 0.6
+    return layers, down, up
+
+
+LARGEST_ERROR = {"float16": 1e-3, "int8": 3 / 254 + 1e-6, "topk": 1e-6}
+"""Of numbers below 3; with topk, of what arrives and what the client keeps together."""
+
+
+@settings(max_examples=30)
+@given(name=st.sampled_from(sorted(LARGEST_ERROR)), drawn=exchanges(), max_elements=st.integers(200, 400))
+def test_what_a_codec_sends_arrives_and_hangs_on_no_block(
+    name: str, drawn: tuple[tuple[Layer, ...], Message, Message], max_elements: int
+) -> None:
+    layers, message, up = drawn
+    clients = message.num_clients
+    cohort = Cohort(0, tuple(range(clients)), torch.ones(clients, dtype=torch.int64))
+    comm = CommConfig.model_validate({"codec": name, "keep": 0.3 if name == "topk" else None})
+
+    def exchange(most: int) -> tuple[Message, Message, Tensors, Tensors]:
+        channel, state = Channel(World(None, most), layers, clients), {}
+        received = channel.down(message, cohort, codec_of(comm, "down"))
+        sent = channel.as_received(message, codec_of(comm, "down"))
+        unsent = Unsent(state, range(clients), clients)
+        coding = UploadCoding(codec_of(comm, "up"), received, sent, unsent)
+        return received, sent, channel.up(up, cohort, coding=coding).collect(), state
+
+    received, sent, arrived, state = exchange(2**20)
+    for tensor in message.names:
+        assert torch.equal(received[tensor], expected(layers, sent, tensor))
+        torch.testing.assert_close(sent[tensor], message[tensor], rtol=0, atol=LARGEST_ERROR[name])
+        wanted = expected(layers, up, tensor)
+        left = state.get(UNSENT + tensor, torch.zeros(()))
+        torch.testing.assert_close(arrived[tensor] + left, wanted, rtol=0, atol=LARGEST_ERROR[name])
+    _, _, in_blocks, of_blocks = exchange(max_elements)
+    assert all(torch.equal(in_blocks[tensor], rows) for tensor, rows in arrived.items())
+    assert all(torch.equal(of_blocks[tensor], rows) for tensor, rows in state.items())
 
 
 # Partitions

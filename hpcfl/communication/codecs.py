@@ -13,6 +13,12 @@ In uploads, int8 codes the difference to the tensor of the same name and shape t
 there is one; layers that it did not receive count as zero. topk codes this difference plus what is left of
 earlier ones, which the client keeps; layers that it did not receive travel as they are.
 
+Such memory, error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Stich et al.,
+Sparsified SGD with memory, NeurIPS 2018), supposes a server that adds up what it is sent. pFedLA's does not:
+it mixes a new start for each client, from which the client learns the same difference again, and the memory
+makes it send other numbers of it each time. The products of these with the models, which pFedLA learns its
+weights from, shrink towards zero, and the weights stay equal.
+
 Whole numbers are never coded. Running statistics are by float16 only. Tensors that do not consist of layers,
 or that the client did not receive, are not by topk. Each client's row is coded by itself.
 """
