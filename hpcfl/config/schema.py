@@ -80,6 +80,10 @@ class RunConfig(Settings):
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where workers train; auto: a GPU if there is one."""
+    convolutions: Literal["grouped", "unfold", "auto"] = "grouped"
+    """How the batched engine convolves with each client's own weights: one grouped convolution, or unfolded
+    images and batched products; auto: on CUDA the faster one, measured at the start, which config.yaml names.
+    The two differ in the last bits."""
     tf32: bool = False
     """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
     max_elements: int = Field(2**27, ge=1, lt=2**28)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from hpcfl.communication import sharded
 from hpcfl.communication.world import World
@@ -19,7 +20,9 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.simulation.device_memory import clients_at_once
 from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.step_timing import fastest_convolutions
 from hpcfl.training.clients import Workplace
+from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
 from hpcfl.training.scoring import BatchedScorer
 
@@ -120,11 +123,9 @@ def build(config: Config, world: World) -> Experiment:
     engine: Engine = evaluator
     scorer, engine_name = None, "loop"
     if batched:
-        at_once = clients_at_once(config, method, device, world.workers_on_device, len(clients))
-        engine = BatchedEngine(network, method.layout, at_once)
+        sharing = world.workers_on_device
+        engine, engine_name = batched_engine(config, method, network, device, sharing, len(clients))
         scorer = BatchedScorer(network, method.layout)
-        # what free memory decided stands in the record: it decides the last bits
-        engine_name = "batched" if device.type == "cpu" else f"batched by {at_once}"
     state = Driver(method).initial_clients(clients)
     workplace = Workplace(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
@@ -138,6 +139,24 @@ def build(config: Config, world: World) -> Experiment:
         np.array([len(getattr(part, split)) for part in parts]),
         engine_name,
     )
+
+
+def batched_engine(
+    config: Config, method: Method, network: nn.Module, device: torch.device, sharing: int, most: int
+) -> tuple[BatchedEngine, str]:
+    """Return the batched engine for a network on a device, and its name with what was chosen on a GPU.
+
+    `sharing` and `most`: see `clients_at_once`.
+    """
+    at_once = clients_at_once(config, method, device, sharing, most)
+    # a choice decides the last bits, so that the record must have it
+    name = "batched" if device.type == "cpu" else f"batched by {at_once}"
+    kind = config.run.convolutions
+    if kind == "auto":
+        on_gpu = device.type == "cuda"
+        kind = fastest_convolutions(method, network, device, at_once) if on_gpu else "grouped"
+        name += f", {kind} convolutions"
+    return BatchedEngine(with_convolutions(network, kind), method.layout, at_once), name
 
 
 def is_batched(config: Config, device: torch.device) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,14 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
-from hpcfl.simulation.device_memory import clients_at_once
-from hpcfl.simulation.experiment import is_batched, load_data, make_method, refuse_chain
+from hpcfl.simulation.experiment import batched_engine, is_batched, load_data, make_method, refuse_chain
+from hpcfl.simulation.step_timing import seconds_of_step
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.figures import is_finished
-from hpcfl.training.batches import Batch, minibatches
-from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
+from hpcfl.training.batches import minibatches
+from hpcfl.training.engines import Engine, LoopEngine
 
-TIMED_STEPS, TIMED_S = 10, 2.0
 """A network is timed for so many steps, or so many seconds if that is less, but never fewer than 3 steps."""
 
 
@@ -145,35 +143,19 @@ def step_seconds(config: Config, method: Method) -> float:
     torch.set_num_threads(config.run.threads)
     world = World()
     device = world.device(config.run.device)
-    context, size = method.context, config.train.batch_size
+    count = method.context.num_clients
     network = copy.deepcopy(method.network).to(device)
     engine: Engine = LoopEngine(network, method.layout)
     if is_batched(config, device):
-        at_once = clients_at_once(config, method, device, world.workers_on_device, context.num_clients)
-        engine = BatchedEngine(network, method.layout, at_once)
-    count = min(engine.clients_at_once, context.num_clients)
-    stream = torch.Generator().manual_seed(0)
-    initial = method.layout.flatten(method.network)
-    theta, buffers = (numbers.expand(count, -1).clone().to(device) for numbers in initial)
-    x = torch.randn(count, size, *context.image_shape, generator=stream).to(device)
-    y = torch.randint(context.num_classes, (count, size), generator=stream).to(device)
-    batch = Batch(slice(None), x, y, torch.zeros(count, size, dtype=torch.int64, device=device))
-    times: list[float] = []
-    while len(times) < 4 or (len(times) <= TIMED_STEPS and sum(times) < TIMED_S):
-        began_s = time.perf_counter()
-        slope, _ = engine.gradient(method.timed_loss, {"theta": theta}, buffers, batch)
-        theta = theta.add(slope["theta"], alpha=-config.train.lr * 1e-3)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began_s)
-    return min(times) / count
+        engine, _ = batched_engine(config, method, network, device, world.workers_on_device, count)
+    return seconds_of_step(engine, method, device, min(engine.clients_at_once, count))
 
 
 def _timing_key(config: Config, method: Method) -> tuple[object, ...]:
     """Return all that a step's seconds depend on."""
     context, run = method.context, config.run
     device = World().device(run.device)
-    engine = (run.clients_at_once, run.tf32) if is_batched(config, device) else None
+    engine = (run.clients_at_once, run.convolutions, run.tf32) if is_batched(config, device) else None
     network = (config.model, config.model_options.model_dump_json(), context.image_shape, context.num_classes)
     own = "" if method.network is context.network else f"{config.method} {method.params.model_dump_json()}"
     return (*network, own, config.train.batch_size, str(device), engine, run.threads)

@@ -1,0 +1,85 @@
+"""Convolutions as unfolded images and products are those of torch, one by one and of many clients at once."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from bits import run_here
+from harness import SMALL, make_network, make_place, spread
+from torch import nn
+
+from hpcfl.training.clients import Clients
+from hpcfl.training.convolutions import UnfoldedConv2d, with_convolutions
+from hpcfl.training.engines import BatchedEngine
+from hpcfl.training.settings import TrainConfig
+
+
+@pytest.mark.parametrize(
+    "convolution",
+    [
+        nn.Conv2d(3, 5, 3),
+        nn.Conv2d(2, 4, (3, 2), stride=(2, 1), padding=(1, 0), bias=False),
+        nn.Conv2d(2, 4, 3, padding=2, dilation=2),
+        nn.Conv2d(4, 2, 1),
+    ],
+)
+def test_an_unfolded_convolution_is_a_convolution(convolution: nn.Conv2d) -> None:
+    convolution = copy.deepcopy(convolution).double()
+    twin = with_convolutions(convolution, "unfold")
+    assert type(twin) is UnfoldedConv2d
+    assert type(convolution) is nn.Conv2d
+    x = torch.randn(2, convolution.in_channels, 9, 8, dtype=torch.float64)
+    torch.testing.assert_close(twin(x), convolution(x), rtol=0, atol=1e-12)
+
+
+def test_what_unfold_does_not_cover_stays() -> None:
+    network = nn.Sequential(
+        nn.Conv2d(4, 4, 3, groups=2),
+        nn.Conv2d(4, 4, 3, padding=1, padding_mode="circular"),
+        nn.Conv2d(4, 4, 3, padding="same"),
+        nn.Conv2d(4, 4, 3, padding=1),
+    )
+    found = [type(module) for module in with_convolutions(network, "unfold")]  # type: ignore[call-overload]
+    assert found == [nn.Conv2d] * 3 + [UnfoldedConv2d]
+    assert with_convolutions(network, "grouped") is network
+
+
+@pytest.mark.parametrize(("name", "side"), [("digits_cnn", 8), ("resnet18", 8)])
+def test_a_local_round_is_the_same_by_either_way(name: str, side: int) -> None:
+    options = {"batchnorm": True} if name == "digits_cnn" else {}
+    network = make_network(name, side=side, **options).double()
+    train = TrainConfig(batch_size=8, local_epochs=1, lr=1e-3)
+    theta, buffers = spread(network, 2)
+    ends = []
+    for kind in ("grouped", "unfold"):
+        place = make_place(with_convolutions(network, kind), (16, 8), train, clients_at_once=2, side=side)  # type: ignore[arg-type]
+        clients = Clients(place, [0, 1], 0)
+        clients.buffers = buffers.clone()
+        ends.append((clients.sgd(theta).theta, clients.buffers))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)
+    assert (ends[0][0] - theta).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["unfold", "auto"])
+def test_a_run_names_what_it_chose(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[set[type]] = []
+    gradient = BatchedEngine.gradient
+
+    def watched(self: BatchedEngine, *arguments: object) -> object:
+        seen.append({type(module) for module in self._network.modules()})
+        return gradient(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(BatchedEngine, "gradient", watched)
+    keys = [*SMALL, "train.rounds=1", "run.engine=batched", f"run.convolutions={kind}"]
+    assert run_here(tmp_path / "run", keys) == 0
+    record = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert record["run"]["convolutions"] == kind
+    # without a GPU, nothing is measured
+    workers = {"unfold": "cpu batched", "auto": "cpu batched, grouped convolutions"}
+    assert record["environment"]["workers"] == workers[kind]
+    assert seen
+    assert all((UnfoldedConv2d in types) == (kind == "unfold") for types in seen)
