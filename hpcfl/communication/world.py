@@ -179,14 +179,12 @@ class World:
         """Collect the workers' flat tensors on rank 0, in worker order; None elsewhere. Collective.
 
         `counts` holds the elements of each worker, at most `max_elements` together. The pure server sends an
-        empty tensor, which states the dtype of the result. A serial world gets its own tensor back.
+        empty tensor, which states the dtype of the result.
         """
         rank_counts = self._rank_counts(counts)
         own_count = rank_counts[self.rank]
         if send.numel() != own_count:
             raise ValueError(f"rank {self.rank} must send {own_count} elements, not {_describe(send)}")
-        if self._comm is None:
-            return send
         whole = torch.empty(sum(rank_counts), dtype=send.dtype) if self.is_server else None
         out = None if whole is None else _flat_array(whole)
         self._gather_array(_flat_array(send), rank_counts, out)

@@ -116,7 +116,7 @@ class Federation:
 
     def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
         """Bring the server's message to the cohort; it is None on other ranks. Collective."""
-        received = self.channel.down(message, cohort, self._down)
+        received = self._receive(message, cohort)
         return Delivery(received, None if message is None else self.channel.as_received(message, self._down))
 
     def ask(self, requests: Message, cohort: Cohort) -> Upload:
@@ -143,10 +143,19 @@ class Federation:
         sent = before.sent if self.world.is_server else None
         return UploadCoding(self._up, before.received, sent, unsent)
 
+    def _receive(self, message: Message | None, cohort: Cohort) -> Message:
+        """Bring the server's message to this rank's members of a cohort. Collective; see `Channel.down`.
+
+        What all clients share is brought to their device here, once for all groups; rows stay on the CPU.
+        """
+        down = self.channel.down(message, cohort, self._down)
+        shared = {name: tensor.to(self.workplace.device) for name, tensor in down.shared.items()}
+        return replace(down, shared=shared)
+
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
         message = self.on_server(lambda: self.driver.send(server, cohort, for_evaluation=True))
-        down = self.channel.down(message, cohort, self._down)
+        down = self._receive(message, cohort)
         for part, clients in self.groups(cohort):
             yield clients, down.select(part)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from harness import Run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpcfl.communication.messages import Message
 from hpcfl.communication.world import World
 from hpcfl.training.engines import LoopEngine
 
@@ -31,21 +34,25 @@ class Copies(TorchDispatchMode):
         name = call.overloadpacket.__name__
         if name in COPIES and not self.pauses:
             copied: Tensor = args[2] if name == "index_put_" else result
-            models, rest = divmod(copied.numel(), self.size)
-            self.models += models if rest == 0 else 0
+            self.add(copied)
         return result
+
+    def add(self, copied: Tensor) -> None:
+        """Count a copied tensor, if it is made of models."""
+        models, rest = divmod(copied.numel(), self.size)
+        self.models += models if rest == 0 else 0
 
 
 @pytest.mark.parametrize(
     ("method", "copies"),
     [
-        # down for all, to the start of training, to the upload
-        ("fedavg", 1 + 2 * CLIENTS),
-        # down, to the start of training, to the upload; the server stores it, and measures it in float64
-        ("pfedla", 3 * CLIENTS + 2 * CLIENTS),
+        # down for all; to the start of training, to the upload, up
+        ("fedavg", 1 + 3 * CLIENTS),
+        # down, to the start of training, to the upload, up; the server stores it, and measures it in float64
+        ("pfedla", 4 * CLIENTS + 2 * CLIENTS),
     ],
 )
-def test_a_round_copies_a_model_three_times_on_its_way(
+def test_a_model_is_copied_where_it_must_be_and_nowhere_else(
     method: str, copies: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(f"method.name={method}", f"data.clients={CLIENTS}", "train.rounds=1")
@@ -57,12 +64,25 @@ def test_a_round_copies_a_model_three_times_on_its_way(
         counted.pauses = False
         return found
 
+    gather = World.gather
+
+    def gathered(self: World, send: Tensor, counts: Sequence[int]) -> Tensor | None:
+        # a copy by NumPy
+        counted.add(send)
+        return gather(self, send, counts)
+
     monkeypatch.setattr(LoopEngine, "gradient", uncounted)
+    monkeypatch.setattr(World, "gather", gathered)
     with counted:
         run.simulation._round(run.simulation.cohort(1), False)
     assert counted.models == copies
 
 
-def test_a_serial_world_gathers_without_a_copy() -> None:
-    rows = torch.arange(3.0)
-    assert World().gather(rows, [3]) is rows
+def test_what_is_shared_goes_to_the_device_once_for_all_groups() -> None:
+    run = Run("method.name=fedavg", "train.rounds=1")
+    federation = run.simulation._federation
+    federation.workplace = replace(federation.workplace, device=torch.device("meta"))
+    message = Message(shared={"theta": torch.ones(3)}, rows={"own": torch.ones(4, 2)}, num_clients=4)
+    down = federation.receive(message, run.simulation.cohort(0))
+    assert (down["theta"].device.type, down["own"].device.type) == ("meta", "cpu")
+    assert down.to(torch.device("meta")).shared["theta"] is down.shared["theta"]
