@@ -158,7 +158,7 @@ def test_what_a_codec_sends_arrives_and_hangs_on_no_block(
         channel, state = Channel(World(None, most), layers, clients), {}
         received = channel.down(message, cohort, codec_of(comm, "down"))
         sent = channel.as_received(message, codec_of(comm, "down"))
-        unsent = Unsent(state, range(clients), clients)
+        unsent = Unsent([(state, clients)], [(0, client) for client in range(clients)])
         coding = UploadCoding(codec_of(comm, "up"), received, sent, unsent)
         return received, sent, channel.up(up, cohort, coding=coding).collect(), state
 

@@ -279,7 +279,7 @@ class Channel:
                 if not world.is_server:
                     continue
                 part, base = frame[block], None
-                if coding is not None and coding.sent is not None:
+                if coding is not None and coding.sent is not None and codec is not AS_IT_IS:
                     base = part.base(coding.sent.select(block))
                 rows = codec.decode(arrived, part, base)
                 received.rows[entry.name] = rows.view(received.num_clients, *frame.shape)
@@ -321,7 +321,7 @@ def _encoded(
 ) -> list[Tensor]:
     """Return the pieces of a part of this rank's rows; what they leave out goes to the clients' state."""
     numbers = frame.by_model(rows[part].cpu())
-    if coding is None:
+    if coding is None or codec is AS_IT_IS:
         return codec.encode(numbers, frame)
     base = frame.base(coding.received.select(part))
     if not codec.remembers:

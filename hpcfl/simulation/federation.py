@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from hpcfl.communication.channel import Channel, Upload
-from hpcfl.communication.codecs import UNSENT, Unsent, UploadCoding, codec_of
+from hpcfl.communication.codecs import AS_IT_IS, UNSENT, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.world import World
@@ -131,7 +131,9 @@ class Federation:
         """
         return self.channel.up(message, cohort, sent, self._coding(cohort, before))
 
-    def _coding(self, cohort: Cohort, before: Delivery) -> UploadCoding:
+    def _coding(self, cohort: Cohort, before: Delivery) -> UploadCoding | None:
+        if self._up is AS_IT_IS:
+            return None
         places = (self.workplace, self.visits.workplace)
         rows = [
             next(

@@ -69,7 +69,7 @@ class Wire:
         """Return what the server receives of clients that received something before."""
         before = received or Message(num_clients=self.num_clients)
         everyone = range(self.num_clients)
-        unsent = Unsent(self.state, everyone, self.num_clients)
+        unsent = Unsent([(self.state, self.num_clients)], [(0, client) for client in everyone])
         coding = UploadCoding(codec_of(self.settings, "up"), before, before, unsent)
         blocks = list(self.channel.up(message, self.cohort, coding=coding))
         if len(blocks) == 1:
