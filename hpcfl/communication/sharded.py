@@ -105,7 +105,7 @@ class ShardedRows:
 
     def _relay(self, alpha: Tensor) -> None:
         """Add this worker's rows to the sums that come from the worker before, and pass them on."""
-        # of the workers with clients, the first ones, all before this one are known
+        # workers that have clients come first, in the order of their clients
         before = self._world.rank - 1
         after = self._world.rank + 1 if self._own.stop < self._num_clients else 0
         parts = list(pieces(self._layers))
