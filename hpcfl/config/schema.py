@@ -84,6 +84,9 @@ class RunConfig(Settings):
     """How the batched engine convolves with each client's own weights: one grouped convolution, or unfolded
     images and batched products; auto: on CUDA the faster one, measured at the start, which config.yaml names.
     The two differ in the last bits."""
+    cuda_graphs: bool = False
+    """Whether the batched engine records its plain training steps as CUDA graphs, one for each shape of step,
+    and replays them; no effect on a CPU. Not run on a GPU yet."""
     tf32: bool = False
     """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
     max_elements: int = Field(2**27, ge=1, lt=2**28)
@@ -103,7 +106,12 @@ RESULT_NEUTRAL = (
 """Keys that may differ between a run folder and the command that resumes it."""
 
 
-LATER_DEFAULTS = flatten({"comm": CommConfig().model_dump()})
+LATER_DEFAULTS = flatten({"comm": CommConfig().model_dump()}) | {
+    "train.precision": "float32",
+    "run.convolutions": RunConfig().convolutions,
+    "run.cuda_graphs": RunConfig().cuda_graphs,
+    "run.tf32": RunConfig().tf32,
+}
 """Keys that runs made before there were such keys lack, and what they mean there. They stay out of the short
 hash, so that those runs keep their names."""
 

@@ -24,6 +24,7 @@ from hpcfl.simulation.step_timing import fastest_convolutions
 from hpcfl.training.clients import Workplace
 from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
+from hpcfl.training.graphs import GraphedSGD, recorder_on
 from hpcfl.training.scoring import BatchedScorer
 
 
@@ -109,8 +110,8 @@ def build(config: Config, world: World) -> Experiment:
     mean, std = resolve_normalisation(arrays, config.data.normalise)
     world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
     clients = world.shard(len(parts))
-    batched = is_batched(config, device)
-    _refuse_slow_precision(config, batched)
+    many_at_once = is_batched(config, device)
+    _refuse_slow_precision(config, many_at_once)
     try:
         shard = Shard.build(arrays, parts, clients, mean, std, device)
         network = copy.deepcopy(method.network).to(device)
@@ -121,14 +122,17 @@ def build(config: Config, world: World) -> Experiment:
         ) from error
     evaluator = LoopEngine(network, method.layout, config.train.precision)
     engine: Engine = evaluator
-    scorer, engine_name = None, "loop"
-    if batched:
+    scorer, graphs, engine_name = None, None, "loop"
+    if many_at_once:
         sharing = world.workers_on_device
-        engine, engine_name = batched_engine(config, method, network, device, sharing, len(clients))
+        batched, engine_name = batched_engine(config, method, network, device, sharing, len(clients))
+        engine = batched
+        if config.run.cuda_graphs and device.type == "cuda":
+            graphs = GraphedSGD(batched, config.train, recorder_on(device))
         scorer = BatchedScorer(network, method.layout)
     state = Driver(method).initial_clients(clients)
     workplace = Workplace(
-        shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
+        shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer, graphs
     )
     split = config.run.eval_split
     return Experiment(

@@ -20,7 +20,7 @@ from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_setti
 from conftest import Mpirun, run_tree
 from harness import SMALL, Run
 
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.simulation.loop import Simulation
 from hpcfl.training.batches import Batch
@@ -111,6 +111,28 @@ def test_nothing_waits_between_two_steps(
     monkeypatch.setattr(Clients, "batches", strict)
     for case in ("fedavg", "pfedmb", "apfl", "fedrod"):
         on_gpu(settings, case, engine)
+
+
+@pytest.mark.parametrize("key", ["run.cuda_graphs=true", "run.convolutions=unfold", "run.convolutions=auto"])
+@pytest.mark.parametrize("case", ["fedavg", "fedrep", "ditto"])
+@pytest.mark.usefixtures("double")
+def test_recorded_steps_and_either_convolution_in_float64(
+    settings: list[str], on_cpu: Callable[..., Run], case: str, key: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    run = on_gpu(settings, case, "batched", key)
+    assert_alike(run, on_cpu(case), rtol=1e-7, atol=1e-9)
+    assert (run.workplace.graphs is not None) == key.startswith("run.cuda_graphs")
+    # a step that cannot be recorded warns, and is done plainly
+    assert not recwarn.list
+    if key.endswith("auto"):
+        assert re.fullmatch(
+            r"batched by 3, (grouped|unfold) convolutions", run.simulation._experiment.engine_name
+        )
+
+
+def test_bench_has_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--device", "cuda", "--parts", "engines", "--repeats", "1"]) == FINISHED
+    assert "100 clients on cuda: loop engine / batched engine" in capsys.readouterr().out
 
 
 # Runs
