@@ -13,7 +13,6 @@ from hpcfl.config.choices import CHOICES, DEFAULT_SOURCE, default_name
 from hpcfl.config.schema import (
     ENVIRONMENT,
     GROUPS,
-    LATER_DEFAULTS,
     RESULT_NEUTRAL,
     Config,
     DataConfig,
@@ -99,7 +98,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
     A key that only one of them has belongs to another `name`; it is left out unless nothing else differs.
     """
-    before, after = LATER_DEFAULTS | flatten(old), flatten(new)
+    before, after = flatten(old), flatten(new)
     missing = "(not set)"
     changed = [
         key

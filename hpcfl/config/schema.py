@@ -106,16 +106,6 @@ RESULT_NEUTRAL = (
 """Keys that may differ between a run folder and the command that resumes it."""
 
 
-LATER_DEFAULTS = flatten({"comm": CommConfig().model_dump()}) | {
-    "train.precision": "float32",
-    "run.convolutions": RunConfig().convolutions,
-    "run.cuda_graphs": RunConfig().cuda_graphs,
-    "run.tf32": RunConfig().tf32,
-}
-"""Keys that runs made before there were such keys lack, and what they mean there. They stay out of the short
-hash, so that those runs keep their names."""
-
-
 @dataclass(frozen=True)
 class Config:
     """A validated configuration."""
@@ -157,11 +147,7 @@ class Config:
 
     def short_hash(self) -> str:
         """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out."""
-        keys = {
-            k: v
-            for k, v in flatten(self.tree()).items()
-            if k not in (*RESULT_NEUTRAL, "train.rounds") and (k, v) not in LATER_DEFAULTS.items()
-        }
+        keys = {k: v for k, v in flatten(self.tree()).items() if k not in (*RESULT_NEUTRAL, "train.rounds")}
         return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
 
     def run_name(self) -> str:

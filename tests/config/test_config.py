@@ -389,16 +389,6 @@ def test_a_key_that_only_one_side_has_is_a_difference() -> None:
     assert differences(old, new) == ["run.threads: (not set) there, 1 here"]
 
 
-def test_runs_from_before_there_were_codecs_keep_their_name_and_go_on() -> None:
-    new = load_config(None, []).tree()
-    old = {group: keys for group, keys in new.items() if group != "comm"}
-    assert load_config(None, []).run_name() == "pfedla-digits-s0-63aede8b"
-    assert differences(old, new) == []
-    coded = load_config(None, ["comm.codec=int8"])
-    assert coded.run_name() != load_config(None, []).run_name()
-    assert differences(old, coded.tree()) == ["comm.codec: none there, int8 here"]
-
-
 def test_resolve_leaves_its_argument_alone() -> None:
     tree = {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
     resolve(tree)
