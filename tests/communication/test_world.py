@@ -94,6 +94,24 @@ def test_workers_exchange(max_elements: int) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("max_elements", [3, 2**27])
+def test_ranks_in_a_ring_send_while_they_receive(max_elements: int) -> None:
+    world = open_world(max_elements)
+    if world.size == 1:
+        with pytest.raises(ValueError, match="alone"):
+            world.start_send(torch.zeros(1), 0)
+        return
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    arrived = [torch.zeros(7), torch.zeros(2)]
+    coming = [world.start_receive(tensor, before) for tensor in arrived]
+    going = [world.start_send(torch.full((count,), float(world.rank)), after) for count in (7, 2)]
+    for transfer in (*coming, *going):
+        transfer.wait()
+        assert transfer.is_done
+    assert [tensor.tolist() for tensor in arrived] == [[float(before)] * count for count in (7, 2)]
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_elements", [3, 2**27])
 def test_broadcast(dtype: torch.dtype, max_elements: int) -> None:
