@@ -58,6 +58,7 @@ VIEWS = frozenset(
 def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Marked]:
     """Give all workers the marked device."""
     monkeypatch.setattr(World, "device", lambda *_: DEVICE)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33, 2**34))
     with marked_device() as marked:
         yield marked
 
