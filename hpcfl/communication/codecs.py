@@ -91,7 +91,7 @@ class Frame:
         """Return what the clients received before, [C, M, W]; zero, or None, where that is nothing."""
         if self.known is None:
             return None
-        return self.where(self.known, self.by_model(received[self.name].cpu()), 0.0)
+        return self.where(self.known, self.by_model(received[self.name]), 0.0)
 
     def by_model(self, rows: Tensor) -> Tensor:
         """Return rows [C, ...] as [C, M, W]."""

@@ -75,7 +75,8 @@ class RunConfig(Settings):
     holds. Another number gives other last bits; config.yaml names the one taken on CUDA."""
     placement: Literal["balanced", "home"] = "balanced"
     """Which worker trains a client of a round. home: the one that keeps it. balanced: members of a cohort
-    visit less busy workers, with their samples and state (the loop engine only). Changes no result."""
+    visit less busy workers, with their samples and state, where clients train one at a time. Changes no
+    result."""
     threads: int = Field(1, ge=1)
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

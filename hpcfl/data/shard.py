@@ -67,11 +67,16 @@ class Shard:
     def of_others(
         self, clients: Sequence[int], samples: Mapping[str, Sequence[tuple[torch.Tensor, torch.Tensor]]]
     ) -> Shard:
-        """Return a shard of other clients, given each one's (x, y) by split; a split left out is empty."""
+        """Return a shard of other clients on this device, given each one's (x, y) by split.
+
+        A split that is left out is empty.
+        """
         nothing = (self.x[:0], self.y[:0])
         pieces = [pair for split in SPLITS for pair in samples.get(split, [nothing] * len(clients))]
-        x = torch.cat([nothing[0], *(x for x, _ in pieces)]).contiguous(memory_format=torch.channels_last)
-        y = torch.cat([nothing[1], *(y for _, y in pieces)])
+        device = self.x.device
+        x = torch.cat([nothing[0], *(x.to(device) for x, _ in pieces)])
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = torch.cat([nothing[1], *(y.to(device) for _, y in pieces)])
         return Shard(clients, x, y, *_places([len(y) for _, y in pieces], len(clients)))
 
     def samples(self, split: str, local_client: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -60,9 +60,16 @@ class HeurpFedLA(PFedLA):
             )
 
     def client_state(self, clients: Sequence[int]) -> State:
+        state = super().client_state(clients)
         if not self.params.k:
-            return super().client_state(clients)
-        return {"theta": self.context.initial_parameters(clients, self.params.initial_models == "own")}
+            return state
+        own = self.context.initial_parameters(clients, self.params.initial_models == "own")
+        return state | {self._own: own}
+
+    @property
+    def _own(self) -> str:
+        """Name of each client's own model in its state; `theta` of a sharded server is what it received."""
+        return "theta" if self.sharded_state is None else "own"
 
     def server_state(self) -> State:
         if not self.params.k:
@@ -79,9 +86,8 @@ class HeurpFedLA(PFedLA):
 
     def train(self, clients: Clients, down: Message) -> Message:
         theta = clients.sgd(self._merge(clients, down)).theta
-        # of sharded models, the server compares those of the round's start first
-        if self.params.k and self.sharded_state is None:
-            clients["theta"] = theta
+        if self.params.k:
+            clients[self._own] = theta
         return Message(rows={"theta": theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -115,4 +121,4 @@ class HeurpFedLA(PFedLA):
         if not self.params.k:
             return down["theta"]
         arrived = columns(self.layers, down.keep["theta"])
-        return torch.where(arrived, down["theta"], clients["theta"])
+        return torch.where(arrived, down["theta"], clients[self._own])

@@ -111,7 +111,7 @@ def build(config: Config, world: World) -> Experiment:
     world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
     clients = world.shard(len(parts))
     many_at_once = is_batched(config, device)
-    _refuse_slow_precision(config, many_at_once)
+    _refuse_slow_precision(config, many_at_once or device.type != "cpu")
     try:
         shard = Shard.build(arrays, parts, clients, mean, std, device)
         network = copy.deepcopy(method.network).to(device)
@@ -177,13 +177,15 @@ def refuse_chain(method: Method, num_workers: int) -> None:
         )
 
 
-def _refuse_slow_precision(config: Config, batched: bool) -> None:
+def _refuse_slow_precision(config: Config, is_elsewhere: bool) -> None:
     """Raise UserError where bfloat16 would be emulated, many times slower, or has no part in training."""
     if config.train.precision == "float32":
         return
     asked, instead = f"train.precision={config.train.precision}", "use train.precision=float32"
-    if batched:
-        raise UserError(f"{asked} is for the loop engine on a CPU; {instead}, or run.engine=loop")
+    if is_elsewhere:
+        raise UserError(
+            f"{asked} is for the loop engine on a CPU; {instead}, or run.engine=loop run.device=cpu"
+        )
     if not has_bfloat16():
         raise UserError(
             f"{asked}: this processor has neither AVX-512 BF16 nor AMX, and would take many times as long; "

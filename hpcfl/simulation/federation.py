@@ -43,7 +43,7 @@ class Delivery:
 
 
 class Federation:
-    """Cohorts and groups of one run on one rank, and the channel between ranks."""
+    """Cohorts and groups of one run on one rank, and the channel between ranks. Making one is collective."""
 
     def __init__(self, experiment: Experiment, world: World) -> None:
         self.experiment, self.world = experiment, world
@@ -57,6 +57,10 @@ class Federation:
         split = self.config.run.eval_split
         num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
         self.visits = Visits(world, self.workplace, num_samples)
+        # engines differ: the server has none of the GPUs, and a worker of few clients may take one at a time
+        at_once = world.maximum(self.workplace.engine.clients_at_once)
+        is_balanced = self.config.run.placement == "balanced"
+        self._members_visit = is_balanced and at_once == 1 and world.num_workers > 1
         if self.method.sharded_state is not None:
             rows = self.workplace.state[self.method.sharded_state]
             self.method.sharded = ShardedRows(world, rows, self.method.layers, self.num_clients)
@@ -76,10 +80,10 @@ class Federation:
     def placed(self, cohort: Cohort) -> Cohort:
         """Return the cohort with the workers that train its members, the same on every rank.
 
-        Those of the loop engine are spread by their samples (`run.placement`), all others train at home.
+        Where clients train one at a time they are spread by their samples (`run.placement`); elsewhere they
+        train at home.
         """
-        is_fixed = self.config.run.placement == "home" or self.workplace.engine.clients_at_once > 1
-        if is_fixed or self.world.num_workers == 1:
+        if not self._members_visit:
             return cohort
         homes = self.channel.homes(cohort)
         workers = balanced(cohort.num_samples.tolist(), homes, self.world.num_workers)
@@ -116,7 +120,7 @@ class Federation:
 
     def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
         """Bring the server's message to the cohort; it is None on other ranks. Collective."""
-        received = self._receive(message, cohort)
+        received = self.channel.down(message, cohort, self._down)
         return Delivery(received, None if message is None else self.channel.as_received(message, self._down))
 
     def ask(self, requests: Message, cohort: Cohort) -> Upload:
@@ -145,19 +149,15 @@ class Federation:
         sent = before.sent if self.world.is_server else None
         return UploadCoding(self._up, before.received, sent, unsent)
 
-    def _receive(self, message: Message | None, cohort: Cohort) -> Message:
-        """Bring the server's message to this rank's members of a cohort. Collective; see `Channel.down`.
-
-        What all clients share is brought to their device here, once for all groups; rows stay on the CPU.
-        """
-        down = self.channel.down(message, cohort, self._down)
-        shared = {name: tensor.to(self.workplace.device) for name, tensor in down.shared.items()}
-        return replace(down, shared=shared)
+    def on_device(self, received: Message) -> Message:
+        """Bring what clients share to their device, once for all groups; rows follow group by group."""
+        shared = {name: tensor.to(self.workplace.device) for name, tensor in received.shared.items()}
+        return replace(received, shared=shared)
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
         message = self.on_server(lambda: self.driver.send(server, cohort, for_evaluation=True))
-        down = self._receive(message, cohort)
+        down = self.on_device(self.channel.down(message, cohort, self._down))
         for part, clients in self.groups(cohort):
             yield clients, down.select(part)
 

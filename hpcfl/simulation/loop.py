@@ -154,10 +154,11 @@ class Simulation:
         message = self._federation.on_server(lambda: driver.send(self.server, cohort))
         before = self._federation.deliver(message, cohort)
         traffic.count_down(before.sent)
-        down, sent = before.received, before.sent
+        down, sent = self._federation.on_device(before.received), before.sent
         if method.negotiates(cohort.round):
             asked, answer = self._negotiate(cohort, groups, down, traffic)
-            down, sent, before = down | asked | answer.received, answer.sent, before | answer
+            down |= asked | self._federation.on_device(answer.received)
+            sent, before = answer.sent, before | answer
         local = self._train(groups, down, is_evaluated)
         upload = traffic.counting_up(self._federation.upload(local.up, cohort, sent, before))
         if not self._world.is_server:
@@ -173,7 +174,7 @@ class Simulation:
         federation, driver = self._federation, self._federation.driver
         asked = stack([driver.ask(clients, down.select(part)) for part, clients in groups])
         requests = traffic.counting_up(federation.ask(asked, cohort)).collect()
-        more = driver.answer(self.server, cohort, requests) if self._world.is_server else None
+        more = federation.on_server(lambda: driver.answer(self.server, cohort, requests))
         answer = federation.deliver(more, cohort)
         traffic.count_down(answer.sent)
         return asked, answer

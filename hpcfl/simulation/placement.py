@@ -93,7 +93,7 @@ class Visits:
         arrived = self._carry(self._trips, self._samples_and_state, self._forms)
         clients, num_splits = list(arrived), len(self._num_samples)
         parts = {
-            split: [(x.permute(0, 3, 1, 2), y) for x, y in (arrived[c][2 * n : 2 * n + 2] for c in clients)]
+            split: [(arrived[c][2 * n].permute(0, 3, 1, 2), arrived[c][2 * n + 1]) for c in clients]
             for n, split in enumerate(self._num_samples)
         }
         rows = [arrived[client][2 * num_splits :] for client in clients]
@@ -141,7 +141,7 @@ class Visits:
                 start = starts[source]
                 data = received[source][start : start + shape.numel() * dtype.itemsize]
                 # a copy of its own memory, as aligned as the original
-                arrived[client].append(data.clone().view(dtype).view(shape).to(self._home.device))
+                arrived[client].append(data.clone().view(dtype).view(shape))
                 starts[source] += _padded_size((shape, dtype))
         return arrived
 

@@ -13,6 +13,7 @@ from hpcfl.training.convolutions import ConvolutionKind, with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine
 
 TIMED_STEPS, TIMED_S = 10, 2.0
+"""Most steps that are timed, and most seconds that they take; four steps are in any case."""
 
 
 def seconds_of_step(engine: Engine, method: Method, device: torch.device, count: int) -> float:

@@ -25,8 +25,6 @@ from hpcfl.tables.figures import is_finished
 from hpcfl.training.batches import minibatches
 from hpcfl.training.engines import Engine, LoopEngine
 
-"""A network is timed for so many steps, or so many seconds if that is less, but never fewer than 3 steps."""
-
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -145,7 +143,7 @@ def step_seconds(config: Config, method: Method) -> float:
     device = world.device(config.run.device)
     count = method.context.num_clients
     network = copy.deepcopy(method.network).to(device)
-    engine: Engine = LoopEngine(network, method.layout)
+    engine: Engine = LoopEngine(network, method.layout, config.train.precision)
     if is_batched(config, device):
         engine, _ = batched_engine(config, method, network, device, world.workers_on_device, count)
     return seconds_of_step(engine, method, device, min(engine.clients_at_once, count))
@@ -158,4 +156,5 @@ def _timing_key(config: Config, method: Method) -> tuple[object, ...]:
     engine = (run.clients_at_once, run.convolutions, run.tf32) if is_batched(config, device) else None
     network = (config.model, config.model_options.model_dump_json(), context.image_shape, context.num_classes)
     own = "" if method.network is context.network else f"{config.method} {method.params.model_dump_json()}"
-    return (*network, own, config.train.batch_size, str(device), engine, run.threads)
+    train = (config.train.batch_size, config.train.precision)
+    return (*network, own, *train, str(device), engine, run.threads)

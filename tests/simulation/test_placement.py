@@ -108,8 +108,9 @@ def test_under_mpirun(mpirun: Mpirun) -> None:
 def test_visitors_bring_samples_and_state_and_take_their_state_home(world: World) -> None:
     config = load_config(None, [*SMALL, "method.name=ditto", "train.buffers=local"])
     experiment, alone = build(config, world), build(config, World())
-    federation = Federation(experiment, world)
-    home, count = experiment.workplace, world.num_workers
+    # state stays on the CPU wherever clients train
+    home, count = replace(experiment.workplace, device=torch.device("meta")), world.num_workers
+    federation = Federation(replace(experiment, workplace=home), world)
     for client in home.clients:
         home.state["theta"][home.clients.index(client)] += client
     # worker 0 keeps client 0, and everybody else goes one worker on, round the table
@@ -153,6 +154,11 @@ def test_cohorts_are_placed_unless_they_are_to_stay_at_home(world: World) -> Non
     for cohort in cohorts:
         spread = torch.tensor(federation.channel.workers(cohort)).bincount(minlength=world.num_workers)
         assert spread.max() == -(-len(cohort) // world.num_workers)
+    # the server of a world with GPUs has none itself, and so another engine
+    other_engine = f"run.engine={'loop' if world.is_server else 'batched'}"
+    federation = Federation(build(load_config(None, [*keys, other_engine]), world), world)
+    if world.size > 1:
+        assert all(federation.placed(federation.cohort(number)).workers is None for number in range(6))
     for other in ("run.placement=home", "run.engine=batched"):
         federation = Federation(build(load_config(None, [*keys, other]), world), world)
         assert all(federation.placed(federation.cohort(number)).workers is None for number in range(6))

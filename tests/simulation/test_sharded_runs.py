@@ -26,6 +26,7 @@ ROUNDS = 3
 CASES = {
     "pfedla": ["method.name=pfedla"],
     "heurpfedla": ["method.name=heurpfedla", "method.k=2", "train.buffers=mixed"],
+    "coded": ["method.name=heurpfedla", "method.k=2", "comm.codec=topk"],
     "own": ["method.name=pfedla", "method.initial_models=own", "method.head_init=default"],
 }
 """By name; only in the last do models and weights differ in the first round."""
@@ -88,8 +89,12 @@ def test_the_same_bits_on_any_number_of_ranks_and_after_stops(
     assert not differing(tmp_path / "serial", tmp_path / "stopped")
 
 
-@pytest.mark.parametrize("more", [[], ["method.heads=low_rank", "method.rank=3"]])
-@pytest.mark.parametrize("case", CASES)
+LOW_RANK = ["method.heads=low_rank", "method.rank=3"]
+CODED = ["comm.codec=int8", "comm.directions=up"]
+
+
+@pytest.mark.parametrize("more", [[], LOW_RANK, CODED])
+@pytest.mark.parametrize("case", [name for name in CASES if name != "coded"])
 @pytest.mark.usefixtures("double")
 def test_the_numbers_of_the_whole_server(settings: list[str], case: str, more: list[str]) -> None:
     digits = ("method.", "data.source", "data.path", "data.layout")

@@ -445,6 +445,7 @@ def test_a_tensor_that_the_loss_does_not_use_has_gradient_zero(batched: bool) ->
 
 @pytest.mark.parametrize(("momentum", "weight_decay"), [(0.0, 0.0), (0.9, 0.0), (0.0, 0.01), (0.9, 0.01)])
 @pytest.mark.parametrize("batchnorm", [False, True])
+@pytest.mark.usefixtures("double")
 def test_loop_engine_is_a_module_trained_by_torchs_sgd(
     momentum: float, weight_decay: float, batchnorm: bool
 ) -> None:
@@ -470,8 +471,8 @@ def test_loop_engine_is_a_module_trained_by_torchs_sgd(
                 optimiser.step()
                 taken += 1
         expected, expected_statistics = layout.flatten(twin)
-        torch.testing.assert_close(trained[client], expected, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(statistics[client], expected_statistics, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(trained[client], expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(statistics[client], expected_statistics, rtol=1e-9, atol=1e-12)
         assert steps[client] == taken
 
 
