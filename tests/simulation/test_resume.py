@@ -89,7 +89,9 @@ def short(method: str) -> list[str]:
 
 
 def completed_rounds(folder: Path) -> int:
-    with h5py.File(folder / "checkpoint.h5", "r", locking=False) as file:
+    newest, older = folder / "checkpoint.h5", folder / "checkpoint.prev.h5"
+    # a kill between the two renames leaves the older one alone
+    with h5py.File(newest if newest.exists() else older, "r", locking=False) as file:
         return int(file.attrs["round"])
 
 
