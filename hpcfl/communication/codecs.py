@@ -11,7 +11,7 @@ Shapes: C clients, M models a client (1 unless a tensor is [C, ..., P]), W numbe
 
 In uploads, int8 codes the difference to the tensor of the same name and shape that the client received, if
 there is one; layers that it did not receive count as zero. topk codes this difference plus what is left of
-earlier ones, which the client keeps; layers that it did not receive travel as they are.
+earlier ones, which the client keeps (`comm.memory`); layers that it did not receive travel as they are.
 
 Such memory, error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Stich et al.,
 Sparsified SGD with memory, NeurIPS 2018), supposes a server that adds up what it is sent. pFedLA's does not:
@@ -106,11 +106,14 @@ class Codec:
     """Sends tensors as they are."""
 
     description: ClassVar[str] = "numbers as they are"
-    remembers: ClassVar[bool] = False
-    """Whether clients keep what did not travel."""
 
     def __init__(self, settings: CommConfig) -> None:
         self.settings = settings
+
+    @property
+    def remembers(self) -> bool:
+        """Whether clients keep what did not travel."""
+        return False
 
     def takes(self, frame: Frame) -> bool:
         """Return whether a tensor of floating-point numbers is coded."""
@@ -195,7 +198,10 @@ class Int8(Codec):
 
 class TopK(Codec):
     description = "of uploads the largest differences to the download; clients remember the others"
-    remembers = True
+
+    @property
+    def remembers(self) -> bool:
+        return self.settings.remembers
 
     def takes(self, frame: Frame) -> bool:
         return frame.name != BUFFERS and frame.has_layers and frame.known is not None
@@ -212,9 +218,8 @@ class TopK(Codec):
         self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
     ) -> list[Tensor]:
         assert base is not None
-        assert unsent is not None
         assert frame.known is not None
-        wanted = numbers - base + unsent
+        wanted = numbers - base if unsent is None else numbers - base + unsent
         values, indices = [], []
         for layer in wanted.split(frame.sizes, dim=-1):
             is_chosen = _largest(layer, self._count(layer.shape[-1]))
@@ -222,8 +227,9 @@ class TopK(Codec):
             values.append(layer.gather(-1, place).float())
             indices.append(place.int())
         pieces = [numbers, torch.cat(values, dim=-1), torch.cat(indices, dim=-1)]
-        left = wanted - self._laid_out(pieces[1], pieces[2], frame)
-        unsent.copy_(frame.where(frame.known, left, unsent))
+        if unsent is not None:
+            left = wanted - self._laid_out(pieces[1], pieces[2], frame)
+            unsent.copy_(frame.where(frame.known, left, unsent))
         return pieces
 
     def decode(self, pieces: Sequence[Tensor], frame: Frame, base: Tensor | None = None) -> Tensor:

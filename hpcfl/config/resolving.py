@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -183,6 +183,11 @@ def _refuse_idle_coding(comm: CommConfig) -> None:
             f"comm.keep={comm.keep} is only for comm.codec=topk, not {comm.codec}; set comm.codec=topk, or "
             "comm.keep=null"
         )
+    if comm.memory is not None and comm.codec != "topk":
+        raise UserError(
+            f"comm.memory={shown(comm.memory)} is only for comm.codec=topk, not {comm.codec}; set "
+            "comm.codec=topk, or comm.memory=null"
+        )
     if comm.directions is not None and comm.codec == "none":
         raise UserError(
             f"comm.directions={comm.directions} needs a codec: set comm.codec=float16, int8 or topk, or "
@@ -206,8 +211,9 @@ def _mapping(group: str, value: Any) -> dict[str, Any]:
 
 def _validate(group: str, kind: type[Settings], values: Mapping[str, Any]) -> Settings:
     for key, value in values.items():
+        annotation = kind.model_fields[key].annotation
         # pydantic would take true for 1
-        if isinstance(value, bool) and kind.model_fields[key].annotation is not bool:
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise UserError(
                 f"{group}.{key}={shown(value)} is not possible; {allowed(kind.model_fields[key])}"
             )

@@ -186,6 +186,17 @@ def test_topk_sends_the_largest_of_each_layer_and_keeps_the_rest() -> None:
     assert not link.state[f"{UNSENT}theta"].any()
 
 
+def test_topk_without_memory_forgets_what_it_did_not_send() -> None:
+    link = wire("topk", keep=0.5, memory=False)
+    received = theta([1.0] * P)
+    trained = theta([4.0, 0.0, 3.0, 2.0, 0.0, 1.0, 5.0, 1.5, -4.0])
+    assert link.up(trained, received).rows["theta"].tolist() == [
+        [4.0, 1.0, 3.0, 2.0, 1.0, 1.0, 5.0, 1.0, -4.0]
+    ]
+    assert link.up(received, received).rows["theta"].tolist() == received.rows["theta"].tolist()
+    assert link.state == {}
+
+
 def test_topk_sends_what_has_no_counterpart_as_it_is() -> None:
     rows = {
         "theta": random(2, P),
@@ -426,3 +437,5 @@ def test_codecs_come_closer_to_no_codec_the_more_they_send() -> None:
     shares = [distance("comm.codec=topk", f"comm.keep={share}") for share in (0.01, 0.1, 0.5)]
     assert 1 > shares[0] > shares[1] > shares[2] > 0
     assert distance("comm.codec=topk", "comm.keep=1") < 1e-6
+    assert distance("comm.codec=topk", "comm.memory=true") == shares[1]
+    assert distance("comm.codec=topk", "comm.memory=false") != shares[1]
