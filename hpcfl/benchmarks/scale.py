@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from hpcfl.benchmarks.ratios import Ratio, compare
+from hpcfl.benchmarks.steps import context_of
 from hpcfl.communication import sharded
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
@@ -18,11 +19,9 @@ from hpcfl.errors import UserError
 from hpcfl.methods import Context
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
-from hpcfl.models import ConvNetOptions
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import machine_bytes
-from hpcfl.training.settings import TrainConfig
 
 COHORT = 10
 FULL_HEADS_SHARE = 1 / 4
@@ -79,15 +78,7 @@ def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator
     """
     world.shard_unit = sharded.BLOCK_CLIENTS
     for count in counts:
-        context = Context(
-            "lenet",
-            ConvNetOptions(batchnorm=True),
-            (3, 32, 32),
-            10,
-            torch.full((count,), 10),
-            TrainConfig(),
-            seed=0,
-        )
+        context = context_of(count)
         full = PFedLA(context, PFedLAParams()).server_bytes()
         # whole and sharded server have hypernetworks each
         fits = 2 * full["hypernetworks"] < FULL_HEADS_SHARE * machine_bytes()

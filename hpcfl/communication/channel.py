@@ -68,6 +68,9 @@ class _Deal:
         self._workers, self._num_workers = torch.tensor(workers, dtype=torch.int64), num_workers
         self._is_sorted = bool((self._workers.diff() >= 0).all())
 
+    def __len__(self) -> int:
+        return len(self._workers)
+
     def of_worker(self, worker: int) -> list[int]:
         """Return the positions of a worker's members, in ascending order."""
         return torch.nonzero(self._workers == worker).flatten().tolist()
@@ -100,7 +103,7 @@ class Channel:
 
     def own(self, cohort: Cohort) -> list[int]:
         """Return the positions in the cohort of this rank's clients, in ascending order."""
-        return self._deal(cohort).of_worker(self._world.worker_index) if self._world.is_worker else []
+        return self._own(self._deal(cohort))
 
     def homes(self, cohort: Cohort) -> Sequence[int]:
         """Return the worker whose shard has each member."""
@@ -115,7 +118,8 @@ class Channel:
 
         Collective. `message` is the server's and None elsewhere; a serial world gets a copy.
         """
-        world, own = self._world, self.own(cohort)
+        world, deal = self._world, self._deal(cohort)
+        own = self._own(deal)
         header = _Entry.encode(_Entry.describe(message)) if message is not None else None
         received = Message(num_clients=len(own))
         for entry in _Entry.decode(world.broadcast_bytes(header)):
@@ -133,7 +137,7 @@ class Channel:
                 if entry.is_chosen:
                     frame = replace(frame, keep=chosen.bool())
                 rows = message.rows[entry.name] if message is not None else None
-                received.rows[entry.name] = self._scatter(frame, rows, cohort, own, codec)
+                received.rows[entry.name] = self._scatter(frame, rows, deal, own, codec)
             if entry.keep is not None:
                 received.keep[entry.name] = torch.tensor(entry.keep)
         return received
@@ -195,6 +199,9 @@ class Channel:
         gathered = self._world.gather(rows.reshape(-1).contiguous(), counts)
         return None if gathered is None else deal.in_client_order(gathered.view(-1, width), everyone)
 
+    def _own(self, deal: _Deal) -> list[int]:
+        return deal.of_worker(self._world.worker_index) if self._world.is_worker else []
+
     def _deal(self, cohort: Cohort) -> _Deal:
         return _Deal(self.workers(cohort), self._world.num_workers)
 
@@ -213,19 +220,19 @@ class Channel:
         return codec.decode(arrived, frame).view(1, *frame.shape)
 
     def _scatter(
-        self, frame: Frame, rows: Tensor | None, cohort: Cohort, own: list[int], codec: Codec
+        self, frame: Frame, rows: Tensor | None, deal: _Deal, own: list[int], codec: Codec
     ) -> Tensor:
         """Return this rank's rows of the server's [S, ...]. Collective."""
-        codec, deal = codec.of(frame), self._deal(cohort)
+        codec = codec.of(frame)
         pieces = codec.pieces(frame)
         parts = [[torch.empty(0, dtype=piece.dtype)] for piece in pieces]
-        for block in self._blocks(math.prod(frame.shape), len(cohort)):
+        for block in self._blocks(math.prod(frame.shape), len(deal)):
             encoded, order = None, deal.in_worker_order(block)
             if rows is not None:
                 encoded = codec.encode(frame.by_model(rows[order].cpu()), frame[order])
             for number, piece in enumerate(pieces):
                 send = None if encoded is None else _pack(encoded[number], piece[order])
-                counts = deal.sizes(_row_sizes(piece, len(cohort)), block)
+                counts = deal.sizes(_row_sizes(piece, len(deal)), block)
                 parts[number].append(self._world.scatter(send, counts, piece.dtype))
         count = len(own)
         arrived = [
@@ -237,7 +244,8 @@ class Channel:
     def _gather(
         self, entries: Sequence[_Entry], message: Message, cohort: Cohort, coding: UploadCoding | None
     ) -> Iterator[tuple[slice, Message]]:
-        world, deal, own = self._world, self._deal(cohort), self.own(cohort)
+        world, deal = self._world, self._deal(cohort)
+        own = self._own(deal)
         frames = {}
         for entry in entries:
             frame = self._frame(entry, len(cohort))

@@ -14,6 +14,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Method, State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.training.clients import Clients
+from hpcfl.training.scoring import verdicts
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,5 @@ class Evaluator:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
         x, y = clients.samples(self._config.run.eval_split, position)
         probabilities = self._method.predict(clients, model, position, x)
-        accuracy = (probabilities.argmax(dim=1) == y).double().mean()
-        chosen = probabilities.gather(1, y.unsqueeze(1)).clamp(min=torch.finfo(probabilities.dtype).tiny)
-        return torch.stack([accuracy, -chosen.double().log().mean()]).cpu().unsqueeze(0)
+        is_right, loss = verdicts(probabilities, y)
+        return torch.stack([is_right.mean(), loss.mean()]).cpu().unsqueeze(0)

@@ -91,8 +91,10 @@ class Federation:
 
     def trips(self, cohort: Cohort) -> list[Trip]:
         """Return the way of each member that trains away from home."""
+        if cohort.workers is None:
+            return []
         homes = self.channel.homes(cohort)
-        ways = zip(cohort.clients, homes, self.channel.workers(cohort), strict=True)
+        ways = zip(cohort.clients, homes, cohort.workers, strict=True)
         return [(client, home, worker) for client, home, worker in ways if home != worker]
 
     def everyone(self, round: int) -> Iterator[Cohort]:

@@ -90,6 +90,8 @@ class Visits:
     def begin(self, trips: Sequence[Trip]) -> None:
         """Bring clients to the workers that train them. Every rank must call, and `end` after training."""
         self._trips = list(trips)
+        if not trips:
+            return
         arrived = self._carry(self._trips, self._samples_and_state, self._forms)
         clients, num_splits = list(arrived), len(self._num_samples)
         parts = {
@@ -109,6 +111,8 @@ class Visits:
 
     def end(self) -> None:
         """Bring the clients' state home. Every rank must call."""
+        if not self._trips:
+            return
         back = [(client, worker, home) for client, home, worker in self._trips]
         arrived = self._carry(back, lambda c: _state(self.workplace, c), lambda _: self._state_forms())
         for client, rows in arrived.items():

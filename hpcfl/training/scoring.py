@@ -61,10 +61,13 @@ class BatchedScorer:
         return Forward(self._network, self._layout, buffers.clone()).logits(theta, x)
 
 
-def _figures(logits: Tensor, y: Tensor) -> Tensor:
-    """Return whether a sample's class has the highest logit, and its loss: float64 [..., n, 2]."""
-    probabilities = logits.softmax(dim=-1)
+def verdicts(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whether each sample's class [..., n] is the likeliest of [..., n, K], and its loss; float64."""
     is_right = (probabilities.argmax(dim=-1) == y).double()
     chosen = probabilities.gather(-1, y.unsqueeze(-1)).squeeze(-1)
-    loss = -chosen.clamp(min=torch.finfo(chosen.dtype).tiny).double().log()
-    return torch.stack([is_right, loss], dim=-1)
+    return is_right, -chosen.clamp(min=torch.finfo(chosen.dtype).tiny).double().log()
+
+
+def _figures(logits: Tensor, y: Tensor) -> Tensor:
+    """Return the verdicts on samples side by side, [..., n, 2]."""
+    return torch.stack(verdicts(logits.softmax(dim=-1), y), dim=-1)

@@ -311,7 +311,7 @@ def test_every_key_is_documented(group: type[BaseModel]) -> None:
         ),
         (
             "comm.memory=false",
-            "comm.memory=false is only for comm.codec=topk, not none; set comm.codec=topk, or comm.memory=null",
+            "comm.memory=false is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
         ),
         ("comm.directions=up", "comm.directions=up needs a codec: set comm.codec=float16, int8 or topk, or"),
         ("data.path=a.npz", "data.path=a.npz is only for data.source=npz or femnist or pfllib, not digits"),
