@@ -96,14 +96,13 @@ def resolve(tree: Mapping[str, Any]) -> Config:
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Name the keys that change results and differ between two configuration trees, with both values.
 
-    A key that only one of them has belongs to another `name`; it is left out unless nothing else differs.
+    A key that only one of them has belongs to another `name`; it is left out unless nothing else differs. One
+    that is null is as if it was not there, so that a run goes on when a newer version knows more keys.
     """
     before, after = flatten(old), flatten(new)
     missing = "(not set)"
     changed = [
-        key
-        for key in {**before, **after}
-        if key not in RESULT_NEUTRAL and before.get(key, missing) != after.get(key, missing)
+        key for key in {**before, **after} if key not in RESULT_NEUTRAL and before.get(key) != after.get(key)
     ]
     common = [key for key in changed if key in before and key in after]
     return [

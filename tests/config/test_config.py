@@ -393,6 +393,12 @@ def test_a_key_that_only_one_side_has_is_a_difference() -> None:
     assert differences(old, new) == ["run.threads: (not set) there, 1 here"]
 
 
+def test_a_key_that_is_null_is_as_if_it_was_not_there() -> None:
+    new = load_config(None, []).tree()
+    older = new | {"comm": {key: value for key, value in new["comm"].items() if key != "memory"}}
+    assert differences(older, new) == differences(new, older) == []
+
+
 def test_resolve_leaves_its_argument_alone() -> None:
     tree = {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
     resolve(tree)
