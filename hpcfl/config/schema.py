@@ -81,6 +81,12 @@ class RunConfig(Settings):
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where workers train; auto: a GPU if there is one."""
+    state: Literal["auto", "device", "host"] = "auto"
+    """Where a worker with a GPU keeps its clients' state. device: on the GPU for the whole run. host: on the
+    CPU, and each group of clients brings its own to the GPU and back in every round. auto: on the GPU if it
+    takes at most a quarter of this worker's share of the memory that is free there when the run begins. What
+    a codec keeps, and the models of `method.server=sharded`, stay on the CPU. No effect on a CPU; changes no
+    result."""
     convolutions: Literal["grouped", "unfold", "auto"] = "grouped"
     """How the batched engine convolves with each client's own weights: one grouped convolution, or unfolded
     images and batched products; auto: on CUDA the faster one, measured at the start, which config.yaml names.
@@ -103,6 +109,7 @@ RESULT_NEUTRAL = (
     "run.checkpoint_every",
     "run.max_elements",
     "run.placement",
+    "run.state",
 )
 """Keys that may differ between a run folder and the command that resumes it."""
 

@@ -1,4 +1,4 @@
-"""How many clients fit a device at once, and what to tell where they did not."""
+"""What fits a device, the clients' state and how many clients at once, and what to tell where it did not."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import Method
+from hpcfl.methods.base import State
 from hpcfl.training.batches import Batch
 from hpcfl.training.engines import prepare
 from hpcfl.training.forward import Forward
@@ -14,7 +15,11 @@ from hpcfl.training.forward import Forward
 ON_A_CPU = 32
 """Clients of the batched engine at once where no device memory says how many."""
 SHARE_OF_FREE = 0.5
-"""Share of the free memory that is planned with: allocators, libraries and methods' tables take the rest."""
+"""Share of the free memory that clients at work are planned with."""
+STATE_SHARE = 0.25
+"""Largest share of the free memory that `run.state=auto` gives to the clients' state. It is not taken from
+SHARE_OF_FREE, so that this choice does not change how many clients train at once, nor the bits; allocators,
+libraries and methods' tables take the rest."""
 VECTORS = 10
 """Flat vectors of a client's model that a local round holds at once, at most: state, download, descents,
 gradients and upload."""
@@ -22,7 +27,34 @@ PASSES = 3
 """Memory of a training step over the activations that it keeps: their gradients and work spaces, too."""
 
 
-def clients_at_once(config: Config, method: Method, device: torch.device, sharing: int, most: int) -> int:
+def for_device(method: Method, state: State) -> State:
+    """Return the part of the clients' state that a GPU may keep: all but the rows of `ShardedRows`."""
+    return {name: rows for name, rows in state.items() if name != method.sharded_state}
+
+
+def bytes_for_device(method: Method, state: State) -> int:
+    """Return the bytes of that part."""
+    return sum(rows.nbytes for rows in for_device(method, state).values())
+
+
+def state_device(config: Config, device: torch.device, sharing: int, state_bytes: int) -> torch.device:
+    """Return where a rank keeps its clients' state during a run: on the device it trains on, or on the CPU.
+
+    Args:
+        sharing: ranks that share the device.
+        state_bytes: see `bytes_for_device`.
+    """
+    cpu = torch.device("cpu")
+    if device.type != "cuda" or config.run.state == "host":
+        return cpu
+    if config.run.state == "device" or state_bytes <= STATE_SHARE * _free_bytes(device, sharing):
+        return device
+    return cpu
+
+
+def clients_at_once(
+    config: Config, method: Method, device: torch.device, sharing: int, most: int, state_bytes: int = 0
+) -> int:
     """Return how many clients the batched engine takes at once.
 
     Where `run.clients_at_once` leaves it open, that is on CUDA the largest power of two that fits this rank's
@@ -31,6 +63,7 @@ def clients_at_once(config: Config, method: Method, device: torch.device, sharin
     Args:
         sharing: ranks that share the device.
         most: clients of this rank.
+        state_bytes: what the state that this rank will keep on the device takes.
     """
     if method.chain is not None:
         return 1
@@ -38,8 +71,9 @@ def clients_at_once(config: Config, method: Method, device: torch.device, sharin
         return config.run.clients_at_once
     if device.type != "cuda":
         return ON_A_CPU
-    free, _ = torch.cuda.mem_get_info(device)
-    fit = int(SHARE_OF_FREE * free / sharing) // bytes_of_client(method)
+    free = _free_bytes(device, sharing)
+    planned = min(SHARE_OF_FREE * free, (SHARE_OF_FREE + STATE_SHARE) * free - state_bytes)
+    fit = max(0, int(planned)) // bytes_of_client(method)
     # a power of two, so that a little more or less free memory does not change the bits
     return min(max(1, most), 1 << max(0, fit.bit_length() - 1))
 
@@ -63,13 +97,22 @@ def bytes_of_client(method: Method) -> int:
     return VECTORS * vectors + PASSES * sum(kept.values())
 
 
-def out_of_memory(config: Config, place: str, at_once: int) -> UserError:
+def _free_bytes(device: torch.device, sharing: int) -> float:
+    """Return a rank's share of what is free on a CUDA device that `sharing` ranks share."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free / sharing
+
+
+def out_of_memory(config: Config, place: str, at_once: int, state_bytes: int) -> UserError:
     """Return the error for a device that has too little memory, with what to lower.
 
-    `place` says which rank and device; `at_once` is how many clients trained together.
+    `place` says which rank and device; `at_once` is how many clients trained together, and `state_bytes` what
+    the state that this rank keeps on the device takes.
     """
     smaller = f"train.batch_size={max(2, config.train.batch_size // 2)} (it is {config.train.batch_size})"
     options = [smaller, "fewer ranks on a GPU", "or run.device=cpu"]
     if at_once > 1:
         options.insert(0, f"run.clients_at_once={at_once // 2} (it was {at_once})")
+    if state_bytes:
+        options.insert(0, f"run.state=host (the clients' state takes {state_bytes / 1e9:.2g} GB of it)")
     return UserError(f"{place} is out of memory; try {', '.join(options)}; rounds up to the checkpoint stay")

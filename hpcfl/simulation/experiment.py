@@ -18,7 +18,7 @@ from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
-from hpcfl.simulation.device_memory import clients_at_once
+from hpcfl.simulation.device_memory import bytes_for_device, clients_at_once, for_device, state_device
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.step_timing import fastest_convolutions
 from hpcfl.training.clients import Workplace
@@ -41,11 +41,27 @@ class Experiment:
     """Samples of each client in `run.eval_split`, int64 [N]."""
     engine_name: str
     """The engine and, on a GPU, what was chosen for it."""
+    state_device: torch.device
+    """Where this rank keeps its clients' state during the run, but for what `for_device` leaves out."""
 
     @property
     def driver(self) -> Driver:
         """What calls the method's hooks."""
         return Driver(self.method)
+
+    def place_state(self) -> None:
+        """Bring the clients' state, made on the CPU, to where it is kept during the run.
+
+        Not before all ranks are built: they may share a GPU, and measure its free memory.
+        """
+        state = self.workplace.state
+        for name, rows in for_device(self.method, state).items():
+            state[name] = rows.to(self.state_device)
+
+    @property
+    def bytes_of_state_on_device(self) -> int:
+        """What the clients' state takes of a GPU's memory during the run; 0 where the CPU keeps it."""
+        return 0 if self.state_device.type == "cpu" else bytes_for_device(self.method, self.workplace.state)
 
 
 def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
@@ -120,17 +136,19 @@ def build(config: Config, world: World) -> Experiment:
             f"{device} of rank {world.rank} on {world.host} has no memory for the samples of its "
             f"{len(clients)} clients; use more GPUs, fewer data.clients, or run.device=cpu"
         ) from error
+    state = Driver(method).initial_clients(clients)
+    sharing, state_bytes = world.workers_on_device, bytes_for_device(method, state)
+    kept_on = state_device(config, device, sharing, state_bytes)
     evaluator = LoopEngine(network, method.layout, config.train.precision)
     engine: Engine = evaluator
     scorer, graphs, engine_name = None, None, "loop"
     if many_at_once:
-        sharing = world.workers_on_device
-        batched, engine_name = batched_engine(config, method, network, device, sharing, len(clients))
+        beside = 0 if kept_on.type == "cpu" else state_bytes
+        batched, engine_name = batched_engine(config, method, network, device, sharing, len(clients), beside)
         engine = batched
         if config.run.cuda_graphs and device.type == "cuda":
             graphs = GraphedSGD(batched, config.train, recorder_on(device))
         scorer = BatchedScorer(network, method.layout)
-    state = Driver(method).initial_clients(clients)
     workplace = Workplace(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer, graphs
     )
@@ -142,17 +160,24 @@ def build(config: Config, world: World) -> Experiment:
         np.array([len(part.train) for part in parts]),
         np.array([len(getattr(part, split)) for part in parts]),
         engine_name,
+        kept_on,
     )
 
 
 def batched_engine(
-    config: Config, method: Method, network: nn.Module, device: torch.device, sharing: int, most: int
+    config: Config,
+    method: Method,
+    network: nn.Module,
+    device: torch.device,
+    sharing: int,
+    most: int,
+    state_bytes: int = 0,
 ) -> tuple[BatchedEngine, str]:
     """Return the batched engine for a network on a device, and its name with what was chosen on a GPU.
 
-    `sharing` and `most`: see `clients_at_once`.
+    `sharing`, `most` and `state_bytes`: see `clients_at_once`.
     """
-    at_once = clients_at_once(config, method, device, sharing, most)
+    at_once = clients_at_once(config, method, device, sharing, most, state_bytes)
     # a choice decides the last bits, so that the record must have it
     name = "batched" if device.type == "cpu" else f"batched by {at_once}"
     kind = config.run.convolutions

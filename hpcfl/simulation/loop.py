@@ -99,7 +99,8 @@ class Simulation:
         except torch.OutOfMemoryError as error:
             workplace, world = self._federation.workplace, self._world
             place = f"{workplace.device} of rank {world.rank} on {world.host}"
-            told = out_of_memory(self.config, place, workplace.engine.clients_at_once)
+            state_bytes = self._experiment.bytes_of_state_on_device
+            told = out_of_memory(self.config, place, workplace.engine.clients_at_once, state_bytes)
             if world.size == 1:
                 raise told from error
             # the other ranks are in the midst of a round, and would wait for this one
@@ -108,6 +109,7 @@ class Simulation:
     def _rounds(self) -> Outcome:
         """Do what `run` says."""
         train, run = self.config.train, self.config.run
+        self._experiment.place_state()
         self.server, first = self._saver.start()
         self._wall_before_s = self.ledger.wall_s
         self._progress.start(first, train.rounds)

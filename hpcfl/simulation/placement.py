@@ -104,7 +104,7 @@ class Visits:
             shard=self._home.shard.of_others(clients, parts),
             clients=clients,
             state={
-                name: torch.stack([row[n] for row in rows]) if rows else stored[:0]
+                name: torch.stack([row[n] for row in rows]).to(stored.device) if rows else stored[:0]
                 for n, (name, stored) in enumerate(self._home.state.items())
             },
         )

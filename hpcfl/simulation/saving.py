@@ -105,13 +105,12 @@ class Saver:
                 rows = checkpoint.client_rows(cohort.clients[0], cohort.clients[-1] + 1)
             message = Message(rows=rows, num_clients=len(cohort)) if federation.world.is_server else None
             received = federation.channel.down(message, cohort)
-            own = federation.own_rows(cohort)
+            own = self._own_rows(cohort)
             count, state = len(federation.workplace.clients), federation.workplace.state
             for name, tensor in received.rows.items():
                 # what a codec keeps is there once it has sent something
                 stored = state.setdefault(name, tensor.new_zeros(count, *tensor.shape[1:]))
-                if own:
-                    stored[own] = tensor
+                stored[own] = tensor
 
     def _blocks(self) -> Iterator[Cohort]:
         """Cut all clients in consecutive cohorts of bounded size."""
@@ -137,10 +136,17 @@ class Saver:
         """Bring the state of all clients to the server, block by block. Collective."""
         federation = self._federation
         for cohort in self._blocks():
-            own = federation.own_rows(cohort)
-            rows = {name: tensor[own] for name, tensor in federation.workplace.state.items()} if own else {}
-            for positions, block in federation.channel.up(Message(rows=rows, num_clients=len(own)), cohort):
+            own = self._own_rows(cohort)
+            rows = {name: tensor[own] for name, tensor in federation.workplace.state.items()}
+            message = Message(rows=rows, num_clients=own.stop - own.start)
+            for positions, block in federation.channel.up(message, cohort):
                 yield np.array(cohort.clients[positions]), block.rows
+
+    def _own_rows(self, cohort: Cohort) -> slice:
+        """Return the rows of this rank's client state that belong to consecutive clients."""
+        # a view: rows picked one by one would stand in a GPU's memory a second time
+        rows = self._federation.own_rows(cohort)
+        return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
 
     def _model_rows(self, evaluated: ModelsOf, done: int) -> Rows:
         """Return the evaluated models as rows to write; client 0's model gives their shapes. Collective."""
