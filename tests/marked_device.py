@@ -52,6 +52,8 @@ class Marked:
         self._marks: dict[int, StorageWeakRef] = {}
         self.transfers = Counter[str]()
         """Copies "to device" and "to host"; each also makes the host wait, unless memory is pinned."""
+        self.numbers = Counter[tuple[str, torch.dtype]]()
+        """How many numbers of each type went either way."""
         self.waits = Counter[str]()
         """Operators on the device, by name, whose result the host waits for."""
         self.operators = Counter[str]()
@@ -68,6 +70,11 @@ class Marked:
             return False
         mark = self._marks.get(_storage(value)._cdata)
         return mark is not None and not mark.expired()
+
+    def record(self, way: str, tensor: Tensor) -> None:
+        """Count a transfer."""
+        self.transfers[way] += 1
+        self.numbers[way, tensor.dtype] += tensor.numel()
 
     def put(self, value: Any, device: torch.device) -> Any:
         """Say that the tensors of a result are on a device; return the result."""
@@ -126,14 +133,14 @@ class _Functions(TorchFunctionMode):
             if generator is not None and generator.device.type != target.type:
                 raise MixedDevicesError(f"{func}: a generator of {generator.device} for {target}")
             kwargs = kwargs | {"device": CPU}
-            if target != CPU and func in FACTORIES_OF_DATA:
-                marked.transfers["to device"] += 1
         self.inside.append(on_device)
         try:
             result = func(*args, **kwargs)
         finally:
             self.inside.pop()
         if target is not None:
+            if target != CPU and func in FACTORIES_OF_DATA:
+                marked.record("to device", result)
             return marked.put(result, target)
         if func is torch.Tensor.__deepcopy__ and on_device:
             return marked.put(result, DEVICE)
@@ -160,7 +167,7 @@ class _Functions(TorchFunctionMode):
             func, rest = torch.Tensor.to, [CPU]
         if there == here:
             return func(tensor, *rest, **kwargs)
-        marked.transfers["to host" if there == CPU else "to device"] += 1
+        marked.record("to host" if there == CPU else "to device", tensor)
         if func is torch.Tensor.type_as:
             return marked.put(func(tensor, *rest).clone(), there)
         # a copy whatever the type: the two sides share no memory
@@ -188,7 +195,7 @@ class _Operators(TorchDispatchMode):
         marked.operators[packet.__name__] += 1
         if packet is aten.copy_:
             if sides[0] != sides[1]:
-                marked.transfers["to device" if sides[0] else "to host"] += 1
+                marked.record("to device" if sides[0] else "to host", args[1])
             return func(*args, **kwargs)
         self._check(packet, args, tensors, sides)
         self._count(packet, args, kwargs)
@@ -202,7 +209,9 @@ class _Operators(TorchDispatchMode):
             own, values = marked.holds(args[0]), args[2:3]
             if own:
                 # CUDA brings indices over by itself
-                marked.transfers["to device"] += sum(not marked.holds(index) for index in indices)
+                for index in indices:
+                    if not marked.holds(index):
+                        marked.record("to device", index)
                 sides = [own, *(marked.holds(value) or value.dim() == 0 for value in values)]
             if all(sides):
                 return

@@ -87,7 +87,8 @@ def _workplace(context: Context, device: torch.device, is_batched: bool, state: 
     engine: Engine = BatchedEngine(network, context.layout, context.num_clients) if is_batched else loop
     train = TrainConfig(batch_size=BATCH_SIZE, lr=0.01, local_epochs=1)
     shard = random_shard(context.num_clients, SAMPLES, device)
-    return Workplace(shard, shard.clients, engine, loop, train, 0, device, state)
+    there = {name: rows.to(device) for name, rows in state.items()}
+    return Workplace(shard, shard.clients, engine, loop, train, 0, device, there)
 
 
 def _wait_for(device: torch.device) -> None:

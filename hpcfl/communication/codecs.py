@@ -266,7 +266,7 @@ def codec_of(settings: CommConfig, direction: Direction) -> Codec:
 
 
 class Unsent:
-    """What a codec has not sent of the tensors of some clients, in the states of a rank's clients.
+    """What a codec has not sent of the tensors of some clients, on the CPU in the states of a rank's clients.
 
     `states` are these, each with its number of clients; `rows` say of each member of the cohort on this rank
     which of them it is in, and in which row.

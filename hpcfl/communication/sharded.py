@@ -37,7 +37,7 @@ class ShardedRows:
     """One row [P] for each of N clients, kept by the workers; rank 0 calls, all others are in `serve`."""
 
     def __init__(self, world: World, rows: Tensor, layers: Sequence[Layer], num_clients: int) -> None:
-        """Wrap this rank's rows [own clients, P], which others may change in place between calls."""
+        """Wrap this rank's rows [own clients, P], on the CPU; others may change them in place meanwhile."""
         self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
         self._shards = [world.shard(num_clients, worker) for worker in range(world.num_workers)]
         self._own = world.shard(num_clients)

@@ -190,7 +190,10 @@ class Method:
         return {}
 
     def client_state(self, clients: Sequence[int]) -> State:
-        """Return tensors [C, ...] of some clients at the start: kept by their worker, checkpointed."""
+        """Return tensors [C, ...] of some clients at the start, on the CPU; their worker keeps them.
+
+        They are in every checkpoint. A worker with a GPU may keep them there (`run.state`).
+        """
         return {}
 
     def download(self, server: State, cohort: Cohort) -> Message:

@@ -161,7 +161,7 @@ class Federation:
         message = self.on_server(lambda: self.driver.send(server, cohort, for_evaluation=True))
         down = self.on_device(self.channel.down(message, cohort, self._down))
         for part, clients in self.groups(cohort):
-            yield clients, down.select(part)
+            yield clients, down.select(part).to(clients.device)
 
     def on_server(self, hook: Callable[[], T]) -> T | None:
         """Call a hook on the server, and None elsewhere; the workers give it what it asks. Collective."""

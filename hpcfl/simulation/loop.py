@@ -188,7 +188,7 @@ class Simulation:
         uploads = Uploads(down.num_clients)
         driver, began_s, scoring_s = self._federation.driver, time.monotonic(), 0.0
         for part, clients in groups:
-            mine = down.select(part)
+            mine = down.select(part).to(clients.device)
             up = driver.work(clients, mine)
             steps.append(clients.steps.double())
             losses.append(clients.loss_sum.cpu() / clients.steps.clamp(min=1))

@@ -38,8 +38,9 @@ GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 class Workplace:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
-    `state` maps names to tensors [clients, ...], in the order of `clients`; `scorer`, if there is one, scores
-    many clients' models at once, and `graphs` do the steps of plain training.
+    `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
+    (`run.state`); `scorer`, if there is one, scores many clients' models at once, and `graphs` do the steps
+    of plain training.
     """
 
     shard: Shard
@@ -57,8 +58,8 @@ class Workplace:
 class Clients:
     """Some clients of this rank in one round: what `train`, `personalised` and `finetune` are given.
 
-    `clients[name]` reads and writes the clients' state [C, ...]. Writes stay with this object until
-    `commit`, which the round loop calls after training and never after an evaluation.
+    `clients[name]` reads and writes the clients' state [C, ...], on `device`. Writes stay with this object
+    until `commit`, which the round loop calls after training and never after an evaluation.
     """
 
     def __init__(self, workplace: Workplace, ids: Sequence[int], round: int) -> None:

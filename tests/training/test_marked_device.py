@@ -9,7 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -19,12 +19,15 @@ from marked_device import CPU, DEVICE, Marked, MixedDevicesError, marked_device
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from hpcfl.communication.messages import Message
+from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.codecs import UNSENT
+from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.main import FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.loop import Simulation
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients, Workplace
@@ -55,10 +58,15 @@ VIEWS = frozenset(
 
 
 @pytest.fixture
-def marked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Marked]:
-    """Give all workers the marked device."""
+def workers_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all workers take the marked device, once it is there."""
     monkeypatch.setattr(World, "device", lambda *_: DEVICE)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33, 2**34))
+
+
+@pytest.fixture
+def marked(workers_there: None) -> Iterator[Marked]:
+    """Give all workers the marked device."""
     with marked_device() as marked:
         yield marked
 
@@ -188,12 +196,76 @@ def stops_between_steps(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list
     return found
 
 
+def real_numbers(message: Message) -> int:
+    """Return how many numbers of float32 a message has."""
+    tensors = [*message.shared.values(), *message.rows.values()]
+    return sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.float32)
+
+
+class Crossed(NamedTuple):
+    """How many numbers of float32 went either way in a round or an evaluation beside those of its messages.
+
+    Losses and scores are float64; places of samples and clients are int64.
+    """
+
+    to_device: int
+    to_host: int
+
+
+@pytest.fixture
+def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
+    """Return what crosses in each round and evaluation to come."""
+    found: list[Crossed] = []
+    ways = ("to device", "to host")
+    in_messages = Counter[str]()
+    down, up, ask = Channel.down, Channel.up, Federation.ask
+
+    def counted_down(*arguments: Any) -> Message:
+        received = down(*arguments)
+        in_messages["to device"] += real_numbers(received)
+        return received
+
+    def counted_up(self: Channel, message: Message, *others: Any, **keys: Any) -> Upload:
+        in_messages["to host"] += real_numbers(message)
+        return up(self, message, *others, **keys)
+
+    def counted_ask(self: Federation, requests: Message, cohort: Cohort) -> Upload:
+        # clients are given what they asked together with the answer
+        in_messages["to device"] += real_numbers(requests)
+        return ask(self, requests, cohort)
+
+    def watched(hook: Any) -> Any:
+        def watch(*arguments: Any) -> Any:
+            in_messages.clear()
+            before = [marked.numbers[way, torch.float32] for way in ways]
+            result = hook(*arguments)
+            after = [marked.numbers[way, torch.float32] - in_messages[way] for way in ways]
+            found.append(Crossed(*(late - early for early, late in zip(before, after, strict=True))))
+            return result
+
+        return watch
+
+    monkeypatch.setattr(Channel, "down", counted_down)
+    monkeypatch.setattr(Channel, "up", counted_up)
+    monkeypatch.setattr(Federation, "ask", counted_ask)
+    for name in ("_round", "_evaluate"):
+        monkeypatch.setattr(Simulation, name, watched(getattr(Simulation, name)))
+    return found
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
     few = ["data.clients=4", "data.subset_per_class=8", "run.clients_at_once=2", "train.rounds=2"]
-    return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "train.participation=0.6", "run.eval_every=2"]
+    return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "train.participation=0.6", "run.eval_every=1"]
+
+
+DIGITS_CNN, HEAD = 13_706, 650
+"""Trainable numbers of digits_cnn, and of its head."""
+OWN_NUMBERS = {"fedafk": HEAD, "fedbabu": HEAD, "fedfomo": 1, "scaffold": 1}
+"""What a method itself brings to the device, once or several times: fixed heads, a share, numbers of steps.
+FedMN's router draws on the CPU whatever the device."""
 
 
 @pytest.mark.filterwarnings("ignore:.*never split")
@@ -202,6 +274,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
     settings: list[str],
     stops_between_steps: list[int],
+    crossings: list[Crossed],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     case: str,
@@ -215,19 +288,76 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert len(stops_between_steps) >= 4
     assert set(stops_between_steps) == {0}
+    # two rounds and the first one's evaluation
+    assert len(crossings) == 3
+    if case != "fedmn":
+        own = OWN_NUMBERS.get(case, 0)
+        assert {crossed.to_host for crossed in crossings} == {0}
+        assert {crossed.to_device for crossed in crossings} <= {own * times for times in range(9)}
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
-def test_a_run_there_has_the_bits_of_a_run_here(
-    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str
+@pytest.mark.parametrize("state", ["device", "host"])
+def test_what_keeps_state_on_the_host_brings_it_in_every_round(
+    crossings: list[Crossed], state: str, engine: str
 ) -> None:
-    keys = [*settings, "method.name=ditto", f"run.engine={engine}", "model.batchnorm=false"]
-    assert run_here(tmp_path / "here", keys) == FINISHED
-    monkeypatch.setattr(World, "device", lambda *_: DEVICE)
+    """Three rounds of two of four clients; each reads its model and writes it, an evaluation reads all."""
+    keys = ["method.name=local", "train.participation=0.5", "run.eval_every=2", f"run.engine={engine}"]
+    run = Run(*keys, "run.clients_at_once=2", f"run.state={state}")
+    model = run.method.layout.size if state == "host" else 0
+    in_rounds, in_evaluation = Crossed(2 * model, 2 * model), Crossed(4 * model, 0)
+    assert crossings == [in_rounds, in_rounds, in_evaluation, in_rounds]
+    assert run.clients["theta"].device == (CPU if state == "host" else DEVICE)
+
+
+@pytest.mark.parametrize(("free", "expected"), [(5, DEVICE), (3, CPU)])
+def test_state_that_takes_too_much_stays_on_the_host(
+    marked: Marked, monkeypatch: pytest.MonkeyPatch, free: int, expected: torch.device
+) -> None:
+    """The state is four models, of which a quarter of the free memory holds more or fewer."""
+    whole = 4 * 4 * DIGITS_CNN
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free * whole, 2 * free * whole))
+    run = Run("method.name=local", "train.rounds=1", "run.engine=loop")
+    assert run.clients["theta"].nbytes == whole
+    assert run.clients["theta"].device == expected
+    forced = Run("method.name=local", "train.rounds=1", "run.engine=loop", "run.state=device")
+    assert forced.clients["theta"].device == DEVICE
+
+
+STOPPED_CASES = {
+    "ditto": ["method.name=ditto"],
+    "fedphp": ["method.name=fedphp"],
+    "heurpfedla-topk": ["method.name=heurpfedla", "comm.codec=topk"],
+    "heurpfedla-sharded": ["method.name=heurpfedla", "method.server=sharded", "comm.codec=topk"],
+}
+"""State of a method, whole numbers in it, what a codec keeps, and models that the server's products read."""
+
+
+@pytest.mark.usefixtures("workers_there")
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("case", STOPPED_CASES)
+def test_a_run_that_is_resumed_there_has_the_bits_of_a_run_here(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str, engine: str
+) -> None:
+    """The run keeps its state on the host before it is stopped, and on the device when it goes on."""
+    keys = [*settings, *STOPPED_CASES[case], f"run.engine={engine}", "model.batchnorm=false"]
+    with monkeypatch.context() as on_cpu:
+        on_cpu.setattr(World, "device", lambda *_: CPU)
+        assert run_here(tmp_path / "here", keys) == FINISHED
     with marked_device() as marked:
-        assert run_here(tmp_path / "there", keys) == FINISHED
+        with monkeypatch.context() as first:
+            first.setattr(Simulation, "_must_stop", lambda _: True)
+            assert run_here(tmp_path / "there", [*keys, "run.state=host"]) == STOPPED
+        assert run_here(tmp_path / "there", [*keys, "run.state=device"]) == FINISHED
     assert marked.operators.total() > 1000
     assert contents(tmp_path / "there") == contents(tmp_path / "here")
+
+
+def test_only_what_messages_and_products_need_stays_on_the_host(marked: Marked) -> None:
+    keys = ("method.name=heurpfedla", "method.server=sharded", "model.batchnorm=true", "comm.codec=topk")
+    state = Run(*keys, "train.rounds=1").clients
+    assert {name for name, rows in state.items() if rows.device == DEVICE} == {"own", BUFFERS}
+    assert {name for name, rows in state.items() if rows.device == CPU} == {"theta", f"{UNSENT}theta"}
 
 
 # What a local round costs
