@@ -1,4 +1,4 @@
-"""Clients at once from a device's free memory, and a device that has too little of it."""
+"""What is planned for a device's free memory, and a device that has too little of it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 import torch
 from conftest import Mpirun
 from harness import SMALL
+from marked_device import DEVICE, marked_device
 
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.data.shard import Shard
 from hpcfl.main import BAD_INPUT, main
 from hpcfl.methods import METHODS, Method
-from hpcfl.simulation.device_memory import VECTORS, bytes_of_client, clients_at_once
+from hpcfl.simulation.device_memory import VECTORS, bytes_of_client, clients_at_once, state_device
 from hpcfl.simulation.experiment import build, load_data, make_method
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.scoring import BatchedScorer
@@ -117,6 +118,47 @@ def test_clients_at_once_are_a_power_of_two_that_half_of_the_free_memory_holds(
     assert clients_at_once(given, method, GPU, 1, 1000) == 5
     chain = SimpleNamespace(chain="method.order=chain")
     assert clients_at_once(given, chain, GPU, 1, 1000) == 1  # type: ignore[arg-type]
+
+
+def test_state_is_on_the_device_if_a_quarter_of_the_free_memory_holds_it(free: Callable[[int], None]) -> None:
+    config, method = load_config(None, [*SMALL]), method_of()
+    each = bytes_of_client(method)
+    free(64 * each)
+
+    def chosen(state: int, sharing: int = 1, *keys: str) -> torch.device:
+        return state_device(load_config(None, [*SMALL, *keys]), GPU, sharing, state)
+
+    assert [chosen(16 * each), chosen(16 * each + 1)] == [GPU, CPU]
+    assert [chosen(4 * each, 4), chosen(4 * each + 1, 4)] == [GPU, CPU]
+    assert [chosen(10**15, 1, "run.state=device"), chosen(1, 1, "run.state=host")] == [GPU, CPU]
+    for key in ("auto", "device", "host"):
+        assert state_device(load_config(None, [*SMALL, f"run.state={key}"]), CPU, 1, 1) == CPU
+    # what that choice allows leaves clients at once what they have without it; more takes it from them
+    at_once = [
+        clients_at_once(config, method, GPU, 1, 1000, state * each) for state in (0, 16, 17, 40, 48, 90)
+    ]
+    assert at_once == [32, 32, 16, 8, 1, 1]
+
+
+@pytest.mark.parametrize(("state", "is_told"), [("auto", True), ("host", False)])
+def test_out_of_memory_tells_what_the_state_takes(
+    state: str,
+    is_told: bool,
+    free: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(World, "device", lambda *_: DEVICE)
+    monkeypatch.setattr(LoopEngine, "gradient", full)
+    free(2**33)
+    keys = [*SMALL, "method.name=local", "run.engine=loop", f"run.state={state}"]
+    with marked_device():
+        assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == BAD_INPUT
+    told = capsys.readouterr().err
+    assert "out of memory; try " in told
+    # four models of 13,706 numbers
+    assert ("try run.state=host (the clients' state takes 0.00022 GB of it), " in told) is is_told
 
 
 @pytest.mark.parametrize("name", METHODS)
