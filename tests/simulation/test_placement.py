@@ -9,14 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Mpirun
-from harness import SMALL
+from harness import SMALL, Run
+from marked_device import DEVICE, marked_device
 
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.randomness import numpy_stream
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.federation import Federation
-from hpcfl.simulation.placement import balanced, idle_share
+from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.placement import Trip, Visits, balanced, idle_share
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
 
 ROUNDS = 50
 
@@ -108,7 +112,7 @@ def test_under_mpirun(mpirun: Mpirun) -> None:
 def test_visitors_bring_samples_and_state_and_take_their_state_home(world: World) -> None:
     config = load_config(None, [*SMALL, "method.name=ditto", "train.buffers=local"])
     experiment, alone = build(config, world), build(config, World())
-    # state stays on the CPU wherever clients train
+    # this rank has chosen to keep state on the CPU, wherever clients train
     home, count = replace(experiment.workplace, device=torch.device("meta")), world.num_workers
     federation = Federation(replace(experiment, workplace=home), world)
     for client in home.clients:
@@ -143,6 +147,36 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: World
     for local, client in enumerate(home.clients):
         expected = alone.workplace.state["theta"][client] + client
         assert torch.equal(home.state["theta"][local], -expected if client in away else expected)
+
+
+@pytest.mark.mpi
+def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second worker has no memory for the state of its clients, and keeps that on the CPU."""
+    keys = [*SMALL, "method.name=ditto", "data.clients=6", "train.participation=0.5", "run.engine=loop"]
+    alone, cpu = Run(*keys), torch.device("cpu")
+    place = DEVICE if world.is_worker and world.worker_index % 2 == 0 else cpu
+    begin, visited = Visits.begin, set[torch.device]()
+
+    def begun(self: Visits, trips: Sequence[Trip]) -> None:
+        begin(self, trips)
+        if trips:
+            visited.add(self.workplace.state["theta"].device)
+
+    monkeypatch.setattr(World, "device", lambda world, _: DEVICE if world.is_worker else cpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33 if place == DEVICE else 0, 2**34))
+    monkeypatch.setattr(Visits, "begin", begun)
+    stop = StopFlag()
+    with marked_device():
+        experiment = build(load_config(None, keys), world)
+        assert Simulation(experiment, world, stop, Progress(), None).run() == "finished"
+        stop.restore()
+        kept = experiment.workplace.state["theta"]
+        assert kept.device == place
+        assert visited == ({place} if world.num_workers > 1 else set())
+        trained = kept.cpu()
+    assert torch.equal(trained, alone.clients["theta"][list(experiment.workplace.clients)])
 
 
 @pytest.mark.mpi

@@ -61,12 +61,14 @@ def on_gpu(settings: list[str], case: str, engine: str, *keys: str) -> Run:
         "run.device=cuda",
     )
     assert run.workplace.device.type == run.workplace.shard.x.device.type == "cuda"
+    kept_on = "cpu" if "run.state=host" in keys else "cuda"
+    assert {rows.device.type for rows in run.clients.values()} <= {kept_on}
     return run
 
 
 def assert_alike(one: Run, other: Run, **tolerance: float) -> None:
     torch.testing.assert_close(one.server, other.server, **tolerance)
-    torch.testing.assert_close(one.clients, other.clients, **tolerance)
+    torch.testing.assert_close(one.clients, other.clients, check_device=False, **tolerance)
     rounds = one.config.train.rounds
     scores = [vars(run.simulation._evaluator.evaluate(run.server, rounds)) for run in (one, other)]
     torch.testing.assert_close(*scores, **tolerance, equal_nan=True)
@@ -91,6 +93,15 @@ def test_two_rounds_in_float64(
 def test_one_step_in_float32(settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str) -> None:
     one_step = ("train.rounds=1", "train.batch_size=1000", "train.participation=1")
     assert_alike(on_gpu(settings, case, engine, *one_step), on_cpu(case, *one_step), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", ["ditto", "moon", "heurpfedla"])
+@pytest.mark.usefixtures("double")
+def test_state_on_the_host_in_float64(
+    settings: list[str], on_cpu: Callable[..., Run], case: str, engine: str
+) -> None:
+    assert_alike(on_gpu(settings, case, engine, "run.state=host"), on_cpu(case), rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -185,6 +196,16 @@ sys.exit(main({keys}))
         r"hpcfl: error: cuda:0 of rank 0 on \S+ (is out of memory; try|has no memory)", done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+def test_state_on_the_gpu_takes_its_memory_there() -> None:
+    taken = []
+    for state in ("host", "device"):
+        run = Run("method.name=local", "run.device=cuda", f"run.state={state}")
+        theta = run.clients["theta"]
+        taken.append(theta.untyped_storage().nbytes() if theta.is_cuda else 0)
+        assert run.simulation._experiment.bytes_of_state_on_device == taken[-1]
+    assert taken == [0, 4 * 4 * run.method.layout.size]
 
 
 def test_clients_at_once_come_from_free_memory() -> None:
