@@ -16,6 +16,7 @@ ROOMS = [
     ["commands"],
     ["benchmarks"],
     ["tables"],
+    ["results"],
     ["simulation"],
     ["storage"],
     ["config"],
@@ -24,7 +25,7 @@ ROOMS = [
     ["communication", "data", "models"],
     ["parameters", "torchvision_parts"],
     ["own_code"],
-    ["randomness", "settings"],
+    ["pictures", "randomness", "settings"],
     ["errors", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""

@@ -21,6 +21,7 @@ from hpcfl.communication.sharded import ShardedRows
 from hpcfl.errors import UserError
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
+from hpcfl.pictures import Picture
 from hpcfl.settings import Settings
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -137,8 +138,10 @@ class Method:
     schedule_uses_rounds: ClassVar[bool] = False
     """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Axes of the diagnostics that tables summarise, by name: "client" first, then "layer", "branch" or
-    a second "client"."""
+    """Axes of the diagnostics that tables summarise and pictures draw, by name: "client" first, then "layer",
+    "branch", "component" or a second "client"."""
+    pictures: ClassVar[tuple[Picture, ...]] = ()
+    """What the method is known by, of diagnostics with `history_axes`."""
 
     needs_body: ClassVar[bool] = False
     """Whether the method treats feature extractor and head differently; the network must then have both."""

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,35 @@ class LoadedCheckpoint:
         self.layout = LayoutRecord(
             _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
         )
-        self.server = {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
         self.history = {name: data[()] for name, data in _datasets(self._file["history"]).items()}
         self.ledger = {
             name: LedgerTable(data[()], _decode(data.attrs["columns"]))
             for name, data in _datasets(self._file["ledger"]).items()
         }
+
+    @cached_property
+    def server(self) -> dict[str, torch.Tensor]:
+        """The server's state, read when it is first asked for, before `close`."""
+        return {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
+
+    @property
+    def has_models(self) -> bool:
+        """Whether it holds the personalised models, as the last checkpoint of a run does."""
+        return "personalised" in self._file
+
+    def model(self, client: int) -> dict[str, torch.Tensor]:
+        """Read the personalised model of a client, by part: "theta" [P], "buffers" [U], or a method's own.
+
+        Raises:
+            KeyError: the checkpoint has no models.
+            ValueError: the checkpoint has no such client.
+        """
+        parts = _datasets(self._file["personalised"])
+        count = len(self.history["accuracy"][0])
+        if not 0 <= client < count:
+            raise ValueError(f"{self.path} has models of {count} clients, asked for client {client}")
+        # a part that all clients share has one row
+        return {name: _read_tensor(data, client if len(data) == count else 0) for name, data in parts.items()}
 
     def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Read the rows [stop - start, ...] of clients start to stop - 1, by name.
@@ -266,14 +290,15 @@ def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
     return {name: group[name] for name in _decode(group.attrs["names"])}
 
 
-def _read_tensor(data: h5py.Dataset) -> torch.Tensor:
-    """Read a dataset into memory that torch allocates.
+def _read_tensor(data: h5py.Dataset, row: int | None = None) -> torch.Tensor:
+    """Read a dataset, or a row of it, into memory that torch allocates.
 
     NumPy aligns memory less strictly, which may change the last bits of a product.
     """
-    tensor = torch.empty(data.shape, dtype=torch.from_numpy(np.empty(0, data.dtype)).dtype)
+    shape = data.shape if row is None else data.shape[1:]
+    tensor = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, data.dtype)).dtype)
     if tensor.numel():
-        data.read_direct(tensor.numpy())
+        data.read_direct(tensor.numpy(), np.s_[:] if row is None else np.s_[row])
     return tensor
 
 

@@ -1,0 +1,1 @@
+"""Results: what a run left in its folder, read without disturbing it."""

@@ -1,0 +1,124 @@
+"""One run as its folder tells it: configuration, figures over rounds, and models.
+
+Shapes: N clients, E evaluations.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hpcfl.config import ENVIRONMENT, Config, resolve
+from hpcfl.errors import UserError
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.hdf5 import LoadedCheckpoint
+
+Columns = dict[str, np.ndarray]
+"""Columns of a CSV file: float64, or text where an entry is no number."""
+
+
+def load_run(path: str | Path) -> Run:
+    """Return the run in a folder, which may still be going on. Raises UserError where there is none."""
+    return Run(Path(path))
+
+
+class Run:
+    """The run in a folder. Files are read when they are first asked for, and never written or locked."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the configuration; raise UserError if the path is no run folder or it is damaged."""
+        self.path = path
+        record = path / "config.yaml"
+        if not record.is_file():
+            what = "is no run folder: it has no config.yaml" if path.is_dir() else "is no folder"
+            raise UserError(f"{path} {what}; name the folder of a run, such as runs/NAME")
+        try:
+            tree = yaml.safe_load(record.read_text())
+        except (yaml.YAMLError, ValueError):
+            tree = None
+        if not isinstance(tree, dict) or not all(isinstance(group, dict) for group in tree.values()):
+            raise UserError(f"{record} is damaged; name the folder of another run")
+        self.environment: Mapping[str, Any] = tree.pop(ENVIRONMENT, {})
+        """Versions, processor, command and ranks."""
+        self.config: Config = resolve(tree)
+
+    @cached_property
+    def metrics(self) -> Columns:
+        """Columns of metrics.csv [E], such as "round" and "accuracy_mean"."""
+        return read_columns(self.path / "metrics.csv")
+
+    @cached_property
+    def bytes(self) -> Columns:
+        """Columns of bytes.csv: "round", "direction", "layer" and "bytes"."""
+        return read_columns(self.path / "bytes.csv")
+
+    @cached_property
+    def clients(self) -> Columns:
+        """Columns of clients.csv [N]; empty while the run is not finished."""
+        return read_columns(self.path / "clients.csv")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all rounds are done; clients.csv is written last."""
+        return bool(self.clients)
+
+    @cached_property
+    def checkpoint(self) -> LoadedCheckpoint | None:
+        """The newest whole checkpoint; None before the first.
+
+        Raises:
+            UserError: all there are, are damaged.
+        """
+        return CheckpointStore(self.path).load()
+
+    @property
+    def history(self) -> Mapping[str, np.ndarray]:
+        """Accuracy and loss of all clients [E, N], and the method's diagnostics [E, ...].
+
+        They reach to the newest checkpoint, at `history_rounds`, and are empty before the first.
+        """
+        return {} if self.checkpoint is None else self.checkpoint.history
+
+    @property
+    def history_rounds(self) -> np.ndarray:
+        """The rounds after which there are entries in `history`, int64 [E]."""
+        if self.checkpoint is None:
+            return np.empty(0, np.int64)
+        table = self.checkpoint.ledger["metrics"]
+        return table.values[:, list(table.columns).index("round")].astype(np.int64)
+
+    def layers(self, count: int) -> list[str]:
+        """Return the names of the `count` layers of the method's models, in order."""
+        if self.checkpoint is None:
+            return []
+        # a layer's bytes come before those of everything else
+        columns = self.checkpoint.ledger["bytes"].columns[1:]
+        return [name.removeprefix("down/") for name in columns[:count]]
+
+    @property
+    def name(self) -> str:
+        """What the run is called beside others: its method, and the folder's name."""
+        return f"{self.config.method} ({self.path.name})"
+
+
+def read_columns(path: Path) -> Columns:
+    """Return a CSV file by column; empty where there is no file. A line still being written is left out."""
+    if not path.is_file():
+        return {}
+    # the last part is empty, or a line without its end
+    lines = path.read_text().split("\n")[:-1]
+    header, *rows = csv.reader(lines) if lines else [[]]
+    return {name: _numbers(column) for name, column in zip(header, zip(*rows, strict=True), strict=False)}
+
+
+def _numbers(texts: Sequence[str]) -> np.ndarray:
+    try:
+        return np.array(texts, np.float64)
+    except ValueError:
+        return np.array(texts)
