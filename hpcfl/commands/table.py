@@ -21,9 +21,10 @@ from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Shrinking, Table
 from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
+from hpcfl.tables.paper_figures import refuse_parts_not_there
 from hpcfl.tables.planning import methods_of, plan
 from hpcfl.tables.quantities import QUANTITIES
-from hpcfl.tables.writing import write, write_diagnostics, write_results
+from hpcfl.tables.writing import FromHistories, write, write_from_histories, write_results
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
@@ -84,9 +85,11 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
         stopped = _run_cells(whole, pending, world, stop, command, options.quiet)
         text, missing = agreed(world, lambda: write(whole) if world.is_server else ("", 0))
         say(f"\n{text}\nin {whole.folder}: table.md, table.tex and CSV files")
-        diagnosed = agreed(world, lambda: write_diagnostics(whole) if world.is_server else [])
+        told = agreed(world, lambda: write_from_histories(whole) if world.is_server else None)
+        if told is not None:
+            _say_drawn(say, told)
         if options.write_results:
-            written = agreed(world, lambda: write_results(whole, diagnosed) if world.is_server else [])
+            written = agreed(world, lambda: write_results(whole, told) if told is not None else [])
             say(f"results: {', '.join(map(str, written))}")
         if missing:
             say(f"{missing} of {len(whole.cells)} cells are missing")
@@ -128,6 +131,13 @@ def _run_cells(
     return False
 
 
+def _say_drawn(say: Callable[[str], None], told: FromHistories) -> None:
+    if told.pictures:
+        say(f"drawn: {', '.join(told.pictures)}")
+    for name in told.undrawn:
+        say(f"{name} is not drawn: nothing that it shows is finished")
+
+
 def _speech(quiet: bool) -> Callable[[str], None]:
     """Return what prints a line at once, or nothing."""
     return (lambda _: None) if quiet else (lambda text: print(text, flush=True))
@@ -159,8 +169,8 @@ def _pending(whole: Table, own: range, fresh: bool, world: World) -> list[tuple[
     unfinished = {(whole.cells[number].row, whole.cells[number].column) for number, _ in pending}
     firsts = [cell for cell in whole.firsts() if (cell.row, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is told now, not after hours
-    for _ in methods_of(firsts, world.num_workers):
-        pass
+    for cell, method in methods_of(firsts, world.num_workers):
+        refuse_parts_not_there(whole, cell, method)
     return pending
 
 

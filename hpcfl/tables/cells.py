@@ -12,7 +12,9 @@ from typing import Any
 
 from hpcfl.config import DEFAULT_SOURCE, RESULT_NEUTRAL, Config, flatten, lay_over, resolve
 from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
+from hpcfl.tables.schema import FigureEntry, HeatMapsEntry
 
 _WHERE_DATA_LIE = ("data.source", "data.root", "data.path", "data.layout", "data.normalise")
 
@@ -61,6 +63,8 @@ class Table:
         self.columns: list[str] = outline.columns
         """Labels; [ONLY] of a table without columns."""
         self.compare: list[Pair] = outline.compare
+        self.drawings: list[FigureEntry] = outline.drawings
+        """What the table's figure draws, a picture each."""
         self.seeds = _seeds(outline.seeds, shrinking.seeds)
         self.title = outline.title
         self.shrunk = ""
@@ -75,6 +79,7 @@ class Table:
         self._refuse_one_source_for_all(overrides)
         self._refuse_twins()
         self._refuse_unpaired()
+        self._refuse_undrawable()
         self._say_changed(outline, shrinking, overrides)
 
     @property
@@ -94,6 +99,11 @@ class Table:
         """Return the first seed's cells, column by column."""
         places = itertools.product(range(len(self.columns)), range(len(self.rows)))
         return [cells[0] for column, row in places if (cells := self.of(row, column))]
+
+    def axes_of(self, quantity: str) -> tuple[str, ...]:
+        """Return the axes of the first row's diagnostic of this name that has two or more; () without any."""
+        axes = (METHODS[cell.config.method].history_axes.get(quantity, ()) for cell in self.cells)
+        return next((found for found in axes if len(found) > 1), ())
 
     def name(self, cell: Cell) -> str:
         """Return what a cell is called: its row and column."""
@@ -191,6 +201,27 @@ class Table:
                             "hold different samples, so that no difference client by client exists; give "
                             "both rows the same data, data.seed and run.eval_split"
                         )
+
+    def _refuse_undrawable(self) -> None:
+        """Refuse heat maps of what no row's method keeps, or of parts that it has not."""
+        for drawing in self.drawings:
+            if not isinstance(drawing, HeatMapsEntry):
+                continue
+            place = f"{self.path}, figure: quantity={drawing.quantity}"
+            axes = self.axes_of(drawing.quantity)
+            if not axes:
+                methods = [METHODS[cell.config.method] for cell in self.cells]
+                kept = dict.fromkeys(name for method in methods for name in method.history_axes)
+                known = _listed([name for name in kept if self.axes_of(name)])
+                raise UserError(
+                    f"{place} is not possible: of matrices the methods of its rows keep {known or 'none'}"
+                )
+            for key in ("client", "layers"):
+                if getattr(drawing, key) is not None and len(axes) < 3:
+                    raise UserError(
+                        f"{place} is one matrix, {' by '.join(axes)}, of which {key} chooses nothing; "
+                        f"drop {key}"
+                    )
 
     def _say_changed(self, outline: Outline, shrinking: Shrinking, overrides: Sequence[str]) -> None:
         """Put into the title what the command line leaves out and changes."""

@@ -13,7 +13,16 @@ from pydantic import ValidationError
 from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
 from hpcfl.errors import UserError
 from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
-from hpcfl.tables.schema import ColumnEntry, Moment, RowEntry, TableEntry, mistake, place_of
+from hpcfl.tables.schema import (
+    ColumnEntry,
+    FigureEntry,
+    HeatMapsEntry,
+    Moment,
+    RowEntry,
+    TableEntry,
+    mistake,
+    place_of,
+)
 
 ONLY = ""
 """Label of the column of a table that names none."""
@@ -70,9 +79,10 @@ class Outline:
     """Settings by file; a later layer overrides all settings of an earlier one."""
     compare: list[Pair]
     show: list[str]
+    drawings: list[FigureEntry]
 
 
-_EMPTY = Outline("", None, None, [], [ONLY], [], {ONLY: {}}, [], [], list(DEFAULT_SHOW))
+_EMPTY = Outline("", None, None, [], [ONLY], [], {ONLY: {}}, [], [], list(DEFAULT_SHOW), [])
 
 
 def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
@@ -136,6 +146,7 @@ class _Reader:
             layers=[*base.layers, Layer(file.settings.tree(), column_trees, row_trees)],
             compare=self._comparisons(columns, rows),
             show=self._show(),
+            drawings=self._drawings(columns),
         )
         return made
 
@@ -275,6 +286,24 @@ class _Reader:
             if name not in QUANTITIES:
                 raise UserError(f"{self._path}: show: {_unknown('quantities', name, QUANTITIES)}")
         return show or self._base.show
+
+    def _drawings(self, columns: Sequence[str]) -> list[FigureEntry]:
+        """Return what the figure draws; what an extended file says of columns that are gone is dropped."""
+        if self._file.figure is None:
+            return [_of_columns(drawing, columns) for drawing in self._base.drawings]
+        for drawing in self._file.figure:
+            if isinstance(drawing, HeatMapsEntry) and isinstance(drawing.layers, dict):
+                for name in drawing.layers:
+                    if name not in columns:
+                        raise UserError(f"{self._path}, figure: layers: {_unknown('columns', name, columns)}")
+        return self._file.figure
+
+
+def _of_columns(drawing: FigureEntry, columns: Sequence[str]) -> FigureEntry:
+    if not isinstance(drawing, HeatMapsEntry) or not isinstance(drawing.layers, dict):
+        return drawing
+    layers = {name: layers for name, layers in drawing.layers.items() if name in columns}
+    return drawing.model_copy(update={"layers": layers})
 
 
 def _with_both(pair: Pair, columns: Sequence[str], by_label: Mapping[str, Row]) -> Pair:

@@ -127,6 +127,62 @@ def _as_comparison(value: Any) -> Any:
     return {"rows": value} if isinstance(value, list) else value
 
 
+class HeatMapsEntry(_Entry):
+    """A diagnostic of a method as matrices, dark where it is large; of each row's first finished seed."""
+
+    draw: Literal["heat_maps"]
+    quantity: Line
+    """A name in `history_axes` of the rows' methods; rows of other methods are not drawn."""
+    client: Annotated[StrictInt, Field(ge=0)] | None = None
+    """One client's matrix of layers; default: a matrix of all clients for each layer."""
+    layers: list[Line] | dict[str, list[Line]] | None = None
+    """Which layers, in all columns or by column; default: all."""
+    rounds: list[Annotated[StrictInt, Field(ge=1)] | Literal["first", "middle", "last"]] = Field(
+        ["last"], min_length=1
+    )
+    """Evaluations: of a number the one nearest to that round."""
+    scale: Literal["linear", "log"] = "linear"
+    low: float | None = Field(None, gt=0)
+    """Value of the palest colour; default: 0, or with `scale: log` the smallest that is drawn."""
+
+
+class CurvesEntry(_Entry):
+    """Accuracy over rounds, a line a row: the mean over seeds in a band from the lowest to the highest."""
+
+    draw: Literal["curves"]
+    client: Annotated[StrictInt, Field(ge=0)] | None = None
+    """Whose accuracy; default: the mean over clients."""
+
+
+class BarsEntry(_Entry):
+    """Accuracy by row and column, with the published one."""
+
+    draw: Literal["bars"]
+    accuracy: Literal["last", "best"] = "last"
+    """After the last round, or after the best."""
+
+
+class PointsEntry(_Entry):
+    """Accuracy over the bytes of all rounds and clients, a point a row."""
+
+    draw: Literal["points"]
+
+
+DRAWINGS: dict[str, type[_Entry]] = {
+    "heat_maps": HeatMapsEntry,
+    "curves": CurvesEntry,
+    "bars": BarsEntry,
+    "points": PointsEntry,
+}
+"""What a figure's `draw` may be."""
+
+FigureEntry = Annotated[HeatMapsEntry | CurvesEntry | BarsEntry | PointsEntry, Field(discriminator="draw")]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, dict) else value
+
+
 class TableEntry(_Entry):
     extends: Line | None = None
     """Table file, relative to this one, of which this one says only what differs."""
@@ -147,6 +203,8 @@ class TableEntry(_Entry):
     compare: list[Annotated[ComparisonEntry, BeforeValidator(_as_comparison)]] | None = None
     show: list[StrictStr] | None = Field(None, min_length=1)
     """Which quantities stand in the printed table."""
+    figure: Annotated[list[FigureEntry], BeforeValidator(_as_list)] | None = None
+    """What is drawn of the cells: one drawing, or a list of them; default: what the extended file draws."""
 
 
 def place_of(kind: str, number: int, label: object) -> str:
@@ -186,6 +244,14 @@ def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
         what = f"the {name}"
     elif keys[0] == "settings" and len(keys) > 1:
         place, keys, kind = f"{path}, settings", keys[1:], SettingsEntry
+    elif keys[0] == "figure" and len(keys) > 1:
+        place = f"{path}, figure" + (f" {int(keys[1]) + 1}" if isinstance(tree["figure"], list) else "")
+        if first["type"].startswith("union_tag"):
+            given = first.get("ctx", {}).get("tag")
+            what = "draw is missing" if given is None else f"draw={given} is not possible"
+            return f"{place}: {what}; allowed: {', '.join(DRAWINGS)}"
+        if len(keys) > 2:
+            kind, keys = DRAWINGS[str(keys[2])], keys[3:]
     if keys and keys[0] == "sweep" and len(keys) > 1:
         place, keys, kind = f"{place}, sweep", keys[1:], SweepEntry
     key = ".".join(map(str, keys)) or what

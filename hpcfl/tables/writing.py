@@ -1,4 +1,4 @@
-"""A table as text, Markdown, LaTeX and CSV."""
+"""A table as text, Markdown, LaTeX, CSV and pictures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import json
 import os
 import socket
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, Line, diagnostics
 from hpcfl.tables.display import document
 from hpcfl.tables.document import as_latex, as_markdown, as_text
 from hpcfl.tables.figures import ACCURACIES, COSTS, Difference, Entry, differences, entries
+from hpcfl.tables.histories import histories
+from hpcfl.tables.paper_figures import sheets
 
 COLUMNS = (
     "label",
@@ -91,28 +94,57 @@ def write(table: Table) -> tuple[str, int]:
     return as_text(made), sum(entry.missing for entry in known)
 
 
-def write_diagnostics(table: Table) -> list[Line]:
-    """Write diagnostics.csv beside the table, if some method has diagnostics to summarise.
+@dataclass(frozen=True)
+class FromHistories:
+    """What is made of the cells' checkpoints."""
 
-    Returns its lines. If a checkpoint or the data cannot be read any more, warns and returns no lines.
+    diagnostics: list[Line]
+    """Lines of diagnostics.csv."""
+    pictures: dict[str, bytes]
+    """PNG and PDF files by name."""
+    undrawn: list[str]
+    """Names, without ending, of pictures of which nothing is finished."""
+
+
+def write_from_histories(table: Table) -> FromHistories:
+    """Write diagnostics.csv and the figure's pictures beside the table, where there is something to tell.
+
+    If the data cannot be read any more, warns and writes no diagnostics. Raises UserError if the figure names
+    layers or clients that the cells do not have.
     """
+    found = histories(table)
     try:
-        lines = diagnostics(table)
+        lines = diagnostics(table, found)
     except UserError as error:
         warnings.warn(f"no diagnostics.csv: {error}", stacklevel=1)
         lines = []
-    (table.folder / "diagnostics.csv").unlink(missing_ok=True)
+    pictures: dict[str, bytes] = {}
+    undrawn = []
+    if table.drawings:
+        # a run that draws nothing need not wait for matplotlib
+        from hpcfl.tables.drawing import ENDINGS, draw
+
+        for name, sheet in sheets(table, entries(table), found).items():
+            if sheet is None:
+                undrawn.append(name)
+            else:
+                pictures |= {f"{name}.{ending}": draw(sheet, ending) for ending in ENDINGS}
+    stale = {path for name in undrawn for path in table.folder.glob(f"{name}.*")}
+    for path in (*stale, table.folder / "diagnostics.csv"):
+        path.unlink(missing_ok=True)
+    files: dict[str, str | bytes] = {**pictures}
     if lines:
-        _write_files(table.folder, {"diagnostics.csv": _csv(DIAGNOSTIC_COLUMNS, lines)})
-    return lines
+        files["diagnostics.csv"] = _csv(DIAGNOSTIC_COLUMNS, lines)
+    _write_files(table.folder, files)
+    return FromHistories(lines, pictures, undrawn)
 
 
-def write_results(table: Table, diagnosed: Sequence[Line] = ()) -> list[Path]:
-    """Write the table's results as CSV files in the folder results/ beside the table file; return the files.
+def write_results(table: Table, told: FromHistories) -> list[Path]:
+    """Write the table's results in the folder results/ beside the table file; return the files.
 
     <name>.csv holds the lines of table.csv, <name>_differences.csv the compared rows if there are any,
-    <name>_diagnostics.csv the lines `diagnosed` if there are any, and <name>_clients.csv the accuracy of
-    every client if these are at most MOST_CLIENT_LINES lines.
+    <name>_diagnostics.csv the diagnostics if there are any, <name>_clients.csv the accuracy of every client
+    if these are at most MOST_CLIENT_LINES lines, and <name>_figure.png the figure if it is drawn.
     """
     known = entries(table)
     texts = _csv_files(table, known, differences(table, known))
@@ -125,13 +157,16 @@ def write_results(table: Table, diagnosed: Sequence[Line] = ()) -> list[Path]:
     ]
     if len(lines) <= MOST_CLIENT_LINES:
         texts["clients"] = _csv(CLIENT_COLUMNS, lines)
-    if diagnosed:
-        texts["diagnostics"] = _csv(DIAGNOSTIC_COLUMNS, diagnosed)
+    if told.diagnostics:
+        texts["diagnostics"] = _csv(DIAGNOSTIC_COLUMNS, told.diagnostics)
     stem = table.result_name
-    names = {kind: f"{stem}.csv" if kind == "table" else f"{stem}_{kind}.csv" for kind in texts}
+    files: dict[str, str | bytes] = {
+        f"{stem}.csv" if kind == "table" else f"{stem}_{kind}.csv": text for kind, text in texts.items()
+    }
+    files |= {f"{stem}_{name}": data for name, data in told.pictures.items() if name.endswith(".png")}
     folder = table.path.parent / "results"
-    _write_files(folder, {names[kind]: text for kind, text in texts.items()})
-    return [folder / name for name in names.values()]
+    _write_files(folder, files)
+    return [folder / name for name in files]
 
 
 def _csv_files(table: Table, known: Sequence[Entry], compared: Sequence[Difference]) -> dict[str, str]:
@@ -207,20 +242,20 @@ def _difference_line(difference: Difference) -> dict[str, Any]:
     return line | {"difference": paired.over_seeds.mean, "clients_and_seeds": paired.over_clients.count}
 
 
-def _write_files(folder: Path, texts: dict[str, str]) -> None:
+def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
     """Write files by name; UserError where that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            replace_file(folder / name, text)
+        for name, content in files.items():
+            replace_file(folder / name, content)
     except OSError as error:
         raise UserError(
             f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR"
         ) from error
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file so that no reader ever sees half of it."""
     unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-    unfinished.write_text(text)
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
     os.replace(unfinished, path)

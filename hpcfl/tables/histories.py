@@ -1,0 +1,93 @@
+"""What the checkpoints of finished cells tell over rounds, each read once.
+
+Shapes: N clients, E evaluations.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.results.run import load_run
+from hpcfl.tables.cells import Cell, Table
+from hpcfl.tables.figures import is_finished
+from hpcfl.tables.schema import CurvesEntry, HeatMapsEntry
+
+SUMMARISED = ("first", "middle", "last")
+"""Evaluations of which diagnostics.csv has lines."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A cell's accuracy, and its method's diagnostics at the evaluations that something is made of."""
+
+    rounds: list[int]
+    """The rounds after which there was an evaluation [E]."""
+    accuracy: np.ndarray
+    """[E, N]."""
+    diagnostics: dict[str, dict[int, np.ndarray]]
+    """By name, then by the number of the evaluation, which counts from 0; axes: `Method.history_axes`."""
+    layers: list[str]
+    """Names of the layers on the diagnostics' axes."""
+
+
+def histories(table: Table) -> dict[Path, History]:
+    """Return the histories of the finished cells by folder, of those of which something is made.
+
+    Warns of checkpoints that cannot be read, and leaves them out.
+    """
+    by_client = any(isinstance(one, CurvesEntry) and one.client is not None for one in table.drawings)
+    wanted = [SUMMARISED, *(one.rounds for one in table.drawings if isinstance(one, HeatMapsEntry))]
+    found = {}
+    for cell in table.cells:
+        if (by_client or METHODS[cell.config.method].history_axes) and is_finished(cell):
+            try:
+                history = _read(cell, wanted)
+            except UserError as error:
+                warnings.warn(f"{cell.place}: no diagnostics and no figure: {error}", stacklevel=1)
+                continue
+            if history is not None:
+                found[cell.folder] = history
+    return found
+
+
+def evaluations(rounds: Sequence[int], wanted: Sequence[int | str]) -> list[int]:
+    """Return the numbers of chosen evaluations, ascending, each once.
+
+    Args:
+        rounds: the rounds after which there were evaluations.
+        wanted: "first", "middle", "last", or a round, which stands for the evaluation nearest to it.
+    """
+    named = {"first": 0, "middle": len(rounds) // 2, "last": len(rounds) - 1}
+    nearest = range(len(rounds))
+    return sorted(
+        {
+            named[one] if isinstance(one, str) else min(nearest, key=lambda at: abs(rounds[at] - one))
+            for one in wanted
+        }
+    )
+
+
+def _read(cell: Cell, wanted: Sequence[Sequence[int | str]]) -> History | None:
+    """Read a cell's newest checkpoint; None if there is none."""
+    run = load_run(cell.folder)
+    if run.checkpoint is None:
+        return None
+    run.checkpoint.close()
+    axes = METHODS[cell.config.method].history_axes
+    rounds = run.history_rounds.tolist()
+    kept = sorted({at for choice in wanted for at in evaluations(rounds, choice)})
+    known = {name: run.history[name] for name in axes if name in run.history}
+    layers = [known[name].shape[2] for name in known if "layer" in axes[name]]
+    return History(
+        rounds,
+        run.history["accuracy"],
+        {name: {at: values[at].copy() for at in kept} for name, values in known.items()},
+        run.layers(max(layers, default=0)),
+    )
