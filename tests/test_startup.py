@@ -11,7 +11,7 @@ from conftest import clean_environment
 
 from hpcfl.startup import quick_imports
 
-LATER = ("rich", "scipy", "sklearn", "torchvision", "torch._dynamo")
+LATER = ("matplotlib", "rich", "scipy", "sklearn", "torchvision", "torch._dynamo")
 """Libraries that take a tenth of a second and more, and are imported where they are used."""
 
 

@@ -34,11 +34,11 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
-    .tex, .csv and diagnostics.csv. The same command again goes on. key.sub=value counts for every cell.
+    .tex, .csv, diagnostics.csv, figure.png. The same command goes on. key.sub=value is for all cells.
 
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
-    published numbers), size (a line on top), extends (a table file to change, by labels).
+    published numbers), size (a line on top), extends (a file to change, by labels), figure (drawn).
       columns:
         - {label: many, data: {clients: 100}}
         - {sweep: {key: train.lr, values: [0.1, 0.2]}}
@@ -46,8 +46,8 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
         - {method: {name: pfedla}, published: {many: 61.4}, tuned: train.lr of 0.1 and 0.2}
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
       compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
-    A row's settings lie over its column's, these over the common ones; `tuned`: chosen on validation
-    samples; `at`: after_download or after_training (default: when each row is scored).
+    A row's settings lie over its column's; `tuned`: on validation samples; `at`: after_download or
+    after_training; `figure`: heat_maps, curves, bars or points, as in configs/tables/*_figure*.yaml.
     """
     quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
     parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n\n{quantities}")
@@ -58,7 +58,9 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
     parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
     parser.add_argument("--plan", action="store_true", help="only list cells, their gradients and hours")
     parser.add_argument(
-        "--write-results", action="store_true", help="also write CSV files in results/ beside TABLE.yaml"
+        "--write-results",
+        action="store_true",
+        help="also write CSV and PNG in results/ beside TABLE.yaml",
     )
     parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")

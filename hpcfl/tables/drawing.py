@@ -7,7 +7,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,14 +19,19 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcfl.tables.paper_figures import Bars, Curves, HeatMap, HeatMaps, Point, Points, Sheet
 
-Ending = Literal["png", "pdf"]
-ENDINGS: tuple[Ending, ...] = ("png", "pdf")
+WITHOUT_CLOCK_AND_VERSION: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+"""Metadata of a file by its ending."""
 
 COLUMN_INCH, PAGE_INCH = 3.4, 7.0
 """Widths: one column of two, and the whole page."""
 DOTS_PER_INCH = 200
-MOST_INCH_A_CELL = 0.35
+MOST_INCH_A_CELL = 0.24
 """Largest height of a matrix' entry."""
+BAR_INCH = 0.09
+"""Width of a bar of colours."""
 
 STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
@@ -63,19 +68,17 @@ _TITLE_LINE_INCH, _NOTE_LINE_INCH = 0.14, 0.105
 _MOST_NAMED_TICKS = 12
 
 
-def draw(sheet: Sheet, ending: Ending) -> bytes:
-    """Return a picture as the bytes of a file; the same sheet gives the same bytes."""
-    nothing_of_the_clock: dict[str, dict[str, Any]] = {
-        "png": {"Software": None},
-        "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
-    }
-    written = io.BytesIO()
+def draw(sheet: Sheet) -> dict[str, bytes]:
+    """Return a picture as the bytes of files by their ending; the same sheet gives the same bytes."""
+    made = {}
     # a user's own style would change the bytes
     with context(["default", STYLE]):
-        figure(sheet).savefig(
-            written, format=ending, dpi=DOTS_PER_INCH, metadata=nothing_of_the_clock[ending]
-        )
-    return written.getvalue()
+        picture = figure(sheet)
+        for ending, metadata in WITHOUT_CLOCK_AND_VERSION.items():
+            file = io.BytesIO()
+            picture.savefig(file, format=ending, dpi=DOTS_PER_INCH, metadata=metadata)
+            made[ending] = file.getvalue()
+    return made
 
 
 def figure(sheet: Sheet) -> Figure:
@@ -169,7 +172,7 @@ def _draw_heat_maps(body: SubFigure, drawn: HeatMaps) -> None:
             # zero has no logarithm: it is as pale as the smallest
             values = np.maximum(panel.values, low) if drawn.is_log else panel.values
             image = axes.imshow(values, norm=colours, cmap=LARGE_IS_DARK, interpolation="none", aspect="auto")
-            axes.set_title(panel.title if beside or not title else f"{title}\n{panel.title}")
+            axes.set_title(panel.title if beside else f"{title}\n{panel.title}".strip())
             is_named = number == 0 or panel.row_names != line[0][1].row_names
             _name_ticks(axes.yaxis, panel.row_names if is_named else [])
             if number == 0:
@@ -179,9 +182,10 @@ def _draw_heat_maps(body: SubFigure, drawn: HeatMaps) -> None:
             is_last = not below or below[0][1].column_names != panel.column_names
             _name_ticks(axes.xaxis, panel.column_names if is_last else [])
             if is_last:
-                axes.set_xlabel(drawn.axes[1])
+                axes.set_xlabel("for client" if drawn.axes[1] == "client" else drawn.axes[1])
     assert image is not None
-    bar = body.colorbar(image, ax=grid, fraction=0.05, pad=0.01, aspect=30)
+    _, height = _size(drawn)
+    bar = body.colorbar(image, ax=grid, fraction=0.05, pad=0.01, aspect=height / BAR_INCH)
     bar.set_label(drawn.of)
 
 
@@ -329,6 +333,7 @@ def _draw_points(body: SubFigure, drawn: Points) -> None:
     axes.set_xlabel("GB down and up, all rounds and clients")
     axes.set_ylabel("accuracy, %")
     axes.margins(0.2, 0.12)
+    axes.xaxis.set_major_locator(MaxNLocator(6))
     _label_points(axes, [point for points in drawn.groups.values() for point in points])
     axes.grid(linewidth=0.3, color="#cccccc")
     _legend(body, [axes])
@@ -343,13 +348,13 @@ def _label_points(axes: Axes, points: Sequence[Point]) -> None:
     ]
     taken = [(place - 0.015, place + 0.015) for place in places]
     for point, place in zip(points, places, strict=True):
-        # as shares of the axes: right, left, above and below of the point
+        # as shares of the axes: right of the point, above, below, and left of it
         size = np.array([0.0165 * len(point.label), 0.035])
         shifts = (
             (0.02, -size[1] / 2),
-            (-0.02 - size[0], -size[1] / 2),
             (-size[0] / 2, 0.025),
             (-size[0] / 2, -0.025 - size[1]),
+            (-0.02 - size[0], -size[1] / 2),
         )
         corners = [place + shift for shift in shifts]
         crossed = [

@@ -185,11 +185,15 @@ def _heat_maps(
                 notes.append(f"{title or entry.row.label}: its checkpoint holds no {name}")
             continue
         history = histories[cell.folder]
-        lines[title] = _of_history(table, drawing, entry.column, axes, history)
-        of_seed = f"seed {cell.seed}" + (f" of {', '.join(map(str, table.seeds))}" * (len(table.seeds) > 1))
-        accuracy = percent(entry.figures[cell.seed]["accuracy_mean"], None)
-        published = "" if entry.published is None else f", published {entry.published:.2f} %"
-        notes.append(f"{title}: {of_seed}, accuracy {accuracy} %{published}".removeprefix(": "))
+        maps, rounds = _of_history(table, drawing, entry.column, axes, history)
+        lines[title] = maps
+        said = [f"round {rounds[0]}"] if len(rounds) == 1 else []
+        said.append(
+            f"seed {cell.seed}" + (f" of {', '.join(map(str, table.seeds))}" * (len(table.seeds) > 1))
+        )
+        said.append(f"accuracy {percent(entry.figures[cell.seed]['accuracy_mean'], None)} %")
+        said += [] if entry.published is None else [f"published {entry.published:.2f} %"]
+        notes.append(f"{title}: {', '.join(said)}".removeprefix(": "))
     if not lines:
         return None, notes
     drawn_axes = axes[1:] if drawing.client is not None else (axes[0], axes[-1])
@@ -207,35 +211,33 @@ def _diagnostics(histories: Mapping[Path, History], cell: Cell) -> Mapping[str, 
 
 def _of_history(
     table: Table, drawing: HeatMapsEntry, column: str, axes: tuple[str, ...], history: History
-) -> list[HeatMap]:
-    """Return the matrices of one run: by evaluation, and within it by layer."""
+) -> tuple[list[HeatMap], list[int]]:
+    """Return the matrices of one run, by evaluation, and within it by layer; and the evaluations' rounds."""
     _check_client(table, drawing, history.accuracy.shape[1])
     layers = _chosen_layers(table, drawing, column, history.layers) if "layer" in axes else []
+    numbers = [history.layers.index(layer) for layer in layers]
+    chosen = evaluations(history.rounds, drawing.rounds)
     made = []
-    for at in evaluations(history.rounds, drawing.rounds):
+    for at in chosen:
         values = history.diagnostics[drawing.quantity][at]
-        moment = f"round {history.rounds[at]}"
+        moment = [f"round {history.rounds[at]}"] if len(chosen) > 1 else []
         if drawing.client is not None:
-            numbers = [history.layers.index(layer) for layer in layers]
-            made.append(_heat_map(moment, values[drawing.client, numbers], layers))
+            made.append(_heat_map(moment, values[drawing.client, numbers], row_names=layers))
         elif len(axes) == 2:
-            made.append(_heat_map(moment, values, None, layers or None))
+            made.append(_heat_map(moment, values, column_names=layers))
         else:
-            of_several = len(layers) > 1
-            for layer in layers:
-                title = f"{layer}, {moment}" if len(drawing.rounds) > 1 or not of_several else layer
-                made.append(_heat_map(title, values[:, history.layers.index(layer)]))
-    return made
+            made += [
+                _heat_map([layer, *moment], values[:, number])
+                for layer, number in zip(layers, numbers, strict=True)
+            ]
+    return made, [history.rounds[at] for at in chosen]
 
 
 def _heat_map(
-    title: str,
-    values: np.ndarray,
-    row_names: list[str] | None = None,
-    column_names: list[str] | None = None,
+    title: list[str], values: np.ndarray, row_names: Sequence[str] = (), column_names: Sequence[str] = ()
 ) -> HeatMap:
     counted = [[str(number) for number in range(size)] for size in values.shape]
-    return HeatMap(title, values, row_names or counted[0], column_names or counted[1])
+    return HeatMap(", ".join(title), values, list(row_names) or counted[0], list(column_names) or counted[1])
 
 
 def _chosen_layers(table: Table, drawing: HeatMapsEntry, column: str, layers: Sequence[str]) -> list[str]:

@@ -122,13 +122,13 @@ def write_from_histories(table: Table) -> FromHistories:
     undrawn = []
     if table.drawings:
         # a run that draws nothing need not wait for matplotlib
-        from hpcfl.tables.drawing import ENDINGS, draw
+        from hpcfl.tables.drawing import draw
 
         for name, sheet in sheets(table, entries(table), found).items():
             if sheet is None:
                 undrawn.append(name)
             else:
-                pictures |= {f"{name}.{ending}": draw(sheet, ending) for ending in ENDINGS}
+                pictures |= {f"{name}.{ending}": content for ending, content in draw(sheet).items()}
     stale = {path for name in undrawn for path in table.folder.glob(f"{name}.*")}
     for path in (*stale, table.folder / "diagnostics.csv"):
         path.unlink(missing_ok=True)

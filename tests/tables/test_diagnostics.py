@@ -31,6 +31,16 @@ def test_shares_of_branches_have_an_overlap() -> None:
     assert [value for *_, value in lines] == pytest.approx([2.75 / 3, 0.5, 0.0])
 
 
+def test_what_has_no_layers_is_summed_up_the_same_way() -> None:
+    weights = np.array([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1], [0.0, 0.6, 0.4]])
+    with_layer = [line[1:] for line in _summary(("client", "layer", "client"), weights[:, None], COMMON)]
+    assert list(_summary(("client", "client"), weights, COMMON)) == [(None, *line) for line in with_layer]
+    components = np.array([[1.0, 0.0], [0.75, 0.25], [0.0, 1.0]])
+    lines = list(_summary(("client", "component"), components, COMMON))
+    assert [line[0] for line in lines] == [None] * 3
+    assert [value for *_, value in lines] == pytest.approx([2.75 / 3, 0.5, 0.0])
+
+
 def test_what_has_no_other_client_is_a_mean_over_all() -> None:
     by_layer = np.array([[1, 0], [2, 3]])
     assert list(_summary(("client", "layer"), by_layer, COMMON)) == [(0, "all", 1.5), (1, "all", 1.5)]

@@ -19,7 +19,7 @@ from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
-from hpcfl.tables.writing import MOST_CLIENT_LINES, write, write_results
+from hpcfl.tables.writing import MOST_CLIENT_LINES, FromHistories, write, write_results
 
 TABLE = """
 title: Two & two
@@ -277,7 +277,7 @@ def test_a_file_chooses_what_is_shown(table: Table) -> None:
 
 def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_path: Path) -> None:
     write(table)
-    written = write_results(table)
+    written = write_results(table, FromHistories([], {}, []))
     names = ["two.csv", "two_differences.csv", "two_clients.csv"]
     assert written == [tmp_path / "results" / name for name in names]
     for name, original in zip(names, ("table.csv", "differences.csv"), strict=False):
@@ -294,7 +294,7 @@ def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
     table = Table(path, [], tmp_path / "out", Shrinking(rounds=3, seeds=(1,)))
     finish(table.cells[0], [0.25] * 4, round=3)
     write(table)
-    assert write_results(table)[0].name == "two-3rounds-seeds1.csv"
+    assert write_results(table, FromHistories([], {}, []))[0].name == "two-3rounds-seeds1.csv"
     line = read_csv(tmp_path / "results" / "two-3rounds-seeds1.csv")[0]
     shrunk = "Two & two (shrunk: at most 3 rounds instead of 8, seeds 1 of 0, 1, 2)"
     assert (line["title"], line["rounds"], line["accuracy_seed_1"]) == (shrunk, "3", "0.25")

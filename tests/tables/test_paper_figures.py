@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import re
+import csv
+import itertools
 import shutil
-import warnings
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import yaml
-from conftest import REPOSITORY
+from bits import tiny_settings, write_digits
+from conftest import REPOSITORY, clean_environment
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+import hpcfl.storage.checkpoint
+from hpcfl.errors import UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.tables.cells import Table
+from hpcfl.tables.drawing import figure
+from hpcfl.tables.figures import entries
+from hpcfl.tables.histories import evaluations, histories
+from hpcfl.tables.paper_figures import Sheet, sheets
+from hpcfl.tables.writing import write_from_histories
 
 TABLES = REPOSITORY / "configs" / "tables"
 
@@ -87,3 +100,376 @@ def test_a_figure_file_ends_in_its_picture(path: Path, images: dict[str, Path], 
     for name in names:
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5_000
         assert (tmp_path / "out" / f"{name}.pdf").stat().st_size > 5_000
+
+
+# What is drawn
+
+TOY = """
+title: A toy
+size: "toy: the digits"
+seeds: [0, 1]
+settings: {train: {lr: 0.05}, run: {eval_every: 1}}
+columns:
+  - {label: gamma = 0.9}
+  - {label: gamma = 0.5, train: {lr_decay: 0.5}}
+rows:
+  - label: HeurpFedLA, k = 2
+    method: {name: heurpfedla, k: 2, hypernetwork_lr: 9}
+    published: [61.4, null]
+  - {label: Local, method: {name: local}, without: [gamma = 0.5]}
+figure:
+  - {draw: heat_maps, quantity: alpha, layers: [conv1, fc2], rounds: [first, 3]}
+  - {draw: heat_maps, quantity: alpha, client: 2, layers: {gamma = 0.9: [fc2, conv1]}, scale: log, low: 0.01}
+  - {draw: curves}
+  - {draw: curves, client: 4}
+  - {draw: bars}
+  - {draw: points}
+"""
+NAMES = [f"figure_{letter}" for letter in "abcdef"]
+SLUGS = ("gamma-0.9/heurpfedla-k-2", "gamma-0.5/heurpfedla-k-2")
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the toy's file and the settings of all its cells."""
+    folder = tmp_path_factory.mktemp("words")
+    write_digits(folder / "digits.npz")
+    (folder / "toy.yaml").write_text(TOY)
+    settings = tiny_settings(folder / "digits.npz")
+    return [str(folder / "toy.yaml"), *[word for word in settings if "lr_decay" not in word]]
+
+
+@pytest.fixture(scope="module")
+def whole(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    assert main(["table", *words, "--out", str(folder), "--quiet", "--write-results"]) == FINISHED
+    return folder
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def two(words: list[str]) -> list[str]:
+    """Return words of the toy with two drawings."""
+    path = Path(words[0]).with_name("two.yaml")
+    figure = "[{draw: heat_maps, quantity: alpha, layers: [conv1]}, {draw: curves}]"
+    path.write_text(f"extends: toy.yaml\nfigure: {figure}\n")
+    return [str(path), *words[1:]]
+
+
+@pytest.fixture(scope="module")
+def toy(words: list[str], whole: Path) -> dict[str, Sheet]:
+    table = Table(Path(words[0]), words[1:], whole)
+    made = sheets(table, entries(table), histories(table))
+    return {name: sheet for name, sheet in made.items() if sheet is not None}
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def alpha(folder: Path, seed: int = 0) -> np.ndarray:
+    """Return the weights [evaluations, clients, layers, clients] of a run."""
+    with h5py.File(f"{folder}-s{seed}/checkpoint.h5", "r") as file:
+        return np.array(file["history/alpha"])
+
+
+def panels(picture: Figure) -> list[Axes]:
+    """Return the axes without bars of colours and without those that are left empty."""
+    return [one for one in picture.get_axes() if one.axison and one.get_label() != "<colorbar>"]
+
+
+def texts(picture: Figure) -> str:
+    return "\n".join(text.get_text() for part in picture.subfigs for text in part.texts)
+
+
+def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, Sheet], whole: Path) -> None:
+    found = panels(figure(toy["figure_a"]))
+    weights = [alpha(whole / slug) for slug in SLUGS]
+    # a line a column of the table; in it the evaluations, of each all layers
+    layers = {0: "conv1", 5: "fc2"}
+    expected = list(itertools.product(range(2), (0, 2), layers))
+    assert len(found) == len(expected)
+    for axes, (column, at, layer) in zip(found, expected, strict=True):
+        assert axes.get_title() == f"{layers[layer]}, round {at + 1}"
+        drawn = axes.images[0]
+        assert np.array_equal(np.asarray(drawn.get_array()), weights[column][at, :, layer])
+        # one scale for all, from white at zero
+        assert drawn.get_clim() == pytest.approx((0, max(one[[0, 2]][:, :, [0, 5]].max() for one in weights)))
+    assert [found[at].get_ylabel() for at in (0, 4)] == ["gamma = 0.9\nclient", "gamma = 0.5\nclient"]
+    last = [
+        f"{float(read_csv(whole / f'{slug}-s0' / 'metrics.csv')[-1]['accuracy_mean']):.1%}" for slug in SLUGS
+    ]
+    said = texts(figure(toy["figure_a"])).replace("\n", " ")
+    assert f"gamma = 0.9: seed 0 of 0, 1, accuracy {last[0][:-1]} %, published 61.40 %" in said
+    assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in said
+
+
+def test_one_client_s_matrix_has_its_layers(toy: dict[str, Sheet], whole: Path) -> None:
+    first, second = panels(figure(toy["figure_b"]))
+    weights = [alpha(whole / slug)[-1, 2] for slug in SLUGS]
+    # in the order of the file where it names them; all where it names none; from `low` on
+    for axes, expected in ((first, weights[0][[5, 0]]), (second, weights[1])):
+        assert np.array_equal(np.asarray(axes.images[0].get_array()), np.maximum(expected, np.float32(0.01)))
+        assert axes.images[0].norm.vmin == 0.01
+    assert [tick.get_text() for tick in first.get_yticklabels()] == ["fc2", "conv1"]
+    assert (first.get_title(), second.get_title()) == ("gamma = 0.9", "gamma = 0.5")
+    assert "gamma = 0.5: round 3, seed 0" in texts(figure(toy["figure_b"]))
+
+
+def test_curves_are_accuracies_over_rounds(toy: dict[str, Sheet], whole: Path) -> None:
+    runs = [f"gamma-0.9/{row}-s{seed}" for row in ("heurpfedla-k-2", "local") for seed in (0, 1)]
+    means = [[float(line["accuracy_mean"]) for line in read_csv(whole / run / "metrics.csv")] for run in runs]
+    one = []
+    for run in runs:
+        with h5py.File(whole / run / "checkpoint.h5", "r") as file:
+            one.append(np.array(file["history/accuracy"])[:, 4])
+    for name, known in (("figure_c", means), ("figure_d", one)):
+        first, second = panels(figure(toy[name]))
+        by_seed = 100 * np.reshape(known, (2, 2, 3))
+        drawn = [line for line in first.lines if len(line.get_xdata()) == 3]
+        assert [line.get_label() for line in drawn] == ["HeurpFedLA, k = 2", "Local"]
+        for line, band, seeds in zip(drawn, first.collections, by_seed, strict=True):
+            assert list(line.get_xdata()) == [1, 2, 3]
+            assert np.asarray(line.get_ydata()) == pytest.approx(seeds.mean(axis=0))
+            heights = band.get_paths()[0].vertices[:, 1]
+            assert (heights.min(), heights.max()) == pytest.approx((seeds.min(), seeds.max()))
+        # the published one is that of the mean over clients
+        levels = [line.get_ydata()[0] for line in first.lines if len(line.get_xdata()) == 2]
+        assert levels == ([61.4] if name == "figure_c" else [])
+        assert len(second.lines) == 1
+    assert panels(figure(toy["figure_d"]))[0].get_ylabel() == "accuracy, %, client 4"
+    scored = "scored after download: HeurpFedLA, k = 2; after training: Local"
+    assert scored in texts(figure(toy["figure_c"])).replace("\n", " ")
+
+
+def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Sheet], whole: Path) -> None:
+    [axes] = panels(figure(toy["figure_e"]))
+    lines = read_csv(whole / "table.csv")
+    heights = [bar.get_height() for bar in axes.patches]
+    # by row; table.csv goes by column
+    expected = [100 * float(lines[at]["accuracy_mean"]) for at in (0, 2, 1)]
+    assert heights == pytest.approx(expected)
+    spreads = [path.vertices[:, 1] for lines in axes.collections for path in lines.get_paths()]
+    deviations = [100 * float(lines[at]["accuracy_std_over_seeds"]) for at in (0, 2, 1)]
+    assert [np.ptp(ends) / 2 for ends in spreads] == pytest.approx([one for one in deviations if one])
+    [published] = [line for line in axes.lines if line.get_label() == "published"]
+    assert list(published.get_ydata()) == pytest.approx([61.4])
+    assert published.get_xdata()[0] == pytest.approx(
+        axes.patches[0].get_x() + axes.patches[0].get_width() / 2
+    )
+    assert axes.get_xlabel() == "gamma"
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.9", "0.5"]
+
+
+def test_points_lie_at_the_bytes_of_the_run(toy: dict[str, Sheet], whole: Path) -> None:
+    [axes] = panels(figure(toy["figure_f"]))
+    groups = axes.get_legend_handles_labels()[1]
+    assert groups == ["HeurpFedLA", "Local"]
+    drawn = [container[0] for container in axes.containers]
+    for points, runs in zip(drawn, (SLUGS, ("gamma-0.9/local",)), strict=True):
+        last = [[read_csv(whole / f"{run}-s{seed}" / "metrics.csv")[-1] for seed in (0, 1)] for run in runs]
+        sent = [np.mean([int(one["bytes_down"]) + int(one["bytes_up"]) for one in seeds]) for seeds in last]
+        assert np.asarray(points.get_xdata()) * 1e9 == pytest.approx(sent)
+        means = [100 * np.mean([float(one["accuracy_mean"]) for one in seeds]) for seeds in last]
+        assert np.asarray(points.get_ydata()) == pytest.approx(means)
+    assert [text.get_text() for text in axes.texts] == [
+        "k = 2, gamma = 0.9",
+        "k = 2, gamma = 0.5",
+        "gamma = 0.9",
+    ]
+
+
+def test_of_a_number_the_nearest_evaluation_is_drawn() -> None:
+    rounds = [5, 10, 15, 20, 25, 30]
+    assert evaluations(rounds, ["first", "middle", "last"]) == [0, 3, 5]
+    # 7 is nearer to 5, 17 to 15, and what is beyond the end is the last
+    assert evaluations(rounds, [7, 17, 600, "last"]) == [0, 2, 5]
+    assert evaluations([8], ["first", "middle", "last", 3]) == [0]
+
+
+# Files
+
+
+def test_pictures_lie_beside_the_table_and_the_png_with_the_results(words: list[str], whole: Path) -> None:
+    for name in NAMES:
+        png, pdf = ((whole / f"{name}.{ending}").read_bytes() for ending in ("png", "pdf"))
+        assert png.startswith(b"\x89PNG")
+        assert len(png) < 150_000
+        # fonts are embedded as TrueType, never as drawings of letters
+        assert pdf.startswith(b"%PDF-")
+        assert b"/FontFile2" in pdf
+        assert b"/Type3" not in pdf
+        assert b"Date" not in pdf
+        assert (Path(words[0]).parent / "results" / f"toy_{name}.png").read_bytes() == png
+    assert not list((Path(words[0]).parent / "results").glob("*.pdf"))
+
+
+def test_the_same_cells_give_the_same_bytes_whatever_style_a_user_has(
+    words: list[str], whole: Path, copied: Path
+) -> None:
+    style = copied / "matplotlibrc"
+    style.write_text("font.size: 30\npdf.fonttype: 3\nimage.cmap: jet\naxes.facecolor: red\n")
+    environment = clean_environment() | {"PYTHONHASHSEED": "7", "MATPLOTLIBRC": str(style)}
+    for name in NAMES:
+        (copied / f"{name}.pdf").unlink()
+    command = [sys.executable, "-m", "hpcfl.main", "table", *words, "--out", str(copied)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"drawn: {', '.join(f'{name}.{end}' for name in NAMES for end in ('png', 'pdf'))}\n" in done.stdout
+    for path in (f"{name}.{ending}" for name in NAMES for ending in ("png", "pdf")):
+        assert (copied / path).read_bytes() == (whole / path).read_bytes(), path
+
+
+def test_what_is_not_finished_is_named_and_the_rest_drawn(
+    two: list[str], copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(copied / f"{SLUGS[0]}-s0")
+    shutil.rmtree(copied / f"{SLUGS[1]}-s0")
+    shutil.rmtree(copied / f"{SLUGS[1]}-s1")
+    table = Table(Path(two[0]), two[1:], copied)
+    made = sheets(table, entries(table), histories(table))
+    missing = "missing: HeurpFedLA, k = 2, gamma = 0.9 (1 of 2 seeds); HeurpFedLA, k = 2, gamma = 0.5"
+    maps, curves = made["figure_a"], made["figure_b"]
+    assert maps is not None
+    assert curves is not None
+    # the map is now the other seed's
+    assert np.array_equal(
+        np.asarray(panels(figure(maps))[0].images[0].get_array()), alpha(copied / SLUGS[0], 1)[-1, :, 0]
+    )
+    assert maps.notes[-1] == "missing: gamma = 0.9 (1 of 2 seeds); gamma = 0.5"
+    assert curves.notes[-1] == missing
+    shutil.rmtree(copied / f"{SLUGS[0]}-s1")
+    told = write_from_histories(table)
+    assert told.undrawn == ["figure_a"]
+    assert not list(copied.glob("figure_a*"))
+    assert len(list(copied.glob("figure_b*"))) == 2
+    assert main(["table", *two, "--out", str(copied), "--part", "9/9"]) == FINISHED
+    assert "figure_a is not drawn: nothing that it shows is finished\n" in capsys.readouterr().out
+
+
+def test_each_checkpoint_is_verified_once(
+    two: list[str], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verified = []
+    original = hpcfl.storage.checkpoint.find_damage
+
+    def counting(path: Path) -> str | None:
+        verified.append(path)
+        return original(path)
+
+    monkeypatch.setattr(hpcfl.storage.checkpoint, "find_damage", counting)
+    assert main(["table", *two, "--out", str(copied), "--quiet"]) == FINISHED
+    # local training has nothing that is drawn or summed up
+    assert sorted(verified) == sorted(copied.glob("*/heurpfedla*/checkpoint.h5"))
+
+
+def test_a_damaged_checkpoint_costs_its_own_cell_only(two: list[str], copied: Path) -> None:
+    folder = copied / f"{SLUGS[0]}-s0"
+    for name in ("checkpoint.h5", "checkpoint.prev.h5"):
+        (folder / name).write_bytes(b"nothing")
+    table = Table(Path(two[0]), two[1:], copied)
+    with pytest.warns(UserWarning, match="HeurpFedLA.*seed 0: no diagnostics and no figure: .*checkpoint"):
+        told = write_from_histories(table)
+    assert {(line["column"], line["seed"]) for line in told.diagnostics} == {
+        ("gamma = 0.9", 1),
+        ("gamma = 0.5", 0),
+        ("gamma = 0.5", 1),
+    }
+    assert not told.undrawn
+
+
+# Mistakes
+
+MISTAKES = {
+    "no draw": (
+        "{draw: bars}",
+        "{quantity: alpha}",
+        ", figure 5: draw is missing; allowed: heat_maps, curves, bars,",
+    ),
+    "an unknown kind": (
+        "{draw: bars}",
+        "{draw: pie}",
+        ", figure 5: draw=pie is not possible; allowed: heat_maps,",
+    ),
+    "an unknown key": (
+        "{draw: bars}",
+        "{draw: bars, acuracy: best}",
+        ", figure 5: acuracy is an unknown key; allowed: draw, accuracy; did you mean accuracy?",
+    ),
+    "an unknown value": (
+        "scale: log",
+        "scale: logg",
+        ", figure 2: scale='logg' is not possible: Input should be 'linear' or 'log'",
+    ),
+    "an unknown moment": ("[first, 3]", "[frist]", ", figure 1: rounds.0"),
+    "nothing on a logarithmic scale": (
+        "low: 0.01",
+        "low: 0",
+        ", figure 2: low=0 is not possible: Input should be greater than 0",
+    ),
+    "a quantity that nobody keeps": (
+        "quantity: alpha, layers: [conv1, fc2], rounds",
+        "quantity: beta, layers: [conv1, fc2], rounds",
+        ", figure: quantity=beta is not possible: of matrices the methods of its rows keep alpha, "
+        "self_weight, retained_rounds",
+    ),
+    "a client of one matrix": (
+        "quantity: alpha, client",
+        "quantity: self_weight, client",
+        ", figure: quantity=self_weight is one matrix, client by layer, of which client chooses nothing",
+    ),
+    "an unknown column": (
+        "{gamma = 0.9: [",
+        "{gamma = 0.8: [",
+        ", figure: layers: gamma = 0.8 is none of the columns",
+    ),
+}
+"""By what is wrong: what of TOY is replaced, by what, and what is said behind the file's name."""
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_told_with_its_place(what: str, tmp_path: Path) -> None:
+    old, new, said = MISTAKES[what]
+    assert TOY.count(old) == 1
+    path = tmp_path / "toy.yaml"
+    path.write_text(TOY.replace(old, new))
+    with pytest.raises(UserError) as error:
+        Table(path, [], None)
+    assert str(error.value).removeprefix(str(path)).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "[fc2, conv1]",
+            "[fc3]",
+            ", figure, column gamma = 0.9: fc3 is none of the layers; there are: conv1 | bn1 |",
+        ),
+        ("client: 4", "client: 7", ", figure: client=7 is not possible; give 0 to 6"),
+    ],
+)
+def test_layers_and_clients_that_are_not_there_are_told_before_a_cell_runs_and_after_all_have(
+    words: list[str], copied: Path, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = copied.parent / "toy.yaml"
+    path.write_text(TOY.replace(old, new))
+    for folder in (copied.parent / "new", copied):
+        assert main(["table", str(path), *words[1:], "--out", str(folder), "--quiet"]) == BAD_INPUT
+        assert f"{path}{said}" in capsys.readouterr().err
+    assert not (copied.parent / "new").exists()
+
+
+def test_a_file_inherits_a_figure_without_the_columns_that_it_leaves_out(tmp_path: Path) -> None:
+    (tmp_path / "toy.yaml").write_text(TOY)
+    path = tmp_path / "less.yaml"
+    path.write_text("extends: toy.yaml\ncolumns: [gamma = 0.5]\n")
+    kept = Table(path, [], None).drawings
+    assert [one.draw for one in kept] == ["heat_maps", "heat_maps", "curves", "curves", "bars", "points"]
+    assert getattr(kept[1], "layers", None) == {}
+    path.write_text("extends: toy.yaml\nfigure: []\n")
+    assert Table(path, [], None).drawings == []
