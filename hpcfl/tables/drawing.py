@@ -265,7 +265,6 @@ def _draw_bars(body: SubFigure, drawn: Bars) -> None:
             series[label] = list(of_row.values())
             offset = (number - (len(drawn.series) - 1) / 2) * width
             places[label] = np.array([drawn.groups.index(column) + offset for column in of_row])
-    lowest = [100.0]
     for number, (label, bars) in enumerate(series.items()):
         means = [100 * bar.mean for bar in bars]
         deviations = [100 * (bar.deviation or 0) for bar in bars]
@@ -297,8 +296,6 @@ def _draw_bars(body: SubFigure, drawn: Bars) -> None:
                 markeredgewidth=0.8,
                 label="published",
             )
-            lowest.append(min(published))
-        lowest.append(min(mean - by for mean, by in zip(means, deviations, strict=True)))
     axes.set_xticks(range(len(groups)), groups)
     if max(map(len, groups)) * len(groups) > 45:
         axes.tick_params(axis="x", rotation=30)
