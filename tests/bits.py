@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import os
+import signal
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
+from hpcfl.communication.messages import Message
+from hpcfl.config import load_config
 from hpcfl.main import main
+from hpcfl.methods import METHODS, Method
 from hpcfl.storage.ledger import SECONDS
+from hpcfl.training.clients import Clients
 
 CLOCK_COLUMNS = SECONDS | {"train_s"}
 
@@ -100,6 +107,43 @@ def method_settings(case: str) -> list[str]:
 def run_here(folder: Path, settings: Sequence[str]) -> int:
     """Run in this process, under mpirun together with the other ranks, and return the exit code."""
     return main(["--quiet", "--out", str(folder), *settings])
+
+
+def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None] = lambda: None) -> int:
+    """Start a run in a process of its own, which calls `prepare` first, and return the process's id."""
+    with warnings.catch_warnings():
+        # of threads, which newer Pythons warn of: those of linear algebra are idle
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            prepare()
+            code = run_here(folder, settings)
+        finally:
+            os._exit(code)
+    return child
+
+
+def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> None:
+    """Run in a process of its own, which is killed once the last of all clients has trained in a round."""
+    method = METHODS[load_config(None, settings).method]
+    child = start_run(folder, settings, lambda: _die_in_round(number, method))
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+def _die_in_round(number: int, method: type[Method]) -> None:
+    """Have this process killed once the last client of a round has trained."""
+    train = method.train
+
+    def deadly(self: Method, clients: Clients, down: Message) -> Message:
+        up = train(self, clients, down)
+        if clients.round == number and self.context.num_clients - 1 in clients.ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return up
+
+    method.train = deadly  # type: ignore[method-assign]
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -162,6 +162,20 @@ def run_tree(
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
+def read_all(leader: int) -> str:
+    """Read a terminal until its program has left."""
+    parts: list[bytes] = []
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:
+            part = b""
+        if not part:
+            os.close(leader)
+            return b"".join(parts).decode()
+        parts.append(part)
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process and all that descend from it; launchers put ranks into sessions of their own."""
     tasks = Path(f"/proc/{pid}/task")

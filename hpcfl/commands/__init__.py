@@ -16,6 +16,7 @@ COMMANDS = {
     "data": "fetch_data",
     "bench": "run_bench",
     "table": "run_table",
+    "watch": "watch_runs",
 }
 """The function of each, in the module of its name; a run, on all its ranks, imports none of them."""
 

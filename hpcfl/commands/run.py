@@ -15,6 +15,7 @@ from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Outcome, Simulation
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.events import require_writer
 from hpcfl.storage.runfolder import RunFolder
 
 
@@ -36,6 +37,7 @@ def run(
         noted: list[str] = []
         warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
         _refuse_other_code(config, world)
+        agreed(world, lambda: require_writer(config.run.tensorboard and world.is_server))
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None
         agreed(world, lambda: folder.check(options.fresh) if folder else None)

@@ -28,7 +28,7 @@ def print_summary(
         "spread over clients": f"{ledger.last('accuracy_std'):.2%}",
         "weighted by samples": f"{ledger.last('accuracy_weighted'):.2%}",
         "best round": f"{best:.2%} (round {best_round})",
-        "bytes down, up": f"{_bytes(ledger.last('bytes_down'))}, {_bytes(ledger.last('bytes_up'))}",
+        "bytes down, up": f"{shown_bytes(ledger.last('bytes_down'))}, {shown_bytes(ledger.last('bytes_up'))}",
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",
         "results": FILES,
     }.items():
@@ -48,7 +48,8 @@ def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:
     return command_line(words, num_ranks)
 
 
-def _bytes(count: float) -> str:
+def shown_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

@@ -98,6 +98,9 @@ class RunConfig(Settings):
     """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
     max_elements: int = Field(2**27, ge=1, lt=2**28)
     """Numbers in one block of a message; changes no result."""
+    tensorboard: bool = False
+    """Whether the run folder has a file for TensorBoard: the columns of metrics.csv and the distribution of
+    the clients' accuracy, by round. Needs the package tensorboardX; changes no result."""
 
 
 RESULT_NEUTRAL = (
@@ -110,6 +113,7 @@ RESULT_NEUTRAL = (
     "run.max_elements",
     "run.placement",
     "run.state",
+    "run.tensorboard",
 )
 """Keys that may differ between a run folder and the command that resumes it."""
 

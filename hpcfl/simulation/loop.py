@@ -250,7 +250,7 @@ class Simulation:
             self._evaluator.coverage(done),
             {name: value.clone().numpy() for name, value in known.items()},
         )
-        self.ledger.append_files(self._folder.path)
+        self._folder.append_files(self.ledger)
 
     def _save(self, done: int, last: LastEvaluation | None = None) -> None:
         """Write a checkpoint after `done` rounds. Collective."""

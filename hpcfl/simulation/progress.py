@@ -1,4 +1,4 @@
-"""Progress of a run: a bar on a terminal, elsewhere at most one line every 30 seconds."""
+"""Progress of a run: a bar and a curve on a terminal, elsewhere at most one line every 30 seconds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from hpcfl.simulation.curves import curve
 from hpcfl.storage.ledger import Ledger
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Iterable
+
+    from rich.console import Console, RenderableType
     from rich.progress import Progress as Bar
 
 LINE_EVERY_S = 30.0
+CURVE_WIDTH = 40
+"""Evaluations in the curve of the last ones, which fits on a line of 80 characters."""
 
 
 class Progress:
@@ -22,7 +27,7 @@ class Progress:
 
     def __init__(self, log: Callable[[str], None] | None = None, quiet: bool = False) -> None:
         self._log = log
-        self._console = _console() if log is not None and not quiet else None
+        self._console = console() if log is not None and not quiet else None
         self._bar: Bar | None = None
         self._rounds = self._first = 0
         self._began_s = self._last_line_s = 0.0
@@ -35,21 +40,23 @@ class Progress:
             self.say(f"resuming after round {done} of {rounds}")
         if self._console is not None and self._console.is_terminal and done < rounds:
             self._bar = _bar(self._console)
-            self._bar.add_task("rounds", total=rounds, completed=done, accuracy="-")
+            self._bar.add_task("rounds", total=rounds, completed=done, accuracy="-", curve="")
             self._bar.start()
 
     def round_done(self, done: int, ledger: Ledger) -> None:
         """Show that `done` rounds are complete."""
         accuracy = f"{ledger.last('accuracy_mean'):.2%}" if ledger.metrics else "-"
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done, accuracy=accuracy)
+            last = ledger.column("accuracy_mean")[-CURVE_WIDTH:]
+            drawn = curve(last, CURVE_WIDTH, self._bar.console.encoding) if len(last) > 1 else ""
+            self._bar.update(self._bar.task_ids[0], completed=done, accuracy=accuracy, curve=drawn)
         now_s = time.monotonic()
         is_last = done == self._rounds
         if is_last or now_s - self._last_line_s >= LINE_EVERY_S:
             self._last_line_s = now_s
             passed_s = now_s - self._began_s
             left_s = passed_s / (done - self._first) * (self._rounds - done)
-            time_said = f"took {_clock(passed_s)}" if is_last else f"time left {_clock(left_s)}"
+            time_said = f"took {clock(passed_s)}" if is_last else f"time left {clock(left_s)}"
             line = f"round {done}/{self._rounds}  accuracy {accuracy}  {time_said}"
             if self._bar is None:
                 self.say(line)
@@ -81,7 +88,8 @@ def print_warning(text: str) -> None:
     print(f"hpcfl: warning: {text}", file=sys.stderr, flush=True)
 
 
-def _console() -> Console:
+def console() -> Console:
+    """Return what writes to standard output, words as they are."""
     # imported here: silent ranks start faster without it
     from rich.console import Console
 
@@ -90,8 +98,16 @@ def _console() -> Console:
 
 def _bar(console: Console) -> Bar:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.text import Text
 
-    return Progress(
+    class WithCurve(Progress):
+        def get_renderables(self) -> Iterable[RenderableType]:
+            yield from super().get_renderables()
+            for task in self.tasks:
+                if task.fields["curve"]:
+                    yield Text(f"last evaluations {task.fields['curve']}")
+
+    return WithCurve(
         TextColumn("round"),
         MofNCompleteColumn(),
         BarColumn(),
@@ -102,5 +118,6 @@ def _bar(console: Console) -> Bar:
     )
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return seconds as hours, minutes and seconds."""
     return str(timedelta(seconds=round(seconds)))

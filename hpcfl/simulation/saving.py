@@ -54,7 +54,7 @@ class Saver:
         if checkpoint is not None:
             checkpoint.close()
         if self._folder is not None:
-            self._ledger.start_files(self._folder.path)
+            self._folder.start_files(self._ledger)
         return server, done
 
     def save(self, server: State, done: int, last: LastEvaluation | None = None) -> None:

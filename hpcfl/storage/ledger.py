@@ -151,13 +151,17 @@ class Ledger:
         for rows in (self.accuracy, self.loss, *self.moments.values(), *self.of_method.values()):
             rows.pop()
 
+    def column(self, name: str) -> list[float]:
+        """Return a column of all evaluations."""
+        return [row[METRICS.index(name)] for row in self.metrics]
+
     def last(self, name: str) -> float:
         """Return a column of the newest evaluation."""
         return self.metrics[-1][METRICS.index(name)]
 
     def best(self) -> tuple[float, int]:
         """Return the highest mean accuracy and after which round it was first reached."""
-        means = [row[METRICS.index("accuracy_mean")] for row in self.metrics]
+        means = self.column("accuracy_mean")
         best = int(np.argmax(means))
         return means[best], int(self.metrics[best][0])
 

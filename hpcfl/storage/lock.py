@@ -6,7 +6,10 @@ import errno
 import fcntl
 import os
 import socket
+import struct
+import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -48,7 +51,7 @@ class FolderLock:
                     raise UserError(_in_use(folder, owner or "another process")) from None
                 raise
         _held_files.add(_identity(os.fstat(self._descriptor)))
-        self._write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        self._write(f"{_owner()}\n")
 
     def release(self) -> None:
         """Give the lock up; a second call does nothing."""
@@ -75,9 +78,56 @@ class FolderLock:
         os.pwrite(self._descriptor, owner.encode(), 0)
 
 
+@dataclass(frozen=True)
+class Holder:
+    """Who has the lock of a folder, as it looks from this machine."""
+
+    owner: str
+    """`pid 7 on node3`; empty where no run has begun or the last one gave the lock up itself."""
+    is_seen: bool
+    """Whether the lock is held for all that this machine can tell. Where locks do not reach over the network,
+    that of a process on another machine is not seen."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the owner has certainly ended, without giving the lock up."""
+        return bool(self.owner) and not self.is_seen and self.owner.endswith(f" on {socket.gethostname()}")
+
+
+def holder(folder: Path) -> Holder:
+    """Look at a folder's lock without touching it."""
+    path = folder / LOCK_NAME
+    if not path.exists():
+        return Holder("", False)
+    if _identity(path.stat()) in _held_files:
+        # opened and closed here, the file would lose this process's lock
+        return Holder(_owner(), True)
+    with path.open("rb") as file:
+        return Holder(file.read().decode(errors="replace").strip(), _is_locked(file.fileno()))
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether another process holds a record lock on a file; False where the system cannot tell."""
+    if sys.platform != "linux":
+        return False
+    # struct flock: type, whence, start, length (0 is the whole file) and process; F_GETLK takes no lock
+    flock = struct.Struct("hhqqi")
+    asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+    except OSError:
+        return False
+    return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
 def _identity(status: os.stat_result) -> tuple[int, int]:
     """Return what tells a file from all others, whatever its path."""
     return status.st_dev, status.st_ino
+
+
+def _owner() -> str:
+    """Return what this process calls itself in its locks."""
+    return f"pid {os.getpid()} on {socket.gethostname()}"
 
 
 def _in_use(folder: Path, owner: str) -> str:

@@ -22,7 +22,9 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.events import EventFile
 from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.snapshot import LayoutRecord
 
@@ -47,6 +49,7 @@ class RunFolder:
         self.checkpoint: LoadedCheckpoint | None = None
         """Where the run goes on; None at round 0."""
         self._config = config
+        self._events: EventFile | None = None
 
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is no run folder or holds a run with another configuration."""
@@ -88,6 +91,7 @@ class RunFolder:
         """
         try:
             self._take(fresh, at_exit)
+            at_exit.callback(self._close_events)
             # another run may have come and gone since the first look
             self.check(fresh=False)
             self.checkpoint = self.store.load()
@@ -118,6 +122,22 @@ class RunFolder:
                 f"{self.checkpoint.path} holds a model of another structure, written by another version of "
                 "hpcfl; use that version to resume it, or --fresh to start over"
             )
+
+    def start_files(self, ledger: Ledger) -> None:
+        """Rewrite the CSV files, and what TensorBoard reads if the run wants it, with all that is known."""
+        ledger.start_files(self.path)
+        if self._config.run.tensorboard:
+            self._events = EventFile(self.path, ledger)
+
+    def append_files(self, ledger: Ledger) -> None:
+        """Append what is new to the files of `start_files`."""
+        ledger.append_files(self.path)
+        if self._events is not None:
+            self._events.append(ledger)
+
+    def _close_events(self) -> None:
+        if self._events is not None:
+            self._events.close()
 
     def log(self, text: str) -> None:
         """Append a line with the time of day to log.txt."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from conftest import REPOSITORY, Mpirun, clean_environment, run_tree
+from conftest import REPOSITORY, Mpirun, clean_environment, read_all, run_tree
 
 from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
@@ -415,6 +415,9 @@ def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
     assert bars[-1].startswith("round 2/2 ")
     assert "accuracy " in bars[-1]
     assert max(map(len, bars)) <= 80
+    curves = [text.rstrip() for text in drawn if text.startswith("last evaluations ")]
+    assert re.fullmatch(r"last evaluations \d+\.\d\d% \S\S \d+\.\d\d%", curves[-1])
+    assert max(map(len, curves)) <= 80
     lines = [text.rstrip() for text in drawn if text.strip() and text not in bars]
     suggested = command_line([*TINY, "method.name=fedavg"], 1)
     wide = [line for line in lines if len(line) > 80]
@@ -432,20 +435,6 @@ def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
     assert lines[-2:] == ["compare with", f"  {suggested}"]
     assert main([*shlex.split(lines[-1])[3:], "--quiet"]) == FINISHED
     assert [path.name.startswith("fedavg-digits-s0-") for path in (tmp_path / "runs").iterdir()] == [True]
-
-
-def read_all(leader: int) -> str:
-    """Read a terminal until its program has left."""
-    parts: list[bytes] = []
-    while True:
-        try:
-            part = os.read(leader, 65536)
-        except OSError:
-            part = b""
-        if not part:
-            os.close(leader)
-            return b"".join(parts).decode()
-        parts.append(part)
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,7 @@ def test_the_run_name_tells_configurations_apart() -> None:
         "run.max_elements",
         "run.placement",
         "run.state",
+        "run.tensorboard",
     }
 
 

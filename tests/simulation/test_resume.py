@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
@@ -23,15 +22,14 @@ from bits import (
     differing,
     method_settings,
     run_here,
+    run_killed_in_round,
     tiny_settings,
     write_digits,
 )
 from conftest import REPOSITORY, clean_environment, kill_tree
 
-from hpcfl.communication.messages import Message
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
-from hpcfl.methods import METHODS, Method
-from hpcfl.training.clients import Clients
+from hpcfl.methods import METHODS
 
 ROUNDS = 3
 LONG_ROUNDS = 60
@@ -123,33 +121,11 @@ def test_stopped_or_prolonged_at_every_round_boundary(
 def test_killed_in_the_middle_of_the_last_round(settings: list[str], tmp_path: Path, method: str) -> None:
     """SIGKILL while the last of all clients trains, under full participation."""
     keys = [*settings, *short(method), "train.participation=1", "run.checkpoint_every=1"]
-    with warnings.catch_warnings():
-        # of threads, which newer Pythons warn of: those of linear algebra are idle
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        die_in_round(ROUNDS - 1, METHODS[method.partition("-")[0]])
-        run_here(tmp_path / "run", keys)
-        os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
+    run_killed_in_round(ROUNDS - 1, tmp_path / "run", keys)
     assert completed_rounds(tmp_path / "run") == ROUNDS - 1
     for folder in ("run", "undisturbed"):
         assert run_here(tmp_path / folder, keys) == FINISHED
     assert not differing(tmp_path / "undisturbed", tmp_path / "run")
-
-
-def die_in_round(number: int, method: type[Method]) -> None:
-    """Have this process killed once the last client of a round has trained."""
-    train = method.train
-
-    def deadly(self: Method, clients: Clients, down: Message) -> Message:
-        up = train(self, clients, down)
-        if clients.round == number and self.context.num_clients - 1 in clients.ids:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return up
-
-    method.train = deadly  # type: ignore[method-assign]
 
 
 def test_prolonged_round_by_round_past_an_evaluation_off_schedule(

@@ -1,0 +1,138 @@
+"""`hpcfl watch`: how runs are going, from another shell or machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcfl.commands.arguments import Parser
+from hpcfl.commands.summary import shown_bytes
+from hpcfl.communication.world import World
+from hpcfl.errors import UserError
+from hpcfl.simulation.curves import curve, sparkline
+from hpcfl.simulation.progress import clock, console
+from hpcfl.storage.view import ENDED, RunView, view
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+CURVE_WIDTH, SMALL_CURVE_WIDTH = 40, 8
+LOG_LINES = 5
+RECENT_EVALUATIONS = 10
+"""Evaluations that the seconds of a round are taken from."""
+
+
+def watch_runs(arguments: Sequence[str], world: World) -> None:
+    """Show how runs are going, one in full, several a line each. Reads their folders and touches nothing.
+
+    On a terminal it goes on until all have ended or Ctrl-C; elsewhere it prints one state.
+    """
+    parser = Parser("hpcfl watch", watch_runs.__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/<name>")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default: 2)")
+    parser.add_argument("--once", action="store_true", help="show one state and end")
+    options = parser.parse_args(arguments)
+    # not (>): nan is no time either
+    if not options.every > 0:
+        raise UserError(f"--every {options.every:g} is not possible; give seconds above 0, such as --every 2")
+    views = [view(path) for path in options.runs]
+    screen = console()
+    if options.once or not screen.is_terminal:
+        screen.print(_shown(views, screen.encoding), soft_wrap=len(views) == 1)
+        return
+    from rich.live import Live
+
+    with suppress(KeyboardInterrupt), Live(_shown(views, screen.encoding), console=screen) as live:
+        while not all(run.state in ENDED for run in views):
+            time.sleep(options.every)
+            views = [view(path) for path in options.runs]
+            live.update(_shown(views, screen.encoding), refresh=True)
+
+
+def _shown(views: Sequence[RunView], encoding: str) -> Table | Text:
+    from rich.text import Text
+
+    if len(views) > 1:
+        return _lines(views, encoding)
+    return Text("\n".join(f"{name:<11}{value}" for name, value in _figures(views[0], encoding)))
+
+
+def _figures(run: RunView, encoding: str) -> Iterator[tuple[str, str]]:
+    """Yield what is known of a run, each with its name."""
+    yield "run", str(run.path)
+    yield "what", _configuration(run)
+    yield "state", _state(run)
+    yield "rounds", f"{run.done}/{run.rounds}"
+    if run.metrics:
+        last = run.metrics[-1]
+        means = [row["accuracy_mean"] for row in run.metrics]
+        best = means.index(max(means))
+        yield "accuracy", f"{last['accuracy_mean']:.2%} (round {last['round']:.0f})"
+        yield "best", f"{means[best]:.2%} (round {run.metrics[best]['round']:.0f})"
+        yield "spread", f"{last['accuracy_std']:.2%} over clients"
+        yield "curve", curve(means, CURVE_WIDTH, encoding)
+        yield "bytes", f"{shown_bytes(last['bytes_down'])} down, {shown_bytes(last['bytes_up'])} up"
+        yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"
+    else:
+        yield "accuracy", "no evaluation yet"
+    if run.state not in ENDED:
+        yield "time left", _time_left(run)
+    elif run.state != "finished":
+        yield "go on with", run.command
+    for number, line in enumerate(run.log[-LOG_LINES:]):
+        yield "" if number else "log", line
+
+
+def _lines(views: Sequence[RunView], encoding: str) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="")
+    table.add_column("run", no_wrap=True, overflow="ellipsis", ratio=1)
+    for name in ("state", "rounds", "accuracy", "best", "curve", "left"):
+        table.add_column(name, no_wrap=True)
+    for run in views:
+        means = [row["accuracy_mean"] for row in run.metrics]
+        known = (f"{means[-1]:.2%}", f"{max(means):.2%}") if means else ("-", "-")
+        drawn = sparkline(means, SMALL_CURVE_WIDTH, encoding)
+        left = "" if run.state in ENDED else _time_left(run)
+        cells = [run.path.name, run.state, f"{run.done}/{run.rounds}", *known, drawn, left]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _configuration(run: RunView) -> str:
+    config = run.config
+    data = config["data"]
+    return (
+        f"{config['method']['name']} on {data['source']}, {data['clients'] or 'all its'} clients, "
+        f"{data['partition']['name']} partition, {config['model']['name']}, seed {config['run']['seed']}"
+    )
+
+
+def _state(run: RunView) -> str:
+    ago = f"last change {clock(max(0, time.time() - run.changed_s))} ago"
+    owner = run.holder.owner or "a process"
+    return {
+        "finished": "finished",
+        "running": f"running, {owner}; {ago}",
+        "stopped": f"stopped; {ago}",
+        "killed": f"killed or failed, {owner} is gone; {ago}",
+        "out of sight": f"the lock of {owner} cannot be seen from here; {ago}",
+    }[run.state]
+
+
+def _round_s(run: RunView) -> float:
+    """Return the seconds of a round in the last evaluations; there must be one."""
+    last = run.metrics[-1]
+    recent = run.metrics[-1 - RECENT_EVALUATIONS :]
+    before = recent[0] if len(recent) > 1 else {"round": 0.0, "wall_s": 0.0}
+    return (last["wall_s"] - before["wall_s"]) / (last["round"] - before["round"])
+
+
+def _time_left(run: RunView) -> str:
+    return clock(_round_s(run) * (run.rounds - run.done)) if run.metrics else "unknown"

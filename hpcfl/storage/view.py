@@ -1,0 +1,129 @@
+"""A run folder seen from outside, also while a run writes it: reads, takes no lock, writes nothing."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from hpcfl.config import ENVIRONMENT
+from hpcfl.errors import UserError
+from hpcfl.storage.lock import Holder, holder
+
+LOG_BYTES = 10_000
+"""How much of the end of log.txt is read."""
+
+State = Literal["running", "finished", "stopped", "killed", "out of sight"]
+"""`stopped` has given the lock up, `killed` has not. `out of sight`: on another machine, may be running."""
+
+ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
+
+_ADVICE = "name one that a run has made, such as runs/<name>"
+
+# How far the run was at a line of the log; a start, which names the clients, begins at round 0.
+_ROUND = re.compile(r" round (\d+)/\d+ | resuming after round (\d+) of | clients, in ")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run folder at one moment."""
+
+    path: Path
+    config: Mapping[str, Any]
+    """The nested keys of config.yaml."""
+    metrics: list[dict[str, float]]
+    """The rows of metrics.csv, by column."""
+    log: list[str]
+    """The last lines of log.txt."""
+    holder: Holder
+    is_complete: bool
+    """Whether clients.csv is there, which a run writes last."""
+    changed_s: float
+    """When the run last wrote, in seconds since 1970; checkpoints apart."""
+
+    @property
+    def rounds(self) -> int:
+        """All rounds that the run is to do."""
+        return int(self.config["train"]["rounds"])
+
+    @property
+    def command(self) -> str:
+        """What was typed to start the run."""
+        return str((self.config.get(ENVIRONMENT) or {}).get("command", "the same command"))
+
+    @property
+    def done(self) -> int:
+        """Rounds done, as far as evaluations and the log tell."""
+        logged = [match for line in self.log for match in _ROUND.finditer(f"{line} ")]
+        told = int(logged[-1][1] or logged[-1][2] or 0) if logged else 0
+        return max(told, int(self.metrics[-1]["round"]) if self.metrics else 0)
+
+    @property
+    def state(self) -> State:
+        if self.is_complete and self.metrics and self.metrics[-1]["round"] == self.rounds:
+            return "finished"
+        if self.holder.is_seen:
+            return "running"
+        if not self.holder.owner:
+            return "stopped"
+        return "killed" if self.holder.is_gone else "out of sight"
+
+
+def view(path: Path) -> RunView:
+    """Look at a run folder; raise UserError where there is none."""
+    try:
+        return RunView(
+            path,
+            _config(path / "config.yaml"),
+            _rows(_text(path / "metrics.csv")),
+            _text(path / "log.txt", LOG_BYTES).splitlines(),
+            holder(path),
+            (path / "clients.csv").exists(),
+            max(_changed_s(path / name) for name in ("config.yaml", "metrics.csv", "log.txt")),
+        )
+    except OSError as error:
+        raise UserError(f"{path} is no run folder: {error.strerror}: {error.filename}; {_ADVICE}") from error
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """Return the nested keys of a run's config.yaml; raise UserError where it is something else."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+        whole = all(tree[group] for group in ("method", "data", "model", "train", "run"))
+    except (yaml.YAMLError, ValueError, TypeError, KeyError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path.parent} is no run folder: {path} is not a run's; {_ADVICE}")
+    found: dict[str, Any] = tree
+    return found
+
+
+def _text(path: Path, most_bytes: int | None = None) -> str:
+    """Return the complete lines of a file, of its last bytes if so asked; "" where there is none."""
+    try:
+        with path.open("rb") as file:
+            if most_bytes is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+            found = file.read()
+    except FileNotFoundError:
+        return ""
+    return found[: found.rfind(b"\n") + 1].decode(errors="replace")
+
+
+def _rows(text: str) -> list[dict[str, float]]:
+    """Return the rows of a CSV file of numbers by column, without those that are not whole."""
+    header, *rows = csv.reader(text.splitlines()) if text else [[]]
+    return [dict(zip(header, map(float, row), strict=True)) for row in rows if len(row) == len(header)]
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0

@@ -1,0 +1,208 @@
+"""`hpcfl watch` beside runs that go on, have been killed, or are finished."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from fcntl import ioctl
+from pathlib import Path
+
+import pytest
+from bits import run_here, start_run, tiny_settings, write_digits
+from conftest import clean_environment, read_all, run_tree
+
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.storage.view import view
+
+PATIENCE_S = 60
+ENDLESS = 100_000
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(digits)
+    return [*tiny_settings(digits), "method.name=fedavg"]
+
+
+@pytest.fixture(scope="module")
+def finished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    assert run_here(folder, settings) == FINISHED
+    return folder
+
+
+@pytest.fixture
+def going_on(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    """Return the folder of a run that goes on, with evaluations, and its process."""
+    folder = tmp_path / "a run"
+    pid = start_run(folder, [*settings, f"train.rounds={ENDLESS}", "run.checkpoint_every=2"])
+    try:
+        wait_for(lambda: (folder / "config.yaml").exists() and len(view(folder).metrics) > 2)
+        yield folder, pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def watched(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Return what `hpcfl watch` prints."""
+    capsys.readouterr()
+    assert main(["watch", *map(str, words)]) == FINISHED
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def figures(text: str) -> dict[str, str]:
+    """Return the lines of a run in full by name, but for those of the log."""
+    pairs = [(line[:10].strip(), line[11:]) for line in text.splitlines()]
+    return {name: value for name, value in pairs if name}
+
+
+def test_a_run_that_goes_on_and_is_killed(
+    going_on: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, pid = going_on
+    before = view(folder).done
+    shown = figures(watched(capsys, folder, "--once"))
+    assert shown["run"] == str(folder)
+    assert shown["what"] == "fedavg on npz, 7 clients, dirichlet partition, digits_cnn, seed 0"
+    assert shown["state"].startswith(f"running, pid {pid} on ")
+    done, _, rounds = shown["rounds"].partition("/")
+    assert before <= int(done) <= view(folder).done
+    assert int(rounds) == ENDLESS
+    assert re.fullmatch(r"\d+\.\d\d% \(round \d+\)", shown["accuracy"])
+    assert re.fullmatch(r"\d+\.\d\d% \(round \d+\)", shown["best"])
+    assert re.fullmatch(r"\d+\.\d\d% over clients", shown["spread"])
+    assert re.fullmatch(r"\d+\.\d\d% \S+ \d+\.\d\d%", shown["curve"])
+    assert re.fullmatch(r"\S+ \wB down, \S+ \wB up", shown["bytes"])
+    assert re.fullmatch(r"\d+ client steps/s, \S+ s a round", shown["speed"])
+    assert re.fullmatch(r"(\d+ days?, )?\d+:\d\d:\d\d", shown["time left"])
+    assert shown["log"].endswith(f"fedavg on npz, 7 clients, in {folder}")
+    header, first, second = watched(capsys, folder, finished).splitlines()
+    assert header.split() == ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
+    assert first.startswith("a run  running")
+    assert second.split()[:3] == ["run", "finished", "3/3"]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: view(folder).state == "killed")
+    shown = figures(watched(capsys, folder))
+    assert shown["state"].startswith(f"killed or failed, pid {pid} on ")
+    assert "time left" not in shown
+
+
+LOOK = """
+import os, sys
+from hpcfl.main import main
+folder = os.path.realpath(sys.argv[1])
+def hook(event, args):
+    if event == "open" and isinstance(args[0], str) and os.path.realpath(args[0]).startswith(folder):
+        assert args[2] & os.O_ACCMODE == os.O_RDONLY and not args[2] & os.O_CREAT, args
+        print("read", os.path.basename(args[0]))
+    assert event not in ("fcntl.lockf", "fcntl.flock", "os.rename", "os.remove", "os.mkdir"), event
+sys.addaudithook(hook)
+sys.exit(main(["watch", folder]))
+"""
+
+
+def test_nothing_is_opened_for_writing_and_no_lock_is_taken(going_on: tuple[Path, int]) -> None:
+    folder, _ = going_on
+    done = run_tree([sys.executable, "-c", LOOK, str(folder)])
+    read = set(re.findall("^read (.*)", done.stdout, re.MULTILINE))
+    assert read == {"config.yaml", "metrics.csv", "log.txt", ".lock"}
+    assert "state      running" in done.stdout
+
+
+def test_a_terminal_shows_how_it_goes_until_ctrl_c(going_on: tuple[Path, int]) -> None:
+    folder, _ = going_on
+    leader, follower = pty.openpty()
+    ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {**clean_environment(), "TERM": "xterm"}
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    command = [sys.executable, "-m", "hpcfl.main", "watch", str(folder), "--every", "0.1"]
+    with subprocess.Popen(command, stdout=follower, stderr=follower, env=environment) as child:
+        os.close(follower)
+        seen = ""
+        rounds: set[str] = set()
+        while len(rounds) < 3:
+            seen += os.read(leader, 65536).decode(errors="replace")
+            rounds = set(re.findall(r"rounds +(\d+)/", seen))
+        child.send_signal(signal.SIGINT)
+        assert child.wait(PATIENCE_S) == FINISHED
+    seen += read_all(leader)
+    assert "Traceback" not in seen
+    assert "\x1b[?25h" in seen.rpartition("\x1b[?25l")[2]
+
+
+def test_a_terminal_is_left_when_the_run_ends(
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert "state      finished" in watched(capsys, finished)
+
+
+def test_a_finished_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = figures(watched(capsys, finished))
+    assert (shown["state"], shown["rounds"]) == ("finished", "3/3")
+    last = view(finished).metrics[-1]
+    assert shown["accuracy"] == f"{last['accuracy_mean']:.2%} (round 3)"
+    assert "go on with" not in shown
+    assert "time left" not in shown
+
+
+def test_without_an_evaluation_there_is_none(
+    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(finished / "config.yaml", folder)
+    shown = figures(watched(capsys, folder))
+    assert shown["accuracy"] == "no evaluation yet"
+    assert shown["rounds"] == "0/3"
+    assert shown["state"].startswith("stopped; ")
+    assert "curve" not in shown
+    line = watched(capsys, folder, finished).splitlines()[1]
+    assert line.split() == ["run", "stopped", "0/3", "-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none"], "none is no run folder: No such file or directory: none/config.yaml; name one that"),
+        (["."], ". is no run folder: "),
+        ([], "the following arguments are required: RUN; see hpcfl watch --help"),
+        ([".", "--every", "0"], "--every 0 is not possible; give seconds above 0, such as --every 2"),
+        ([".", "--every", "nan"], "--every nan is not possible"),
+    ],
+)
+def test_mistakes(
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["watch", *words]) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert said in err
