@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 class Settings(BaseModel):
     """A group of keys: frozen once validated, of known names and finite values.
 
-    Each key has a docstring below it, or a `description`.
+    Each key has a docstring below it, which `hpcfl list keys` prints.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -17,6 +17,7 @@ COMMANDS = {
     "bench": "run_bench",
     "table": "run_table",
     "watch": "watch_runs",
+    "completion": "print_completion",
 }
 """The function of each, in the module of its name; a run, on all its ranks, imports none of them."""
 

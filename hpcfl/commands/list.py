@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.codecs import CODECS
 from hpcfl.communication.world import World
+from hpcfl.config.reference import Key, about, citation, keys
 from hpcfl.data.partitions import PARTITIONS, add_own_partition
 from hpcfl.data.sources import SOURCES, add_own_source
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, add_own_method
 from hpcfl.models import MODELS, add_own_model
 
@@ -22,16 +26,36 @@ OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
 
 
 def list_everything(arguments: Sequence[str], world: World) -> None:
-    """Print what there is, one line each: its kind and its name."""
+    """Print what there is, one line each: its kind and its name.
+
+    With `keys`, print all keys of a configuration with their defaults and meanings, or those whose names or
+    groups begin with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet, model.mlp, comm
+    """
     parser = Parser("hpcfl list", list_everything.__doc__)
+    parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then which of them")
     parser.add_argument("--describe", action="store_true", help="say what each is")
+    parser.add_argument("--markdown", action="store_true", help="print keys as tables of Markdown")
     for kind, (key, _) in OWN_FILES.items():
         parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
-    options = parser.parse_args(arguments)
-    describes = options.describe
+    options = parser.parse_intermixed_args(list(arguments))
+    if options.words and options.words[0] != "keys":
+        raise UserError(
+            f"{options.words[0]} is nothing to list; give nothing, or keys, such as "
+            "hpcfl list keys method.pfedla"
+        )
+    if options.markdown and not options.words:
+        raise UserError("--markdown is for keys; type hpcfl list keys --markdown")
     for kind, (_, add_own) in OWN_FILES.items():
         if (path := getattr(options, kind)) is not None:
             add_own(path)
+    if options.words:
+        found = _chosen(options.words[1:])
+        print("\n\n".join(map(_as_table if options.markdown else _as_lines, _by_group(found))))
+    else:
+        _print_names(options.describe)
+
+
+def _print_names(describes: bool) -> None:
     kinds: dict[str, dict[str, str]] = {
         "method": {name: method.summary for name, method in METHODS.items()},
         "source": {name: source.description for name, source in SOURCES.items()},
@@ -42,3 +66,66 @@ def list_everything(arguments: Sequence[str], world: World) -> None:
     for kind, entries in kinds.items():
         for name, description in entries.items():
             print(f"{kind} {name}: {description}" if describes else f"{kind} {name}")
+
+
+def _chosen(words: Sequence[str]) -> list[Key]:
+    """Return the keys that the words name or begin, all without words; UserError for a word of none."""
+    known = keys()
+    if not words:
+        return known
+    found = []
+    for word in words:
+        of_word = [key for key in known if any(_begins(name, word) for name in _names(key))]
+        if not of_word:
+            names = sorted({name for key in known for name in _names(key)})
+            (near,) = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
+            raise UserError(
+                f"{word} is no key and no group of keys; the nearest one is {near}: hpcfl list keys {near}"
+            )
+        found += [key for key in of_word if key not in found]
+    return found
+
+
+def _names(key: Key) -> set[str]:
+    """Return what a key is found by: its group, its name, and both together."""
+    return {key.group, key.name, f"{key.group}.{key.name.rpartition('.')[2]}"}
+
+
+def _begins(name: str, word: str) -> bool:
+    return f"{name}.".startswith(f"{word}.")
+
+
+def _by_group(found: Sequence[Key]) -> list[list[Key]]:
+    in_order = sorted(found, key=lambda key: [other.group for other in found].index(key.group))
+    return [list(group) for _, group in groupby(in_order, key=lambda key: key.group)]
+
+
+def _as_lines(group: Sequence[Key]) -> str:
+    """Return a group as text: a line of a key with what it may be, and one with its meaning."""
+    lines = [f"# {_title(group[0].group)}"]
+    for key in group:
+        default = "" if key.default is None else f"={key.default}"
+        lines += [f"{key.name}{default}  [{key.kind}]", f"    {key.meaning}"]
+    return "\n".join(lines)
+
+
+def _as_table(group: Sequence[Key]) -> str:
+    """Return a group as a table of Markdown."""
+    lines = [f"### {_title(group[0].group)}", "", "| key | meaning | allowed | default | source |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for key in group:
+        cells = [
+            f"`{key.name}`",
+            key.meaning,
+            key.kind,
+            f"`{key.default}`" if key.default else "",
+            key.origin,
+        ]
+        lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def _title(group: str) -> str:
+    """Return what a group is, with its paper."""
+    said = f"{group}: {about(group)}" if about(group) else f"{group}.*"
+    return f"{said} ({citation(group)})" if citation(group) else said

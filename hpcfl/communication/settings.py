@@ -18,7 +18,9 @@ class CommConfig(Settings):
     """The keys under `comm.*`: how numbers are coded on their way between server and clients."""
 
     codec: CodecName = "none"
-    """none: numbers travel as they are. float16: as float16, within its range. int8: as whole numbers from
+    """How numbers are coded on their way.
+
+    none: they travel as they are. float16: as float16, within its range. int8: as whole numbers from
     -127 to 127 and a scale for each layer; in uploads, the difference to what the client received. topk: in
     uploads, the largest differences to what the client received, with their indices."""
     directions: Literal["both", "up", "down"] | None = None

@@ -38,7 +38,7 @@ class DataConfig(Settings):
     layout: Literal["NHWC", "NCHW"] | None = None
     """Axis order of source `npz`; other sources know theirs."""
     split: str = "mnist"
-    """EMNIST's split."""
+    """Split of source `emnist`, such as letters or byclass."""
     clients: int | None = Field(None, ge=1)
     """Number of clients N; default: 10, or with partition `given` all that the source has."""
     per_client: int | None = Field(None, ge=2)

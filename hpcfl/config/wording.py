@@ -42,8 +42,27 @@ def unknown_key(key: str, value: Any, known: Sequence[str], groups: Sequence[str
 
 def allowed(field: FieldInfo) -> str:
     """Say what a key may be: its type, bounds and default."""
-    kind = f"{_in_words(field.annotation)} {_bounds(field.metadata)}".strip()
-    return f"allowed: {kind}" + ("" if field.is_required() else f" (default: {shown(field.default)})")
+    default = "" if field.is_required() else f" (default: {shown(field.default)})"
+    return f"allowed: {kind_in_words(field)}{default}"
+
+
+def kind_in_words(field: FieldInfo) -> str:
+    """Say what a key may be: its type and bounds."""
+    return f"{_in_words(field.annotation)} {_bounds(field.metadata)}".strip()
+
+
+def values_of(field: FieldInfo) -> tuple[str, ...]:
+    """Return all that a key may be, as typed, where these are words; () where they are not."""
+    parts = get_args(field.annotation) if get_origin(field.annotation) in (Union, UnionType) else None
+    known: list[str] = []
+    for part in parts or (field.annotation,):
+        if get_origin(part) is Literal:
+            known += map(str, get_args(part))
+        elif part in (bool, NoneType):
+            known += ["true", "false"] if part is bool else ["null"]
+        else:
+            return ()
+    return tuple(known)
 
 
 def _bounds(limits: Iterable[Any]) -> str:

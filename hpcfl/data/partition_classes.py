@@ -31,54 +31,44 @@ from hpcfl.randomness import numpy_stream
 class ClassesOptions(PartitionOptions):
     """Options of `classes`, pFedLA's non-IID_1."""
 
-    classes_per_client: int = Field(
-        4,
-        ge=1,
-        description="classes a client owns; pFedLA: 4 of 10, 12 of CIFAR100's 100; all = balanced IID",
-    )
+    classes_per_client: int = Field(4, ge=1)
+    """Classes a client owns (pFedLA: 4 of 10, 12 of CIFAR100's 100); all of them is balanced IID."""
 
 
 class DominantOptions(PartitionOptions):
     """Options of `dominant`, pFedLA's non-IID_2."""
 
-    dominant_classes: int = Field(
-        2, ge=1, description="classes a client has more of; pFedLA: 2 of 10, 6 of CIFAR100's 100"
-    )
-    ratio: float = Field(
-        6.0,
-        ge=1,
-        allow_inf_nan=False,
-        description="samples of a dominant class for one of another; pFedLA gives none; 1 = balanced IID",
-    )
+    dominant_classes: int = Field(2, ge=1)
+    """Classes a client has more of (pFedLA: 2 of 10, 6 of CIFAR100's 100)."""
+    ratio: float = Field(6.0, ge=1, allow_inf_nan=False)
+    """Samples of a dominant class for one of another (pFedLA gives none); 1 is balanced IID."""
 
 
 class NeighboursOptions(PartitionOptions):
     """Options of `neighbours`, pFedLA's figure 6."""
 
-    classes_per_client: int = Field(4, ge=1, description="classes a client owns; pFedLA: 4")
-    changed_classes: int = Field(
-        1, ge=1, description="classes in which a client differs from the one before it; pFedLA: 1"
-    )
+    classes_per_client: int = Field(4, ge=1)
+    """Classes a client owns (pFedLA: 4)."""
+    changed_classes: int = Field(1, ge=1)
+    """Classes in which a client differs from the one before it (pFedLA: 1)."""
 
 
 class TargetOptions(PartitionOptions):
     """Options of `target`, pFedLA's figure 5."""
 
-    classes_per_client: int = Field(4, ge=1, description="classes a client owns; pFedLA: 4")
-    similar_classes: int = Field(
-        3, ge=0, description="classes that client 2 has in common with client 0, the target; pFedLA: 3"
-    )
-    others_from: Literal["rest", "all"] = Field(
-        "rest", description="what clients 3, 4, ... draw from: the classes that the target lacks, or all"
-    )
+    classes_per_client: int = Field(4, ge=1)
+    """Classes a client owns (pFedLA: 4)."""
+    similar_classes: int = Field(3, ge=0)
+    """Classes that client 2 has in common with client 0, the target (pFedLA: 3)."""
+    others_from: Literal["rest", "all"] = "rest"
+    """What clients 3, 4, ... draw from: the classes that the target lacks, or all."""
 
 
 class RandomClassesOptions(PartitionOptions):
     """Options of `random_classes`, pFedMB's."""
 
-    classes_per_client: int = Field(
-        2, ge=1, description="different classes that each client draws; pFedMB: 2"
-    )
+    classes_per_client: int = Field(2, ge=1)
+    """Different classes that each client draws (pFedMB: 2)."""
 
 
 class PairsOptions(PartitionOptions):
@@ -88,11 +78,12 @@ class PairsOptions(PartitionOptions):
 class PathologicalOptions(PartitionOptions):
     """Options of `pathological`, PFLlib's `pat`."""
 
-    classes_per_client: int = Field(
-        2, ge=1, description="classes a client owns; PFLlib: 2 of 10, 10 of CIFAR100's 100"
-    )
-    balanced: bool = Field(False, description="equal shares of a class instead of random ones")
-    batch_size: int = Field(10, ge=1, description="sets the smallest share, see `least_samples`; PFLlib: 10")
+    classes_per_client: int = Field(2, ge=1)
+    """Classes a client owns (PFLlib: 2 of 10, 10 of CIFAR100's 100)."""
+    balanced: bool = False
+    """Whether the owners of a class have equal shares of it, not random ones."""
+    batch_size: int = Field(10, ge=1)
+    """Sets the smallest share by the rule of `least_samples` (PFLlib: 10)."""
 
 
 def balanced_deal(num_clients: int, num_classes: int, per_client: int, seed: int) -> BoolArray:

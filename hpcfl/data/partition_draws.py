@@ -42,60 +42,44 @@ CIFAR100_COARSE = np.array([
 class DirichletOptions(PartitionOptions):
     """Options of `dirichlet`, MOON's generator, which pFedMB uses."""
 
-    beta: float = Field(
-        0.5, gt=0, allow_inf_nan=False, description="concentration; small = few classes a client; MOON: 0.5"
-    )
-    min_samples: int = Field(10, ge=1, description="smallest client allowed; MOON: 10")
+    beta: float = Field(0.5, gt=0, allow_inf_nan=False)
+    """Concentration of the draw (MOON: 0.5): the smaller, the fewer classes a client has."""
+    min_samples: int = Field(10, ge=1)
+    """Samples of the smallest client allowed (MOON: 10)."""
 
 
 class DirichletPfllibOptions(PartitionOptions):
     """Options of `dirichlet_pfllib`, PFLlib's `dir`."""
 
-    beta: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="concentration; small = few classes a client; PFLlib: 0.1"
-    )
-    batch_size: int = Field(
-        10, ge=1, description="sets the smallest client: batch_size / data.test_fraction; PFLlib: 10"
-    )
-    min_samples: int | None = Field(
-        None,
-        ge=1,
-        description="smallest client allowed; null = PFLlib's rule, batch_size / data.test_fraction, at most "
-        "half of the mean client",
-    )
+    beta: float = Field(0.1, gt=0, allow_inf_nan=False)
+    """Concentration of the draw (PFLlib: 0.1): the smaller, the fewer classes a client has."""
+    batch_size: int = Field(10, ge=1)
+    """Sets the smallest client: batch_size / data.test_fraction (PFLlib: 10)."""
+    min_samples: int | None = Field(None, ge=1)
+    """Samples of the smallest client allowed; default: batch_size / data.test_fraction, at most half of the
+    mean client (PFLlib)."""
 
 
 class MixtureOptions(PartitionOptions):
     """Options of `mixture`, FedEM's."""
 
-    components: int = Field(
-        3, ge=-1, description="groups of classes; FedEM: 3 of 10; -1 = each class is its own (EMNIST)"
-    )
-    beta: float = Field(
-        0.4, gt=0, allow_inf_nan=False, description="concentration; small = few groups a client; FedEM: 0.4"
-    )
-    min_samples: int = Field(
-        10, ge=1, description="smallest client allowed; ours: FedEM does not draw again for it"
-    )
+    components: int = Field(3, ge=-1)
+    """Number of groups of classes (FedEM: 3 of 10); at -1 each class is its own (FedEM's EMNIST)."""
+    beta: float = Field(0.4, gt=0, allow_inf_nan=False)
+    """Concentration of the draw (FedEM: 0.4): the smaller, the fewer groups a client has."""
+    min_samples: int = Field(10, ge=1)
+    """Samples of the smallest client allowed (FedEM does not draw again for it)."""
 
 
 class PachinkoOptions(PartitionOptions):
     """Options of `pachinko`, FedEM's of CIFAR-100."""
 
-    coarse_beta: float = Field(
-        0.4, gt=0, allow_inf_nan=False, description="concentration over the coarse classes; FedEM: 0.4"
-    )
-    fine_beta: float = Field(
-        10.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="concentration over the fine classes of a coarse one; FedEM: 10",
-    )
-    coarse_classes: int | None = Field(
-        None,
-        ge=1,
-        description="number of coarse classes, each of consecutive fine ones; null = CIFAR-100's own 20",
-    )
+    coarse_beta: float = Field(0.4, gt=0, allow_inf_nan=False)
+    """Concentration over the coarse classes (FedEM: 0.4)."""
+    fine_beta: float = Field(10.0, gt=0, allow_inf_nan=False)
+    """Concentration over the fine classes of a coarse one (FedEM: 10)."""
+    coarse_classes: int | None = Field(None, ge=1)
+    """Number of coarse classes, each of consecutive fine ones; default: CIFAR-100's own 20."""
 
 
 class IidOptions(PartitionOptions):

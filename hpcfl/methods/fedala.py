@@ -54,7 +54,7 @@ class FedALAParams(Params):
     """The first learning of W_i ends when the standard deviation of the losses of the last passes is below
     this (paper: 0.01, code: 0.1)."""
     last_passes: int = Field(10, ge=2)
-    """Number of last passes in that standard deviation (code: 10)."""
+    """Number of last passes in the standard deviation of `threshold` (code: 10)."""
     most_passes: int = Field(50, ge=1)
     """Largest number of passes of the first learning (the authors set no limit)."""
 

@@ -53,7 +53,7 @@ class FedFomoParams(Params):
     epsilon: float = Field(0.3, ge=0, le=1)
     """Probability that one of the M is random in the first round (authors: 0.3); 0 sends the best alone."""
     epsilon_decay: float = Field(0.05, ge=0)
-    """Amount by which that probability falls in each round (authors: 0.05)."""
+    """Amount by which `epsilon` falls in each round (authors: 0.05)."""
 
 
 class FedFomo(ModelBank):

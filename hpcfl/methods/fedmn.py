@@ -90,9 +90,9 @@ class FedMNParams(Params):
     the paper's sum of n_i a_i / n, which shrinks rarely used blocks; `count` weighs all these clients equally
     (authors' code)."""
     temperature: float = Field(1.0, gt=0)
-    """First temperature tau (paper: 1.0)."""
+    """Temperature tau of the first round (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
-    """Last temperature (paper: 0.1)."""
+    """Temperature tau of the last round (paper: 0.1)."""
     router_lr: float = Field(0.003, gt=0)
     """Step size of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay acts with
     `train.lr`, as on all other weights."""

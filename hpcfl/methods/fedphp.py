@@ -49,7 +49,7 @@ class FedPHPParams(Params):
     bandwidths: list[PositiveFloat] = Field([10.0, 15.0, 20.0, 50.0], min_length=1)
     """Widths of the Gaussian kernels of `mmd`; widths far below the squared distances make R constant."""
     temperature: float = Field(4.0, gt=0)
-    """Temperature of `distillation`."""
+    """Temperature of the softmax in `distillation`."""
 
     def idle_keys(self) -> set[str]:
         return {"temperature"} if self.regulariser == "mmd" else set()

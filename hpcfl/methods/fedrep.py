@@ -29,7 +29,7 @@ class FedRepParams(Params):
     head_epochs: int | None = Field(None, ge=0)
     """Epochs of the head alone (authors: 10); 0 never trains it, default: as many as `train.local_epochs`."""
     body_epochs: int = Field(1, ge=0)
-    """Epochs of the body after that (authors: 1 for CIFAR-10, 5 for CIFAR-100); 0 never trains it."""
+    """Epochs of the body after the head's (authors: 1 for CIFAR-10, 5 for CIFAR-100); 0 never trains it."""
 
 
 class FedRep(FedPer):

@@ -47,7 +47,7 @@ class FedRoDParams(Params):
     hyper_head: bool = False
     """Whether a shared network makes personal heads from class shares (the paper's hypernetwork variant)."""
     hidden: int = Field(32, ge=1)
-    """Width of that network's hidden layer (FL-bench: 32)."""
+    """Width of the hidden layer of `hyper_head`'s network (FL-bench: 32)."""
 
 
 class FedRoD(FedAvg):

@@ -83,7 +83,7 @@ class PFedLAParams(Params):
     """Whether a hypernetwork has an output of its own for each client (paper), or scores clients by codes
     that all hypernetworks share, so that memory grows with N, not N^2; see `hpcfl.models.hypernetworks`."""
     rank: int = Field(16, ge=1)
-    """Length of these codes."""
+    """Length of the codes that clients are scored by with `heads=low_rank`."""
     optimiser: Optimiser = "scaled"
     """Step of the hypernetworks: `sgd` is the plain one of eq. 10 and 11; `scaled` is the same, with products
     divided by the largest |Delta_i|^2 that the client has sent; `adam` ignores the scale of the products."""

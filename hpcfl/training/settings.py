@@ -18,7 +18,7 @@ class TrainConfig(Settings):
     """The keys under `train.*`: how long and how clients train."""
 
     rounds: int = Field(30, ge=1)
-    """Communication rounds."""
+    """Number of communication rounds."""
     participation: float = Field(1.0, gt=0, le=1)
     """Share p of the N clients in a round: a cohort of max(1, floor(p N + 0.5))."""
     local_epochs: int = Field(5, ge=1)
@@ -42,9 +42,11 @@ class TrainConfig(Settings):
     weight_decay: float = Field(0.0, ge=0)
     """L2 penalty's factor in the gradient."""
     precision: Precision = "float32"
-    """What local training multiplies. bfloat16: a CPU with AVX-512 BF16 or AMX rounds the factors of
-    convolutions and linear layers to 8 bits and adds in 32; weights, gradients and evaluations keep 32.
-    Worth it for networks of many channels (`hpcfl bench --parts steps` tells); the loop engine only."""
+    """In which numbers local training multiplies.
+
+    bfloat16: a CPU with AVX-512 BF16 or AMX rounds the factors of convolutions and linear layers to 8 bits
+    and adds in 32; weights, gradients and evaluations keep 32. Worth it for networks of many channels
+    (`hpcfl bench --parts steps` tells); the loop engine only."""
     finetune_epochs: int = Field(0, ge=0)
     """Local epochs before each evaluation, on a copy that is thrown away; 0 is none."""
     buffers: BufferPolicy | None = None

@@ -128,7 +128,7 @@ MISTAKES = [
     (["plan", "train.round=3"], "nearest known one is train.rounds"),
     (["plan", "one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
-    (["list", "methods"], "unrecognized arguments: methods; see hpcfl list --help"),
+    (["list", "methods"], "methods is nothing to list; give nothing, or keys, such as hpcfl list keys"),
     (["data", "fetch", "imagenet"], "allowed: " + ", ".join(SOURCES)),
     (["bench", "--colour"], "unrecognized arguments: --colour; see hpcfl bench --help"),
     (["data"], "the following arguments are required: action, name; see hpcfl data --help"),
@@ -323,7 +323,7 @@ def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
 
 
 def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([], ["list"], ["plan"], ["data"], ["bench"]):
+    for command in ([], ["list"], ["plan"], ["data"], ["bench"], ["watch"], ["completion"]):
         with pytest.raises(SystemExit) as leaving:
             main([*command, "--help"])
         assert leaving.value.code == FINISHED

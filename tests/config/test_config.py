@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel
 
-from hpcfl.communication.settings import CommConfig
 from hpcfl.config import (
     RESULT_NEUTRAL,
     Config,
-    DataConfig,
-    RunConfig,
     differences,
     flatten,
     load_config,
     resolve,
 )
-from hpcfl.data.partitions import PARTITIONS
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.models import MODELS
-from hpcfl.settings import Settings
 from hpcfl.training.settings import TrainConfig
 
 
@@ -211,25 +201,6 @@ def test_the_run_name_tells_configurations_apart() -> None:
 def test_the_name_of_a_configuration_stays_what_it_was() -> None:
     twice = [load_config(None, ["train.lr=0.1"]).run_name() for _ in range(2)]
     assert twice[0] == twice[1] != load_config(None, []).run_name()
-
-
-GROUPS: list[type[BaseModel]] = [DataConfig, RunConfig, TrainConfig, CommConfig]
-GROUPS += [method.Params for method in METHODS.values()] + [kind.options for kind in PARTITIONS.values()]
-GROUPS += dict.fromkeys(model.options for model in MODELS.values())
-
-
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_every_key_is_documented(group: type[BaseModel]) -> None:
-    # not by pydantic's use_attribute_docstrings, which reads all sources again whenever the product starts
-    kinds = group.__mro__[: group.__mro__.index(Settings)]
-    lines = [line for kind in kinds for line in ast.parse(inspect.getsource(kind)).body[0].body]
-    documented = {
-        ast.unparse(key.target)
-        for key, text in pairwise(lines)
-        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
-    undescribed = {name for name, field in group.model_fields.items() if not field.description}
-    assert undescribed <= documented
 
 
 @pytest.mark.parametrize(

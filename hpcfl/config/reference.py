@@ -1,0 +1,148 @@
+"""What there is to know of every key: its meaning, what it may be, its default, and where that comes from.
+
+Meanings are the docstrings below the keys. They are read from the sources here, and only here: pydantic's
+`use_attribute_docstrings` would read them whenever the product starts.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from textwrap import dedent
+
+from hpcfl.communication.settings import CommConfig
+from hpcfl.config.choices import CHOICES, DEFAULT_METHOD, DEFAULT_SOURCE, default_name
+from hpcfl.config.schema import DataConfig, RunConfig
+from hpcfl.config.wording import kind_in_words, shown, values_of
+from hpcfl.data.sources import SOURCES
+from hpcfl.methods import METHODS
+from hpcfl.settings import Settings
+from hpcfl.training.settings import TrainConfig
+
+_ORIGINS = "authors?|paper|code|PFLlib|FedEM|FedRep|FLGo|FL-bench|MOON|pFedHN|pFedLA|pFedMB|LEAF"
+_ORIGIN = re.compile(rf" ?\(([^()]*\b(?:{_ORIGINS})\b[^()]*(?:\([^()]*\)[^()]*)*)\)")
+_SENTENCE_END = re.compile(r"(?<!\beq)(?<!\.)\.\s+")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a group."""
+
+    group: str
+    """`train`, or with the name that brings the key `method.pfedla`."""
+    name: str
+    """As it is typed: `train.lr`, `method.embedding`."""
+    meaning: str
+    """The first sentence of its docstring; "" where there is no docstring."""
+    kind: str
+    """What it may be: type and bounds, or names."""
+    values: tuple[str, ...]
+    """All that it may be, where these are words; () where they are not."""
+    default: str | None
+    """As it is typed; None where there is none."""
+    origin: str
+    """What the docstring says of papers and code, such as `authors: 15`; mostly ""."""
+
+
+def keys() -> list[Key]:
+    """Return all keys by group: those of every run, then those of each partition, model and method."""
+    groups: dict[str, type[Settings]] = {
+        "data": DataConfig,
+        "train": TrainConfig,
+        "comm": CommConfig,
+        "run": RunConfig,
+    }
+    found = _choosers()
+    found += [key for group, kind in groups.items() for key in _keys_of(group, group, kind)]
+    for prefix in ("data.partition", "model", "method"):
+        for name in CHOICES[prefix].known:
+            found += _keys_of(f"{prefix}.{name}", prefix, CHOICES[prefix].options_of(name))
+            if prefix == "method":
+                found += _defaults_of(name)
+    return found
+
+
+def about(group: str) -> str:
+    """Say what a group of keys belongs to: "" for those of every run, else what the name stands for."""
+    prefix, _, name = group.rpartition(".")
+    if prefix not in CHOICES:
+        return ""
+    known = CHOICES[prefix].known[name]
+    return str(known.summary if prefix == "method" else known.description)
+
+
+def citation(group: str) -> str:
+    """Return the paper that a method's file opens with; "" where there is none."""
+    prefix, _, name = group.partition(".")
+    if prefix != "method" or name not in METHODS:
+        return ""
+    text = inspect.getdoc(importlib.import_module(METHODS[name].__module__)) or ""
+    opening = " ".join(text.partition("\n\n")[0].split())
+    found = re.fullmatch(r"[\w -]+\. (.*\d{4})\.", opening)
+    return found[1] if found else ""
+
+
+def _choosers() -> list[Key]:
+    """Return the keys that decide which other keys there are; they stand in no class of settings."""
+    of_sources = [f"{source.partition} with {name}" for name, source in SOURCES.items() if source.partition]
+    defaults = {
+        "method": DEFAULT_METHOD,
+        "data.partition": f"classes; {', '.join(of_sources)}",
+        "model": f"lenet; {default_name('model', DEFAULT_SOURCE)} with {DEFAULT_SOURCE}",
+    }
+    what = {
+        "method": "Method that is run",
+        "data.partition": "How samples are dealt to clients",
+        "model": "Network that clients train",
+    }
+    found = []
+    for group, choice in CHOICES.items():
+        names, top = tuple(choice.known), group.partition(".")[0]
+        own = f"Python file of your own that defines the {group.rpartition('.')[2]}"
+        found.append(Key(top, f"{group}.name", what[group], ", ".join(names), names, defaults[group], ""))
+        found.append(Key(top, f"{group}.path", own, "a text or null", (), "null", ""))
+    reader = "Python file of your own that reads the source"
+    return [*found, Key("data", "data.reader", reader, "a text or null", (), "null", "")]
+
+
+def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
+    """Yield the keys of a class of settings."""
+    said = _docstrings(kind)
+    for name, field in kind.model_fields.items():
+        meaning, origin = _first_sentence(said.get(name) or field.description or "")
+        default = None if field.is_required() else shown(field.default)
+        of_source = (group, name) == ("data", "source")
+        values = tuple(SOURCES) if of_source else values_of(field)
+        words = ", ".join(values) if of_source else kind_in_words(field)
+        yield Key(group, f"{prefix}.{name}", meaning, words, values, default, origin)
+
+
+def _defaults_of(method: str) -> Iterator[Key]:
+    """Yield the keys of every run that have another default with a method."""
+    for key in _keys_of(f"method.{method}", "train", TrainConfig):
+        name = key.name.removeprefix("train.")
+        if name in (other := METHODS[method].train_defaults):
+            yield Key(key.group, key.name, key.meaning, key.kind, key.values, shown(other[name]), key.origin)
+
+
+def _docstrings(kind: type[Settings]) -> dict[str, str]:
+    """Return the docstrings below the keys of a class and its bases, each as one line."""
+    found: dict[str, str] = {}
+    for holder in reversed(kind.__mro__[: kind.__mro__.index(Settings)]):
+        (definition,) = ast.parse(dedent(inspect.getsource(holder))).body
+        assert isinstance(definition, ast.ClassDef)
+        for key, text in pairwise(definition.body):
+            if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
+                found[ast.unparse(key.target)] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
+
+
+def _first_sentence(docstring: str) -> tuple[str, str]:
+    """Return the first sentence of a docstring, and what it says in brackets of papers and code."""
+    sentence = _SENTENCE_END.split(docstring, maxsplit=1)[0].removesuffix(".")
+    return sentence, "; ".join(_ORIGIN.findall(sentence))

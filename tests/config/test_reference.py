@@ -1,0 +1,153 @@
+"""What `hpcfl list keys` says is so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from hpcfl.config import flatten, load_config
+from hpcfl.config.choices import CHOICES
+from hpcfl.config.reference import _first_sentence, about, citation, keys
+from hpcfl.config.schema import DataConfig
+from hpcfl.data.partitions import DEFAULT_CLIENTS
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.methods import METHODS
+
+KEYS = keys()
+CHOOSERS = {f"{group}.{key}" for group in CHOICES for key in ("name", "path")} | {"data.reader"}
+UNCITED = {"fedavg_ft", "local"}
+"""Methods that no paper defines."""
+
+
+def test_every_key_has_a_meaning_in_words() -> None:
+    for key in KEYS:
+        assert len(re.findall(r"[A-Za-z]{2,}", key.meaning)) >= 3, key
+        assert not key.meaning.endswith((".", ",", ";")), key
+        assert key.kind, key
+        assert "<class" not in key.kind, key
+        assert "typing." not in key.kind, key
+
+
+@pytest.mark.parametrize("prefix", CHOICES)
+def test_every_key_of_every_configuration_is_there(prefix: str) -> None:
+    for name in CHOICES[prefix].known:
+        tree = load_config(None, [f"{prefix}.name={name}"]).tree()
+        documented = {key.name for key in KEYS if key.group in (*tree, f"{prefix}.{name}")}
+        of_others = tuple(f"{other}." for other in CHOICES if other != prefix)
+        assert [key for key in flatten(tree) if key not in documented and not key.startswith(of_others)] == []
+
+
+@pytest.mark.parametrize("group", dict.fromkeys(key.group for key in KEYS))
+def test_the_documented_default_is_the_real_one(group: str) -> None:
+    prefix, _, name = group.rpartition(".")
+    real = flatten(load_config(None, [f"{prefix}.name={name}"] if prefix in CHOICES else []).tree())
+    for key in KEYS:
+        if key.group != group or key.name in CHOOSERS or key.name == "data.clients":
+            continue
+        assert key.default is not None
+        assert yaml.safe_load(key.default) == real[key.name]
+        assert key.default in (key.values or key.default), key
+        # a default in words says what null stands for
+        assert key.default == "null" or "default:" not in key.meaning.lower(), key
+
+
+def test_the_default_number_of_clients_is_told_in_words() -> None:
+    (key,) = [key for key in KEYS if key.name == "data.clients"]
+    assert load_config(None, []).data.clients == DEFAULT_CLIENTS
+    assert f"default: {DEFAULT_CLIENTS}," in key.meaning
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_its_paper(method: str) -> None:
+    assert bool(citation(f"method.{method}")) == (method not in UNCITED)
+    assert about(f"method.{method}") == METHODS[method].summary
+
+
+@pytest.mark.parametrize(
+    ("docstring", "sentence", "origin"),
+    [
+        ("Epochs of the head (paper: 1).", "Epochs of the head (paper: 1)", "paper: 1"),
+        ("One. Two.", "One", ""),
+        ("Steps of eq. 10 and 11; 0 is none. More.", "Steps of eq. 10 and 11; 0 is none", ""),
+        ("What 3, 4, ... draw. More.", "What 3, 4, ... draw", ""),
+        (
+            "Width (in pixels) of it (authors: 2 (or 3)).",
+            "Width (in pixels) of it (authors: 2 (or 3))",
+            "authors: 2 (or 3)",
+        ),
+    ],
+)
+def test_the_first_sentence_and_its_origin(docstring: str, sentence: str, origin: str) -> None:
+    assert _first_sentence(docstring) == (sentence, origin)
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    capsys.readouterr()
+    assert main(["list", "keys", *words]) == FINISHED
+    return capsys.readouterr().out.splitlines()
+
+
+def test_keys_are_listed_by_name_and_group(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = listed(capsys)
+    assert "train.lr=0.05  [a number > 0]" in everything
+    assert len([line for line in everything if re.match(r"\w+\.[\w.]+=", line)]) == len(KEYS)
+    title, *lines = listed(capsys, "method.pfedme")
+    assert title.startswith("# method.pfedme: ")
+    assert "Dinh et al., Personalized federated learning with Moreau envelopes, NeurIPS 2020" in title
+    assert lines[0] == "method.pull=15.0  [a number >= 0]"
+    assert lines[1].startswith(
+        "    Strength lambda of the envelope (authors: 15): small lets theta_i go its own "
+    )
+    assert "train.lr=0.005  [a number > 0]" in lines
+    assert listed(capsys, "data.partition.dirichlet")[1] == "data.partition.beta=0.5  [a number > 0]"
+    assert listed(capsys, "run.seed")[1:] == [
+        "run.seed=0  [a whole number >= 0]",
+        "    Seed of everything random",
+    ]
+    assert len(listed(capsys, "data")) > 2 * len(DataConfig.model_fields)
+    of_two = [line for line in listed(capsys, "comm", "model.mlp", "comm.codec") if line.startswith("#")]
+    assert of_two == ["# comm.*", "# model.mlp: fully connected layers of the widths model.hidden"]
+
+
+def test_keys_as_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = listed(capsys, "method.fedprox", "--markdown")
+    assert lines[2:5] == [
+        "| key | meaning | allowed | default | source |",
+        "| --- | --- | --- | --- | --- |",
+        "| `method.mu` | Strength of the pull (paper's grid: 0.001, 0.01, 0.1, 1); 0 is FedAvg, lr mu above "
+        "2 diverges | a number >= 0 | `0.01` | paper's grid: 0.001, 0.01, 0.1, 1 |",
+    ]
+    rows = [line for line in listed(capsys, "--markdown") if line.startswith("|")]
+    assert {len(line.split(" | ")) for line in rows} == {5}
+
+
+@pytest.mark.usefixtures("own_code_forgotten")
+def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from pydantic import Field\nfrom hpcfl.methods.base import Params\n"
+        "from hpcfl.methods.fedavg import FedAvg\n\nclass MineParams(Params):\n"
+        "    mu: float = Field(0.25, ge=0)\n    '''Pull to the mean. More.'''\n\n"
+        "class Mine(FedAvg):\n    Params = MineParams\n"
+    )
+    assert listed(capsys, "method.mine", "--method", str(file)) == [
+        "# method.mine: from mine.py",
+        "method.mu=0.25  [a number >= 0]",
+        "    Pull to the mean",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["methods"], "methods is nothing to list; give nothing, or keys, such as hpcfl list keys method.pf"),
+        (["keys", "pfedla"], "the nearest one is method.pfedla: hpcfl list keys method.pfedla"),
+        (["keys", "train.round"], "the nearest one is train.rounds: hpcfl list keys train.rounds"),
+        (["--markdown"], "--markdown is for keys; type hpcfl list keys --markdown"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", *words]) == BAD_INPUT
+    assert said in capsys.readouterr().err
