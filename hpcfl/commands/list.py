@@ -28,8 +28,8 @@ OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
 def list_everything(arguments: Sequence[str], world: World) -> None:
     """Print what there is, one line each: its kind and its name.
 
-    With `keys`, print all keys of a configuration with their defaults and meanings, or those whose names or
-    groups begin with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet, model.mlp, comm
+    With `keys`, print all keys of a configuration with their defaults and meanings, or those whose
+    names or groups begin with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet, comm
     """
     parser = Parser("hpcfl list", list_everything.__doc__)
     parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then which of them")

@@ -49,7 +49,7 @@ def lay_over(tree: Mapping[str, Any], more: Mapping[str, Any] | Sequence[str]) -
                 node[group] = {}
             node = node[group]
             if not isinstance(node, dict):
-                raise UserError(f"{key}={value}: {group} is set to {node!r} and cannot hold keys")
+                raise UserError(f"{key}={value}: {group} is set to {node!r} and cannot hold keys; drop one")
         node[last] = value
     return changed
 

@@ -36,7 +36,7 @@ def unknown_key(key: str, value: Any, known: Sequence[str], groups: Sequence[str
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     return (
         f"{key}={shown(value)} is an unknown key; the nearest known one is {near}{place}; "
-        f"allowed: {', '.join(siblings or groups)}"
+        f"allowed: {', '.join(siblings or groups)}; see hpcfl list keys{f' {group}' if siblings else ''}"
     )
 
 

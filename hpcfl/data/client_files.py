@@ -28,6 +28,7 @@ _SIDE = 28
 _PARTS = ("train", "test")
 _MAKE_LEAF = "LEAF's data/femnist/preprocess.sh writes such files into data/all_data, data/train, data/test"
 _MAKE_PFLLIB = "PFLlib's dataset/generate_*.py write {train,test}/0.npz, 1.npz, ..."
+_MAKE_AGAIN = "make the files again, or name another folder with data.path=FOLDER"
 
 Samples = tuple[np.ndarray, np.ndarray]
 """Images x [n, C, H, W] and labels y [n]."""
@@ -162,7 +163,7 @@ def _writer(fields: Any, where: str, user: str) -> Samples:
     where = f"{where}: writer {user}"
     x, y = (_numbers(_field(fields, key, where), key, where) for key in ("x", "y"))
     if x.ndim != 2 or x.shape[1] != _SIDE**2 or len(x) == 0:
-        raise UserError(f"{where}: x has shape {x.shape}; must be [n, {_SIDE**2}] with n > 0")
+        raise UserError(f"{where}: x has shape {x.shape}; must be [n, {_SIDE**2}] with n > 0; {_MAKE_LEAF}")
     if not ((x >= 0) & (x <= 1)).all():
         raise UserError(f"{where}: x holds values outside 0..1; {_MAKE_LEAF}")
     y = as_labels(y, where, len(x))
@@ -207,13 +208,13 @@ def _is_number(array: np.ndarray) -> bool:
 
 def _numbers(value: Any, key: str, where: str) -> np.ndarray:
     if not isinstance(value, np.ndarray) or not _is_number(value):
-        raise UserError(f"{where}: {key} is not an array of numbers with rows of one length")
+        raise UserError(f"{where}: {key} is not an array of numbers with rows of one length; {_MAKE_AGAIN}")
     return value
 
 
 def _field(fields: Any, key: str, where: str) -> Any:
     if not isinstance(fields, dict) or key not in fields:
-        raise UserError(f"{where}: has no field '{key}'")
+        raise UserError(f"{where}: has no field '{key}'; {_MAKE_AGAIN}")
     return fields[key]
 
 
@@ -230,7 +231,7 @@ def _read_client(file: Path, where: str) -> Samples:
         raise UserError(f"{where}: cannot be read ({one_line(error)}); {_MAKE_PFLLIB}") from error
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)
     if x.ndim != 4 or x.size == 0:
-        raise UserError(f"{where}: x has shape {x.shape}; must be [n, C, H, W], not empty")
+        raise UserError(f"{where}: x has shape {x.shape}; must be [n, C, H, W], not empty; {_MAKE_AGAIN}")
     return as_pixels(x, where), as_labels(y, where, len(x))
 
 

@@ -64,7 +64,7 @@ def count_classes(y: np.ndarray, where: str) -> int:
 def _arrays(path: str) -> tuple[np.ndarray, np.ndarray]:
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"data.path={path}: no such file")
+        raise UserError(f"data.path={path}: no such file; name an npz file, such as data.path=FILE.npz")
     not_npz = f"data.path={path}: cannot be read as an npz file; write it with numpy.savez(FILE, x=x, y=y)"
     try:
         with file.open("rb") as stream:
@@ -87,7 +87,7 @@ def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndar
     if x.ndim not in (3, 4):
         raise UserError(f"{where}: x has {x.ndim} dimensions; allowed: 4, or 3 for grey images [n, H, W]")
     if x.size == 0:
-        raise UserError(f"{where}: x is empty, its shape is {x.shape}")
+        raise UserError(f"{where}: x is empty, its shape is {x.shape}; give one image or more")
     if x.ndim == 3:
         return x[:, None]
     if layout not in ("NHWC", "NCHW"):

@@ -200,7 +200,8 @@ def _first_with(
     if min_samples > request.largest_equal_size:
         raise UserError(
             f"data.partition.min_samples={min_samples}: {request.sizes.sum()} samples for "
-            f"data.clients={request.num_clients} allow at most {request.largest_equal_size}"
+            f"data.clients={request.num_clients} allow at most {request.largest_equal_size}; lower one "
+            "of the two"
         )
     for _ in range(ATTEMPTS):
         counts = draw()

@@ -75,7 +75,8 @@ def refuse_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
 def refuse_too_large(per_client: int, largest: int) -> None:
     if per_client > largest:
         raise UserError(
-            f"data.per_client={per_client}: the data allows at most {largest} for disjoint clients"
+            f"data.per_client={per_client}: the data allows at most {largest} for disjoint clients; lower "
+            "it, or set data.per_client=null for the most"
         )
 
 

@@ -172,7 +172,9 @@ def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:
     classes, sizes = np.unique(y, return_counts=True)
     if count > sizes.min():
         scarce = classes[sizes.argmin()]
-        raise UserError(f"data.subset_per_class={count}: class {scarce} allows at most {sizes.min()}")
+        raise UserError(
+            f"data.subset_per_class={count}: class {scarce} allows at most {sizes.min()}; lower it"
+        )
     drawn = [
         numpy_stream(seed, f"subset/class{label}").permutation(np.flatnonzero(y == label))[:count]
         for label in classes
@@ -244,7 +246,9 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
     try:
         arrays = read(path)
     except OSError as error:
-        raise UserError(f"{where}: its read failed: {error}") from error
+        raise UserError(
+            f"{where}: its read failed: {error}; name what it reads with data.path=..., or mend data.reader"
+        ) from error
     if not isinstance(arrays, Arrays):
         raise UserError(
             f"{where}: its read returned a {type(arrays).__name__}; return arrays_of(x, y, name), or Arrays"
@@ -252,7 +256,8 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
     checked = arrays_of(arrays.x, arrays.y, where)
     if arrays.num_classes < checked.num_classes:
         raise UserError(
-            f"{where}: y holds labels 0..{checked.num_classes - 1}, and num_classes is {arrays.num_classes}"
+            f"{where}: y holds labels 0..{checked.num_classes - 1}, and num_classes is {arrays.num_classes}; "
+            "raise it in the file of data.reader"
         )
     return replace(arrays, x=checked.x, y=checked.y)
 

@@ -185,7 +185,8 @@ class Method:
         if not self.body_layers.any():
             raise UserError(
                 f"method.name={self.name} tells a feature extractor from a head, and model.name="
-                f"{self.context.model_name} has no layers before its head here; use a model that has"
+                f"{self.context.model_name} has no layers before its head here; use a model that "
+                "has, such as model.name=lenet"
             )
 
     def server_state(self) -> State:

@@ -77,7 +77,8 @@ class FedFomo(ModelBank):
         if context.num_samples[client] < sum(self._fewest):
             raise UserError(
                 f"method.name={self.name} holds out training samples, and client {client} has "
-                f"{context.num_samples[client]} of them in all; give each {sum(self._fewest)} or more"
+                f"{context.num_samples[client]} of them in all; give each {sum(self._fewest)} or more "
+                "(data.per_client, or fewer data.clients)"
             )
 
     def server_state(self) -> State:

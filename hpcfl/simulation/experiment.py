@@ -252,7 +252,7 @@ def _refuse_single_samples(config: Config, method: Method) -> None:
     if num_samples[client] < method.context.fewest_samples:
         raise UserError(
             f"model.name={config.model} cannot train on one sample, and client {client} has no more: give "
-            "clients more samples, or use a model without BatchNorm"
+            "clients more samples (data.per_client, or fewer data.clients), or use a model without BatchNorm"
         )
 
 

@@ -123,7 +123,7 @@ class Table:
                         folder = self.folder / _slug(column_label) / f"{_slug(row.label)}-s{seed}"
                         cells.append(Cell(number, column, row.label, config, folder, place))
         if not cells:
-            raise UserError(f"{self.path}: every row is left out of every column; a table has a cell")
+            raise UserError(f"{self.path}: every row is left out of every column; drop a `without`")
         return cells
 
     def _config(

@@ -94,7 +94,9 @@ def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
         if below.resolve() in {file.resolve() for file in (path, *seen)}:
             raise UserError(f"{path}: extends={tree['extends']} leads back to this file; name another")
         if not below.is_file():
-            raise UserError(f"{path}: extends={tree['extends']}: there is no file {below}")
+            raise UserError(
+                f"{path}: extends={tree['extends']}: there is no file {below}; name one that is there"
+            )
         base = read_outline(below, [*seen, path])
         tree = _with_choices(path, tree, base)
     try:
@@ -132,7 +134,9 @@ class _Reader:
                     f"{self._path}: {name} is missing; a table has {', '.join(TableEntry.model_fields)}"
                 )
         if file.seeds is not None and len(set(file.seeds)) < len(file.seeds):
-            raise UserError(f"{self._path}: seeds={file.seeds} is not possible: a seed is there twice")
+            raise UserError(
+                f"{self._path}: seeds={file.seeds} is not possible: a seed is there twice; drop one"
+            )
         columns, column_trees, configs = self._columns()
         rows, row_trees = self._rows(columns)
         made = Outline(
