@@ -30,7 +30,7 @@ QUICK = {
     for name in (
         *("checkpoint", "client_files", "config", "figures", "file", "hypernetworks", "ledger", "lock"),
         *("messages", "modular", "parameters", "partitions", "properties", "randomness", "rooms", "shard"),
-        *("sources", "stopping"),
+        *("curves", "sources", "stopping", "view"),
     )
 }
 """Files whose tests take under a second each, for `-m quick`."""

@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from textwrap import dedent
 
@@ -130,6 +131,7 @@ def _defaults_of(method: str) -> Iterator[Key]:
             yield Key(key.group, key.name, key.meaning, key.kind, key.values, shown(other[name]), key.origin)
 
 
+@cache
 def _docstrings(kind: type[Settings]) -> dict[str, str]:
     """Return the docstrings below the keys of a class and its bases, each as one line."""
     found: dict[str, str] = {}

@@ -207,6 +207,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
     ("override", "said"),
     [
         ("train.round=3", "train.round=3 is an unknown key; the nearest known one is train.rounds"),
+        ("train.round=3", "; see hpcfl list keys train"),
         ("trian.rounds=3", "trian.rounds=3 is an unknown key; the nearest known one is train.rounds"),
         ("rounds=3", "rounds=3 is an unknown key; the nearest known one is train.rounds"),
         ("trian=3", "trian=3 is an unknown key; the nearest known one is train"),
