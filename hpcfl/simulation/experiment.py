@@ -21,6 +21,7 @@ from hpcfl.methods import METHODS, Context, Method
 from hpcfl.simulation.device_memory import bytes_for_device, clients_at_once, for_device, state_device
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.step_timing import fastest_convolutions
+from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.clients import Workplace
 from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
@@ -35,6 +36,7 @@ class Experiment:
     config: Config
     method: Method
     workplace: Workplace
+    data: DataRecord
     num_train: np.ndarray
     """Training samples of each client, int64 [N]."""
     num_evaluated: np.ndarray
@@ -95,15 +97,34 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
+def describe(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
+    """Return what a method and its networks need to know of the data. May raise UserError."""
+    _, channels, height, width = arrays.x.shape
+    mean, std = resolve_normalisation(arrays, config.data.normalise)
+    return DataRecord(
+        (channels, height, width),
+        str(arrays.x.dtype),
+        float(arrays.scale),
+        tuple(map(float, mean)),
+        tuple(map(float, std)),
+        arrays.num_classes,
+        tuple(len(part.train) for part in parts),
+    )
+
+
 def make_method(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> Method:
     """Build the network's layout and the method. May raise UserError."""
-    _, channels, height, width = arrays.x.shape
+    return method_of(config, describe(config, arrays, parts))
+
+
+def method_of(config: Config, data: DataRecord) -> Method:
+    """Build the network's layout and the method without the data. May raise UserError."""
     context = Context(
         config.model,
         config.model_options,
-        (channels, height, width),
-        arrays.num_classes,
-        torch.tensor([len(part.train) for part in parts]),
+        data.image_shape,
+        data.num_classes,
+        torch.tensor(data.num_samples),
         config.train,
         config.run.seed,
     )
@@ -118,18 +139,18 @@ def build(config: Config, world: World) -> Experiment:
     # by itself a GPU would round the factors of convolutions
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.run.tf32
     arrays, parts = load_data(config)
-    method = make_method(config, arrays, parts)
+    data = describe(config, arrays, parts)
+    method = method_of(config, data)
     refuse_chain(method, world.num_workers)
     _refuse_large_state(method, world)
     _refuse_small_blocks(config, method)
     _refuse_single_samples(config, method)
-    mean, std = resolve_normalisation(arrays, config.data.normalise)
     world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
     clients = world.shard(len(parts))
     many_at_once = is_batched(config, device)
     _refuse_slow_precision(config, many_at_once or device.type != "cpu")
     try:
-        shard = Shard.build(arrays, parts, clients, mean, std, device)
+        shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
         network = copy.deepcopy(method.network).to(device)
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -157,7 +178,8 @@ def build(config: Config, world: World) -> Experiment:
         config,
         method,
         workplace,
-        np.array([len(part.train) for part in parts]),
+        data,
+        np.array(data.num_samples),
         np.array([len(getattr(part, split)) for part in parts]),
         engine_name,
         kept_on,

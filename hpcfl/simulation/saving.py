@@ -79,6 +79,7 @@ class Saver:
                 Snapshot(
                     Header(self._config.method, done, self._config.yaml()),
                     LayoutRecord.of(self._method.layout),
+                    self._federation.experiment.data,
                     server,
                     self._method.derived(server),
                     self._client_rows(),

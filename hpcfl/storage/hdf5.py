@@ -25,6 +25,7 @@ from hpcfl import __version__
 from hpcfl.errors import UserError
 from hpcfl.storage.snapshot import (
     Block,
+    DataRecord,
     Header,
     LayoutRecord,
     LedgerTable,
@@ -52,6 +53,8 @@ class LoadedCheckpoint:
         self.layout = LayoutRecord(
             _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
         )
+        self.data = _read_data(self._file["data"]) if "data" in self._file else None
+        """None in a checkpoint of before there was such a record."""
         self.history = {name: data[()] for name, data in _datasets(self._file["history"]).items()}
         self.ledger = {
             name: LedgerTable(data[()], _decode(data.attrs["columns"]))
@@ -163,6 +166,7 @@ def _write_content(file: h5py.File, snapshot: Snapshot, raise_failure: Callable[
         file.attrs[key] = _encode([text]).reshape(())
     _write_layout(file.create_group("layout/parameters"), snapshot.layout.parameters)
     _write_layout(file.create_group("layout/buffers"), snapshot.layout.buffers)
+    _write_data(file.create_group("data"), snapshot.data)
     server = file.create_group("server")
     _write_arrays(server, {name: tensor.numpy(force=True) for name, tensor in snapshot.server.items()})
     for name, tensor in snapshot.derived.items():
@@ -198,6 +202,27 @@ def _read_layout(group: h5py.Group) -> tuple[TensorRecord, ...]:
     shapes = (tuple(size for size in shape if size >= 0) for shape in group["shapes"][()].tolist())
     offsets = group["offsets"][()].tolist()
     return tuple(TensorRecord(*record) for record in zip(names, shapes, offsets, layers, strict=True))
+
+
+def _write_data(group: h5py.Group, record: DataRecord) -> None:
+    group["num_samples"] = np.array(record.num_samples, dtype=np.int64)
+    group.attrs["dtype"] = _encode([record.dtype]).reshape(())
+    for name in ("image_shape", "scale", "mean", "std", "num_classes"):
+        group.attrs[name] = getattr(record, name)
+
+
+def _read_data(group: h5py.Group) -> DataRecord:
+    found = group.attrs
+    channels, height, width = found["image_shape"].tolist()
+    return DataRecord(
+        (channels, height, width),
+        found["dtype"].decode(),
+        float(found["scale"]),
+        tuple(found["mean"].tolist()),
+        tuple(found["std"].tolist()),
+        int(found["num_classes"]),
+        tuple(group["num_samples"][()].tolist()),
+    )
 
 
 def _write_arrays(group: h5py.Group, arrays: Mapping[str, np.ndarray]) -> None:

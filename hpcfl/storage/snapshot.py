@@ -51,6 +51,26 @@ class LayoutRecord:
 
 
 @dataclass(frozen=True)
+class DataRecord:
+    """What a run's networks are given, and what there is to tell apart.
+
+    A network gets (image / scale - mean) / std of images as they are stored.
+    """
+
+    image_shape: tuple[int, int, int]
+    """Channels, height and width."""
+    dtype: str
+    """How the source stores images: "uint8" or "float32"."""
+    scale: float
+    mean: tuple[float, ...]
+    """A number a channel, as `std`."""
+    std: tuple[float, ...]
+    num_classes: int
+    num_samples: tuple[int, ...]
+    """Training samples of each client [N]."""
+
+
+@dataclass(frozen=True)
 class RowShape:
     """A dataset [rows, *shape] that is written row by row."""
 
@@ -90,6 +110,7 @@ class Snapshot:
 
     header: Header
     layout: LayoutRecord
+    data: DataRecord
     server: Mapping[str, torch.Tensor]
     derived: Mapping[str, torch.Tensor]
     clients: Rows

@@ -29,6 +29,7 @@ from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.snapshot import (
     Block,
+    DataRecord,
     Header,
     LayoutRecord,
     LedgerTable,
@@ -49,6 +50,7 @@ LAYOUT = LayoutRecord(
     ),
     buffers=(),
 )
+DATA = DataRecord((3, 8, 9), "uint8", 255.0, (0.5, 0.1, 0.25), (0.2, 0.3, 1.0), 10, tuple(range(2, 9)))
 LAYOUT_COLUMNS = ("names", "shapes", "offsets", "layers")
 
 
@@ -85,6 +87,7 @@ def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
     return Snapshot(
         header=Header("ditto", round_, f"run:\n  seed: {round_}\n"),
         layout=LAYOUT,
+        data=DATA,
         server={"theta": torch.full((50,), float(round_))},
         derived={},
         clients=rows_of(clients, range(3), range(3, num_rows)),
@@ -165,6 +168,7 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
         Snapshot(
             header=Header("pfedla", 12, "méthode: pfedla\n" + "x" * 100_000),
             layout=LAYOUT,
+            data=DATA,
             server=server,
             derived={"alpha": torch.ones(7, 2, 7), "hypernetworks/gap": torch.ones(1)},
             clients=rows_of(clients, range(0, 3), range(3, NUM_CLIENTS)),
@@ -177,6 +181,7 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
     loaded = load(tmp_path)
     assert loaded.path == tmp_path / "checkpoint.h5"
     assert loaded.header == Header("pfedla", 12, "méthode: pfedla\n" + "x" * 100_000)
+    assert loaded.data == DATA
     assert loaded.layout == LAYOUT
     assert list(loaded.server) == list(server)
     assert all(same_bits(loaded.server[name], server[name]) for name in server)
@@ -216,16 +221,20 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
         names: list[str] = []
         file.visit(names.append)
         assert set(names) == {
-            *("layout", "server", "clients", "personalised", "history", "ledger"),
+            *("layout", "data", "server", "clients", "personalised", "history", "ledger"),
             *("layout/parameters", "layout/buffers"),
             *(f"layout/{vector}/{name}" for vector in ("parameters", "buffers") for name in LAYOUT_COLUMNS),
             *("server/theta", "server/alpha", "clients/personal", "clients/steps", "personalised/theta"),
-            *("history/accuracy", "ledger/metrics"),
+            *("history/accuracy", "ledger/metrics", "data/num_samples"),
         }
         assert file["layout/parameters/names"].asstr()[2] == "größe"
         assert file["layout/parameters/shapes"][:2].tolist() == [[2, 1, 3, 3], [2, -1, -1, -1]]
         assert file["layout/parameters/offsets"][:2].tolist() == [0, 18]
         assert file["layout/parameters/layers"].asstr()[1] == "conv1"
+        assert file["data/num_samples"][:].tolist() == [2, 3, 4, 5, 6, 7, 8]
+        assert file["data"].attrs["image_shape"].tolist() == [3, 8, 9]
+        assert file["data"].attrs["mean"].tolist() == [0.5, 0.1, 0.25]
+        assert file["data"].attrs["dtype"] == b"uint8"
         assert file["server/alpha"].attrs["derived"] == 1
         assert "derived" not in file["server/theta"].attrs
         assert file["clients/personal"].chunks == (1, 50)
