@@ -26,6 +26,7 @@ class OwnLayers(FedAvg):
     coverage, the share of clients that were sampled at least once.
     """
 
+    has_global_model = False
     own_part: ClassVar[str]
     """Name of the private layers in the client state and in checkpoints."""
 

@@ -152,6 +152,9 @@ class Method:
     """The rows of `sharded_state`, set when a run begins; a hook that gets an upload reads that to its end
     first."""
 
+    has_global_model: ClassVar[bool] = False
+    """Whether the server's `theta` [P], with the running statistics it averages, is one model for all."""
+
     chain: str | None = None
     """The setting, such as `method.order=chain`, that makes each client of a round start from the weights of
     the client before it; this needs a single worker. None: every client starts from its download."""
@@ -273,6 +276,21 @@ class Method:
     def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
         return clients.probabilities(model, position, x)
+
+    def network_of(self, model: Tensors) -> nn.Module:
+        """Return a client's evaluated model as a network in evaluation mode, from images to logits.
+
+        `model` has `theta` [P], `buffers` [U], and what else `personalised` returns, without a client axis.
+        The softmax of the logits is what `predict` returns: a method that overrides one overrides both.
+        Default: the network that clients train.
+        """
+        return self.with_weights(model["theta"], model[BUFFERS])
+
+    def with_weights(self, theta: Tensor, buffers: Tensor) -> nn.Module:
+        """Return a copy of the network with weights [P] and running statistics [U], in evaluation mode."""
+        network = copy.deepcopy(self.network).eval()
+        network.load_state_dict(self.layout.views(theta) | self.layout.buffer_views(buffers))
+        return network
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""

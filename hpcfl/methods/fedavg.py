@@ -19,6 +19,7 @@ from hpcfl.training.clients import Clients
 class FedAvg(Method):
     name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
+    has_global_model = True
 
     def server_state(self) -> State:
         return {"theta": self.context.initial_parameters()}

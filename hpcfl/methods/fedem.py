@@ -33,6 +33,7 @@ from torch.nn.functional import cross_entropy
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Context, Params, State, buffers_of_models
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.models.mixture import Mixture
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -52,6 +53,7 @@ class FedEM(FedAvg):
     name = "fedem"
     summary = "a mixture of global models, weighed by each client"
     Params = FedEMParams
+    has_global_model = False
     buffer_policies = ("average",)
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.15}
     params: FedEMParams
@@ -101,6 +103,10 @@ class FedEM(FedAvg):
             for theta, buffers in zip(model["theta"].unbind(1), model[BUFFERS].unbind(1), strict=True)
         ]
         return torch.einsum("m,mnk->nk", model["weights"][position], torch.stack(scores))
+
+    def network_of(self, model: Tensors) -> Mixture:
+        pairs = zip(model["theta"], model[BUFFERS], strict=True)
+        return Mixture((self.with_weights(*pair) for pair in pairs), model["weights"])
 
     def server_bytes(self) -> dict[str, int]:
         return {"components": 4 * self.largest_row}

@@ -63,7 +63,7 @@ from hpcfl.communication.means import LayerMean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
-from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, num_paths
+from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Routed, num_paths
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import stream_seed, torch_stream
 from hpcfl.training.batches import Batch
@@ -247,6 +247,11 @@ class FedMN(Method):
             return network(x, decision).softmax(dim=1)
 
         return clients.outputs(model, position, probabilities, x)
+
+    def network_of(self, model: Tensors) -> Routed:
+        network = super().network_of(model)
+        assert isinstance(network, ModularNetwork)
+        return Routed(network, model["decision"])
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         model = self.personalised(clients, down).of(len(clients))

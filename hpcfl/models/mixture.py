@@ -12,8 +12,8 @@ class Mixture(nn.Module):
     """Networks with weights [M] that sum to 1; logits are the logarithm of the mixed probabilities."""
 
     parts = (
-        "class probabilities are the sum over m of weights[m] * softmax(components.m(x)); the logits are their "
-        "logarithm"
+        "class probabilities are the sum over m of weights[m] * softmax(components.m(x)); the logits are "
+        "their logarithm"
     )
 
     def __init__(self, components: Iterable[nn.Module], weights: Tensor) -> None:

@@ -99,18 +99,34 @@ class ModularNetwork(nn.Module):
         if decision is None:
             logits: Tensor = self.get_submodule(CLASSIFIER)(self.get_submodule("encoder1")(x))
             return logits
-        outputs = [self.get_submodule(f"encoder{number}")(x) for number in range(1, self.sizes[0] + 1)]
-        active = decision.new_ones(self.sizes[0])
+        return self.along(x, self.shares(decision))
+
+    def shares(self, decision: Tensor) -> list[Tensor]:
+        """Return of each layer's means the weights [n_{l-1}, n_l], and of the output's [n_L, 1] (eq. 13).
+
+        Where no path is open, they are 0.
+        """
         *layers, last = self.split(decision)
-        for layer, paths in enumerate(layers, start=2):
-            inputs, total = _combine(torch.stack(outputs), paths * active.unsqueeze(1))
+        active = decision.new_ones(self.sizes[0])
+        found = []
+        for paths in (*layers, last.unsqueeze(1)):
+            weights = paths * active.unsqueeze(1)
+            total = weights.sum(dim=0)
+            found.append(weights / total.where(total > 0, 1.0))
             active = (total > 0).to(decision.dtype)
+        return found
+
+    def along(self, x: Tensor, shares: Sequence[Tensor]) -> Tensor:
+        """Return logits [B, K] of means with the weights that `shares` returns."""
+        outputs = [self.get_submodule(f"encoder{number}")(x) for number in range(1, self.sizes[0] + 1)]
+        *layers, last = shares
+        for layer, weights in enumerate(layers, start=2):
+            inputs = _means(torch.stack(outputs), weights).unbind()
             outputs = []
-            for number, block_input in enumerate(inputs, start=1):
-                output = self.get_submodule(f"block{layer}_{number}")(block_input)
+            for number in range(1, self.sizes[layer - 1] + 1):
+                output = self.get_submodule(f"block{layer}_{number}")(inputs[number - 1])
                 outputs.append(output.relu() if layer < len(self.sizes) else output)
-        combined, _ = _combine(torch.stack(outputs), (last * active).unsqueeze(1))
-        return combined[0]
+        return _means(torch.stack(outputs), last)[0]
 
     def split(self, decision: Tensor) -> list[Tensor]:
         """View a decision [..., E] as matrices [..., n_{l-1}, n_l] and the outputs [..., n_L]."""
@@ -142,6 +158,27 @@ class ModularNetwork(nn.Module):
         return active
 
 
+class Routed(nn.Module):
+    """A modular network along the paths of one decision [E]; the router is kept and not used."""
+
+    parts = (
+        "block k of layer l gets the sum over j of paths{l}[j, k] * output of block j of layer l - 1 (of "
+        "layer 2: of encoder j); blocks end in ReLU, except for those of the last layer, whose outputs, "
+        "weighed by paths_out, add up to the logits"
+    )
+
+    def __init__(self, network: ModularNetwork, decision: Tensor) -> None:
+        super().__init__()
+        self.network = network
+        *layers, last = network.shares(decision)
+        self._names = [*(f"paths{layer}" for layer in range(2, len(layers) + 2)), "paths_out"]
+        for name, shares in zip(self._names, (*layers, last), strict=True):
+            self.register_buffer(name, shares)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network.along(x, [self.get_buffer(name) for name in self._names])
+
+
 def num_paths(sizes: Sequence[int]) -> int:
     """Return E = sum_l n_l n_{l+1} + n_L."""
     return sum(a * b for a, b in itertools.pairwise(sizes)) + sizes[-1]
@@ -159,10 +196,6 @@ def _scaled(embedding: Tensor) -> Tensor:
     return nn.functional.normalize(embedding) * math.sqrt(embedding.shape[1])
 
 
-def _combine(outputs: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means [m, B, w] of outputs [n, B, w] with weights [n, m], and the sums of weights [m].
-
-    Where all weights are 0, so is the mean.
-    """
-    total = weights.sum(dim=0)
-    return torch.einsum("nbw,nm->mbw", outputs, weights / total.where(total > 0, 1.0)), total
+def _means(outputs: Tensor, weights: Tensor) -> Tensor:
+    """Return the means [m, B, w] of outputs [n, B, w] with weights [n, m] whose sums are 1 or 0."""
+    return torch.einsum("nbw,nm->mbw", outputs, weights)
