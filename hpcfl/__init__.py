@@ -1,3 +1,24 @@
 """Simulate personalised federated learning on HPC machines with MPI and PyTorch."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from hpcfl.results.run import Run
+
 __version__ = "0.1.0"
+
+
+def load_run(path: str | Path) -> Run:
+    """Return the run in a folder, finished or going on: its configuration, figures and models.
+
+    Raises:
+        hpcfl.errors.UserError: there is none.
+    """
+    # every rank imports hpcfl, and none needs this
+    from hpcfl.results.run import load_run
+
+    return load_run(path)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hpcfl import __version__
 from hpcfl.errors import UserError
@@ -70,3 +70,13 @@ def command_line(words: Sequence[str], num_ranks: int) -> str:
     """Return what to type to run the product with these words on so many ranks."""
     launcher = ["mpirun", "-n", str(num_ranks)] if num_ranks > 1 else []
     return shlex.join([*launcher, "python", "-m", "hpcfl.main", *words])
+
+
+def client_of(text: str, *words: str) -> Any:
+    """Return a client's number, or one of the allowed words, as --client gives it; UserError for others."""
+    if text in words:
+        return text
+    if not text.isdecimal():
+        allowed = " or ".join(("a client's number", *words))
+        raise UserError(f"--client {text} is not possible; allowed: {allowed}")
+    return int(text)

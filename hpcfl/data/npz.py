@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ def read_npz(path: str, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
         UserError: the file is missing, damaged or unfit.
     """
     where = f"data.path={path}"
-    x, y = _arrays(path)
+    x, y = read_arrays(path, where, ("x", "y"))
     x = as_pixels(_as_channels_first(x, where, layout), where)
     return x, as_labels(y, where, len(x))
 
@@ -61,23 +62,25 @@ def count_classes(y: np.ndarray, where: str) -> int:
     return int(y.max()) + 1
 
 
-def _arrays(path: str) -> tuple[np.ndarray, np.ndarray]:
+def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]:
+    """Read arrays of an npz file; raise UserError, which begins with `where`, if it has them not."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise UserError(f"data.path={path}: no such file; name an npz file, such as data.path=FILE.npz")
-    not_npz = f"data.path={path}: cannot be read as an npz file; write it with numpy.savez(FILE, x=x, y=y)"
+        raise UserError(f"{where}: no such file; name an npz file, such as FILE.npz")
+    keywords = ", ".join(f"{name}={name}" for name in names)
+    not_npz = f"{where}: cannot be read as an npz file; write it with numpy.savez(FILE, {keywords})"
     try:
         with file.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise UserError(not_npz)
-            absent = [key for key in ("x", "y") if key not in archive]
+            absent = [name for name in names if name not in archive]
             if absent:
                 raise UserError(
-                    f"data.path={path}: has no array '{absent[0]}' (it holds {', '.join(archive.files)}); "
-                    "x and y are needed"
+                    f"{where}: has no array '{absent[0]}' (it holds {', '.join(archive.files)}); "
+                    f"needed: {' and '.join(names)}"
                 )
-            return archive["x"], archive["y"]
+            return [archive[name] for name in names]
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{not_npz} ({' '.join(str(error).split())})") from error
 

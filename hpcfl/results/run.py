@@ -6,18 +6,27 @@ Shapes: N clients, E evaluations.
 from __future__ import annotations
 
 import csv
+import importlib
+import io
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import yaml
+from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config, resolve
 from hpcfl.errors import UserError
+from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
+
+if TYPE_CHECKING:
+    from hpcfl.results.comparison import Comparison
+
+TABLES = ("metrics", "clients", "bytes")
 
 Columns = dict[str, np.ndarray]
 """Columns of a CSV file: float64, or text where an entry is no number."""
@@ -63,6 +72,24 @@ class Run:
         """Columns of clients.csv [N]; empty while the run is not finished."""
         return read_columns(self.path / "clients.csv")
 
+    def frame(self, name: str = "metrics") -> Any:
+        """Return metrics.csv, clients.csv or bytes.csv as a pandas.DataFrame; empty where there is no file.
+
+        Raises:
+            UserError: the name is another, or pandas is not installed.
+        """
+        if name not in TABLES:
+            raise UserError(f"there is no table {name!r}; allowed: {', '.join(TABLES)}")
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise UserError(
+                "data frames need pandas: pip install 'hpcfl[pandas]'; run.metrics, run.clients and "
+                "run.bytes have the columns as NumPy arrays"
+            ) from error
+        text = _whole_lines(self.path / f"{name}.csv")
+        return pandas.read_csv(io.StringIO(text)) if text else pandas.DataFrame()
+
     @property
     def is_finished(self) -> bool:
         """Whether all rounds are done; clients.csv is written last."""
@@ -101,6 +128,54 @@ class Run:
         columns = self.checkpoint.ledger["bytes"].columns[1:]
         return [name.removeprefix("down/") for name in columns[:count]]
 
+    @cached_property
+    def models(self) -> TrainedModels:
+        """The models of the newest checkpoint; raises UserError where there is no checkpoint."""
+        if self.checkpoint is None:
+            raise UserError(
+                f"{self.path} has no checkpoint yet, and so no models: they are saved after the last of its "
+                f"{self.config.train.rounds} rounds; let the run finish (its command again goes on)"
+            )
+        return TrainedModels(self.config, self.checkpoint)
+
+    def model(self, client: ClientName) -> dict[str, Tensor]:
+        """Return a client's personalised model, or with "global" the server's, as named tensors.
+
+        They are the state of `network`; of a method whose rule to predict is no network, its parts by name.
+
+        Raises:
+            UserError: there is no such model, as before the last round.
+        """
+        return self.models.tensors(client)
+
+    def network(self, client: ClientName) -> nn.Module:
+        """Return the same model as a network in evaluation mode, from normalised images to logits.
+
+        Raises:
+            UserError: as `model`, or its method does not predict by one network.
+        """
+        return self.models.network(client)
+
+    def predict(self, client: ClientName, images: object, layout: Layout | None = None) -> np.ndarray:
+        """Return class probabilities float32 [n, K] of images as the run's data set stores them.
+
+        Images are an array [n, C, H, W], [n, H, W, C] or, grey, [n, H, W]; `layout` is by default the run's
+        data.layout, or what fits. Raises UserError as `model`, or where the images are not like the run's.
+        """
+        return self.models.probabilities(client, images, layout)
+
+    def export(self, client: ClientName | Literal["all"], out: str | Path) -> list[Path]:
+        """Write models for use without hpcfl, and return the files (see hpcfl.results.export)."""
+        from hpcfl.results.export import export
+
+        return export(self, client, Path(out))
+
+    def compare(self, *others: Run) -> Comparison:
+        """Compare this run with others on the same clients (see hpcfl.results.comparison)."""
+        from hpcfl.results.comparison import compare
+
+        return compare([self, *others])
+
     @property
     def name(self) -> str:
         """What the run is called beside others: its method, and the folder's name."""
@@ -109,12 +184,15 @@ class Run:
 
 def read_columns(path: Path) -> Columns:
     """Return a CSV file by column; empty where there is no file. A line still being written is left out."""
-    if not path.is_file():
-        return {}
-    # the last part is empty, or a line without its end
-    lines = path.read_text().split("\n")[:-1]
+    lines = _whole_lines(path).splitlines()
     header, *rows = csv.reader(lines) if lines else [[]]
     return {name: _numbers(column) for name, column in zip(header, zip(*rows, strict=True), strict=False)}
+
+
+def _whole_lines(path: Path) -> str:
+    """Return the lines of a file that have their end; nothing where there is no file."""
+    text = path.read_text() if path.is_file() else ""
+    return text[: text.rfind("\n") + 1]
 
 
 def _numbers(texts: Sequence[str]) -> np.ndarray:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from hpcfl.results.statistics import Interval
 from hpcfl.tables.cells import Table
 from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.figures import Difference, Entry
 from hpcfl.tables.file import ONLY
 from hpcfl.tables.quantities import DEFAULT_SHOW, ONLY_WHERE_THEY_DIFFER, QUANTITIES
-from hpcfl.tables.statistics import Interval
 
 MISSING = "missing"
 NO_CELL = "-"

@@ -12,11 +12,12 @@ from pathlib import Path
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
+from hpcfl.results.comparison import scored
+from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import Row
 from hpcfl.tables.schema import Moment
-from hpcfl.tables.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 
 ACCURACIES = (
     "accuracy_mean",
@@ -75,9 +76,7 @@ class Entry:
     @property
     def scored(self) -> str:
         """When the accuracy is measured: right after the download, after training, or after fine-tuning."""
-        if self.config.train.finetune_epochs:
-            return "after fine-tuning"
-        return f"after {METHODS[self.config.method].scored_moment}"
+        return scored(self.config)
 
 
 def entries(table: Table) -> list[Entry]:

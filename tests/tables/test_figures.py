@@ -14,11 +14,11 @@ import pytest
 import scipy.stats
 
 from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.results.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
 from hpcfl.tables.quantities import QUANTITIES
-from hpcfl.tables.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.tables.writing import MOST_CLIENT_LINES, FromHistories, write, write_results
 
 TABLE = """

@@ -1,0 +1,22 @@
+"""`hpcfl compare`: finished runs beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcfl.commands.arguments import Parser
+from hpcfl.communication.world import World
+from hpcfl.results.comparison import compare
+from hpcfl.results.run import load_run
+
+
+def compare_runs(arguments: Sequence[str], world: World) -> None:
+    """Show how much better one run is than another, client by client, and which of their keys differ.
+
+    Runs are of the same clients with the same samples. Several seeds of the same configurations, such as
+    A-s0 B-s0 A-s1 B-s1, are taken together.
+    """
+    parser = Parser("hpcfl compare", compare_runs.__doc__)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, two or more")
+    print(compare([load_run(path) for path in parser.parse_args(arguments).runs]))

@@ -1,0 +1,30 @@
+"""`hpcfl export`: a run's models for use without hpcfl."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcfl.commands.arguments import Parser, client_of
+from hpcfl.communication.world import World
+from hpcfl.results.export import ALL
+from hpcfl.results.models import GLOBAL
+from hpcfl.results.run import load_run
+
+
+def export_models(arguments: Sequence[str], world: World) -> None:
+    """Write the models of a run for use without hpcfl: weights, a recipe beside them, and model.py.
+
+    A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors and client3.json;
+    FILE.pt or FILE.safetensors is one model. model.py builds the network with PyTorch alone.
+    """
+    parser = Parser("hpcfl export", export_models.__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
+    parser.add_argument(
+        "--client", required=True, help="a client's number, all, or global (the server's model)"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="a folder, FILE.pt or FILE.safetensors")
+    options = parser.parse_args(arguments)
+    client = client_of(options.client, GLOBAL, ALL)
+    for path in load_run(options.run).export(client, options.out):
+        print(path)

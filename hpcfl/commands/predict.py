@@ -1,0 +1,58 @@
+"""`hpcfl predict`: what a run's model makes of images."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hpcfl.commands.arguments import Parser, client_of
+from hpcfl.communication.world import World
+from hpcfl.data.npz import read_arrays
+from hpcfl.errors import UserError
+from hpcfl.results.models import GLOBAL
+from hpcfl.results.run import load_run
+
+
+def predict_images(arguments: Sequence[str], world: World) -> None:
+    """Label images with a client's model: array x of IMAGES.npz, as the run's data set stores them.
+
+    Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with a line an image.
+    """
+    parser = Parser("hpcfl predict", predict_images.__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
+    parser.add_argument("images", type=Path, metavar="IMAGES.npz")
+    parser.add_argument("--client", required=True, help="a client's number, or global (the server's model)")
+    parser.add_argument(
+        "--layout", choices=("NHWC", "NCHW"), help="of x (default: the run's data.layout, or what fits)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"
+    )
+    options = parser.parse_args(arguments)
+    client = client_of(options.client, GLOBAL)
+    out: Path = options.out
+    if out.suffix not in (".npz", ".csv") or out.resolve() == options.images.resolve():
+        raise UserError(f"--out {out} is not possible; give another FILE.npz or FILE.csv")
+    where = str(options.images)
+    (x,) = read_arrays(where, where, ["x"])
+    models = load_run(options.run).models
+    probabilities = models.probabilities(client, x, options.layout, where)
+    labels = probabilities.argmax(axis=1)
+    try:
+        if out.suffix == ".npz":
+            np.savez(out, labels=labels, probabilities=probabilities)
+        else:
+            _write_csv(out, labels, probabilities)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
+    print(f"labels and probabilities of {len(labels)} images are in {out}")
+
+
+def _write_csv(path: Path, labels: np.ndarray, probabilities: np.ndarray) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))])
+        writer.writerows([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))

@@ -1,0 +1,169 @@
+"""Finished runs beside each other: means, paired differences over clients, and the keys that differ."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpcfl.config import RESULT_NEUTRAL, Config, differences, flatten
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.results.run import Run
+from hpcfl.results.statistics import Interval, PairedDifference, paired_difference
+
+SEEDS = ("run.seed", "data.seed")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Entries of one run each, or of the runs of one configuration with several seeds."""
+
+    entries: tuple[tuple[Run, ...], ...]
+    """Runs by entry; all entries have the same seeds in the same order where they have several."""
+    keys: Mapping[str, tuple[Any, ...]]
+    """The keys that differ and change results, with the value of each entry (None: it has no such key)."""
+
+    @property
+    def means(self) -> list[float]:
+        """Mean accuracy over clients of each entry, then over its runs."""
+        found = [[float(run.clients["accuracy"].mean()) for run in entry] for entry in self.entries]
+        return [sum(means) / len(means) for means in found]
+
+    def difference(self, first: int = 0, second: int = 1) -> PairedDifference:
+        """Return how much higher one entry's accuracies are than another's, client by client."""
+        return paired_difference(_accuracies(self.entries[first]), _accuracies(self.entries[second]))
+
+    def __str__(self) -> str:
+        """Return a text of lines as `hpcfl compare` prints it."""
+        names = [_name(entry) for entry in self.entries]
+        lines = [["run", "mean accuracy", "spread over clients", "scored"]]
+        for entry, name, mean in zip(self.entries, names, self.means, strict=True):
+            spread = sum(float(run.clients["accuracy"].std()) for run in entry) / len(entry)
+            lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored(entry[0].config)])
+        pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
+        for first, second in itertools.combinations(range(len(names)), 2):
+            paired = self.difference(first, second)
+            over = paired.over_clients
+            line = [f"{names[first]} - {names[second]}", f"{100 * over.mean:+.2f}", _half_width(over)]
+            line += [str(over.count), _half_width(paired.over_seeds), str(paired.over_seeds.count)]
+            pairs.append(line)
+        keys = [["keys that differ", *names]]
+        keys += [[key, *(_shown(value) for value in values)] for key, values in self.keys.items()]
+        note = (
+            "*: the interval excludes 0. That over clients holds for these runs only; conclude on methods "
+            "from that over seeds."
+        )
+        tables = [_aligned(lines), _aligned(pairs), note]
+        return "\n\n".join([*tables, _aligned(keys) if self.keys else "no key differs"])
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Compare finished runs on the same samples of the same clients.
+
+    Runs that differ in their seeds only are one entry, if all entries then have the same seeds; otherwise
+    every run is an entry.
+
+    Raises:
+        UserError: fewer than two runs, one is not finished, or they are of other clients.
+    """
+    if len(runs) < 2:
+        raise UserError("a comparison needs two runs or more, such as hpcfl compare runs/A runs/B")
+    for run in runs:
+        if not run.is_finished:
+            done = int(run.metrics["round"][-1]) if run.metrics else 0
+            raise UserError(
+                f"{run.path} is not finished: its last evaluation is of round {done} of "
+                f"{run.config.train.rounds}; let it finish (its command again goes on)"
+            )
+    entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
+    for others in zip(*entries, strict=True):
+        for other in others[1:]:
+            _refuse_others(others[0], other)
+    trees = [_keys(entry[0], without=SEEDS if len(entry) > 1 else ()) for entry in entries]
+    names = dict.fromkeys(key for tree in trees for key in tree)
+    found = {key: tuple(tree.get(key) for tree in trees) for key in names}
+    return Comparison(
+        entries, {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+    )
+
+
+def scored(config: Config) -> str:
+    """Say when a run's models are scored: after the download, after training, or after fine-tuning."""
+    if config.train.finetune_epochs:
+        return "after fine-tuning"
+    return f"after {METHODS[config.method].scored_moment}"
+
+
+def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:
+    """Return runs by configuration, in the order of their seeds; None unless all have the same seeds."""
+    found: dict[str, dict[tuple[int, int], Run]] = {}
+    for run in runs:
+        seeds = (run.config.run.seed, run.config.data_seed)
+        configuration = json.dumps(_keys(run, without=SEEDS), sort_keys=True)
+        if found.setdefault(configuration, {}).setdefault(seeds, run) is not run:
+            return None
+    first, *others = found.values()
+    if not others or any(set(other) != set(first) for other in others):
+        return None
+    return tuple(tuple(of_seeds[seeds] for seeds in first) for of_seeds in found.values())
+
+
+def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the keys that change a run's results."""
+    flat = flatten(run.config.tree())
+    return {key: value for key, value in flat.items() if key not in (*RESULT_NEUTRAL, *without)}
+
+
+def _refuse_others(first: Run, second: Run) -> None:
+    """Raise UserError where two runs have other clients, or these other samples."""
+    there, here = (_of_samples(run) for run in (first, second))
+    if changed := differences(there, here):
+        raise UserError(
+            f"{first.path} and {second.path} cannot be compared: their clients have other samples "
+            f"({'; '.join(changed)}); compare runs that agree on these keys"
+        )
+    counts = [len(run.clients["client"]) for run in (first, second)]
+    if counts[0] != counts[1]:
+        raise UserError(
+            f"{first.path} has {counts[0]} clients and {second.path} {counts[1]} (data.clients); compare "
+            "runs of the same clients"
+        )
+
+
+def _of_samples(run: Run) -> dict[str, Any]:
+    """Return the keys that say which samples each client has, and which of them are scored."""
+    config = run.config
+    keys = {key: value for key, value in _keys(run).items() if key.startswith("data.")}
+    # how images are normalised is a matter of the model
+    del keys["data.normalise"]
+    return keys | {"data.seed": config.data_seed, "run.eval_split": config.run.eval_split}
+
+
+def _accuracies(entry: Sequence[Run]) -> list[list[float]]:
+    return [run.clients["accuracy"].tolist() for run in entry]
+
+
+def _name(entry: Sequence[Run]) -> str:
+    more = f" and {len(entry) - 1} more of other seeds" if len(entry) > 1 else ""
+    return f"{entry[0].path.resolve().name}{more}"
+
+
+def _half_width(found: Interval) -> str:
+    if found.count < 2:
+        return "-"
+    return f"± {100 * found.half_width:.2f}{' *' if found.excludes_zero else ''}"
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

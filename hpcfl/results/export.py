@@ -1,0 +1,142 @@
+"""A run's models as files for use without hpcfl: weights, a recipe beside them, and the network's source."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from hpcfl import __version__
+from hpcfl.errors import UserError
+from hpcfl.parameters import Tensors
+from hpcfl.results.models import GLOBAL, ClientName
+from hpcfl.results.source import UntraceableError, written
+
+if TYPE_CHECKING:
+    from hpcfl.results.run import Run
+
+ALL: Literal["all"] = "all"
+SOURCE_NAME = "model.py"
+ONE_NETWORK = "one network, whose state the tensors are"
+
+
+def export(run: Run, client: ClientName | Literal["all"], out: Path) -> list[Path]:
+    """Write models of a run, and return the files.
+
+    A folder gets, of each model, `client3` or `global`, the weights as .pt (a state dict) and .safetensors,
+    and the recipe as .json; FILE.pt or FILE.safetensors is the weights' one file, with the recipe beside. In
+    the same folder is model.py, which builds the network and loads the weights; there is none for a method
+    whose rule to predict is no network.
+
+    Raises:
+        UserError: there are no such models, or the files cannot be written.
+    """
+    is_file = out.suffix in WRITERS
+    if is_file and client == ALL:
+        raise UserError(f"--out {out} is one file, and --client all are several models; give --out FOLDER")
+    folder = out.parent if is_file else out
+    names = range(run.models.num_clients) if client == ALL else [client]
+    files: list[Path] = []
+    try:
+        for name in names:
+            stem = out.with_suffix("") if is_file else folder / (name if name == GLOBAL else f"client{name}")
+            suffixes = [out.suffix] if is_file else list(WRITERS)
+            files += _export_one(run, name, stem, suffixes)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
+    return list(dict.fromkeys(files))
+
+
+def _export_one(run: Run, client: ClientName, stem: Path, suffixes: list[str]) -> Iterator[Path]:
+    """Write one model's files, and yield them."""
+    models = run.models
+    source = None
+    if models.is_network:
+        network = models.network(client)
+        parts = getattr(network, "parts", ONE_NETWORK)
+        try:
+            source, weights = written(network, models.data)
+        except UntraceableError as error:
+            weights = models.tensors(client)
+            parts = f"{parts}; there is no {SOURCE_NAME}: {error}"
+    else:
+        weights = models.tensors(client)
+        parts = f"parts that {run.config.method} combines by a rule of its own: there is no {SOURCE_NAME}"
+    if source is None:
+        warnings.warn(f"{stem}: {parts}; its tensors are there all the same", stacklevel=2)
+    recipe = _recipe(run, client, weights, parts)
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if source is not None:
+        yield _write_source(stem.parent / SOURCE_NAME, source)
+    for suffix in suffixes:
+        file = stem.with_name(f"{stem.name}{suffix}")
+        WRITERS[suffix](weights, recipe, file)
+        yield file
+    beside = stem.with_name(f"{stem.name}.json")
+    beside.write_text(json.dumps(recipe, indent=1) + "\n")
+    yield beside
+
+
+def _recipe(run: Run, client: ClientName, weights: Tensors, parts: str) -> dict[str, Any]:
+    """Return what the weights are, and what to give a network with them."""
+    config, data = run.config, run.models.data
+    tree = config.tree()
+    recipe = {
+        "hpcfl": __version__,
+        "run": run.path.resolve().name,
+        "method": tree["method"],
+        "client": client,
+        "round": run.models.round,
+        "model": tree["model"],
+        "source": config.data.source,
+        "image_shape": list(data.image_shape),
+        "image_type": data.dtype,
+        "scale": data.scale,
+        "mean": list(data.mean),
+        "std": list(data.std),
+        "normalisation": "(image / scale - mean) / std, a mean and a std a channel",
+        "classes": list(range(data.num_classes)),
+        "outputs": "logits, in the order of classes, which are the labels of the data set",
+        "parts": parts,
+        "tensors": {name: list(tensor.shape) for name, tensor in weights.items()},
+    }
+    if client != GLOBAL and run.is_finished:
+        # what the model gave at the end of the run, on the client's own samples
+        recipe |= {"split": config.run.eval_split, "accuracy": float(run.clients["accuracy"][client])}
+    return recipe
+
+
+def _write_source(path: Path, source: str) -> Path:
+    """Write model.py, unless another one is there."""
+    if path.is_file() and path.read_text() != source:
+        raise UserError(f"{path} is there, and not of this network; give another folder with --out")
+    path.write_text(source)
+    return path
+
+
+def _write_pt(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
+    torch.save(weights, path)
+
+
+def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
+    """Write weights with the recipe as metadata, of which each entry that is no text is JSON."""
+    try:
+        save_file = importlib.import_module("safetensors.torch").save_file
+    except ImportError as error:
+        raise UserError(
+            f"{path} needs the package safetensors: pip install safetensors; or give --out FILE.pt"
+        ) from error
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in recipe.items()}
+    save_file(weights, path, metadata)
+
+
+WRITERS: dict[str, Callable[[Tensors, dict[str, Any], Path], None]] = {
+    ".pt": _write_pt,
+    ".safetensors": _write_safetensors,
+}
+"""By the ending of a file with weights."""

@@ -1,0 +1,223 @@
+"""The models in a run's checkpoint: as tensors, as networks, and what they make of images.
+
+Shapes: P trainable numbers, U running statistics, n images, K classes.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.config import Config
+from hpcfl.data.npz import as_pixels
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.shard import Shard
+from hpcfl.data.sources import Arrays
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS, Method
+from hpcfl.parameters import Tensors
+from hpcfl.simulation.experiment import describe, load_data, method_of
+from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.storage.snapshot import DataRecord, LayoutRecord
+from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.engines import LoopEngine
+
+GLOBAL: Literal["global"] = "global"
+ClientName = int | Literal["global"]
+"""A client's id, or the model that the server has for all."""
+
+Layout = Literal["NHWC", "NCHW"]
+
+
+class TrainedModels:
+    """The models in a checkpoint, with the method that made them; the run's data set need not be there."""
+
+    def __init__(self, config: Config, checkpoint: LoadedCheckpoint) -> None:
+        self._config, self._checkpoint = config, checkpoint
+        self._path = checkpoint.path
+        self.round = checkpoint.header.round
+        """Rounds that these models have behind them."""
+        self.num_clients = len(checkpoint.history["accuracy"][0])
+
+    @cached_property
+    def data(self) -> DataRecord:
+        """What the networks are given; of an older checkpoint, which does not say, the data set is read."""
+        return self._checkpoint.data or describe(self._config, *load_data(self._config))
+
+    @cached_property
+    def method(self) -> Method:
+        """The run's method; raises UserError where a part of it cannot be had."""
+        config, options = self._config, self._config.model_options
+        if getattr(options, "weights", None) is not None:
+            # the trained weights take the place of those in the file, which need not be here
+            config = replace(config, model_options=options.model_copy(update={"weights": None}))
+        with warnings.catch_warnings():
+            # the run has said it already
+            warnings.simplefilter("ignore")
+            method = method_of(config, self.data)
+        if LayoutRecord.of(method.layout) != self._checkpoint.layout:
+            raise UserError(
+                f"{self._path} holds a model of another structure, written by another version of hpcfl or of "
+                "torchvision; use that version"
+            )
+        return method
+
+    def saved(self, client: ClientName) -> Tensors:
+        """Return a model by part: `theta` [P] and `buffers` [U], or what else the method evaluates.
+
+        Raises:
+            UserError: there is no such model.
+        """
+        if client == GLOBAL:
+            return self._global()
+        self._refuse_other(client)
+        if not self._checkpoint.has_models:
+            raise UserError(self._without_models())
+        return _with_buffers(self._checkpoint.model(client))
+
+    def network(self, client: ClientName) -> nn.Module:
+        """Return a model as a network in evaluation mode, from normalised images to logits.
+
+        Raises:
+            UserError: there is no such model, or its method does not predict by one network.
+        """
+        if not self.is_network:
+            raise UserError(
+                f"method.name={self._config.method} predicts by a rule of its own (predict) and does not say "
+                "it as a network (network_of); use `hpcfl predict`, or the tensors of `hpcfl export`"
+            )
+        return self.method.network_of(self.saved(client))
+
+    @property
+    def is_network(self) -> bool:
+        """Whether the method's `network_of` is as its `predict`: no class overrides the latter alone."""
+        kinds = type(self.method).__mro__
+        of_network, of_rule = (
+            next(number for number, kind in enumerate(kinds) if name in vars(kind))
+            for name in ("network_of", "predict")
+        )
+        return of_network <= of_rule
+
+    def tensors(self, client: ClientName) -> Tensors:
+        """Return a model by named tensors: the state of its network, or else its parts.
+
+        Names of parts begin with the part's name, such as `theta.body.conv1.weight`.
+        """
+        if self.is_network:
+            state = self.network(client).state_dict()
+            # a run does not count mini-batches
+            return {name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}
+        layout, found = self.method.layout, {}
+        for part, tensor in self.saved(client).items():
+            views = {}
+            if part == "theta" and tensor.shape == (layout.size,):
+                views = layout.views(tensor)
+            elif part == BUFFERS and tensor.shape == (layout.buffer_size,):
+                views = layout.buffer_views(tensor)
+            elif tensor.numel():
+                found[part] = tensor
+            found |= {f"{part}.{name}": view for name, view in views.items()}
+        return found
+
+    def probabilities(
+        self, client: ClientName, images: object, layout: Layout | None = None, where: str = "images"
+    ) -> np.ndarray:
+        """Return class probabilities float32 [n, K], by the method's own rule.
+
+        Args:
+            client: whose model.
+            images: as the run's source stores them, of the run's shape and type: [n, C, H, W], [n, H, W, C],
+                or grey ones [n, H, W].
+            layout: which of the first two; default: the run's data.layout, or the one that fits.
+            where: how errors begin.
+
+        Raises:
+            UserError: there is no such model, or the images are not like the run's.
+        """
+        x = self._as_stored(images, layout, where)
+        model = Message(rows={name: tensor.unsqueeze(0) for name, tensor in self.saved(client).items()})
+        clients = self._visitor(0 if client == GLOBAL else client, x)
+        with torch.no_grad():
+            return self.method.predict(clients, model, 0, clients.samples("test", 0)[0]).numpy()
+
+    def _visitor(self, client: int, x: np.ndarray) -> Clients:
+        """Return a group of one client whose test samples are some images, on the CPU."""
+        data, nothing = self.data, np.empty(0, np.int64)
+        arrays = Arrays(x, np.zeros(len(x), np.int64), data.num_classes, data.scale, data.mean, data.std)
+        part = ClientIndices(nothing, nothing, np.arange(len(x)))
+        shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
+        engine = LoopEngine(copy.deepcopy(self.method.network), self.method.layout)
+        config, device = self._config, torch.device("cpu")
+        place = Workplace(shard, [client], engine, engine, config.train, config.run.seed, device, {})
+        return Clients(place, [client], self.round)
+
+    def _as_stored(self, images: object, layout: Layout | None, where: str) -> np.ndarray:
+        """Return images [n, C, H, W] of the run's type; raise UserError where they are not like the run's."""
+        x = given = np.asarray(images)
+        data = self.data
+        channels, height, width = data.image_shape
+        if x.ndim == 3:
+            x = x[:, None]
+        elif x.ndim == 4:
+            fitting = "NCHW" if x.shape[1:] == data.image_shape else "NHWC"
+            if (layout or self._config.data.layout or fitting) == "NHWC":
+                x = x.transpose(0, 3, 1, 2)
+        if x.ndim != 4 or x.shape[1:] != data.image_shape or not len(x):
+            grey = f", [n, {height}, {width}]" if channels == 1 else ""
+            raise UserError(
+                f"{where}: x has shape {list(given.shape)}; allowed: [n, {height}, {width}, {channels}] with "
+                f"layout NHWC, [n, {channels}, {height}, {width}] with NCHW{grey}, for some n"
+            )
+        if (x.dtype == np.uint8) != (data.dtype == "uint8"):
+            allowed = f"uint8, 0..{data.scale:g}" if data.dtype == "uint8" else "float, as the run's data set"
+            raise UserError(
+                f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, for that is done here"
+            )
+        return as_pixels(x, where)
+
+    def _global(self) -> Tensors:
+        """Return the server's model; raise UserError where it has none for all clients."""
+        method, name = self.method, self._config.method
+        theirs = f"take a client's, 0 to {self.num_clients - 1}, or all"
+        if not method.has_global_model:
+            others = ", ".join(name for name, kind in METHODS.items() if kind.has_global_model)
+            raise UserError(f"method.name={name} has no global model; {theirs}; methods with one: {others}")
+        server = self._checkpoint.server
+        if method.layout.buffer_size and BUFFERS not in server:
+            raise UserError(
+                f"the global model of method.name={name} has no running statistics of BatchNorm, which stay "
+                f"with the clients (train.buffers={method.buffers}); {theirs}"
+            )
+        return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
+
+    def _refuse_other(self, client: int) -> None:
+        if not 0 <= client < self.num_clients:
+            raise UserError(
+                f"client {client} is not in this run; allowed: 0 to {self.num_clients - 1}, or {GLOBAL} for "
+                "the model of a method that has one for all"
+            )
+
+    def _without_models(self) -> str:
+        rounds = self._config.train.rounds
+        instead = f", or take {GLOBAL}, which is there already" if self.method.has_global_model else ""
+        return (
+            f"{self._path} is of round {self.round} of {rounds} and has no personalised models yet; they are "
+            f"saved after the last round; let the run finish (its command again goes on){instead}"
+        )
+
+
+def _with_buffers(model: Tensors) -> Tensors:
+    """Add running statistics where a checkpoint leaves them out because there are none."""
+    if BUFFERS in model:
+        return model
+    theta = model.get("theta", torch.empty(0))
+    nothing: Tensor = theta.new_empty(*theta.shape[:-1], 0)
+    return model | {BUFFERS: nothing}
