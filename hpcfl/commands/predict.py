@@ -26,7 +26,9 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     parser.add_argument("images", type=Path, metavar="IMAGES.npz")
     parser.add_argument("--client", required=True, help="a client's number, or global (the server's model)")
     parser.add_argument(
-        "--layout", choices=("NHWC", "NCHW"), help="of x (default: the run's data.layout, or what fits)"
+        "--layout",
+        choices=("NHWC", "NCHW"),
+        help="of x (default: what fits, or of two the run's data.layout)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"

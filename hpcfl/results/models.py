@@ -136,7 +136,7 @@ class TrainedModels:
             client: whose model.
             images: as the run's source stores them, of the run's shape and type: [n, C, H, W], [n, H, W, C],
                 or grey ones [n, H, W].
-            layout: which of the first two; default: the run's data.layout, or the one that fits.
+            layout: which of the first two; default: the one that fits, or of two the run's data.layout.
             where: how errors begin.
 
         Raises:
@@ -167,8 +167,12 @@ class TrainedModels:
         if x.ndim == 3:
             x = x[:, None]
         elif x.ndim == 4:
-            fitting = "NCHW" if x.shape[1:] == data.image_shape else "NHWC"
-            if (layout or self._config.data.layout or fitting) == "NHWC":
+            fits_first, fits_last = (
+                x.shape[1:] == shape for shape in (data.image_shape, (height, width, channels))
+            )
+            # the run's own decides only where both would do
+            of_run = self._config.data.layout if fits_first and fits_last else None
+            if (layout or of_run or ("NCHW" if fits_first else "NHWC")) == "NHWC":
                 x = x.transpose(0, 3, 1, 2)
         if x.ndim != 4 or x.shape[1:] != data.image_shape or not len(x):
             grey = f", [n, {height}, {width}]" if channels == 1 else ""

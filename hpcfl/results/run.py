@@ -159,8 +159,8 @@ class Run:
     def predict(self, client: ClientName, images: object, layout: Layout | None = None) -> np.ndarray:
         """Return class probabilities float32 [n, K] of images as the run's data set stores them.
 
-        Images are an array [n, C, H, W], [n, H, W, C] or, grey, [n, H, W]; `layout` is by default the run's
-        data.layout, or what fits. Raises UserError as `model`, or where the images are not like the run's.
+        Images are an array [n, C, H, W], [n, H, W, C] or, grey, [n, H, W]; `layout` is by default what fits,
+        or of two the run's data.layout. Raises UserError as `model`, or where the images are not like the run's.
         """
         return self.models.probabilities(client, images, layout)
 

@@ -1,0 +1,583 @@
+"""What is taken out of a run works without hpcfl and says what the run said, to the sample."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from bits import CODED, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
+from conftest import Mpirun, clean_environment
+
+import hpcfl
+from hpcfl.config import load_config
+from hpcfl.errors import UserError
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.methods import METHODS
+from hpcfl.results.run import Run
+from hpcfl.simulation.experiment import load_data
+from hpcfl.storage.checkpoint import CheckpointStore
+
+CASES = [*METHODS, *VARIANTS]
+NUM_CLIENTS = 7
+
+EXAMPLE = """\
+import numpy as np
+
+from model import load, probabilities
+
+network = load("client3.safetensors")
+file = np.load("images.npz")
+p = probabilities(network, file["x"])  # [images, classes]
+print(f"{(p.argmax(dim=1).numpy() == file['y']).mean():.4f}")
+"""
+"""Of the README, to be run where model.py and the weights are."""
+
+WITHOUT_HPCFL = """\
+import sys
+for name in ("hpcfl", "mpi4py", "h5py", "torchvision"):
+    sys.modules[name] = None
+"""
+"""Makes these imports fail."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder of runs of one kind, made when they are first asked for."""
+
+    folder: Path
+    digits: Path
+
+    def run(self, case: str, *more: str, name: str | None = None) -> Run:
+        """Return the run of a case of tests/bits.py: three rounds, four of seven clients, with BatchNorm."""
+        folder = self.folder / (name or case)
+        if not folder.exists():
+            settings = [*tiny_settings(self.digits), *MEETS_ALL_SOON, *method_settings(case)]
+            assert run_here(folder, [*settings, "train.participation=0.6", *more]) == FINISHED
+        return hpcfl.load_run(folder)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("runs")
+    write_digits(folder / "digits.npz")
+    return Place(folder, folder / "digits.npz")
+
+
+def raw_tests(run: Run) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the test samples of each client as the source stores them, x [n, C, H, W] and y [n]."""
+    arrays, parts = load_data(load_config(run.path / "config.yaml", []))
+    return [(np.ascontiguousarray(arrays.x[part.test]), arrays.y[part.test]) for part in parts]
+
+
+def right(probabilities: np.ndarray, y: np.ndarray) -> int:
+    return int((probabilities.argmax(axis=1) == y).sum())
+
+
+def right_of_run(run: Run) -> list[int]:
+    """Return how many of its test samples each client gets right, by clients.csv."""
+    counts = run.clients["accuracy"] * run.clients["evaluated_samples"]
+    assert np.allclose(counts, counts.round(), atol=1e-6)
+    return counts.round().astype(int).tolist()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_client_gets_the_same_samples_right_by_predict_and_as_a_network(place: Place, case: str) -> None:
+    run = place.run(case)
+    data = run.models.data
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
+    by_predict, by_network = [], []
+    for client, (x, y) in enumerate(raw_tests(run)):
+        found = run.predict(client, x)
+        assert found.dtype == np.float32
+        assert np.allclose(found.sum(axis=1), 1, atol=1e-5)
+        by_predict.append(right(found, y))
+        network = run.network(client)
+        assert not network.training
+        with torch.no_grad():
+            logits = network((torch.from_numpy(x) / data.scale - mean) / std)
+        assert np.allclose(logits.softmax(dim=1), found, atol=1e-5)
+        by_network.append(right(logits.numpy(), y))
+    assert by_predict == right_of_run(run)
+    assert by_network == right_of_run(run)
+
+
+def test_exported_models_of_all_methods_score_the_same_where_there_is_no_hpcfl(
+    place: Place, tmp_path: Path
+) -> None:
+    expected: dict[str, list[int]] = {}
+    for case in CASES:
+        run = place.run(case)
+        expected[case] = right_of_run(run)
+        files = run.export("all", tmp_path / case)
+        assert len(files) == len(set(files)) == 1 + 3 * NUM_CLIENTS
+        tests = raw_tests(run)
+        np.savez(tmp_path / case / "tests.npz", **{f"x{n}": x for n, (x, _) in enumerate(tests)})
+        np.savez(tmp_path / case / "labels.npz", **{f"y{n}": y for n, (_, y) in enumerate(tests)})
+    script = f"""{WITHOUT_HPCFL}
+import importlib.util, json, pathlib
+import numpy as np
+found = {{}}
+def right(model, path, x, y):
+    return int((model.probabilities(model.load(path), x).argmax(dim=1).numpy() == y).sum())
+for folder in sorted(path for path in pathlib.Path(".").iterdir() if path.is_dir()):
+    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
+    model = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(model)
+    x, y = np.load(folder / "tests.npz"), np.load(folder / "labels.npz")
+    for ending in ("pt", "safetensors"):
+        found.setdefault(folder.name, []).append([
+            right(model, folder / f"client{{n}}.{{ending}}", x[f"x{{n}}"], y[f"y{{n}}"])
+            for n in range(len(x.files))
+        ])
+try:
+    import hpcfl
+except ImportError:
+    print(json.dumps(found))
+"""
+    found = json.loads(python(tmp_path, script))
+    assert found == {case: [counts, counts] for case, counts in expected.items()}
+
+
+def python(folder: Path, script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        cwd=folder,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readmes_example_runs_where_there_is_no_hpcfl(place: Place, tmp_path: Path) -> None:
+    run = place.run("pfedla")
+    assert main(["export", str(run.path), "--client", "3", "--out", str(tmp_path)]) == FINISHED
+    x, y = raw_tests(run)[3]
+    np.savez(tmp_path / "images.npz", x=x, y=y)
+    assert python(tmp_path, WITHOUT_HPCFL + EXAMPLE).split() == [f"{run.clients['accuracy'][3]:.4f}"]
+
+
+def test_the_recipe_says_what_is_needed_beside_and_inside(place: Place, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors")
+    run = place.run("fedem")
+    run.export(2, tmp_path)
+    recipe = json.loads((tmp_path / "client2.json").read_text())
+    assert (recipe["run"], recipe["client"], recipe["round"]) == ("fedem", 2, 3)
+    assert recipe["method"] == {"name": "fedem", "components": 2}
+    assert recipe["model"] == {"name": "digits_cnn", "batchnorm": True}
+    assert (recipe["image_shape"], recipe["image_type"], recipe["scale"]) == ([1, 7, 7], "float32", 1.0)
+    assert (recipe["mean"], recipe["std"], recipe["classes"]) == ([0.0], [1.0], list(range(10)))
+    assert "weights[m] * softmax(components.m(x))" in recipe["parts"]
+    assert recipe["accuracy"] == run.clients["accuracy"][2]
+    weights = torch.load(tmp_path / "client2.pt", weights_only=True)
+    assert recipe["tensors"] == {name: list(tensor.shape) for name, tensor in weights.items()}
+    assert recipe["tensors"]["weights"] == [2]
+    assert recipe["tensors"]["components.1.body.bn1.running_var"] == [16]
+    with safetensors.safe_open(tmp_path / "client2.safetensors", "pt") as file:
+        metadata = file.metadata()
+        assert all(torch.equal(file.get_tensor(name), weights[name]) for name in weights)
+    plain = {
+        key: value if isinstance(recipe[key], str) else json.loads(value) for key, value in metadata.items()
+    }
+    assert plain == recipe
+    saved = run.models.saved(2)
+    assert torch.equal(weights["weights"], saved["weights"])
+
+
+def test_a_models_tensors_are_those_of_the_checkpoint(place: Place) -> None:
+    run = place.run("ditto")
+    with h5py.File(run.path / "checkpoint.h5", locking=False) as file:
+        theta, buffers = (torch.from_numpy(file[f"personalised/{name}"][4]) for name in ("theta", "buffers"))
+    found = run.model(4)
+    trained = [tensor.flatten() for name, tensor in found.items() if "running" not in name]
+    running = [tensor.flatten() for name, tensor in found.items() if "running" in name]
+    assert torch.equal(torch.cat(trained), theta)
+    assert torch.equal(torch.cat(running), buffers)
+    assert run.network(4).load_state_dict(found)
+
+
+def test_models_do_not_hang_on_the_number_of_ranks(place: Place, tmp_path: Path, mpirun: Mpirun) -> None:
+    one = place.run("fedmn")
+    settings = [*tiny_settings(place.digits), *MEETS_ALL_SOON, *method_settings("fedmn")]
+    words = ["--quiet", "--out", tmp_path / "three", *settings, "train.participation=0.6"]
+    mpirun(3, "-m", "hpcfl.main", *words)
+    three = hpcfl.load_run(tmp_path / "three")
+    for client in range(NUM_CLIENTS):
+        first, second = one.model(client), three.model(client)
+        assert list(first) == list(second)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert one.models.data == three.models.data
+
+
+def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) -> None:
+    run = place.run("fedavg")
+    tests = raw_tests(run)
+    assert [right(run.predict("global", x), y) for x, y in tests] == right_of_run(run)
+    files = run.export("global", tmp_path / "a.pt")
+    assert [path.name for path in files] == ["model.py", "a.pt", "a.json"]
+    assert json.loads((tmp_path / "a.json").read_text())["client"] == "global"
+    weights = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in run.model(0).items())
+
+
+def test_who_has_a_global_model(place: Place) -> None:
+    has, lacks = ["scaffold", "fedprox", "fedrod"], ["pfedla", "fedem", "fedbn", "fedper", "local", "fedmn"]
+    assert all(METHODS[name].has_global_model for name in has)
+    for name in lacks:
+        message = rf"method.name={name} has no global model; take a client's, 0 to 6, or all; .*fedavg"
+        with pytest.raises(UserError, match=message):
+            place.run(name).model("global")
+    with pytest.raises(UserError, match=r"ditto has no running statistics.*train.buffers=local.*client's"):
+        place.run("ditto").model("global")
+    without = place.run("ditto", "model.batchnorm=false", name="ditto without BatchNorm")
+    theta = without.checkpoint.server["theta"] if without.checkpoint else None
+    assert theta is not None
+    assert torch.equal(torch.cat([t.flatten() for t in without.model("global").values()]), theta)
+
+
+def test_predict_writes_labels_and_probabilities(place: Place, tmp_path: Path) -> None:
+    run = place.run("fedmn")
+    x, y = raw_tests(run)[5]
+    images = tmp_path / "images.npz"
+    np.savez(images, x=x.transpose(0, 2, 3, 1))
+    command = ["predict", str(run.path), "--client", "5", str(images), "--out"]
+    assert main([*command, str(tmp_path / "p.npz")]) == FINISHED
+    with np.load(tmp_path / "p.npz") as found:
+        assert right(found["probabilities"], y) == right_of_run(run)[5]
+        assert np.array_equal(found["labels"], found["probabilities"].argmax(axis=1))
+        expected = found["probabilities"]
+    assert main([*command, str(tmp_path / "p.csv")]) == FINISHED
+    with (tmp_path / "p.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert list(rows[0]) == ["label", *(f"probability_{n}" for n in range(10))]
+    assert np.array_equal([[float(row[f"probability_{n}"]) for n in range(10)] for row in rows], expected)
+    assert [int(row["label"]) for row in rows] == expected.argmax(axis=1).tolist()
+
+
+def test_images_may_lie_in_either_order_and_grey_ones_without_a_channel(place: Place) -> None:
+    run = place.run("fedavg")
+    x = raw_tests(run)[0][0]
+    expected = run.predict(0, x, "NCHW")
+    for other, layout in ((x.transpose(0, 2, 3, 1), None), (x[:, 0], None), (x.astype(np.float64), "NCHW")):
+        assert np.array_equal(run.predict(0, other, layout), expected)
+    assert np.array_equal(run.predict(0, torch.from_numpy(x[:, 0])), expected)
+
+
+def test_bytes_are_scaled_and_normalised_as_the_run_did(tmp_path: Path) -> None:
+    few = [
+        "method.name=fedavg",
+        "data.clients=4",
+        "data.per_client=40",
+        "train.rounds=2",
+        "data.normalise=half",
+    ]
+    assert run_here(tmp_path / "run", few) == FINISHED
+    run = hpcfl.load_run(tmp_path / "run")
+    assert (run.models.data.dtype, run.models.data.scale) == ("uint8", 16.0)
+    assert (run.models.data.mean, run.models.data.std) == ((0.5,), (0.5,))
+    assert [right(run.predict(n, x), y) for n, (x, y) in enumerate(raw_tests(run))] == right_of_run(run)
+    x = raw_tests(run)[0][0]
+    with pytest.raises(UserError, match=r"x has type float64; allowed: uint8, 0..16"):
+        run.predict(0, x / 16)
+
+
+@pytest.mark.usefixtures("own_code_forgotten")
+def test_a_model_and_a_method_of_files_of_ones_own(place: Place, tmp_path: Path) -> None:
+    model = tmp_path / "wide_net.py"
+    model.write_text(OWN_MODEL)
+    method = tmp_path / "own_rule.py"
+    method.write_text(OWN_METHOD)
+    run = place.run(
+        "fedavg", "model.name=wide_net", f"model.path={model}", "model.batchnorm=null", name="own"
+    )
+    run.export(1, tmp_path / "own")
+    x, y = raw_tests(run)[1]
+    np.savez(tmp_path / "own" / "images.npz", x=x, y=y)
+    script = WITHOUT_HPCFL + EXAMPLE.replace("client3", "client1")
+    assert python(tmp_path / "own", script).split() == [f"{run.clients['accuracy'][1]:.4f}"]
+
+    ruled = place.run("fedavg", "method.name=own_rule", f"method.path={method}", name="ruled")
+    assert [right(ruled.predict(n, x), y) for n, (x, y) in enumerate(raw_tests(ruled))] == right_of_run(ruled)
+    with pytest.raises(UserError, match="own_rule predicts by a rule of its own"):
+        ruled.network(0)
+    with pytest.warns(UserWarning, match=r"parts that own_rule combines.*there is no model.py"):
+        files = ruled.export(0, tmp_path / "ruled")
+    assert [path.name for path in files] == ["client0.pt", "client0.safetensors", "client0.json"]
+    weights = torch.load(files[0], weights_only=True)
+    assert weights.keys() >= {"theta.body.conv1.weight", "buffers.body.bn1.running_mean", "sharpness"}
+
+
+OWN_MODEL = '''"""A network with a branch, which torch.fx follows and a chain of modules could not say."""
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from hpcfl.models.networks import Model, Network, NetworkOptions
+
+
+class Both(nn.Module):
+    def __init__(self, inputs):
+        super().__init__()
+        self.one, self.other = nn.Linear(inputs, 8), nn.Linear(inputs, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return torch.cat([self.one(x).relu(), torch.tanh(self.other(x)) * self.scale], dim=1)
+
+
+class Wide(Model):
+    options = NetworkOptions
+
+    def build(self, shape, num_classes, options):
+        size = shape[0] * shape[1] * shape[2]
+        body = OrderedDict(flatten=nn.Flatten(), both=Both(size))
+        return Network(body, OrderedDict(fc=nn.Linear(16, num_classes)))
+
+
+WIDE = Wide("a network with two branches")
+'''
+
+OWN_METHOD = '''"""FedAvg that predicts by a rule of its own."""
+
+import torch
+
+from hpcfl.methods.fedavg import FedAvg
+
+
+class OwnRule(FedAvg):
+    name = "own_rule"
+    summary = "FedAvg whose probabilities are sharpened"
+
+    def personalised(self, clients, down):
+        model = super().personalised(clients, down)
+        model.rows["sharpness"] = torch.full((len(clients), 1), 2.0)
+        return model
+
+    def predict(self, clients, model, position, x):
+        sharp = super().predict(clients, model, position, x) ** model["sharpness"][position]
+        return sharp / sharp.sum(dim=1, keepdim=True)
+'''
+
+
+def test_a_network_that_cannot_be_followed_comes_with_its_tensors_alone(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place.run("fedavg")
+    network = run.models.method.network
+    plain = type(network).forward
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, -x if x.sum() < -1e9 else x)
+
+    monkeypatch.setattr(type(network), "forward", forward)
+    with pytest.warns(UserWarning, match="there is no model.py: TraceError"):
+        files = run.export(0, tmp_path / "0.pt")
+    assert [path.name for path in files] == ["0.pt", "0.json"]
+    assert "there is no model.py" in json.loads(files[1].read_text())["parts"]
+    assert run.network(0).load_state_dict(torch.load(files[0], weights_only=True))
+
+
+def test_the_record_of_the_data_is_the_same_after_a_resume_and_old_checkpoints_do_without(
+    place: Place, tmp_path: Path
+) -> None:
+    settings = [
+        *tiny_settings(place.digits),
+        *MEETS_ALL_SOON,
+        "method.name=fedavg",
+        "train.participation=0.6",
+    ]
+    assert run_here(tmp_path / "run", [*settings, "train.rounds=1"]) == FINISHED
+    before = hpcfl.load_run(tmp_path / "run")
+    assert run_here(tmp_path / "run", [*settings, "train.rounds=3"]) == FINISHED
+    run, whole = hpcfl.load_run(tmp_path / "run"), place.run("fedavg")
+    assert run.models.data == whole.models.data == before.models.data
+    assert run.models.data.num_samples == tuple(run.clients["train_samples"].astype(int))
+    x = raw_tests(run)[0][0]
+    assert np.array_equal(run.predict(0, x), whole.predict(0, x))
+    old = hpcfl.load_run(tmp_path / "run")
+    assert old.checkpoint is not None
+    old.checkpoint.data = None
+    assert old.models.data == whole.models.data
+    assert np.array_equal(old.predict(0, x), whole.predict(0, x))
+
+
+def test_metrics_are_data_frames(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.run("fedavg")
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "pandas", None)
+        with pytest.raises(UserError, match=r"need pandas: pip install 'hpcfl\[pandas\]'; run.metrics"):
+            run.frame()
+    assert run.metrics["round"].tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(UserError, match="no table 'loss'; allowed: metrics, clients, bytes"):
+        run.frame("loss")
+    pandas = pytest.importorskip("pandas")
+    for name in ("metrics", "clients", "bytes"):
+        frame = run.frame(name)
+        pandas.testing.assert_frame_equal(frame, pandas.read_csv(run.path / f"{name}.csv"))
+        assert list(frame) == list(getattr(run, name))
+    assert run.frame()["round"].tolist() == [1, 2, 3]
+    assert run.frame()["accuracy_mean"].iloc[-1] == run.metrics["accuracy_mean"][-1]
+
+
+def test_importing_hpcfl_imports_nothing_heavy() -> None:
+    heavy = ("torch", "numpy", "yaml", "pydantic", "pandas")
+    script = f"import hpcfl, sys; hpcfl.load_run; print([n for n in {heavy} if n in sys.modules])"
+    assert python(Path(), script).strip() == "[]"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run a command that must fail as a user's mistake; return its one line."""
+    assert main([str(word) for word in words]) == BAD_INPUT
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if "error:" in line]
+    assert len(errors) == 1
+    assert "Traceback" not in "".join(lines)
+    return errors[0]
+
+
+@pytest.fixture
+def going_on(place: Place, tmp_path: Path) -> Path:
+    """Return the folder of a run that has checkpoints of rounds 1 and 2, of 3."""
+    folder = tmp_path / "going on"
+    settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
+    assert run_here(folder, settings) == FINISHED
+    # the last checkpoint lost, as of a run that is stopped before
+    (folder / "checkpoint.h5").unlink()
+    (folder / "clients.csv").unlink()
+    return folder
+
+
+def test_a_run_that_goes_on_has_no_personalised_models(
+    going_on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "images.npz", x=np.zeros((1, 7, 7), np.float32))
+    why = r"prev.h5 is of round 2 of 3 and has no personalised models yet.*take global, which is there"
+    for words in (["export", going_on], ["predict", going_on, tmp_path / "images.npz"]):
+        out = ["--client", "0", "--out", tmp_path / "out.npz"]
+        assert re.search(why, said(capsys, *words, *out))
+    assert "not finished: its last evaluation is of round 3 of 3" in said(
+        capsys, "compare", going_on, going_on
+    )
+    assert (
+        main(["export", str(going_on), "--client", "global", "--out", str(tmp_path / "global")]) == FINISHED
+    )
+    assert json.loads((tmp_path / "global" / "global.json").read_text())["round"] == 2
+
+    cut(going_on / "checkpoint.prev.h5")
+    error = said(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out")
+    assert "checkpoint.prev.h5 is damaged" in error
+    (going_on / "checkpoint.prev.h5").unlink()
+    error = said(capsys, "export", going_on, "--client", "0", "--out", tmp_path / "out")
+    assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
+    assert run_here(tmp_path / "run", settings) == FINISHED
+    cut(tmp_path / "run" / "checkpoint.h5")
+    assert (
+        main(["export", str(tmp_path / "run"), "--client", "1", "--out", str(tmp_path / "out")]) == BAD_INPUT
+    )
+    found = capsys.readouterr().err
+    assert "checkpoint.h5 is damaged" in found
+    assert "checkpoint.prev.h5 is of round 2 of 3 and has no personalised models yet" in found
+    # two checkpoints with models, the newest damaged
+    assert run_here(tmp_path / "two", [*settings, "train.rounds=1"]) == FINISHED
+    newest = tmp_path / "two" / "checkpoint.h5"
+    (tmp_path / "two" / "checkpoint.prev.h5").write_bytes(newest.read_bytes())
+    cut(newest)
+    assert (
+        main(["export", str(tmp_path / "two"), "--client", "1", "--out", str(tmp_path / "out")]) == FINISHED
+    )
+    assert "going on from" in capsys.readouterr().err
+
+
+def test_mistakes_are_told_in_one_line(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = place.run("fedavg").path
+    images = tmp_path / "images.npz"
+
+    def predict(**arrays: np.ndarray) -> str:
+        np.savez(images, **arrays)
+        return said(capsys, "predict", run, "--client", "0", images, "--out", tmp_path / "p.npz")
+
+    out = ["--out", tmp_path / "out"]
+    zero = ["--client", "0", *out]
+    assert "is no run folder: it has no config.yaml" in said(
+        capsys, "export", tmp_path, "--client", "0", *out
+    )
+    assert "is no folder" in said(capsys, "export", tmp_path / "none", *zero)
+    assert "client 7 is not in this run; allowed: 0 to 6" in said(
+        capsys, "export", run, "--client", "7", *out
+    )
+    assert "allowed: a client's number, or global or all" in said(
+        capsys, "export", run, "--client", "x", *out
+    )
+    one = ["export", run, "--client", "all", "--out", tmp_path / "a.pt"]
+    assert "are several models; give --out FOLDER" in said(capsys, *one)
+    assert "--out" in said(capsys, "export", run, "--client", "1")
+    (tmp_path / "file").write_text("")
+    assert "cannot write to" in said(capsys, "export", run, "--client", "1", "--out", tmp_path / "file" / "x")
+    (tmp_path / "model.py").write_text("mine")
+    foreign = said(capsys, "export", run, "--client", "1", "--out", tmp_path / "b.pt")
+    assert "model.py is there, and not of this network" in foreign
+    assert (tmp_path / "model.py").read_text() == "mine"
+    assert not (tmp_path / "b.pt").exists()
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert "needs the package safetensors: pip install" in said(capsys, "export", run, "--client", "1", *out)
+
+    x = np.zeros((2, 1, 7, 7), np.float32)
+    assert "has no array 'x' (it holds images); needed: x" in predict(images=x)
+    assert "x has shape [2, 1, 8, 8]; allowed: [n, 7, 7, 1] with layout NHWC" in predict(
+        x=np.zeros((2, 1, 8, 8))
+    )
+    assert "x has shape [0, 7, 7]" in predict(x=x[:0, 0])
+    assert "x has shape [7]" in predict(x=np.zeros(7))
+    assert "x has type uint8; allowed: float" in predict(x=x.astype(np.uint8))
+    assert "x has type int64; allowed" in predict(x=x.astype(np.int64))
+    assert "not finite" in predict(x=np.full((1, 7, 7), np.nan))
+    images.write_text("no zip file")
+    words = ["predict", run, "--client", "0", images]
+    assert "cannot be read as an npz file" in said(capsys, *words)
+    assert "no such file" in said(capsys, "predict", run, "--client", "0", tmp_path / "none.npz")
+    assert "give another FILE.npz or FILE.csv" in said(capsys, *words, "--out", tmp_path / "p.txt")
+    assert "give another FILE.npz or FILE.csv" in said(capsys, *words, "--out", images)
+
+
+def test_a_codec_leaves_the_models_that_were_scored(place: Place) -> None:
+    case = "pfedla-float16"
+    assert case in CODED
+    run = place.run(case)
+    assert [right(run.predict(n, x), y) for n, (x, y) in enumerate(raw_tests(run))] == right_of_run(run)
+
+
+def test_reading_leaves_a_run_folder_as_it_is(place: Place, tmp_path: Path) -> None:
+    run = place.run("fedavg")
+    before = {path.name: path.stat().st_mtime_ns for path in run.path.iterdir()}
+    run.export("all", tmp_path)
+    run.predict(0, raw_tests(run)[0][0])
+    assert {path.name: path.stat().st_mtime_ns for path in run.path.iterdir()} == before
+    assert CheckpointStore(run.path).load() is not None
+    assert io.StringIO(str(run.compare(place.run("fedprox")))).readline().startswith("run")
