@@ -28,7 +28,7 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     parser.add_argument(
         "--layout",
         choices=("NHWC", "NCHW"),
-        help="of x (default: what fits, or of two the run's data.layout)",
+        help="of x (default: what fits, of two the run's data.layout)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"

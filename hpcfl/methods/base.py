@@ -278,7 +278,7 @@ class Method:
         return clients.probabilities(model, position, x)
 
     def network_of(self, model: Tensors) -> nn.Module:
-        """Return a client's evaluated model as a network in evaluation mode, from images to logits.
+        """Return a client's evaluated model as a network from images to logits.
 
         `model` has `theta` [P], `buffers` [U], and what else `personalised` returns, without a client axis.
         The softmax of the logits is what `predict` returns: a method that overrides one overrides both.

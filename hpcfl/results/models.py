@@ -94,7 +94,7 @@ class TrainedModels:
                 f"method.name={self._config.method} predicts by a rule of its own (predict) and does not say "
                 "it as a network (network_of); use `hpcfl predict`, or the tensors of `hpcfl export`"
             )
-        return self.method.network_of(self.saved(client))
+        return self.method.network_of(self.saved(client)).eval()
 
     @property
     def is_network(self) -> bool:
@@ -185,7 +185,8 @@ class TrainedModels:
             raise UserError(
                 f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, for that is done here"
             )
-        return as_pixels(x, where)
+        # one order in memory, so that the same images give the same bits
+        return as_pixels(np.ascontiguousarray(x), where)
 
     def _global(self) -> Tensors:
         """Return the server's model; raise UserError where it has none for all clients."""

@@ -160,7 +160,7 @@ class Run:
         """Return class probabilities float32 [n, K] of images as the run's data set stores them.
 
         Images are an array [n, C, H, W], [n, H, W, C] or, grey, [n, H, W]; `layout` is by default what fits,
-        or of two the run's data.layout. Raises UserError as `model`, or where the images are not like the run's.
+        or of two the run's data.layout. Raises UserError as `model`, or where images are not like the run's.
         """
         return self.models.probabilities(client, images, layout)
 

@@ -1,0 +1,95 @@
+"""Two runs beside each other: differences worked out by hand, and runs that cannot be compared."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from bits import run_here
+
+import hpcfl
+from hpcfl.errors import UserError
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.results.comparison import compare
+from hpcfl.results.run import Run
+
+FEW = ["data.clients=4", "data.per_client=40", "train.rounds=1", "train.local_epochs=1"]
+
+
+def made(folder: Path, name: str, *settings: str) -> Run:
+    assert run_here(folder / name, [*FEW, *settings]) == FINISHED
+    return hpcfl.load_run(folder / name)
+
+
+def scored(run: Run, *accuracies: float) -> Run:
+    """Give a run's clients other accuracies."""
+    path = run.path / "clients.csv"
+    header, *rows = path.read_text().splitlines()
+    cells = [row.split(",") for row in rows]
+    lines = [",".join([c[0], str(a), *c[2:]]) for c, a in zip(cells, accuracies, strict=True)]
+    path.write_text("\n".join([header, *lines]) + "\n")
+    return hpcfl.load_run(run.path)
+
+
+def test_differences_intervals_and_keys_are_as_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = scored(made(tmp_path, "A-s0", "method.name=fedavg"), 0.5, 0.6, 0.7, 0.8)
+    other = scored(made(tmp_path, "B-s0", "method.name=local", "train.lr=0.1"), 0.4, 0.6, 0.5, 0.7)
+    found = one.compare(other)
+    assert found.means == pytest.approx([0.65, 0.55])
+    paired = found.difference()
+    # differences 0.1, 0, 0.2, 0.1: deviation sqrt(0.02 / 3), Student's t of 3 degrees 3.182446
+    assert paired.over_clients.mean == pytest.approx(0.1)
+    assert paired.over_clients.half_width == pytest.approx(3.182446 * math.sqrt(0.02 / 3) / 2, rel=1e-6)
+    assert paired.over_clients.count == 4
+    assert dict(found.keys) == {"method.name": ("fedavg", "local"), "train.lr": (0.05, 0.1)}
+    assert main(["compare", str(one.path), str(other.path)]) == FINISHED
+    text = capsys.readouterr().out
+    assert any(
+        line.split() == ["A-s0", "-", "B-s0", "+10.00", "±", "12.99", "4", "-", "1"]
+        for line in text.splitlines()
+    )
+    assert text.splitlines()[-2].split() == ["method.name", "fedavg", "local"]
+
+    three = scored(made(tmp_path, "A-s1", "method.name=fedavg", "run.seed=1"), 0.5, 0.5, 0.5, 0.5)
+    four = scored(made(tmp_path, "B-s1", "method.name=local", "train.lr=0.1", "run.seed=1"), *[0.2] * 4)
+    both = compare([one, other, four, three])
+    assert both.entries == ((one, three), (other, four))
+    assert both.means == pytest.approx([0.575, 0.375])
+    # seeds differ by 0.1 and 0.3; Student's t of 1 degree 12.7062
+    assert both.difference().over_seeds.mean == pytest.approx(0.2)
+    assert both.difference().over_seeds.half_width == pytest.approx(12.7062 * 0.1, rel=1e-4)
+    assert both.difference(1, 0).over_clients.mean == pytest.approx(-0.2)
+    assert both.difference().over_clients.count == 8
+    assert "run.seed" not in both.keys
+    assert "A-s0 and 1 more of other seeds" in str(both)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        ("run.seed=1", r"data.seed: 0 there, 1 here"),
+        ("data.seed=2", r"data.seed: 0 there, 2 here"),
+        ("data.partition.classes_per_client=2", r"data.partition.classes_per_client: 4 there, 2 here"),
+        ("data.clients=3", r"data.clients: 4 there, 3 here"),
+        ("data.test_fraction=0.5", r"data.test_fraction: 0.3 there, 0.5 here"),
+    ],
+)
+def test_runs_of_other_samples_are_refused(
+    tmp_path: Path, setting: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, more in (("A", []), ("B", [setting])):
+        made(tmp_path, name, "method.name=fedavg", *more)
+    assert main(["compare", str(tmp_path / "A"), str(tmp_path / "B")]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"cannot be compared: their clients have other samples ({why})" in line
+
+
+def test_normalisation_and_the_training_seed_may_differ(tmp_path: Path) -> None:
+    one = made(tmp_path, "A", "method.name=fedavg", "data.seed=0")
+    other = made(tmp_path, "B", "method.name=fedavg", "data.seed=0", "data.normalise=half", "run.seed=5")
+    assert dict(one.compare(other).keys) == {"data.normalise": ("auto", "half"), "run.seed": (0, 5)}
+    with pytest.raises(UserError, match="two runs or more"):
+        one.compare()
