@@ -23,10 +23,15 @@ def print_summary(
     if outcome == "already finished":
         progress.say(f"this run is finished, all {config.train.rounds} rounds are done; --fresh starts over")
     best, best_round = ledger.best()
+    unseen = {}
+    if config.data.unseen_clients:
+        spread = f"{ledger.last('accuracy_unseen_std'):.2%}"
+        unseen["unseen clients"] = f"{ledger.last('accuracy_unseen'):.2%} (spread {spread})"
     for name, value in {
         f"mean accuracy, round {ledger.last('round'):.0f}": f"{ledger.last('accuracy_mean'):.2%}",
         "spread over clients": f"{ledger.last('accuracy_std'):.2%}",
         "weighted by samples": f"{ledger.last('accuracy_weighted'):.2%}",
+        **unseen,
         "best round": f"{best:.2%} (round {best_round})",
         "bytes down, up": f"{shown_bytes(ledger.last('bytes_down'))}, {shown_bytes(ledger.last('bytes_up'))}",
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",

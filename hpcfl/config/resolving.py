@@ -89,6 +89,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
         own,
     )
     _refuse_contradictions(config)
+    _refuse_idle_unseen(config)
     _refuse_idle_coding(config.comm)
     return config
 
@@ -173,6 +174,18 @@ def _refuse_contradictions(config: Config) -> None:
         raise UserError(
             f"data.path={data.path} is only for data.source={readers}, not {source}; set or drop both"
         )
+
+
+def _refuse_idle_unseen(config: Config) -> None:
+    """Raise UserError where keys of unseen clients do nothing, or leave no client to train."""
+    data, epochs = config.data, config.train.unseen_epochs
+    if epochs is not None and not data.unseen_clients:
+        raise UserError(
+            f"train.unseen_epochs={epochs} needs unseen clients: set data.unseen_clients, such as 0.2, or "
+            "train.unseen_epochs=null"
+        )
+    if data.clients is not None:
+        data.num_unseen(data.clients)
 
 
 def _refuse_idle_coding(comm: CommConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from hpcfl.communication.settings import CommConfig
 from hpcfl.config.choices import CHOICES
 from hpcfl.config.trees import flatten
 from hpcfl.data.partition_request import PartitionOptions
+from hpcfl.errors import UserError
 from hpcfl.methods import Params
 from hpcfl.models import NetworkOptions
 from hpcfl.settings import Settings
@@ -54,7 +56,22 @@ class DataConfig(Settings):
     normalise: str | list[list[float]] = "auto"
     """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
     seed: int | None = Field(None, ge=0)
-    """Seed of subset and partition; default: run.seed."""
+    """Seed of subset, partition and unseen clients; default: run.seed."""
+    unseen_clients: float = Field(0.0, ge=0, lt=1)
+    """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
+    them, of whom one stays at least. They get the last ids. At every evaluation they adapt as clients of that
+    moment that are new (`train.unseen_epochs`) and are scored apart. 0: there are none."""
+
+    def num_unseen(self, num_clients: int) -> int:
+        """Return how many of N clients take no part in training; UserError where none would be left."""
+        if not self.unseen_clients:
+            return 0
+        if num_clients == 1:
+            raise UserError(
+                f"data.unseen_clients={self.unseen_clients:g} leaves none of 1 client to train; set "
+                "data.clients=2 or more, or data.unseen_clients=0"
+            )
+        return min(num_clients - 1, max(1, math.floor(self.unseen_clients * num_clients + 0.5)))
 
 
 class RunConfig(Settings):
@@ -141,15 +158,19 @@ class Config:
         return self.run.seed if self.data.seed is None else self.data.seed
 
     def tree(self) -> dict[str, Any]:
-        """Return the configuration as it stands in YAML, every default written out."""
+        """Return the configuration as it stands in YAML, every default written out.
+
+        Keys of unseen clients stand there only where there are any.
+        """
+        left_out = set() if self.data.unseen_clients else {"unseen_clients", "unseen_epochs"}
         own = {group: self.own.get(group, {}) for group in (*CHOICES, "data")}
         options = self.partition_options.model_dump()
         partition = {"name": self.partition, **own["data.partition"], **options}
         return {
             "method": {"name": self.method, **own["method"], **self.params.model_dump()},
-            "data": {**self.data.model_dump(), **own["data"], "partition": partition},
+            "data": {**self.data.model_dump(exclude=left_out), **own["data"], "partition": partition},
             "model": {"name": self.model, **own["model"], **self.model_options.model_dump()},
-            "train": self.train.model_dump(),
+            "train": self.train.model_dump(exclude=left_out),
             "comm": self.comm.model_dump(),
             "run": self.run.model_dump(),
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort
@@ -23,6 +24,15 @@ class ModelBank(OwnModel):
             "models": self.context.initial_parameters(range(clients)),
             "is_known": torch.zeros(clients, dtype=torch.int64),
         }
+
+    def mean_model(self, server: State) -> Tensor:
+        """Return the plain mean [P] of the uploaded models that have not diverged: where new clients start.
+
+        While there are none, it is the common initial model.
+        """
+        is_sound = server["models"].isfinite().all(dim=1)
+        known = server["models"][is_sound & (server["is_known"] == 1)]
+        return known.mean(dim=0) if len(known) else self.context.initial_parameters()
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         for positions, block in up:

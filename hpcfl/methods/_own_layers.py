@@ -61,6 +61,19 @@ class OwnLayers(FedAvg):
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self.merged(clients, down)})
 
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        """Train a new client's private layers, from their start, beside the server's layers."""
+        theta = self.merged(clients, down)
+        own = clients.descent(theta[:, self.is_own])
+        with self.fixed_buffers(clients):
+            for batch in clients.batches("finetune"):
+                theta[:, self.is_own] = own.theta
+                gradient, losses = clients.plain_gradient(theta[batch.members], batch)
+                own.step(batch.members, gradient[:, self.is_own])
+                clients.record(batch, losses)
+        theta[:, self.is_own] = own.theta
+        return Message(rows={"theta": theta})
+
     def merged(self, clients: Clients, down: Message) -> Tensor:
         """Return whole models [C, P]: the downloaded layers and each client's own private layers."""
         theta = down["theta"].clone(memory_format=torch.contiguous_format)

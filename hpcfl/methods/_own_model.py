@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Method, State
 from hpcfl.methods.fedavg import FedAvg
@@ -33,6 +35,11 @@ class OwnBesideGlobal(OwnModel, FedAvg):
 
     # explicit, so that the order of the base classes does not matter
     personalised = OwnModel.personalised
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        """Let a new client's own model start as the global one, and do its first round."""
+        clients["theta"] = down["theta"].clone(memory_format=torch.contiguous_format)
+        return super().adapt(clients, down)
 
     def received(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})

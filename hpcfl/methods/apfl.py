@@ -13,7 +13,8 @@ without momentum. If a_i moved at every mini-batch, w_i would soon be ahead of v
 a_i, and most a_i would fall to 0. Running statistics belong to vbar and stay with the client. The evaluated
 model is vbar after local training; for an unsampled client it is the vbar of its last round. The model after
 a download is w. One mini-batch costs two gradients. With a_i fixed at 1, v_i is local training; with a_i
-fixed at 0, vbar is the client's copy of FedAvg's model.
+fixed at 0, vbar is the client's copy of FedAvg's model. For a client that takes no part in training v_i
+starts as the received w, and it does one round (not in the paper).
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class APFL(OwnBesideGlobal):
         clients["own"], clients["alpha"] = own.theta, alpha
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)
         return Message(rows={"theta": shared.theta})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        clients["own"] = down["theta"].clone(memory_format=torch.contiguous_format)
+        return super().adapt(clients, down)
 
     def client_history(self, clients: Clients) -> State:
         return {"alpha": clients["alpha"]}

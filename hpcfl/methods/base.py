@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -61,9 +62,14 @@ class Context:
         num_samples: Tensor,
         train: TrainConfig,
         seed: int,
+        num_samples_of_unseen: Tensor | None = None,
     ) -> None:
         self.num_samples = num_samples
         """Training samples of each client, int64 [N]."""
+        nobody = num_samples.new_empty(0)
+        self.num_samples_of_unseen = nobody if num_samples_of_unseen is None else num_samples_of_unseen
+        """Training samples of each client that takes no part in training, int64 [U]; a method needs it only
+        to refuse too few."""
         self.num_clients = len(num_samples)
         self.num_classes = num_classes
         self.image_shape = image_shape
@@ -296,6 +302,30 @@ class Method:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
         theta = self.personalised(clients, down).of(len(clients))["theta"]
         return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
+
+    def welcome(self, server: State, cohort: Cohort) -> Message:
+        """Return the message to clients that never took part in training; its bytes do not count.
+
+        Their ids are N or more, so that no state of the server has rows of theirs. Default: `scored`, which
+        a method overrides whose message has a row a client.
+        """
+        return self.scored(server, cohort)
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        """Return the evaluated models of clients that never took part in training; see `personalised`.
+
+        `down` is what `welcome` returned; the clients' state is a new client's, and what is written to it is
+        forgotten. Local epochs are `train.unseen_epochs`. Default: the client's first round where models
+        exist after local training only, else fine-tuning.
+        """
+        if self.scored_moment == "training":
+            self.train(clients, down)
+            return self.personalised(clients, down)
+        return self.finetune(clients, down, clients.local_epochs)
+
+    def fixed_buffers(self, clients: Clients) -> AbstractContextManager[None]:
+        """Keep running statistics that the server averages as they are, for `adapt` of a part beside them."""
+        return clients.buffers_aside() if self.averages_buffers else nullcontext()
 
     def derived(self, server: State) -> State:
         """Return tensors for readers of a checkpoint; a resumed run does not load them."""

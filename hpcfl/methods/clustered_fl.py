@@ -19,6 +19,10 @@ have trained, and then compares updates that started from models of different ro
 by their ids. Means are uniform, as in the paper. Each cluster averages its own running statistics. The
 evaluated model is the newest model of the client's cluster. The server stores N updates, and a download holds
 one model per client of the cohort.
+
+The paper leads a new client down the tree of splits by comparing its update with those that were split.
+Neither tree nor old updates are kept here, so a client that takes no part in training gets all clusters'
+models, picks the one of smallest training loss, as in IFCA, and fine-tunes it.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from torch.nn.functional import normalize
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import ClusterMeans
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Method, Params, State
 from hpcfl.training.clients import Clients
 
@@ -127,6 +132,13 @@ class ClusteredFL(Method):
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
+
+    def welcome(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={name: server[name] for name in ("theta", BUFFERS) if name in server})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        _, theta = best_model(clients, down["theta"])
+        return self.finetune(clients, Message(rows={"theta": theta}), clients.local_epochs)
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": down["theta"] + up.rows["update"]})

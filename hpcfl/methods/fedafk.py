@@ -26,6 +26,7 @@ Choices the paper leaves open:
   BatchNorm    running statistics stay with the client. They belong to phi_i, then to phi_p: the epoch of the
                head updates them. phi_g,i trains on batch statistics and keeps none
   evaluated    h_i(phi_p) after local training; for an unsampled client, the model of its last round
+  unseen       a client that takes no part in training takes over phi_g as its phi_i, and does one round
 """
 
 from __future__ import annotations
@@ -155,6 +156,10 @@ class FedAFK(Method):
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": clients["theta"]})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        clients["theta"] = self.received(clients, down).rows["theta"]
+        return super().adapt(clients, down)
 
     def received(self, clients: Clients, down: Message) -> Message:
         arrived = clients["theta"].clone()

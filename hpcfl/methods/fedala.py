@@ -9,6 +9,8 @@ theta_i is the client's model after its last training, * is elementwise. W_i sta
 is kept from round to round. The first time, W_i is learnt until the losses of the last passes hardly differ;
 in later rounds it is learnt for one pass.
 
+A client that takes no part in training does its first round: W_i is 1, so that theta_i starts as w.
+
 Choices: the top is counted in layers (the authors' code counts tensors). A client that has not trained yet
 takes over w unchanged. A client whose theta_i equals w does not learn W_i in that round, since no W_i would
 change hat_i. W_i is learnt on batch statistics, and the running statistics do not move. The evaluated model

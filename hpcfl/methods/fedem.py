@@ -11,6 +11,9 @@ argmax sum_m pi_i(m) softmax(f_m(x)), with the newest components and the client'
 was never sampled, each evaluation computes pi_i by one step of the first line from 1/M and then discards it,
 as the authors do for unseen clients.
 
+A client that takes no part in training learns pi_i alone, by one step of the first line per local epoch, with
+the components as they are (the paper's answer to clients unseen at training time).
+
 Choices: q is computed once per round, before any component is trained, with all received components in
 evaluation mode. Every component sees the same mini-batches. The first component is the common initial model,
 the others are independent draws (equal components would stay equal). Each component averages its own running
@@ -83,6 +86,13 @@ class FedEM(FedAvg):
         weights = self._scored_weights(clients, down["theta"])
         return Message({"theta": down.shared["theta"]}, {"weights": weights})
 
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        clients.buffers = buffers_of_models(clients, self.params.components)
+        losses = self._losses(clients, down["theta"])
+        for _ in range(clients.local_epochs):
+            clients["weights"] = self._mean_shares(clients, self._shares(clients, losses))
+        return Message({"theta": down.shared["theta"]}, {"weights": clients["weights"]})
+
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": up.rows["theta"], "weights": clients["weights"]})
 
@@ -129,11 +139,19 @@ class FedEM(FedAvg):
 
     def sample_shares(self, clients: Clients, theta: Tensor) -> Tensor:
         """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""
+        return self._shares(clients, self._losses(clients, theta))
+
+    def _losses(self, clients: Clients, theta: Tensor) -> Tensor:
+        """Return the losses [C, most samples, M] of components [C, M, P] on the training samples."""
         losses = [
             clients.over_training_set({"theta": theta[:, m], BUFFERS: clients.buffers[:, m]}, sample_losses)
             for m in range(self.params.components)
         ]
-        scores = clients["weights"].log().unsqueeze(1) - torch.stack(losses, dim=2)
+        return torch.stack(losses, dim=2)
+
+    @staticmethod
+    def _shares(clients: Clients, losses: Tensor) -> Tensor:
+        scores = clients["weights"].log().unsqueeze(1) - losses
         is_sample = torch.arange(scores.shape[1]) < clients.num_samples.unsqueeze(1)
         return scores.softmax(dim=2) * is_sample.to(scores.device).unsqueeze(2)
 

@@ -17,7 +17,9 @@ with equal entries are ranked in random order. Running statistics stay with the 
 all candidates with its own running statistics, because it would use any candidate, or a mean of candidates,
 with these statistics. The evaluated model is the model after the client's last training (PFLlib); the model
 after a download is the weighted mean from which the client would start (the authors log both). With M = 0 the
-method is local training on the samples not held out. A download holds S x M models at once.
+method is local training on the samples not held out. A download holds S x M models at once. A client that
+takes no part in training gets M random models, as the row of a new client in the matrix is 0, and the mean of
+all uploaded models as its own and as theta_prev; then it does one round (not in the paper).
 """
 
 from __future__ import annotations
@@ -73,11 +75,12 @@ class FedFomo(ModelBank):
                 f"there are {context.num_clients} clients"
             )
         self._fewest = (1, context.fewest_samples)
-        client = int(context.num_samples.argmin())
-        if context.num_samples[client] < sum(self._fewest):
+        num_samples = torch.cat([context.num_samples, context.num_samples_of_unseen])
+        client = int(num_samples.argmin())
+        if num_samples[client] < sum(self._fewest):
             raise UserError(
                 f"method.name={self.name} holds out training samples, and client {client} has "
-                f"{context.num_samples[client]} of them in all; give each {sum(self._fewest)} or more "
+                f"{num_samples[client]} of them in all; give each {sum(self._fewest)} or more "
                 "(data.per_client, or fewer data.clients)"
             )
 
@@ -96,6 +99,15 @@ class FedFomo(ModelBank):
             [self.chosen(server["affinity"][i], is_known, i, cohort.round)[:count] for i in cohort.clients]
         )
         return Message(rows={"models": server["models"][ids], "ids": ids})
+
+    def welcome(self, server: State, cohort: Cohort) -> Message:
+        is_known, affinity = server["is_known"] == 1, torch.zeros(self.context.num_clients)
+        ids = torch.stack([self.chosen(affinity, is_known, i, cohort.round) for i in cohort.clients])
+        return Message({"mean": self.mean_model(server)}, {"models": server["models"][ids]})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        clients["theta"] = clients["previous"] = down["mean"].clone(memory_format=torch.contiguous_format)
+        return super().adapt(clients, down)
 
     def train(self, clients: Clients, down: Message) -> Message:
         start, weights = self._start(clients, down)

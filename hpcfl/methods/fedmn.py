@@ -41,6 +41,8 @@ Choices the paper leaves open:
                made before, by the server's router; bytes are the same
   evaluated    after the download: the newest weights with the decision 1[Pi_i > 0.5], computed on the
                training set; after training, as in the paper: the local weights with the round's V_i
+  unseen       a client that takes no part in training gets its decision from the router, as it is evaluated;
+               router and blocks stay as they are (not in the paper)
   kept         a client keeps Pi_i and V_i of its last round; they are zero before its first round
 
 The authors' code has one module per layer in place of all its blocks. Its router has no gradient, and the
@@ -239,6 +241,16 @@ class FedMN(Method):
         logits = self.logits(clients, down)
         decision = self._decision((logits / self.temperature(clients.round - 1)).sigmoid(), logits)
         return Message(shared, {"decision": decision.to(clients.device)})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        model = self.personalised(clients, down)
+        if self.buffers == "local":
+            # a new client has no running statistics, and gradients find them
+            decision = {"decision": model["decision"]} if "decision" in model else None
+            gradient = self._gradient(clients, decision) if decision else clients.plain_gradient
+            for batch in clients.batches("statistics"):
+                gradient(down["theta"][batch.members], batch)
+        return model
 
     def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
         decision = model["decision"][position] if "decision" in model else None

@@ -13,7 +13,7 @@ mu_i like its weights; the running statistics of theta_i start from them. Kernel
 (PFLlib's). Distillation has the same temperature on both sides, and its loss is multiplied by the squared
 temperature. In a client's first round there is no p_i: lambda is 0, and p_i becomes theta_i. Features are not
 normalised. The evaluated model is p_i after the client's last training (PFLlib evaluates theta_i); the model
-after a download is w.
+after a download is w. A client that takes no part in training does its first round (not in the paper).
 """
 
 from __future__ import annotations

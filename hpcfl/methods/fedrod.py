@@ -15,7 +15,8 @@ travels and is averaged like phi and g. A class without samples at the client ha
 not compete; n_c counts all training samples, so this class is never the label. A client with samples of one
 class only has a balanced loss of 0 and returns phi and g unchanged, except for weight decay. It keeps its
 weight in the mean, as in the paper: this shortens the server's step but does not change its direction. If all
-clients have one class only, only the personal heads learn.
+clients have one class only, only the personal heads learn. A client that takes no part in training learns
+p_i alone, beside phi and g as they are, from its start or, with `method.hyper_head`, from what H makes.
 """
 
 from __future__ import annotations
@@ -98,6 +99,11 @@ class FedRoD(FedAvg):
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, down)})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        theta, head = self._with_both_heads(clients, down), self.layout.head
+        with self.fixed_buffers(clients):
+            return Message(rows={"theta": clients.sgd(theta, trained=head, purpose="finetune").theta})
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, up)})

@@ -13,6 +13,7 @@ Choices the paper leaves open:
                about equally far with Adam
   BatchNorm    a BatchNorm layer can be retained alone; with `method.layer=block` it is part of the layer of
                its convolution
+  unseen       a client that takes no part in training has no layer to retain, and adapts as in pFedLA
   k = 0        equals pFedLA bit for bit; k = number of layers is Local after the first round
 """
 

@@ -11,7 +11,7 @@ Choices: models are averaged (the paper's other variant averages gradients). The
 training-set sizes. The first model is the common initial model, the others are independent draws (equal
 models would stay equal). Ties go to the lowest number. Losses are computed in evaluation mode, and each model
 has its own running statistics. There are no restarts in search of balanced clusters. With k = 1 the method
-equals FedAvg bit for bit.
+equals FedAvg bit for bit. A client that takes no part in training fine-tunes the model that it picks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import ClusterMeans
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.methods.base import Context, Method, Params, State, buffers_of_models
+from hpcfl.methods._clusters import best_model
+from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.training.clients import Clients
-from hpcfl.training.losses import sample_losses
 
 
 class IFCAParams(Params):
@@ -61,7 +61,7 @@ class IFCA(Method):
         return Message(shared={"theta": server["theta"]})
 
     def train(self, clients: Clients, down: Message) -> Message:
-        chosen, start = self._choose(clients, down)
+        chosen, start = best_model(clients, down["theta"])
         return Message(rows={"theta": clients.sgd(start).theta, "cluster": chosen})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -75,7 +75,7 @@ class IFCA(Method):
         server.update({name: mean.value() for name, mean in means.items()})
 
     def personalised(self, clients: Clients, down: Message) -> Message:
-        return Message(rows={"theta": self._choose(clients, down)[1]})
+        return Message(rows={"theta": best_model(clients, down["theta"])[1]})
 
     def history(self, server: State) -> State:
         """Return the model that each client chose when it last trained, int64 [N]; -1 before."""
@@ -91,16 +91,3 @@ class IFCA(Method):
     @property
     def largest_row(self) -> int:
         return self.params.clusters * self.layout.size
-
-    def _choose(self, clients: Clients, down: Message) -> tuple[Tensor, Tensor]:
-        """Return each client's cluster [C] and model [C, P]; the client takes over its running statistics."""
-        models, buffers = down["theta"], buffers_of_models(clients, self.params.clusters)
-        losses = []
-        for number in range(self.params.clusters):
-            model = {"theta": models[:, number], BUFFERS: buffers[:, number]}
-            losses.append(clients.over_training_set(model, sample_losses).sum(dim=1))
-        # a diverged model has no loss, and argmin would take it
-        chosen = torch.stack(losses, dim=1).nan_to_num(nan=torch.inf).argmin(dim=1)
-        everyone = torch.arange(len(clients), device=chosen.device)
-        clients.buffers = buffers[everyone, chosen]
-        return chosen, models[everyone, chosen]

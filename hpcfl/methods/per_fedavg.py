@@ -17,6 +17,7 @@ g(u; B). Momentum and weight decay of `train.*` act on w, in training and in the
 evaluation; they do not act on u. The model after a download is the adapted w; the model after local training
 is the client's new w without adaptation. `train.finetune_epochs` replaces the adaptation by whole epochs with
 step size alpha. With alpha = 0 the method equals FedAvg on B bit for bit.
+A client that takes no part in training adapts in the same way: the paper trains w for any such client.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ class PerFedAvg(FedAvg):
         for batch in clients.batches("evaluation", steps=self.params.adaptation_steps):
             adapted.step(batch.members, self._slope(clients, adapted.theta[batch.members], batch))
         return Message(rows={"theta": adapted.theta})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        return self.personalised(clients, down)
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta

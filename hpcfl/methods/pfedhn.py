@@ -15,6 +15,10 @@ the server only (the authors also clip them in clients). Momentum and weight dec
 rounds that sample its client. Running statistics cannot be generated and stay with the client. At the start,
 the generator returns the common initial weights for every client. In the authors' code the head of the
 generator is drawn instead (`method.start=drawn`); drawn scales of BatchNorm would be near zero.
+
+A client that takes no part in training learns its embedding alone, as the paper does for novel clients. Each
+local epoch is a round of Algorithm 1 with this client as the cohort, in which phi stays as it is. v_i starts
+at the mean of the others' embeddings.
 """
 
 from __future__ import annotations
@@ -117,6 +121,33 @@ class PFedHN(Method):
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._with_head(clients, down)})
+
+    def welcome(self, server: State, cohort: Cohort) -> Message:
+        weights = self._part(server, HYPERNETWORK)
+        return Message(shared=weights | {EMBEDDING: weights[EMBEDDING].mean(dim=0)})
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        """Learn a new client's embedding, from the mean one, under the hypernetwork as it is."""
+        embedding = down[EMBEDDING].clone(memory_format=torch.contiguous_format)
+        weights, velocity = down.shared | {EMBEDDING: embedding}, torch.zeros_like(embedding)
+        everyone = range(len(clients))
+
+        def generated() -> Message:
+            theta = torch.zeros(len(clients), self.layout.size, device=clients.device)
+            theta[:, self._generated] = self.generator.generate(weights, everyone)
+            return Message(rows={"theta": theta})
+
+        for epoch in range(clients.local_epochs):
+            start = self._with_head(clients, generated())
+            theta = clients.sgd(start, epochs=1, purpose=f"finetune/{epoch}").theta
+            if self.params.private_head:
+                clients["head"] = theta[:, self.layout.head]
+            delta = (start - theta)[:, self._generated]
+            slope = self.generator.gradients(weights, everyone, delta).others[EMBEDDING]
+            shrink = (self.params.clip / slope.norm(dim=1, keepdim=True)).clamp(max=1.0)
+            velocity.mul_(self.params.hypernetwork_momentum).add_(slope * shrink)
+            self._move(embedding, velocity)
+        return Message(rows={"theta": self._with_head(clients, generated())})
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         # start - (start - trained) is the trained model; a private head comes from the client's state

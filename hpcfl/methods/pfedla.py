@@ -26,6 +26,11 @@ Choices the paper leaves open:
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ
   evaluated    theta_bar_i of every client, before local training
+  unseen       a client that takes no part in training learns weights of its own over the models of those
+               that do, which stay as they are (not in the paper). A new hypernetwork knows nothing that
+               helps, so its outputs are learnt directly: from 0, by a step against <theta_j^l, g^l> for each
+               mini-batch, g the gradient at theta_bar_i (exponentiated gradient: Kivinen and Warmuth, 1997).
+               Softmax makes weights of them, whatever `method.weights` says
 
 With `method.server=sharded` the models are the clients' state (/clients/theta of a checkpoint, not
 /server/theta), and rank 0 keeps hypernetworks and a cohort's models. The bits are the same for any number of
@@ -56,6 +61,8 @@ COMMON = "common/"
 COMMON_OPTIMISER = "common_optimiser/"
 LARGEST_UPDATE = OPTIMISER + "largest_update"
 STEP_SIZES = {"scaled": 1.0, "adam": 1e-3, "sgd": 5e-3}
+UNSEEN_LR = 1.0
+"""Step size of the outputs of a client that takes no part in training."""
 HISTORY_LIMIT = 10_000
 """Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
 more weights, it records only the weight that each client gives to its own model."""
@@ -122,6 +129,11 @@ class PFedLA(Method):
     def __init__(self, context: Context, params: PFedLAParams) -> None:
         super().__init__(context, params)
         self.sharded_state = "theta" if params.server == "sharded" else None
+        if self.sharded_state and len(context.num_samples_of_unseen):
+            raise UserError(
+                "data.unseen_clients does not go with method.server=sharded, where models stay with their "
+                "workers: clients that take no part in training need all of them; allowed: method.server=whole"
+            )
         if params.weights == "relu" and params.head_init == "zero":
             raise UserError(
                 "method.head_init=zero with method.weights=relu leaves all hypernetworks without a gradient; "
@@ -221,6 +233,28 @@ class PFedLA(Method):
             self.sharded.put(clients, arrived["theta"])
         if self._mixes_buffers:
             server[BUFFERS][index] = arrived[BUFFERS]
+
+    def welcome(self, server: State, cohort: Cohort) -> Message:
+        shared = {"models": server["theta"]}
+        if self._mixes_buffers:
+            shared["models_buffers"] = server[BUFFERS]
+        return Message(shared)
+
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        """Learn a new client's weights from uniform ones, beside the models as they are."""
+        models = down.shared["models"]
+        outputs = models.new_zeros(len(clients), len(self.layers), len(models))
+        with self.fixed_buffers(clients):
+            for batch in clients.batches("finetune"):
+                theta = self.mix(outputs[batch.members].softmax(dim=-1), models)
+                gradient, losses = clients.plain_gradient(theta, batch)
+                slopes = self.products(gradient, torch.zeros_like(gradient), models)
+                outputs[batch.members] -= UNSEEN_LR * slopes
+                clients.record(batch, losses)
+        alpha = outputs.softmax(dim=-1)
+        if self._mixes_buffers:
+            clients.buffers = self.mix_buffers(alpha, down.shared["models_buffers"])
+        return Message(rows={"theta": self.mix(alpha, models)})
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})

@@ -26,6 +26,7 @@ Choices the paper leaves open:
   step of alpha `method.alpha_lr`, without momentum or weight decay
   fine-tuning  `train.finetune_epochs` trains alpha, then the branches; `method.finetune=weights` keeps alpha
   evaluated    the mixed model with the newest branches and the client's own alpha
+  unseen       a client that takes no part in training learns alpha alone (eq. 3)
 """
 
 from __future__ import annotations
@@ -134,6 +135,12 @@ class PFedMB(Method):
         branches, kept = self._routine(clients, self._together(down), epochs, "finetune", trains_alpha)
         return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
 
+    def adapt(self, clients: Clients, down: Message) -> Message:
+        branches = self._together(down)
+        with self.fixed_buffers(clients):
+            kept = self._train_alpha(clients, branches, None, "finetune/alpha")
+        return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
+
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))})
 
@@ -223,7 +230,8 @@ class PFedMB(Method):
         """Train alpha, then the branches [C, B, P] (Algorithm 1); return branches and what clients keep."""
         kept = clients[self.kept]
         if trains_alpha and self.params.alpha_moves:
-            kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
+            with clients.buffers_aside():
+                kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
         alpha = self.alpha(kept)
         share = alpha
         if self.params.step == "mixture":
@@ -236,8 +244,8 @@ class PFedMB(Method):
         return clients.sgd(branches, gradient=gradient, epochs=epochs, purpose=purpose).theta, kept
 
     def _train_alpha(self, clients: Clients, branches: Tensor, epochs: int | None, purpose: str) -> Tensor:
-        """Train what clients keep of alpha with the branches and running statistics fixed (eq. 3)."""
-        kept, buffers = clients[self.kept].clone(), clients.buffers.clone()
+        """Train what clients keep of alpha with the branches fixed (eq. 3)."""
+        kept = clients[self.kept].clone()
         lr = self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches(purpose, epochs):
             leaf = kept[batch.members].clone().requires_grad_()
@@ -249,7 +257,6 @@ class PFedMB(Method):
             moved = leaf.detach() - lr * slope
             kept[batch.members] = moved if self.params.constraint == "softmax" else project_to_simplex(moved)
             clients.record(batch, losses)
-        clients.buffers = buffers
         return kept
 
     def _mixed_gradient(

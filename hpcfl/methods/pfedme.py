@@ -11,7 +11,8 @@ w and continues from one mini-batch to the next. There is no extra weight decay 
 0.001). Momentum and weight decay of `train.*` act on theta_i. Only sampled clients train. The weights of the
 mean are training-set sizes (the paper uses uniform weights). The evaluated model is theta_i with its own
 running statistics (public code evaluates w_i, because of an aliased tensor). `train.finetune_epochs` adapts
-theta_i with the step size lr_p and without the pull. One mini-batch costs K gradients.
+theta_i with the step size lr_p and without the pull. One mini-batch costs K gradients. A client that takes no
+part in training has the theta_i of one round (not in the paper).
 """
 
 from __future__ import annotations

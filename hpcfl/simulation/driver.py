@@ -5,7 +5,7 @@ Shapes: S clients of a cohort, C clients of a group, U running statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,9 +42,27 @@ class Driver:
 
     def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
         """Return the download of a cohort."""
-        hook = self.method.scored if for_evaluation else self.method.download
+        return self._sent(self.method.scored if for_evaluation else self.method.download, server, cohort)
+
+    def welcome(self, server: State, cohort: Cohort) -> Message:
+        """Return what clients get that take no part in training.
+
+        Raises TypeError where the method looks for them in state that has no rows of theirs.
+        """
+        try:
+            return self._sent(self.method.welcome, server, cohort)
+        except IndexError as error:
+            name = type(self.method).__name__
+            raise TypeError(
+                f"{name}.welcome looks in the server's state for clients {cohort.clients[0]} and on, who take "
+                f"no part in training; let {name}.welcome return what a new client gets, or set "
+                "data.unseen_clients=0"
+            ) from error
+
+    def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:
+        """Return a hook's message to a cohort, with the averaged running statistics if it has none."""
         message = self._message(hook.__name__, hook(server, cohort), len(cohort))
-        if not self.method.averages_buffers:
+        if BUFFERS in message or not self.method.averages_buffers:
             return message
         buffers = self.method.download_buffers(server, cohort)
         return message | self._message("download_buffers", buffers, len(cohort))
@@ -87,6 +105,11 @@ class Driver:
         if epochs:
             return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
         return self._with_buffers("personalised", clients, self.method.personalised(clients, down))
+
+    def adapted(self, clients: Clients, down: Message) -> Message:
+        """Return the models of a group that takes no part in training, with `buffers`."""
+        down = self._arrived(clients, down)
+        return self._with_buffers("adapt", clients, self.method.adapt(clients, down))
 
     def after_download(self, clients: Clients, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -68,6 +69,35 @@ class Evaluator:
         if figures is not None:
             everyone = list(cohort.clients)
             found.accuracy[everyone], found.loss[everyone], found.after_download[everyone] = figures.T.numpy()
+
+    def evaluate_unseen(self, server: State, done: int) -> Evaluation:
+        """Let every client that takes no part in training adapt after `done` rounds; score it. Collective.
+
+        Every evaluation begins anew, and leaves no trace but the scores. The clients' first is number 0.
+        """
+        found = Evaluation.of(self._federation.num_unseen)
+        for cohort in self._federation.unseen(done):
+            deque(self.adapted(server, cohort, found), maxlen=0)
+        return found
+
+    def adapted(self, server: State, cohort: Cohort, found: Evaluation) -> Iterator[Message]:
+        """Do what `models` does for a cohort of clients that take no part in training. Collective."""
+        rows = [torch.zeros(0, 2, dtype=torch.float64)]
+        for clients, down in self._federation.welcomes(server, cohort):
+            model = self._driver.adapted(clients, down)
+            rows.append(self.scores(clients, model))
+            yield model
+            del model
+        figures = self._federation.channel.collect(cohort, torch.cat(rows))
+        if figures is not None:
+            numbers = [client - self._federation.num_clients for client in cohort.clients]
+            found.accuracy[numbers], found.loss[numbers] = figures.T.numpy()
+
+    def try_welcome(self, server: State) -> None:
+        """Let the server greet unseen clients: a method that cannot fails before the rounds. Collective."""
+        for cohort in self._federation.unseen(0):
+            self._federation.on_server(partial(self._driver.welcome, server, cohort))
+            return
 
     def scores(self, clients: Clients, model: Message) -> Tensor:
         """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where there is none."""

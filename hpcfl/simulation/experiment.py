@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
+from hpcfl.randomness import numpy_stream
 from hpcfl.simulation.device_memory import bytes_for_device, clients_at_once, for_device, state_device
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.step_timing import fastest_convolutions
@@ -30,8 +31,19 @@ from hpcfl.training.scoring import BatchedScorer
 
 
 @dataclass(frozen=True)
+class Unseen:
+    """The U clients that take no part in training, with ids from N on, and those of them on this rank."""
+
+    workplace: Workplace
+    num_train: np.ndarray
+    """Training samples of each, int64 [U]."""
+    num_evaluated: np.ndarray
+    """Samples of each in `run.eval_split`, int64 [U]."""
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """What a run consists of on one rank."""
+    """What a run consists of on one rank; its N clients are those that take part in training."""
 
     config: Config
     method: Method
@@ -41,6 +53,7 @@ class Experiment:
     """Training samples of each client, int64 [N]."""
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N]."""
+    unseen: Unseen
     engine_name: str
     """The engine and, on a GPU, what was chosen for it."""
     state_device: torch.device
@@ -74,7 +87,11 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
 
 
 def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
-    """Return each client's samples as indices into the arrays. May raise UserError."""
+    """Return each client's samples as indices into the arrays. May raise UserError.
+
+    Clients that take no part in training (`data.unseen_clients`) come last; the order is otherwise that of
+    the partition.
+    """
     data = config.data
     chosen = np.arange(len(arrays.y))
     if data.subset_per_class is not None:
@@ -94,6 +111,11 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
         owner=None if arrays.owner is None else arrays.owner[chosen],
         is_test=None if arrays.is_test is None else arrays.is_test[chosen],
     )
+    num_unseen = data.num_unseen(len(parts))
+    if num_unseen:
+        drawn = numpy_stream(config.data_seed, "unseen clients").permutation(len(parts))
+        order = [*sorted(drawn[num_unseen:]), *sorted(drawn[:num_unseen])]
+        parts = [parts[number] for number in order]
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
@@ -119,14 +141,17 @@ def make_method(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> M
 
 def method_of(config: Config, data: DataRecord) -> Method:
     """Build the network's layout and the method without the data. May raise UserError."""
+    num_samples = torch.tensor(data.num_samples)
+    num_clients = len(num_samples) - config.data.num_unseen(len(num_samples))
     context = Context(
         config.model,
         config.model_options,
         data.image_shape,
         data.num_classes,
-        torch.tensor(data.num_samples),
+        num_samples[:num_clients],
         config.train,
         config.run.seed,
+        num_samples[num_clients:],
     )
     return METHODS[config.method](context, config.params)
 
@@ -146,16 +171,20 @@ def build(config: Config, world: World) -> Experiment:
     _refuse_small_blocks(config, method)
     _refuse_single_samples(config, method)
     world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
-    clients = world.shard(len(parts))
+    num_clients = method.context.num_clients
+    clients = world.shard(num_clients)
+    own_unseen = world.shard(len(parts) - num_clients)
+    unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     many_at_once = is_batched(config, device)
     _refuse_slow_precision(config, many_at_once or device.type != "cpu")
     try:
         shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
+        unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
         network = copy.deepcopy(method.network).to(device)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{device} of rank {world.rank} on {world.host} has no memory for the samples of its "
-            f"{len(clients)} clients; use more GPUs, fewer data.clients, or run.device=cpu"
+            f"{len(clients) + len(unseen)} clients; use more GPUs, fewer data.clients, or run.device=cpu"
         ) from error
     state = Driver(method).initial_clients(clients)
     sharing, state_bytes = world.workers_on_device, bytes_for_device(method, state)
@@ -173,14 +202,23 @@ def build(config: Config, world: World) -> Experiment:
     workplace = Workplace(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer, graphs
     )
-    split = config.run.eval_split
+    unseen_workplace = replace(
+        workplace,
+        shard=unseen_shard,
+        clients=unseen,
+        train=config.train.of_unseen(),
+        state=Driver(method).initial_clients(unseen),
+    )
+    num_train = np.array(data.num_samples)
+    num_evaluated = np.array([len(getattr(part, config.run.eval_split)) for part in parts])
     return Experiment(
         config,
         method,
         workplace,
         data,
-        np.array(data.num_samples),
-        np.array([len(getattr(part, split)) for part in parts]),
+        num_train[:num_clients],
+        num_evaluated[:num_clients],
+        Unseen(unseen_workplace, num_train[num_clients:], num_evaluated[num_clients:]),
         engine_name,
         kept_on,
     )
@@ -269,7 +307,7 @@ def _refuse_large_state(method: Method, world: World) -> None:
 
 def _refuse_single_samples(config: Config, method: Method) -> None:
     """Refuse clients of one training sample where BatchNorm cannot make statistics of one."""
-    num_samples = method.context.num_samples
+    num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
     client = int(num_samples.argmin())
     if num_samples[client] < method.context.fewest_samples:
         raise UserError(

@@ -51,6 +51,9 @@ class Federation:
         self.driver = experiment.driver
         self.workplace = experiment.workplace
         self.num_clients = len(experiment.num_train)
+        """Clients that take part in training, N."""
+        self.num_unseen = len(experiment.unseen.num_train)
+        """Clients that do not, U, with ids from N on."""
         self.channel = Channel(world, self.method.layers, self.num_clients)
         """Moves tensors as they are: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
@@ -77,6 +80,12 @@ class Federation:
         """Return a cohort of given clients, in ascending order."""
         return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
 
+    @staticmethod
+    def only_first(cohort: Cohort) -> Cohort:
+        """Return the cohort of a cohort's first member."""
+        workers = None if cohort.workers is None else cohort.workers[:1]
+        return Cohort(cohort.round, cohort.clients[:1], cohort.num_samples[:1], workers)
+
     def placed(self, cohort: Cohort) -> Cohort:
         """Return the cohort with the workers that train its members, the same on every rank.
 
@@ -102,9 +111,26 @@ class Federation:
 
         Each cohort is spread evenly over the shards.
         """
-        parts = max(1, math.ceil(self.num_clients * self.method.largest_row / EVALUATED_ELEMENTS))
-        for part in range(min(parts, self.num_clients)):
-            yield self.cohort_of(round, list(range(part, self.num_clients, parts)))
+        for clients in self._spread(range(self.num_clients)):
+            yield self.cohort_of(round, clients)
+
+    def unseen(self, round: int) -> Iterator[Cohort]:
+        """Yield all clients that take no part in training as `everyone` does the others."""
+        for clients in self._spread(range(self.num_clients, self.num_clients + self.num_unseen)):
+            yield self.unseen_cohort(round, clients)
+
+    def unseen_cohort(self, round: int, clients: Sequence[int]) -> Cohort:
+        """Return a cohort of given clients that take no part in training, in ascending order."""
+        numbers = [client - self.num_clients for client in clients]
+        num_samples = torch.from_numpy(self.experiment.unseen.num_train[numbers])
+        homes = tuple(self.world.homes(numbers, self.num_unseen))
+        return Cohort(round, tuple(clients), num_samples, homes)
+
+    def _spread(self, clients: range) -> Iterator[range]:
+        """Cut clients in parts of bounded size, each spread evenly over them."""
+        parts = max(1, math.ceil(len(clients) * self.method.largest_row / EVALUATED_ELEMENTS))
+        for part in range(min(parts, len(clients))):
+            yield clients[part::parts]
 
     def own(self, cohort: Cohort) -> list[int]:
         """Return the members that train on this rank, in ascending order."""
@@ -116,8 +142,8 @@ class Federation:
         size = self.workplace.engine.clients_at_once
         for start in range(0, len(own), size):
             members = own[start : start + size]
-            is_home = members[0] in self.workplace.clients
-            workplace = self.workplace if is_home else self.visits.workplace
+            places = (self.workplace, self.experiment.unseen.workplace, self.visits.workplace)
+            workplace = next(place for place in places if members[0] in place.clients)
             yield slice(start, start + size), Clients(workplace, members, cohort.round)
 
     def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
@@ -158,7 +184,15 @@ class Federation:
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
-        message = self.on_server(lambda: self.driver.send(server, cohort, for_evaluation=True))
+        return self._downloads(cohort, lambda: self.driver.send(server, cohort, for_evaluation=True))
+
+    def welcomes(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
+        """Yield groups of this rank's clients with what they get as new clients. Collective."""
+        return self._downloads(cohort, lambda: self.driver.welcome(server, cohort))
+
+    def _downloads(self, cohort: Cohort, send: Callable[[], Message]) -> Iterator[tuple[Clients, Message]]:
+        """Yield groups of this rank's clients with what the server sends. Collective."""
+        message = self.on_server(send)
         down = self.on_device(self.channel.down(message, cohort, self._down))
         for part, clients in self.groups(cohort):
             yield clients, down.select(part).to(clients.device)

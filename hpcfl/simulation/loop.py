@@ -80,7 +80,8 @@ class Simulation:
         self._world, self._stop, self._progress, self._folder = world, stop, progress, folder
         self._experiment = experiment
         self._federation = Federation(experiment, world)
-        self.ledger = Ledger(self._federation.num_clients, [layer.name for layer in self.method.layers])
+        layers = [layer.name for layer in self.method.layers]
+        self.ledger = Ledger(self._federation.num_clients, layers, self._federation.num_unseen)
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self.ledger, folder)
         self.server: State = {}
@@ -111,6 +112,7 @@ class Simulation:
         train, run = self.config.train, self.config.run
         self._experiment.place_state()
         self.server, first = self._saver.start()
+        self._evaluator.try_welcome(self.server)
         self._wall_before_s = self.ledger.wall_s
         self._progress.start(first, train.rounds)
         for number in range(first, train.rounds):
@@ -132,9 +134,10 @@ class Simulation:
             if stops:
                 return "stopped"
         if self._folder is not None:
-            self.ledger.write_clients(
-                self._folder.path, self._experiment.num_train, self._experiment.num_evaluated
-            )
+            seen, unseen = self._experiment, self._experiment.unseen
+            num_train = np.concatenate([seen.num_train, unseen.num_train])
+            num_evaluated = np.concatenate([seen.num_evaluated, unseen.num_evaluated])
+            self.ledger.write_clients(self._folder.path, num_train, num_evaluated)
         return "already finished" if first == train.rounds else "finished"
 
     def cohort(self, number: int) -> Cohort:
@@ -223,18 +226,24 @@ class Simulation:
     def _evaluate(self, done: int, after_training: np.ndarray) -> None:
         """Score all clients after `done` rounds and enter it in the ledger. Collective."""
         began_s = time.monotonic()
-        self._record_evaluation(done, self._evaluator.evaluate(self.server, done), after_training)
+        found = self._evaluator.evaluate(self.server, done)
+        of_unseen = self._evaluator.evaluate_unseen(self.server, done)
+        self._record_evaluation(done, found, of_unseen, after_training)
         self.timing.evaluate_s.append(time.monotonic() - began_s)
 
     def _last_evaluation(self, done: int, after_training: np.ndarray) -> LastEvaluation:
         """Describe the evaluation of the last round, whose models go to the checkpoint."""
         found = Evaluation.of(self._federation.num_clients)
+        of_unseen = Evaluation.of(self._federation.num_unseen)
         return LastEvaluation(
             lambda cohort: self._evaluator.models(self.server, cohort, found),
-            lambda: self._record_evaluation(done, found, after_training),
+            lambda cohort: self._evaluator.adapted(self.server, cohort, of_unseen),
+            lambda: self._record_evaluation(done, found, of_unseen, after_training),
         )
 
-    def _record_evaluation(self, done: int, found: Evaluation, after_training: np.ndarray) -> None:
+    def _record_evaluation(
+        self, done: int, found: Evaluation, of_unseen: Evaluation, after_training: np.ndarray
+    ) -> None:
         """Enter an evaluation and the method's history in the ledger. Collective."""
         of_clients = self._evaluator.client_history(done)
         if self._folder is None:
@@ -249,6 +258,7 @@ class Simulation:
             {"after_download": found.after_download, "after_training": after_training},
             self._evaluator.coverage(done),
             {name: value.clone().numpy() for name, value in known.items()},
+            {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
         )
         self._folder.append_files(self.ledger)
 

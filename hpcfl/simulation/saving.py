@@ -27,6 +27,8 @@ class LastEvaluation:
     """The last round's evaluation, whose models are written as they are scored."""
 
     models: ModelsOf
+    unseen: ModelsOf
+    """The same of clients that take no part in training."""
     record: Callable[[], None]
     """Enters the scores of all models in the ledger; collective."""
 
@@ -62,7 +64,12 @@ class Saver:
 
         Those are scored as they are written, so the last evaluation enters the ledger after them.
         """
-        models = None if last is None else partial(self._model_rows, last.models, done)
+        models = unseen = None
+        if last is not None:
+            federation = self._federation
+            models = partial(self._model_rows, last.models, federation.everyone(done))
+            if federation.num_unseen:
+                unseen = partial(self._model_rows, last.unseen, federation.unseen(done))
 
         def history() -> Mapping[str, np.ndarray]:
             if last is not None:
@@ -71,8 +78,9 @@ class Saver:
 
         if self._folder is None:
             _take_part(self._client_rows())
-            if models is not None:
-                _take_part(models())
+            for of_clients in (models, unseen):
+                if of_clients is not None:
+                    _take_part(of_clients())
             history()
         else:
             self._folder.store.save(
@@ -86,6 +94,7 @@ class Saver:
                     history,
                     self._ledger.tables,
                     models,
+                    unseen,
                 )
             )
         self._federation.world.barrier()
@@ -149,14 +158,16 @@ class Saver:
         rows = self._federation.own_rows(cohort)
         return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
 
-    def _model_rows(self, evaluated: ModelsOf, done: int) -> Rows:
-        """Return the evaluated models as rows to write; client 0's model gives their shapes. Collective."""
-        federation = self._federation
-        cohorts = federation.everyone(done)
+    def _model_rows(self, evaluated: ModelsOf, cohorts: Iterator[Cohort]) -> Rows:
+        """Return the evaluated models of all clients of some cohorts as rows to write. Collective.
+
+        The first client's model gives their shapes; its row is the first.
+        """
         cohort = next(cohorts)
         models = list(evaluated(cohort))
-        shared, first = self._model_of_client_0(models, done)
-        count = federation.num_clients
+        shared, first = self._first_model(models, cohort)
+        first_id, federation = cohort.clients[0], self._federation
+        count = federation.num_unseen if first_id else federation.num_clients
         shapes = {
             name: RowShape(1 if name in shared else count, tuple(row.shape[1:]), row.dtype)
             for name, row in first.items()
@@ -164,36 +175,39 @@ class Saver:
 
         def blocks() -> Iterator[Block]:
             yield np.array([0]), {name: row for name, row in first.items() if name in shared}
-            yield from self._model_blocks(cohort, models, shared)
+            yield from self._model_blocks(cohort, models, shared, first_id)
             for other in cohorts:
-                yield from self._model_blocks(other, list(evaluated(other)), shared)
+                yield from self._model_blocks(other, list(evaluated(other)), shared, first_id)
 
         return Rows(shapes, blocks())
 
-    def _model_of_client_0(self, models: Sequence[Message], done: int) -> tuple[list[str], State]:
-        """Return the names of the parts that all evaluated models share, and client 0's model. Collective.
+    def _first_model(self, models: Sequence[Message], cohort: Cohort) -> tuple[list[str], State]:
+        """Return the names of the parts that all models share, and the first client's model. Collective.
 
         The model is empty on ranks other than the server. `models` are those of this rank's members of the
-        first cohort: one message per group, in client order.
+        cohort: one message per group, in client order.
         """
         federation = self._federation
-        cohort = federation.cohort_of(done, [0])
+        alone = federation.only_first(cohort)
         names = json.dumps([name for model in models for name in model.shared]).encode()
         found = federation.world.gather_bytes(names if models else b"")
         told = next((text for text in found if text), b"[]") if found is not None else None
         shared: list[str] = json.loads(federation.world.broadcast_bytes(told))
-        whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(federation.own_rows(cohort))]]
-        return shared, federation.channel.up(stack(whole), cohort).collect()
+        whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(federation.own(alone))]]
+        return shared, federation.channel.up(stack(whole), alone).collect()
 
-    def _model_blocks(self, cohort: Cohort, models: list[Message], shared: Sequence[str]) -> Iterator[Block]:
+    def _model_blocks(
+        self, cohort: Cohort, models: list[Message], shared: Sequence[str], first_id: int
+    ) -> Iterator[Block]:
         """Bring what the cohort's models do not share to the server, block by block. Collective.
 
-        `models` is emptied, so that a GPU's memory is free for the next cohort's.
+        Client `first_id` has the first row. `models` is emptied, so that a GPU's memory is free for the next
+        cohort's.
         """
         own = stack([_rows(model, shared) for model in models])
         models.clear()
         for positions, block in self._federation.channel.up(own, cohort):
-            yield np.array(cohort.clients[positions]), block.rows
+            yield np.array(cohort.clients[positions]) - first_id, block.rows
 
 
 def _rows(model: Message, without: Sequence[str]) -> Message:

@@ -173,8 +173,9 @@ def _write_content(file: h5py.File, snapshot: Snapshot, raise_failure: Callable[
         _write_array(server, name, tensor.numpy(force=True)).attrs["derived"] = 1
     raise_failure()
     _write_rows(file.create_group("clients"), snapshot.clients, raise_failure)
-    if snapshot.personalised is not None:
-        _write_rows(file.create_group("personalised"), snapshot.personalised(), raise_failure)
+    for name, models in (("personalised", snapshot.personalised), ("unseen", snapshot.unseen)):
+        if models is not None:
+            _write_rows(file.create_group(name), models(), raise_failure)
     _write_arrays(file.create_group("history"), snapshot.history())
     ledger = snapshot.ledger()
     _write_arrays(file.create_group("ledger"), {name: table.values for name, table in ledger.items()})

@@ -34,6 +34,9 @@ METRICS = (
     "index_bytes_up",
     "client_steps_per_s",
 )
+UNSEEN_METRICS = ("accuracy_unseen", "accuracy_unseen_std", "loss_unseen")
+"""More columns where clients take no part in training: plain mean and deviation of these clients' accuracies
+once they have adapted, and their mean loss."""
 WHOLE_NUMBERS = frozenset({"round"} | {name for name in METRICS if "bytes" in name})
 SECONDS = frozenset({"wall_s", "client_steps_per_s"})
 """Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
@@ -49,10 +52,13 @@ DIRECTIONS = ("down", "up")
 class Ledger:
     """Rows of metrics.csv and bytes.csv so far, and the bytes of each client.
 
-    Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`.
+    Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`. `num_unseen` clients take no
+    part in training, and are scored apart.
     """
 
-    def __init__(self, num_clients: int, layers: Sequence[str]) -> None:
+    def __init__(self, num_clients: int, layers: Sequence[str], num_unseen: int = 0) -> None:
+        self._num_unseen = num_unseen
+        self._columns = (*METRICS, *UNSEEN_METRICS) if num_unseen else METRICS
         self._layers = list(layers)
         self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
         self.metrics: list[list[float]] = []
@@ -60,6 +66,8 @@ class Ledger:
         self.loss: list[np.ndarray] = []
         self.moments: dict[str, list[np.ndarray]] = {moment: [] for moment in MOMENTS}
         """Accuracy of the clients' models at each moment, [N] per evaluation; nan where there is no model."""
+        self.of_unseen: dict[str, list[np.ndarray]] = {"accuracy_unseen": [], "loss_unseen": []}
+        """Accuracy and loss of the adapted models of clients that take no part, [U] per evaluation."""
         self.of_method: dict[str, list[np.ndarray]] = {}
         """The method's own history by name, an entry an evaluation."""
         self._rounds: list[int] = []
@@ -112,12 +120,13 @@ class Ledger:
         moments: Mapping[str, np.ndarray],
         coverage: float,
         of_method: Mapping[str, np.ndarray],
+        of_unseen: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Add one evaluation after `round` completed rounds.
 
         Takes accuracy and loss of each client's evaluated model [N], the accuracy at each of MOMENTS [N] (nan
-        where a client has no such model), the share of clients that were sampled at least once, and the
-        method's history.
+        where a client has no such model), the share of clients that were sampled at least once, the method's
+        history, and `accuracy` and `loss` [U] of clients that take no part in training, if there are any.
         """
         total = np.sum(self._bytes, axis=0) if self._bytes else np.zeros((2, len(self._labels)), np.int64)
         values = {
@@ -138,7 +147,13 @@ class Ledger:
         for moment, scores in moments.items():
             values[f"accuracy_{moment}"] = mean_of_known(scores)
             self.moments[moment].append(scores)
-        self.metrics.append([float(values[name]) for name in METRICS])
+        if self._num_unseen and of_unseen is not None:
+            values["accuracy_unseen"] = of_unseen["accuracy"].mean()
+            values["accuracy_unseen_std"] = of_unseen["accuracy"].std()
+            values["loss_unseen"] = of_unseen["loss"].mean()
+            for name, scores in of_unseen.items():
+                self.of_unseen[f"{name}_unseen"].append(scores)
+        self.metrics.append([float(values[name]) for name in self._columns])
         self.accuracy.append(accuracy)
         self.loss.append(loss)
         for name, value in of_method.items():
@@ -148,7 +163,8 @@ class Ledger:
     def forget_last_evaluation(self) -> None:
         """Take the newest evaluation back."""
         self.metrics.pop()
-        for rows in (self.accuracy, self.loss, *self.moments.values(), *self.of_method.values()):
+        of_unseen = self.of_unseen.values() if self._num_unseen else ()
+        for rows in (self.accuracy, self.loss, *self.moments.values(), *of_unseen, *self.of_method.values()):
             rows.pop()
 
     def column(self, name: str) -> list[float]:
@@ -157,7 +173,7 @@ class Ledger:
 
     def last(self, name: str) -> float:
         """Return a column of the newest evaluation."""
-        return self.metrics[-1][METRICS.index(name)]
+        return self.metrics[-1][self._columns.index(name)]
 
     def best(self) -> tuple[float, int]:
         """Return the highest mean accuracy and after which round it was first reached."""
@@ -173,7 +189,9 @@ class Ledger:
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
         pending = np.array([[self._steps, self._train_s, self._train_loss, self.wall_s]])
         return {
-            "metrics": LedgerTable(np.array(self.metrics, np.float64).reshape(-1, len(METRICS)), METRICS),
+            "metrics": LedgerTable(
+                np.array(self.metrics, np.float64).reshape(-1, len(self._columns)), self._columns
+            ),
             "bytes": LedgerTable(np.concatenate([rounds, flat], axis=1), ["round", *names]),
             "client_bytes": LedgerTable(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
             "pending": LedgerTable(pending, ["steps", "train_s", "train_loss", "wall_s"]),
@@ -185,6 +203,10 @@ class Ledger:
         known |= {f"accuracy_{moment}": rows for moment, rows in self.moments.items()}
         shape = (len(self.accuracy), len(self.client_bytes))
         of_method = {name: np.stack(rows) for name, rows in self.of_method.items() if rows}
+        if self._num_unseen:
+            shape_of_unseen = (len(self.accuracy), self._num_unseen)
+            for name, rows in self.of_unseen.items():
+                of_method[name] = np.array(rows, np.float64).reshape(shape_of_unseen)
         return of_method | {name: np.array(rows, np.float64).reshape(shape) for name, rows in known.items()}
 
     def restore(self, tables: Mapping[str, LedgerTable], history: Mapping[str, np.ndarray]) -> None:
@@ -192,7 +214,8 @@ class Ledger:
         self.metrics = [list(row) for row in tables["metrics"].values]
         self.accuracy, self.loss = list(history["accuracy"]), list(history["loss"])
         self.moments = {moment: list(history[f"accuracy_{moment}"]) for moment in MOMENTS}
-        figures = {"accuracy", "loss", *(f"accuracy_{moment}" for moment in MOMENTS)}
+        self.of_unseen = {name: list(history.get(name, ())) for name in self.of_unseen}
+        figures = {"accuracy", "loss", *(f"accuracy_{moment}" for moment in MOMENTS), *self.of_unseen}
         self.of_method = {name: list(rows) for name, rows in history.items() if name not in figures}
         columns = tables["bytes"].columns[1:]
         self._labels = [name.removeprefix("down/") for name in columns[: len(columns) // 2]]
@@ -206,16 +229,15 @@ class Ledger:
         """Rewrite the CSV files with all rows so far; delete clients.csv, which is written at the end."""
         (folder / "clients.csv").unlink(missing_ok=True)
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
-        _write(folder / "metrics.csv", "w", [METRICS])
+        _write(folder / "metrics.csv", "w", [self._columns])
         _write(folder / "bytes.csv", "w", [("round", "direction", "layer", "bytes")])
         self.append_files(folder)
 
     def append_files(self, folder: Path) -> None:
         """Append what is new to the CSV files."""
         new = self.metrics[self._written["metrics.csv"] :]
-        _write(
-            folder / "metrics.csv", "a", [[_cell(n, v) for n, v in zip(METRICS, r, strict=True)] for r in new]
-        )
+        rows = [[_cell(name, v) for name, v in zip(self._columns, row, strict=True)] for row in new]
+        _write(folder / "metrics.csv", "a", rows)
         first = self._written["bytes.csv"]
         lines = [
             (self._rounds[number], direction, label, count)
@@ -228,7 +250,11 @@ class Ledger:
         self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
 
     def write_clients(self, folder: Path, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
-        """Write clients.csv: one row a client, from the newest evaluation."""
+        """Write clients.csv: one row a client, from the newest evaluation.
+
+        Clients that take no part in training come last, with 1 in a column `unseen`, which is there only if
+        they are. They have no bytes, and no accuracy at the other moments.
+        """
         header = (
             "client",
             "accuracy",
@@ -239,8 +265,17 @@ class Ledger:
             "bytes_up",
             *(f"accuracy_{moment}" for moment in MOMENTS),
         )
-        moments = [rows[-1] for rows in self.moments.values()]
-        columns = (self.accuracy[-1], self.loss[-1], num_train, num_evaluated, *self.client_bytes.T, *moments)
+        scores, moments = [self.accuracy[-1], self.loss[-1]], [rows[-1] for rows in self.moments.values()]
+        of_bytes, is_unseen = list(self.client_bytes.T), []
+        if self._num_unseen:
+            header = (*header, "unseen")
+            nothing = np.zeros(self._num_unseen, np.int64)
+            of_unseen = [rows[-1] for rows in self.of_unseen.values()]
+            scores = [np.concatenate(both) for both in zip(scores, of_unseen, strict=True)]
+            of_bytes = [np.concatenate([numbers, nothing]) for numbers in of_bytes]
+            moments = [np.concatenate([of_clients, nothing + np.nan]) for of_clients in moments]
+            is_unseen = [np.repeat([0, 1], [len(self.client_bytes), self._num_unseen])]
+        columns = (*scores, num_train, num_evaluated, *of_bytes, *moments, *is_unseen)
         rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
         _write(folder / "clients.csv", "w", [header, *rows])
 

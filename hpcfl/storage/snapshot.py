@@ -104,8 +104,10 @@ class Snapshot:
     """Everything that a checkpoint holds. Names with '/' become HDF5 groups.
 
     `derived` is written beside the server's state for readers of the file and is not loaded again.
-    `personalised` is None in all checkpoints but the last. The writer calls `personalised` after it has
-    written all blocks of `clients`, and `history`, then `ledger`, after all blocks of `personalised`.
+    `personalised` and `unseen` (the adapted models of clients that take no part in training, in the order of
+    their ids) are None in all checkpoints but the last, and `unseen` where there are no such clients. The
+    writer calls `personalised` after it has written all blocks of `clients`, `unseen` after those of
+    `personalised`, then `history` and `ledger`.
     """
 
     header: Header
@@ -117,3 +119,4 @@ class Snapshot:
     history: Callable[[], Mapping[str, np.ndarray]]
     ledger: Callable[[], Mapping[str, LedgerTable]]
     personalised: Callable[[], Rows] | None = None
+    unseen: Callable[[], Rows] | None = None

@@ -6,7 +6,7 @@ import csv
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 
 from hpcfl.config import Config
@@ -27,10 +27,12 @@ ACCURACIES = (
     "accuracy_after_training",
     "spread_over_clients",
     "worst_tenth_accuracy",
+    "accuracy_unseen",
 )
 """Figures between 0 and 1; tables show their mean and standard deviation over seeds. `spread_over_clients` is
 the population standard deviation over clients at the last evaluation, `worst_tenth_accuracy` the mean over
-the worst tenth of the clients."""
+the worst tenth of the clients. `accuracy_unseen` is the mean over clients that take no part in training
+(`data.unseen_clients`); all other figures are of those that do."""
 
 COSTS = ("bytes_down", "bytes_up", "other_bytes_down", "other_bytes_up", "client_steps_per_s", "wall_s")
 """Bytes are per client and round; `other_bytes` are those of running statistics and indices."""
@@ -168,6 +170,7 @@ def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
         "accuracy_after_training": last["accuracy_after_training"],
         "spread_over_clients": last["accuracy_std"],
         "worst_tenth_accuracy": worst_tenth(accuracies),
+        "accuracy_unseen": last.get("accuracy_unseen", nan),
         "coverage": last["coverage"],
         # harmonic mean: there are about equally many steps between any two evaluations
         "client_steps_per_s": statistics.harmonic_mean([float(row["client_steps_per_s"]) for row in metrics]),
@@ -180,9 +183,13 @@ def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
 
 
 def client_accuracies(cell: Cell, moment: Moment | None = None) -> list[float]:
-    """Return the accuracy of each client at the end of a finished cell; default: when the run scores it."""
+    """Return the accuracy of each client at the end of a finished cell; default: when the run scores it.
+
+    Clients that take no part in training are left out.
+    """
     column = "accuracy" if moment is None else f"accuracy_{moment}"
-    return [float(line[column]) for line in read_csv(cell.folder / "clients.csv")]
+    lines = read_csv(cell.folder / "clients.csv")
+    return [float(line[column]) for line in lines if line.get("unseen") != "1"]
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:

@@ -69,6 +69,7 @@ QUANTITIES = {
     "after_training": Quantity("after training, %", _accuracy("accuracy_after_training")),
     "spread": Quantity("spread over clients, %", _accuracy("spread_over_clients")),
     "worst_tenth": Quantity("worst tenth of clients, %", _accuracy("worst_tenth_accuracy")),
+    "unseen": Quantity("unseen clients, %", _accuracy("accuracy_unseen")),
     "coverage": Quantity("clients reached, %", lambda entry: f"{100 * (entry.mean('coverage') or 0):.0f}"),
     "seeds": Quantity("seeds", lambda entry: str(len(entry.figures)), of_runs=False),
     "bytes_down": Quantity("bytes down", _bytes("down")),

@@ -260,6 +260,11 @@ class Clients:
         return Descent(theta, self.lr if lr is None else lr, self._workplace.train, trained)
 
     @property
+    def local_epochs(self) -> int:
+        """Default of `epochs`: `train.local_epochs`, or `train.unseen_epochs` of clients that are new."""
+        return self._workplace.train.local_epochs
+
+    @property
     def lr(self) -> float:
         """The step size of this round."""
         return self._workplace.train.lr * self.lr_decay

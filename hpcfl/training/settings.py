@@ -49,9 +49,16 @@ class TrainConfig(Settings):
     (`hpcfl bench --parts steps` tells); the loop engine only."""
     finetune_epochs: int = Field(0, ge=0)
     """Local epochs before each evaluation, on a copy that is thrown away; 0 is none."""
+    unseen_epochs: int | None = Field(None, ge=1)
+    """Local epochs for which a client of `data.unseen_clients` adapts before it is scored; default:
+    `train.local_epochs`."""
     buffers: BufferPolicy | None = None
     """Running statistics of BatchNorm: kept by the client, averaged like parameters, or (pFedLA) mixed with
     the weights of their BatchNorm layer; default: the method's."""
+
+    def of_unseen(self) -> TrainConfig:
+        """Return the settings of clients that take no part in the rounds, and adapt before an evaluation."""
+        return self.model_copy(update={"local_epochs": self.unseen_epochs or self.local_epochs})
 
     def cohort_size(self, num_clients: int) -> int:
         """Return how many of N clients take part in a round."""

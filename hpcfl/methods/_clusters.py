@@ -1,0 +1,30 @@
+"""The choice among several global models that clustered methods have in common."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hpcfl.communication.messages import BUFFERS
+from hpcfl.methods.base import buffers_of_models
+from hpcfl.training.clients import Clients
+from hpcfl.training.losses import sample_losses
+
+
+def best_model(clients: Clients, models: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of k models [C, k, P] has the smallest training loss, [C], and this model, [C, P].
+
+    Losses are computed in evaluation mode; ties go to the lowest number. Each client takes over the running
+    statistics of its model.
+    """
+    count = models.shape[1]
+    buffers = buffers_of_models(clients, count)
+    losses = []
+    for number in range(count):
+        model = {"theta": models[:, number], BUFFERS: buffers[:, number]}
+        losses.append(clients.over_training_set(model, sample_losses).sum(dim=1))
+    # a diverged model has no loss, and argmin would take it
+    chosen = torch.stack(losses, dim=1).nan_to_num(nan=torch.inf).argmin(dim=1)
+    everyone = torch.arange(len(clients), device=chosen.device)
+    clients.buffers = buffers[everyone, chosen]
+    return chosen, models[everyone, chosen]
