@@ -132,7 +132,7 @@ class PFedLA(Method):
         if self.sharded_state and len(context.num_samples_of_unseen):
             raise UserError(
                 "data.unseen_clients does not go with method.server=sharded, where models stay with their "
-                "workers: clients that take no part in training need all of them; allowed: method.server=whole"
+                "workers, and clients that take no part in training need all; allowed: method.server=whole"
             )
         if params.weights == "relu" and params.head_init == "zero":
             raise UserError(

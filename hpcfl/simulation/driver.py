@@ -54,9 +54,8 @@ class Driver:
         except IndexError as error:
             name = type(self.method).__name__
             raise TypeError(
-                f"{name}.welcome looks in the server's state for clients {cohort.clients[0]} and on, who take "
-                f"no part in training; let {name}.welcome return what a new client gets, or set "
-                "data.unseen_clients=0"
+                f"{name}.welcome looks in the server's state for clients {cohort.clients[0]} and on, which "
+                f"take no part in training; let it return what a new client gets, or set data.unseen_clients=0"
             ) from error
 
     def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:
