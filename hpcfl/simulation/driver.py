@@ -55,7 +55,7 @@ class Driver:
             name = type(self.method).__name__
             raise TypeError(
                 f"{name}.welcome looks in the server's state for clients {cohort.clients[0]} and on, which "
-                f"take no part in training; let it return what a new client gets, or set data.unseen_clients=0"
+                "take no part in training; let it return what new clients get, or set data.unseen_clients=0"
             ) from error
 
     def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:

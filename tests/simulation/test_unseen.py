@@ -1,0 +1,298 @@
+"""Clients that take no part in training: they leave no trace in it, and are scored with what they learnt."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from bits import MEETS_ALL_SOON, VARIANTS, contents, differing, method_settings, run_here, tiny_settings
+from bits import write_digits as write_images
+from conftest import REPOSITORY, run_tree
+from torch import Tensor, nn
+from torch.nn.functional import nll_loss
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import World
+from hpcfl.config import load_config
+from hpcfl.errors import UserError
+from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.methods import METHODS
+from hpcfl.methods.base import State
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.simulation import experiment
+from hpcfl.simulation.experiment import build, deal, load_data
+from hpcfl.storage.ledger import METRICS, UNSEEN_METRICS
+
+SEEN, UNSEEN = 5, 2
+CASES = [*METHODS, *VARIANTS]
+LOCAL_BUFFERS = ["fedavg", "fedper", "fedmn", "pfedmb", "fedrod", "ifca", "clustered_fl"]
+"""Methods whose newcomers find running statistics of their own with `train.buffers=local`."""
+RANKS = {2: ["fedavg", "pfedla", "local"], 3: CASES, 9: ["fedem", "pfedhn", "fedafk"]}
+"""Cases by number of ranks: unseen clients on one worker, on several, and on fewer than there are."""
+ROUNDS = 3
+
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_images(digits)
+    rhythm = [f"train.rounds={ROUNDS}", "train.participation=0.6", "run.eval_every=2"]
+    return [*tiny_settings(digits), *MEETS_ALL_SOON, *rhythm, "data.unseen_clients=0.3"]
+
+
+def keys_of(case: str) -> list[str]:
+    """Return the settings of a case, or of a method with running statistics that stay with the client."""
+    method, _, kind = case.partition("-")
+    if kind == "local":
+        return [*method_settings(method), "train.buffers=local"]
+    return method_settings(case)
+
+
+@pytest.fixture(scope="module")
+def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Return a function from a case to the folder of its run on one rank."""
+    base = tmp_path_factory.mktemp("serial")
+
+    @cache
+    def folder(case: str) -> Path:
+        assert run_here(base / case, [*settings, *keys_of(case)]) == FINISHED
+        return base / case
+
+    return folder
+
+
+def of_training(folder: Path) -> dict[str, Any]:
+    """Return what a run leaves behind of the clients in training, to the bit; CSV files by column."""
+    found = {}
+    for name, item in contents(folder).items():
+        # these have, or name, what is of unseen clients; metrics.csv is compared column by column
+        if "unseen" not in name and name not in (
+            "/history@names",
+            "/ledger/metrics",
+            "/ledger/metrics@columns",
+        ):
+            found[name] = item
+    for name in ("metrics.csv", "clients.csv"):
+        with (folder / name).open(newline="") as lines:
+            rows = [row for row in csv.DictReader(lines) if row.pop("unseen", "0") == "0"]
+        left_out = {"wall_s", "client_steps_per_s", *UNSEEN_METRICS}
+        found[name] = [{key: value for key, value in row.items() if key not in left_out} for row in rows]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_a_federation_without_them(
+    serial: Folders, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    expected = of_training(serial(case))
+    whole = deal
+    config = load_config(None, settings)
+    monkeypatch.setattr(experiment, "deal", lambda _, arrays: whole(config, arrays)[:SEEN])
+    assert run_here(tmp_path / "run", [*settings, *keys_of(case), "data.unseen_clients=0"]) == FINISHED
+    assert of_training(tmp_path / "run") == expected
+
+
+@pytest.fixture(scope="module")
+def parallel(
+    settings: list[str], tmp_path_factory: pytest.TempPathFactory, mpirun_command: list[str]
+) -> Callable[[int], Path]:
+    """Return a function from a number of ranks to the folder of all its cases, run in one world."""
+
+    @cache
+    def base(ranks: int) -> Path:
+        folder = tmp_path_factory.mktemp(f"ranks{ranks}")
+        runs = {str(folder / case): [*settings, *keys_of(case)] for case in RANKS[ranks]}
+        (folder / "runs.json").write_text(json.dumps(runs))
+        script = REPOSITORY / "tests" / "run_matrix.py"
+        command = [*mpirun_command, "-n", str(ranks), sys.executable, str(script), str(folder / "runs.json")]
+        run_tree(command, timeout=600)
+        return folder
+
+    return base
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(ranks, case) for ranks in RANKS for case in RANKS[ranks]])
+def test_rank_counts_give_the_same_bits(
+    serial: Folders, parallel: Callable[[int], Path], ranks: int, case: str
+) -> None:
+    assert not differing(serial(case), parallel(ranks) / case)
+
+
+@pytest.mark.parametrize("case", ["fedavg", "fedem", "pfedla"])
+def test_stopped_or_prolonged_at_every_round_boundary(
+    serial: Folders, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The last boundary is the end of a shorter run, which evaluates off schedule."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+    keys = [*settings, *keys_of(case)]
+    assert run_here(tmp_path / "run", [*keys, "train.rounds=1"]) == FINISHED
+    assert run_here(tmp_path / "run", keys) == STOPPED
+    assert run_here(tmp_path / "run", keys) == FINISHED
+    assert not differing(serial(case), tmp_path / "run")
+
+
+@pytest.mark.parametrize("case", [*CASES, *(f"{method}-local" for method in LOCAL_BUFFERS)])
+def test_the_checkpoint_holds_the_models_that_were_scored(
+    serial: Folders, settings: list[str], case: str
+) -> None:
+    place = build(load_config(None, [*settings, *keys_of(case)]), World()).unseen.workplace
+    with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
+        expected = file["history/loss_unseen"][-1]
+        assert file["history/accuracy_unseen"].shape == (2, UNSEEN)
+        models = {name: torch.from_numpy(data[()]) for name, data in file["unseen"].items()}
+    models = {name: rows.expand(UNSEEN, *rows.shape[1:]) for name, rows in models.items()}
+    theta, buffers = models.pop("theta"), models.pop("buffers")
+    for number, loss in enumerate(expected):
+
+        def probabilities(network: nn.Module, x: Tensor, number: int = number) -> Tensor:
+            decision = [models["decision"][number]] if "decision" in models else []
+            return network(x, *decision).softmax(dim=1)
+
+        x, y = place.shard.samples("test", number)
+        if "weights" in models:
+            mixture = zip(theta[number], buffers[number], strict=True)
+            parts = torch.stack([place.evaluator.outputs(*model, probabilities, x) for model in mixture])
+            scores = torch.einsum("m,mnk->nk", models["weights"][number], parts)
+        else:
+            scores = place.evaluator.outputs(theta[number], buffers[number], probabilities, x)
+        assert nll_loss(scores.double().log(), y).item() == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", [f"{method}-local" for method in LOCAL_BUFFERS])
+def test_new_clients_find_running_statistics_of_their_own(serial: Folders, case: str) -> None:
+    with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
+        buffers = file["unseen/buffers"][()]
+    assert not np.array_equal(*buffers)
+    # neither means of 0 nor variances of 1, which they began with
+    assert not np.isin(buffers, (0.0, 1.0)).all()
+
+
+def test_files_tell_them_apart(serial: Folders) -> None:
+    with (serial("fedavg") / "metrics.csv").open(newline="") as lines:
+        metrics = list(csv.DictReader(lines))
+    with (serial("fedavg") / "clients.csv").open(newline="") as lines:
+        clients = list(csv.DictReader(lines))
+    assert list(metrics[0]) == [*METRICS, *UNSEEN_METRICS]
+    assert [row["unseen"] for row in clients] == ["0"] * SEEN + ["1"] * UNSEEN
+    assert [int(row["client"]) for row in clients] == list(range(SEEN + UNSEEN))
+    scores = [[float(row["accuracy"]) for row in clients if row["unseen"] == mark] for mark in "01"]
+    last = {name: float(value) for name, value in metrics[-1].items()}
+    assert last["accuracy_mean"] == pytest.approx(np.mean(scores[0]), rel=1e-12)
+    assert last["accuracy_unseen"] == pytest.approx(np.mean(scores[1]), rel=1e-12)
+    assert last["accuracy_unseen_std"] == pytest.approx(np.std(scores[1]), rel=1e-12)
+    assert {(row["bytes_down"], row["bytes_up"]) for row in clients if row["unseen"] == "1"} == {("0", "0")}
+    assert last["coverage"] == 1
+
+
+# Who they are
+
+
+@pytest.mark.parametrize(
+    ("share", "clients", "unseen"),
+    [(0.0, 10, 0), (0.2, 10, 2), (0.25, 10, 3), (0.24, 10, 2), (0.01, 10, 1), (0.99, 10, 9), (0.5, 2, 1)],
+)
+def test_how_many_they_are(share: float, clients: int, unseen: int) -> None:
+    data = load_config(None, [f"data.unseen_clients={share}", f"data.clients={clients}"]).data
+    assert data.num_unseen(clients) == unseen
+
+
+def test_they_are_drawn_by_the_data_s_seed_and_come_last(settings: list[str]) -> None:
+    def dealt(*keys: str) -> list[list[int]]:
+        return [part.train.tolist() for part in load_data(load_config(None, [*settings, *keys]))[1]]
+
+    everyone, parted = dealt("data.unseen_clients=0"), dealt()
+    order = [everyone.index(part) for part in parted]
+    assert sorted(order) == list(range(SEEN + UNSEEN))
+    assert order[:SEEN] == sorted(order[:SEEN])
+    assert order[SEEN:] == sorted(order[SEEN:])
+    assert dealt("run.seed=9", "method.name=local") == parted
+    drawn = {
+        tuple(
+            dealt("data.clients=7", f"data.seed={seed}", "data.unseen_clients=0").index(part) for part in last
+        )
+        for seed in range(4)
+        for last in [dealt(f"data.seed={seed}")[SEEN:]]
+    }
+    assert len(drawn) > 1
+
+
+def test_without_them_nothing_is_new() -> None:
+    config = load_config(None, [])
+    assert config.run_name() == "pfedla-digits-s0-f4a96710"
+    assert "unseen" not in config.yaml()
+    assert load_config(None, ["data.unseen_clients=0", "train.unseen_epochs=null"]).yaml() == config.yaml()
+    asked = load_config(None, ["data.unseen_clients=0.2"])
+    assert asked.run_name() != config.run_name()
+    assert asked.tree()["train"]["unseen_epochs"] is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["data.unseen_clients=1"], "data.unseen_clients=1 is not possible; "),
+        (["data.unseen_clients=-0.1"], "data.unseen_clients=-0.1 is not possible; "),
+        (
+            ["data.unseen_clients=0.2", "data.clients=1"],
+            "data.unseen_clients=0.2 leaves none of 1 client to train; set data.clients=2 or more",
+        ),
+        (
+            ["train.unseen_epochs=3"],
+            "train.unseen_epochs=3 needs unseen clients: set data.unseen_clients, such as 0.2",
+        ),
+    ],
+)
+def test_mistakes(keys: list[str], said: str) -> None:
+    with pytest.raises(UserError) as error:
+        load_config(None, keys)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (
+            ["method.name=heurpfedla", "method.server=sharded"],
+            "data.unseen_clients does not go with method.server=sharded",
+        ),
+        (["method.name=fedfomo", "method.models=5"], "allowed: 0 to 4, as there are 5 clients"),
+    ],
+)
+def test_what_a_method_cannot_do(
+    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], keys: list[str], said: str
+) -> None:
+    assert run_here(tmp_path / "run", [*settings, *keys]) == BAD_INPUT
+    assert said in capfd.readouterr().err
+
+
+class LooksThemUp(FedAvg):
+    """A method that sends each client a row of the server's state, and does not know of unseen clients."""
+
+    name = "looks_them_up"
+    summary = "FedAvg whose server has a model a client"
+
+    def server_state(self) -> State:
+        return {"theta": self.context.initial_parameters(range(self.context.num_clients))}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(rows={"theta": server["theta"][list(cohort.clients)]})
+
+
+def test_a_method_that_looks_them_up_is_told_before_the_first_round(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METHODS, "looks_them_up", LooksThemUp)
+    with pytest.raises(TypeError, match=r"LooksThemUp\.welcome looks .* for clients 5 and on"):
+        run_here(tmp_path / "run", [*settings, "method.name=looks_them_up"])
+    assert not (tmp_path / "run" / "checkpoint.h5").exists()
