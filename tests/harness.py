@@ -66,7 +66,9 @@ class Run:
             method = kind(experiment.method.context, experiment.config.params)
             experiment = replace(experiment, method=method)
         self.workplace = experiment.workplace
-        self.workplace.shard.x = self.workplace.shard.x.to(torch.get_default_dtype())
+        self.unseen = experiment.unseen.workplace
+        for place in (self.workplace, self.unseen):
+            place.shard.x = place.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
         self.driver = experiment.driver
         self.config = experiment.config
@@ -84,6 +86,16 @@ class Run:
     def bytes_by_client(self) -> Tensor:
         """Bytes of trainable numbers down and up, int64 [N, 2]."""
         return torch.from_numpy(self.simulation.ledger.client_bytes)
+
+    def adapted(self) -> State:
+        """Return the models of clients that took no part in training, [U, ...]."""
+        federation = self.simulation._federation
+        models = [
+            self.driver.adapted(clients, down)
+            for cohort in federation.unseen(self.config.train.rounds)
+            for clients, down in federation.welcomes(self.server, cohort)
+        ]
+        return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
     def evaluated(self) -> State:
         """Return the models that would be scored now, [N, ...]."""

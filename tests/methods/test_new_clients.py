@@ -1,0 +1,272 @@
+"""What a client that took no part in training learns, and what stays as it is.
+
+Shapes: U such clients, N others, P trainable numbers, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+import torch
+from harness import Run
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch_twins import SLIPPERY, SOME, network_with, torchs_sgd
+
+from hpcfl.methods.fedfomo import FedFomo
+from hpcfl.methods.pfedla import UNSEEN_LR
+from hpcfl.models import Network
+from hpcfl.randomness import torch_stream
+from hpcfl.training.batches import minibatches
+
+N, U, ROUNDS, EPOCHS = 3, 1, 3, 3
+KEYS = (*SOME, *SLIPPERY, "data.unseen_clients=0.3", f"train.unseen_epochs={EPOCHS}")
+"""Three clients in training, of which two take part in a round, and one that is new."""
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@cache
+def finished(*keys: str) -> Run:
+    run = Run(*KEYS, *keys)
+    assert (run.num_clients, len(run.unseen.clients)) == (N, U)
+    return run
+
+
+def batches(run: Run, purpose: str, epochs: int = EPOCHS) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the mini-batches of the new client."""
+    x, y = run.unseen.shard.samples("train", 0)
+    stream = torch_stream(run.config.run.seed, purpose, ROUNDS, N)
+    for _ in range(epochs):
+        order = torch.randperm(len(y), generator=stream)
+        for start, stop in minibatches(len(y), run.config.train.batch_size):
+            yield x[order[start:stop]], y[order[start:stop]]
+
+
+def trained(
+    run: Run, theta: Tensor, buffers: Tensor, purpose: str, part: str = "", epochs: int = EPOCHS
+) -> tuple[Tensor, Tensor]:
+    """Train the parameters whose names begin with `part`, with torch's own modules and optimiser."""
+    network = network_with(run, theta, buffers)
+    parameters = [p for name, p in network.named_parameters() if name.startswith(part)]
+    optimiser = torchs_sgd(run, parameters, ROUNDS)
+    for x, y in batches(run, purpose, epochs):
+        network.zero_grad()
+        cross_entropy(network(x), y).backward()
+        optimiser.step()
+    weights, statistics = run.method.layout.flatten(network)
+    return weights, statistics
+
+
+def losses(run: Run, theta: Tensor, buffers: Tensor) -> Tensor:
+    """Return the loss of each training sample of the new client, in evaluation mode."""
+    network: Network = network_with(run, theta, buffers).eval()
+    x, y = run.unseen.shard.samples("train", 0)
+    with torch.no_grad():
+        return cross_entropy(network(x), y, reduction="none")
+
+
+def fresh(run: Run) -> Tensor:
+    statistics: Tensor = run.method.initial_buffers()
+    return statistics
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "moon", "fedala", "fedavg_ft"])
+def test_fine_tunes_the_global_model(method: str) -> None:
+    run = finished(f"method.name={method}")
+    theta, buffers = trained(run, run.server["theta"], run.server["buffers"], "finetune")
+    found = run.adapted()
+    torch.testing.assert_close(found["theta"][0], theta)
+    torch.testing.assert_close(found["buffers"][0], buffers)
+
+
+@pytest.mark.parametrize(
+    ("keys", "start"),
+    [
+        (["method.name=local"], "initial"),
+        (["method.name=ditto", "method.pull=0"], "global"),
+        (["method.name=fedphp"], "global"),
+    ],
+)
+def test_does_a_first_round_alone(keys: list[str], start: str) -> None:
+    run = finished(*keys)
+    first = run.method.context.initial_parameters() if start == "initial" else run.server["theta"]
+    theta, buffers = trained(run, first, fresh(run), "batches")
+    found = run.adapted()
+    torch.testing.assert_close(found["theta"][0], theta)
+    torch.testing.assert_close(found["buffers"][0], buffers)
+
+
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedrod"])
+def test_trains_a_head_under_the_body_of_the_server(method: str) -> None:
+    run = finished(f"method.name={method}")
+    head = run.method.layout.head
+    start = run.server["theta"].clone()
+    initial = run.method.context.initial_parameters()[head]
+    start[head] = start[head] + initial if method == "fedrod" else initial
+    theta, _ = trained(run, start, run.server["buffers"], "finetune", part="head.")
+    found = run.adapted()
+    torch.testing.assert_close(found["theta"][0], theta)
+    assert torch.equal(found["theta"][0, run.method.layout.body], run.server["theta"][run.method.layout.body])
+    assert torch.equal(found["buffers"][0], run.server["buffers"])
+
+
+@pytest.mark.parametrize("method", ["fedbn", "lg_fedavg"])
+def test_trains_its_own_layers_alone(method: str) -> None:
+    run = finished(f"method.name={method}")
+    theta, is_own = run.adapted()["theta"][0], run.method.is_own
+    assert torch.equal(theta[~is_own], run.server["theta"][~is_own])
+    start = run.method.context.initial_parameters()
+    assert (theta[is_own] != start[is_own]).double().mean() > 0.9
+
+
+def test_fedem_learns_the_mixture_by_em() -> None:
+    run = finished("method.name=fedem", "method.components=2")
+    models = zip(run.server["theta"], run.server["buffers"], strict=True)
+    likelihood = torch.stack([(-losses(run, *model)).exp() for model in models], dim=1)
+    weights = torch.full((2,), 0.5)
+    for _ in range(EPOCHS):
+        shares = weights * likelihood
+        weights = (shares / shares.sum(dim=1, keepdim=True)).mean(dim=0)
+    found = run.adapted()
+    torch.testing.assert_close(found["weights"][0], weights)
+    assert torch.equal(found["theta"][0], run.server["theta"])
+    assert torch.equal(found["buffers"][0], run.server["buffers"])
+
+
+@pytest.mark.parametrize("method", ["pfedla", "heurpfedla"])
+def test_pfedla_weighs_the_models_of_the_others(method: str) -> None:
+    """The twin differentiates the loss of the mixture with respect to the weights by autograd."""
+    run = finished(f"method.name={method}")
+    models, layers = run.server["theta"], run.method.layers
+    outputs, buffers = torch.zeros(len(layers), N), fresh(run)
+    for x, y in batches(run, "finetune"):
+        alpha = outputs.softmax(dim=1).requires_grad_()
+        rows = [alpha[n] @ models[:, layer.start : layer.stop] for n, layer in enumerate(layers)]
+        network = network_with(run, torch.cat(rows).detach(), buffers)
+        layout = run.method.layout
+        named = layout.views(torch.cat(rows)) | dict(network.named_buffers())
+        loss = cross_entropy(torch.func.functional_call(network, named, (x,)), y)
+        (slope,) = torch.autograd.grad(loss, alpha)
+        outputs = outputs - UNSEEN_LR * slope
+        buffers = layout.flatten(network)[1]
+    alpha = outputs.softmax(dim=1)
+    theta = torch.cat([alpha[n] @ models[:, layer.start : layer.stop] for n, layer in enumerate(layers)])
+    found = run.adapted()
+    torch.testing.assert_close(found["theta"][0], theta)
+    torch.testing.assert_close(found["buffers"][0], buffers)
+    assert losses(run, theta, buffers).mean() < losses(run, models.mean(dim=0), buffers).mean()
+
+
+def test_pfedmb_mixes_the_branches_of_the_server() -> None:
+    run = finished("method.name=pfedmb", "method.branches=3")
+    found, branches = run.adapted(), run.server["branches"]
+    weights = []
+    for layer, is_branched in zip(run.method.layers, run.method.branched.tolist(), strict=True):
+        part, parts = found["theta"][0, layer.start : layer.stop], branches[:, layer.start : layer.stop]
+        if not is_branched:
+            assert torch.equal(part, parts[0])
+            continue
+        solved = torch.linalg.lstsq(parts.T, part.unsqueeze(1)).solution.squeeze(1)
+        torch.testing.assert_close(parts.T @ solved, part)
+        weights.append(solved)
+    torch.testing.assert_close(torch.stack(weights).sum(dim=1), torch.ones(len(weights)))
+    assert all((of_layer > 1e-6).all() and (of_layer - 1 / 3).abs().max() > 1e-4 for of_layer in weights)
+    assert torch.equal(found["buffers"][0], run.server["buffers"])
+
+
+@pytest.mark.parametrize("keys", [[], ["method.private_head=true"]])
+def test_pfedhn_learns_an_embedding(keys: list[str]) -> None:
+    run = finished("method.name=pfedhn", "method.hidden=10", "method.start=drawn", *keys)
+    params, generator, layout = run.method.params, run.method.generator, run.method.layout
+    weights = {n.removeprefix("hypernetwork/"): t for n, t in run.server.items() if n.startswith("hyper")}
+    embedding = weights["embedding"].mean(dim=0, keepdim=True).requires_grad_()
+    optimiser = torch.optim.SGD(
+        [embedding],
+        params.hypernetwork_lr,
+        momentum=params.hypernetwork_momentum,
+        weight_decay=params.hypernetwork_weight_decay,
+    )
+    head, buffers = run.method.context.initial_parameters()[generator.outputs :], fresh(run)
+    for epoch in range(EPOCHS):
+        made = generator.generate(weights | {"embedding": embedding}, [0])[0]
+        start = torch.cat([made.detach(), head])
+        theta, buffers = trained(run, start, buffers, f"finetune/{epoch}", epochs=1)
+        optimiser.zero_grad()
+        (made @ (start - theta)[: generator.outputs]).backward()
+        assert embedding.grad is not None
+        assert embedding.grad.norm() < params.clip
+        optimiser.step()
+        head = theta[generator.outputs :]
+    made = generator.generate(weights | {"embedding": embedding.detach()}, [0])[0]
+    found = run.adapted()
+    torch.testing.assert_close(found["theta"][0], torch.cat([made, head]))
+    torch.testing.assert_close(found["buffers"][0], buffers)
+    assert (layout.size > generator.outputs) == bool(keys)
+
+
+def test_ifca_trains_the_model_that_fits() -> None:
+    run = finished("method.name=ifca")
+    models = list(zip(run.server["theta"], run.server["buffers"], strict=True))
+    best = min(models, key=lambda model: float(losses(run, *model).mean()))
+    theta, buffers = trained(run, *best, "finetune")
+    found = run.adapted()
+    torch.testing.assert_close(found["theta"][0], theta)
+    torch.testing.assert_close(found["buffers"][0], buffers)
+
+
+def test_per_fedavg_takes_its_step_of_adaptation() -> None:
+    run = finished("method.name=per_fedavg", "train.momentum=0", "train.weight_decay=0")
+    network = network_with(run, run.server["theta"], run.server["buffers"])
+    x, y = next(batches(run, "evaluation", 1))
+    cross_entropy(network(x), y).backward()
+    slope = torch.cat([p.grad.reshape(-1) for p in network.parameters() if p.grad is not None])
+    torch.testing.assert_close(run.adapted()["theta"][0], run.server["theta"] - 0.01 * slope)
+
+
+@pytest.mark.parametrize("method", ["fedamp", "fedfomo"])
+def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
+    run = finished(f"method.name={method}", "train.participation=0.34")
+    server = dict(run.server)
+    known = server["is_known"] == 1
+    assert 0 < known.sum() < N
+    torch.testing.assert_close(run.method.mean_model(server), server["models"][known].mean(dim=0))
+    (cohort,) = run.simulation._federation.unseen(ROUNDS)
+    message = run.method.welcome(server, cohort)
+    if isinstance(run.method, FedFomo):
+        sent = message.rows["models"][0]
+        assert len(sent) == known.sum()
+        assert all((model == server["models"][known]).all(dim=1).any() for model in sent)
+    diverged = server["models"].clone()
+    diverged[known.nonzero()[0]] = torch.nan
+    others = diverged[known].isfinite().all(dim=1)
+    left = run.method.mean_model(server | {"models": diverged})
+    expected = (
+        diverged[known][others].mean(dim=0) if others.any() else run.method.context.initial_parameters()
+    )
+    torch.testing.assert_close(left, expected)
+
+
+def test_local_epochs_are_the_default() -> None:
+    models = [
+        finished("method.name=fedavg", "train.local_epochs=2", f"train.unseen_epochs={epochs}").adapted()[
+            "theta"
+        ]
+        for epochs in (2, "null", 3)
+    ]
+    assert torch.equal(models[0], models[1])
+    assert not torch.equal(models[0], models[2])
+
+
+@pytest.mark.parametrize("method", ["fedper", "pfedla", "pfedmb", "pfedhn", "fedem"])
+def test_both_engines_adapt_alike(method: str) -> None:
+    keys = (f"method.name={method}", "train.unseen_epochs=1", "data.clients=5", "data.unseen_clients=0.5")
+    loop, batched = (
+        Run(*KEYS, *keys, f"run.engine={engine}", "run.clients_at_once=3").adapted()
+        for engine in ("loop", "batched")
+    )
+    assert len(loop["theta"]) == 3
+    for name, rows in loop.items():
+        torch.testing.assert_close(batched[name], rows, rtol=1e-8, atol=1e-9)
