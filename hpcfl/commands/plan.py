@@ -63,7 +63,7 @@ def _describe(config: Config, method: Method) -> list[str]:
         )
     lines += [f"server memory, {part}: {count:,} bytes" for part, count in method.server_bytes().items()]
     for name, rows in Driver(method).initial_clients([0]).items():
-        whole = rows.nbytes * len(num_train)
+        whole = rows.nbytes * (len(num_train) + len(unseen))
         lines.append(f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client")
     return [*lines, reason] if (reason := too_large(method)) else lines
 

@@ -64,14 +64,16 @@ class OwnLayers(FedAvg):
     def adapt(self, clients: Clients, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""
         theta = self.merged(clients, down)
-        own = clients.descent(theta[:, self.is_own])
+        # by numbers and not by the mask, whose positions a GPU would have to tell the host
+        places = self.is_own.nonzero().squeeze(1).to(clients.device)
+        own = clients.descent(theta[:, places])
         with self.fixed_buffers(clients):
             for batch in clients.batches("finetune"):
-                theta[:, self.is_own] = own.theta
+                theta[:, places] = own.theta
                 gradient, losses = clients.plain_gradient(theta[batch.members], batch)
-                own.step(batch.members, gradient[:, self.is_own])
+                own.step(batch.members, gradient[:, places])
                 clients.record(batch, losses)
-        theta[:, self.is_own] = own.theta
+        theta[:, places] = own.theta
         return Message(rows={"theta": theta})
 
     def merged(self, clients: Clients, down: Message) -> Tensor:

@@ -71,6 +71,7 @@ class Context:
         """Training samples of each client that takes no part in training, int64 [U]; a method needs it only
         to refuse too few."""
         self.num_clients = len(num_samples)
+        """Clients that take part in training, N; their ids are 0 to N - 1."""
         self.num_classes = num_classes
         self.image_shape = image_shape
         self.train = train
@@ -316,7 +317,8 @@ class Method:
 
         `down` is what `welcome` returned; the clients' state is a new client's, and what is written to it is
         forgotten. Local epochs are `train.unseen_epochs`. Default: the client's first round where models
-        exist after local training only, else fine-tuning.
+        exist after local training only, else fine-tuning. Overridden where a part is to stay as it is, and
+        where `train` needs the answer to a request.
         """
         if self.scored_moment == "training":
             self.train(clients, down)

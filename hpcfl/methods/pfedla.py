@@ -248,8 +248,7 @@ class PFedLA(Method):
             for batch in clients.batches("finetune"):
                 theta = self.mix(outputs[batch.members].softmax(dim=-1), models)
                 gradient, losses = clients.plain_gradient(theta, batch)
-                slopes = self.products(gradient, torch.zeros_like(gradient), models)
-                outputs[batch.members] -= UNSEEN_LR * slopes
+                outputs[batch.members] -= UNSEEN_LR * self._products(gradient, models)
                 clients.record(batch, losses)
         alpha = outputs.softmax(dim=-1)
         if self._mixes_buffers:
@@ -334,11 +333,16 @@ class PFedLA(Method):
         Delta = trained - start, both [S, P], and theta is [N, P]. While all models are equal, as in the first
         round, alpha has no effect, so the products are set to 0: Adam would amplify their rounding errors.
         """
-        products = theta.new_zeros(len(self.layers), len(trained), len(theta))
-        if not all(torch.equal(theta[0], model) for model in theta[1:]):
-            for number, part in pieces(self.layers):
-                delta = trained[:, part] - start[:, part]
-                products[number].addmm_(delta, theta[:, part].T)
+        if all(torch.equal(theta[0], model) for model in theta[1:]):
+            return theta.new_zeros(len(trained), len(self.layers), len(theta))
+        return self._products(trained, theta, start)
+
+    def _products(self, vectors: Tensor, theta: Tensor, start: Tensor | None = None) -> Tensor:
+        """Return the products by layer [S, L, N] of vectors [S, P], less `start`, with models [N, P]."""
+        products = theta.new_zeros(len(self.layers), len(vectors), len(theta))
+        for number, part in pieces(self.layers):
+            delta = vectors[:, part] if start is None else vectors[:, part] - start[:, part]
+            products[number].addmm_(delta, theta[:, part].T)
         return products.transpose(0, 1)
 
     def _rows(self, server: State, clients: Sequence[int]) -> State:

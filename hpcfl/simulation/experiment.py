@@ -291,9 +291,10 @@ def too_large(method: Method) -> str | None:
     if not memory or sum(parts.values()) <= memory:
         return None
     of_parts = ", ".join(f"{part} {count / 1e9:.3g} GB" for part, count in parts.items())
+    num_clients = method.context.num_clients + len(method.context.num_samples_of_unseen)
     advice = f"set {method.memory_advice}, or " if method.memory_advice else ""
     return (
-        f"method.name={method.name} with data.clients={method.context.num_clients} keeps "
+        f"method.name={method.name} with data.clients={num_clients} keeps "
         f"{sum(parts.values()) / 1e9:.3g} GB on the server ({of_parts}), and this machine has "
         f"{memory / 1e9:.3g} GB; {advice}use fewer clients or a larger machine"
     )

@@ -94,6 +94,25 @@ def test_network_and_work(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+def test_unseen_clients_come_last_and_their_cost_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["method.name=ditto", "data.per_client=40", "data.clients=5", "train.batch_size=9"]
+    everyone = planned(capsys, *words)
+    lines = planned(capsys, *words, "data.unseen_clients=0.4", "run.eval_every=4", "train.unseen_epochs=2")
+    # numbers of client, mini-batches of 28 training samples
+    names = [" ".join(line.split()[:-13]) for line in lines[2:7]]
+    assert names == ["0", "1", "2", "unseen 3", "unseen 4"]
+    assert sorted(line.split()[-13:] for line in lines[2:7]) == sorted(
+        line.split()[-13:] for line in everyone[2:7]
+    )
+    assert lines[7].split() == everyone[7].split()
+    assert any(line.startswith("30 rounds of 3 of 3 clients, 5 local epochs: ") for line in lines)
+    assert (
+        "2 unseen clients adapt for 2 epochs at each of 8 evaluations: 128 mini-batches beside those" in lines
+    )
+    of_one = 4 * DIGITS_CNN
+    assert lines[-1] == f"workers' memory, theta: {5 * of_one:,} bytes in all, {of_one:,} a client"
+
+
 def hypernetwork_numbers(clients: int, layers: int) -> int:
     """Return the numbers of one hypernetwork at the defaults: embedding, trunk of three, heads."""
     return 100 + 3 * (100 * 100 + 100) + layers * clients * (100 + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpcfl.results.statistics import interval, mean_and_deviation, paired_differ
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
+from hpcfl.tables.figures import entries
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.writing import MOST_CLIENT_LINES, FromHistories, write, write_results
 
@@ -64,7 +66,7 @@ def finish(cell: Cell, accuracies: list[float], **last: object) -> None:
         "index_bytes_up": 8 * 4 * 2,
     }
     rows = [
-        line | {"round": 4, "accuracy_mean": mean + 0.01, "client_steps_per_s": 30},
+        line | last | {"round": 4, "accuracy_mean": mean + 0.01, "client_steps_per_s": 30},
         line | {"round": 8} | last,
     ]
     write_csv(cell.folder / "metrics.csv", rows)
@@ -273,6 +275,26 @@ def test_a_file_chooses_what_is_shown(table: Table) -> None:
         "method",
         *(QUANTITIES[name].header for name in table.show),
     ]
+
+
+def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Table) -> None:
+    accuracies = ACCURACIES["ours_1"][0]
+    (cell,) = [cell for cell in table.cells if (cell.label, cell.seed, cell.column) == ("ours_1", 0, 0)]
+    (without,) = [entry for entry in entries(table) if entry.row.label == "ours_1" and entry.column == "easy"]
+    assert without.mean("accuracy_unseen") is None
+    shutil.rmtree(cell.folder)
+    finish(cell, accuracies, accuracy_unseen=0.25)
+    rows = [row | {"unseen": 0} for row in read_csv(cell.folder / "clients.csv")]
+    new: dict[str, Any] = {"client": 4, "accuracy": 0.25, "unseen": 1}
+    write_csv(cell.folder / "clients.csv", [*rows, dict.fromkeys(rows[0], math.nan) | new])
+    (entry,) = [entry for entry in entries(table) if entry.row.label == "ours_1" and entry.column == "easy"]
+    assert entry.of_clients == without.of_clients
+    expected = without.figures[0] | {"accuracy_unseen": 0.25}
+    assert entry.figures[0] == pytest.approx(expected, rel=0, nan_ok=True)
+    table.show = ["unseen"]
+    assert re.search(r"^ours_1 +25.0$", write(table)[0], re.MULTILINE)
+    line = read_csv(table.folder / "table.csv")[0]
+    assert (line["label"], float(line["accuracy_unseen"])) == ("ours_1", 0.25)
 
 
 def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_path: Path) -> None:

@@ -296,6 +296,17 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
         assert {crossed.to_device for crossed in crossings} <= {own * times for times in range(9)}
 
 
+@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.parametrize("case", [*METHODS, *VARIANTS])
+def test_unseen_clients_adapt_there(
+    settings: list[str], stops_between_steps: list[int], tmp_path: Path, case: str
+) -> None:
+    keys = ["data.clients=6", "data.subset_per_class=12", "data.unseen_clients=0.33", "train.rounds=1"]
+    words = [*settings, *method_settings(case), *keys, "run.engine=batched"]
+    assert run_here(tmp_path / "run", words) == FINISHED
+    assert set(stops_between_steps) <= {0}
+
+
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("state", ["device", "host"])
 def test_what_keeps_state_on_the_host_brings_it_in_every_round(
