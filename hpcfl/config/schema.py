@@ -57,10 +57,10 @@ class DataConfig(Settings):
     """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
     seed: int | None = Field(None, ge=0)
     """Seed of subset, partition and unseen clients; default: run.seed."""
-    unseen_clients: float = Field(0.0, ge=0, lt=1)
+    unseen_clients: float | None = Field(None, ge=0, lt=1)
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
     them, of whom one stays at least. They get the last ids. At every evaluation they adapt as clients of that
-    moment that are new (`train.unseen_epochs`) and are scored apart. 0: there are none."""
+    moment that are new (`train.unseen_epochs`) and are scored apart. Default, or 0: there are none."""
 
     def num_unseen(self, num_clients: int) -> int:
         """Return how many of N clients take no part in training; UserError where none would be left."""

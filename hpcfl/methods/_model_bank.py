@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import WeightedMean
 from hpcfl.communication.messages import Cohort
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
@@ -30,9 +31,12 @@ class ModelBank(OwnModel):
 
         While there are none, it is the common initial model.
         """
-        is_sound = server["models"].isfinite().all(dim=1)
-        known = server["models"][is_sound & (server["is_known"] == 1)]
-        return known.mean(dim=0) if len(known) else self.context.initial_parameters()
+        is_sound = server["models"].norm(dim=1).isfinite()
+        known = (is_sound & (server["is_known"] == 1)).nonzero().flatten().tolist()
+        mean = WeightedMean(torch.ones(len(known)))
+        for position, client in enumerate(known):
+            mean.add(slice(position, position + 1), server["models"][client : client + 1])
+        return self.context.initial_parameters() if mean.value is None else mean.value
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         for positions, block in up:

@@ -9,8 +9,8 @@ independent and see the same mini-batches. The weights of the mean are training-
 uniform weights). Running statistics belong to v_i and stay with the client; theta_i trains on batch
 statistics and keeps none. The evaluated model is v_i after its last training; the model after a download is w
 with the running statistics of v_i. Training costs twice as much as FedAvg's (two gradients per mini-batch);
-traffic is the same. With lambda = 0, v_i equals local training bit for bit. For a client
-that takes no part in training v_i starts as w, and is trained as above (not in the paper).
+traffic is the same. With lambda = 0, v_i equals local training bit for bit. For a client that
+takes no part in training v_i starts as w, and is trained as above (not in the paper).
 """
 
 from __future__ import annotations

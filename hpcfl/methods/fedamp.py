@@ -13,9 +13,9 @@ uploaded is not a neighbour of any client (the paper has full participation, PFL
 round only). Training starts from u_i. The pull has a gradient; in PFLlib it has none, so PFLlib's FedAMP is
 local training. A diverged client trains alone and has no weight in the u_i of others. Running statistics stay
 with the client. The evaluated model is theta_i after its last training; the model after a download is u_i.
-A client that takes no part in training has no model to compare, and starts from the mean of all
-uploaded ones instead of u_i (not in the paper).
-Values of alpha (N - 1) / sigma above 1 would give the client's own model a negative weight and are refused.
+Values of alpha (N - 1) / sigma above 1 would give the client's own model a negative weight and are refused. A
+client that takes no part in training has no model to compare, and starts from the mean of all uploaded models
+instead of u_i (not in the paper).
 """
 
 from __future__ import annotations

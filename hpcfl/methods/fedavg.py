@@ -4,7 +4,9 @@
     w       <- sum_{i in S} n_i theta_i / sum_{i in S} n_i     (Algorithm 1)
 
 Choices: weights are training-set sizes, normalised over the sampled clients; running statistics are
-averaged like parameters (`train.buffers=local` keeps them with the client); w is evaluated before training.
+averaged like parameters (`train.buffers=local` keeps them with the client); w is evaluated before training. A
+client that takes no part in training fine-tunes w. So it does in the methods that are made from this one and
+do not say otherwise.
 """
 
 from __future__ import annotations

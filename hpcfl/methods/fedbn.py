@@ -5,7 +5,8 @@
 
 Choices: BatchNorm layers are found by module type, so those of ResNet's downsampling are included. Their
 weights, biases and running statistics never travel. The weights of the mean are training-set sizes (the
-authors' script uses uniform weights). For a network without BatchNorm, the method is FedAvg and warns.
+authors' script uses uniform weights). A client that takes no part in training learns BatchNorm alone. For a
+network without BatchNorm, the method is FedAvg and warns.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Choices: the head is the network's last linear layer (for ResNets the paper also tries larger heads, with the
 blocks before it). All heads start from the same weights and are never reset. Running statistics are averaged
 with the body (`train.buffers=local` keeps them with the client). The evaluated model is the newest phi with
-the client's own head.
+the client's own head. A client that takes no part in training learns a head under phi as it is.
 """
 
 from __future__ import annotations

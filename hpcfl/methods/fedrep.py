@@ -7,7 +7,8 @@
 Choices: momentum and weight decay do not act on frozen weights. Running statistics are updated in both phases
 and averaged with the body, as in FedPer. The weights of the mean are training-set sizes (the paper uses
 uniform weights). The final round that trains heads only, and the augmentation, both in the authors' script,
-are left out. The evaluated model is the newest phi with the client's head after its last training.
+are left out. The evaluated model is the newest phi with the client's head after its last training. A client
+that takes no part in training learns a head under phi as it is, as in the paper's experiment on new clients.
 """
 
 from __future__ import annotations

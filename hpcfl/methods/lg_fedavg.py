@@ -7,7 +7,9 @@ representations, 2020.
 Choices: the upper layers are the last `method.global_layers` layers, those nearest to the output. Running
 statistics stay with the client, as its lower layers do. Clients start from the common initial weights; in the
 authors' experiments they start from a model that FedAvg has trained. The evaluated model has the client's own
-lower layers and the newest upper layers.
+lower layers and the newest upper layers. A client that takes no part in training learns its lower layers,
+from the initial ones, under the upper layers as they are (the paper's test on new devices averages the
+predictions of all old ones instead).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     theta_i <- E epochs of SGD on L_i from theta_i            (no server, no traffic)
 
 Choices: all clients start from the common initial weights. A client trains only in rounds that sample it, so
-under partial participation it trains as often as with any other method.
+under partial participation it trains as often as with any other method. A client that takes no part in the
+rounds trains for `train.unseen_epochs` from the common initial weights.
 """
 
 from __future__ import annotations

@@ -319,7 +319,8 @@ def _refuse_single_samples(config: Config, method: Method) -> None:
 
 def _refuse_small_blocks(config: Config, method: Method) -> None:
     """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
-    most_figures = max(4, len(method.layers)) * method.context.num_clients
+    most_clients = max(method.context.num_clients, len(method.context.num_samples_of_unseen))
+    most_figures = max(4, len(method.layers)) * most_clients
     smallest = max(method.largest_row, method.layout.buffer_size, most_figures)
     if config.run.max_elements < smallest:
         raise UserError(

@@ -25,7 +25,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
@@ -199,6 +199,17 @@ def test_files_tell_them_apart(serial: Folders) -> None:
     assert last["coverage"] == 0.8
 
 
+def test_the_summary_tells_of_them(
+    serial: Folders, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = serial("fedavg")
+    assert main(["--out", str(folder), *settings, *keys_of("fedavg")]) == FINISHED
+    with (folder / "metrics.csv").open(newline="") as lines:
+        *_, last = csv.DictReader(lines)
+    mean, spread = (float(last[name]) for name in ("accuracy_unseen", "accuracy_unseen_std"))
+    assert f"unseen clients            {mean:.2%} (spread {spread:.2%})\n" in capsys.readouterr().out
+
+
 # Who they are
 
 
@@ -235,7 +246,9 @@ def test_without_them_nothing_is_new() -> None:
     config = load_config(None, [])
     assert config.run_name() == "pfedla-digits-s0-f4a96710"
     assert "unseen" not in config.yaml()
-    assert load_config(None, ["data.unseen_clients=0", "train.unseen_epochs=null"]).yaml() == config.yaml()
+    for nothing in ("0", "null"):
+        asked = load_config(None, [f"data.unseen_clients={nothing}", "train.unseen_epochs=null"])
+        assert asked.yaml() == config.yaml()
     asked = load_config(None, ["data.unseen_clients=0.2"])
     assert asked.run_name() != config.run_name()
     assert asked.tree()["train"]["unseen_epochs"] is None
