@@ -244,6 +244,8 @@ class PFedLA(Method):
         """Learn a new client's weights from uniform ones, beside the models as they are."""
         models = down.shared["models"]
         outputs = models.new_zeros(len(clients), len(self.layers), len(models))
+        if self._mixes_buffers:
+            clients.buffers = self.mix_buffers(outputs.softmax(dim=-1), down.shared["models_buffers"])
         with self.fixed_buffers(clients):
             for batch in clients.batches("finetune"):
                 theta = self.mix(outputs[batch.members].softmax(dim=-1), models)

@@ -37,6 +37,7 @@ SEEN, UNSEEN = 5, 2
 CASES = [*METHODS, *VARIANTS]
 LOCAL_BUFFERS = ["fedavg", "fedper", "fedmn", "pfedmb", "fedrod", "ifca", "clustered_fl"]
 """Methods whose newcomers find running statistics of their own with `train.buffers=local`."""
+OTHER_BUFFERS = ["pfedla-mixed", "pfedla-average", "heurpfedla-mixed", "lg_fedavg-average"]
 RANKS = {2: ["fedavg", "pfedla", "local"], 3: CASES, 9: ["fedem", "pfedhn", "fedafk"]}
 """Cases by number of ranks: unseen clients on one worker, on several, and on fewer than there are."""
 ROUNDS = 3
@@ -57,8 +58,8 @@ def keys_of(case: str) -> list[str]:
     method, _, kind = case.partition("-")
     # clusters part only once all clients have trained
     keys = ["train.participation=1"] if method == "clustered_fl" else []
-    if kind == "local":
-        return [*method_settings(method), "train.buffers=local", *keys]
+    if kind in ("local", "mixed", "average"):
+        return [*method_settings(method), f"train.buffers={kind}", *keys]
     return [*method_settings(case), *keys]
 
 
@@ -145,7 +146,7 @@ def test_stopped_or_prolonged_at_every_round_boundary(
     assert not differing(serial(case), tmp_path / "run")
 
 
-@pytest.mark.parametrize("case", [*CASES, *(f"{method}-local" for method in LOCAL_BUFFERS)])
+@pytest.mark.parametrize("case", [*CASES, *OTHER_BUFFERS, *(f"{method}-local" for method in LOCAL_BUFFERS)])
 def test_the_checkpoint_holds_the_models_that_were_scored(
     serial: Folders, settings: list[str], case: str
 ) -> None:
