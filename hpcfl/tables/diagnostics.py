@@ -37,9 +37,7 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
     told = [cell for cell in table.cells if cell.folder in histories and histories[cell.folder].diagnostics]
     for cell, arrays, parts in dealt_cells(told):
         axes = METHODS[cell.config.method].history_axes
-        method = make_method(cell.config, arrays, parts)
-        layers = [layer.name for layer in method.layers]
-        in_training = parts[: method.context.num_clients]
+        in_training = parts[: len(parts) - cell.config.data.num_unseen(len(parts))]
         owned = class_table(arrays.y, in_training, arrays.num_classes) > 0
         common = owned.astype(np.int64) @ owned.T
         place = {"label": cell.label, "column": table.columns[cell.column], "seed": cell.seed}
