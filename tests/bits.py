@@ -20,7 +20,7 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.storage.ledger import SECONDS
 from hpcfl.training.clients import Clients
 
-CLOCK_COLUMNS = SECONDS | {"train_s"}
+CLOCK_COLUMNS = SECONDS | {"steps_s"}
 
 MEETS_ALL_SOON = ["run.seed=3", "data.seed=0"]
 """Of the seven clients, two cohorts of four are all, one twice; two of three are five, one twice."""

@@ -147,9 +147,16 @@ def partition(
 
 def class_table(y: IntArray, parts: Sequence[ClientIndices], num_classes: int) -> IntArray:
     """Count every client's samples by class, all parts together: int64 [clients, classes]."""
-    table = np.zeros((len(parts), num_classes), dtype=np.int64)
-    for row, part in zip(table, parts, strict=True):
-        row += np.bincount(y[np.concatenate([part.train, part.val, part.test])], minlength=num_classes)
+    return count_classes(
+        y, [np.concatenate([part.train, part.val, part.test]) for part in parts], num_classes
+    )
+
+
+def count_classes(y: IntArray, samples: Sequence[IntArray], num_classes: int) -> IntArray:
+    """Count samples by class for each of several lists of indices: int64 [lists, classes]."""
+    table = np.zeros((len(samples), num_classes), dtype=np.int64)
+    for row, indices in zip(table, samples, strict=True):
+        row += np.bincount(y[indices], minlength=num_classes)
     return table
 
 

@@ -90,6 +90,11 @@ class Run:
         text = _whole_lines(self.path / f"{name}.csv")
         return pandas.read_csv(io.StringIO(text)) if text else pandas.DataFrame()
 
+    @cached_property
+    def partition(self) -> Columns:
+        """Columns of partition.csv: samples of each client by class, where there are any."""
+        return read_columns(self.path / "partition.csv")
+
     @property
     def is_finished(self) -> bool:
         """Whether all rounds are done; clients.csv is written last."""

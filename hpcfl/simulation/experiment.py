@@ -13,7 +13,7 @@ from torch import nn
 from hpcfl.communication import sharded
 from hpcfl.communication.world import World
 from hpcfl.config import Config
-from hpcfl.data.partitions import ClientIndices, partition
+from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
@@ -54,6 +54,8 @@ class Experiment:
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N]."""
     unseen: Unseen
+    samples_by_class: tuple[np.ndarray, np.ndarray]
+    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each."""
     engine_name: str
     """The engine and, on a GPU, what was chosen for it."""
     state_device: torch.device
@@ -209,8 +211,9 @@ def build(config: Config, world: World) -> Experiment:
         train=config.train.of_unseen(),
         state=Driver(method).initial_clients(unseen),
     )
-    num_train = np.array(data.num_samples)
-    num_evaluated = np.array([len(getattr(part, config.run.eval_split)) for part in parts])
+    train = [part.train for part in parts]
+    evaluated = [getattr(part, config.run.eval_split) for part in parts]
+    num_train, num_evaluated = np.array(list(map(len, train))), np.array(list(map(len, evaluated)))
     return Experiment(
         config,
         method,
@@ -219,6 +222,10 @@ def build(config: Config, world: World) -> Experiment:
         num_train[:num_clients],
         num_evaluated[:num_clients],
         Unseen(unseen_workplace, num_train[num_clients:], num_evaluated[num_clients:]),
+        (
+            count_classes(arrays.y, train, arrays.num_classes),
+            count_classes(arrays.y, evaluated, arrays.num_classes),
+        ),
         engine_name,
         kept_on,
     )
@@ -320,7 +327,7 @@ def _refuse_single_samples(config: Config, method: Method) -> None:
 def _refuse_small_blocks(config: Config, method: Method) -> None:
     """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
     most_clients = max(method.context.num_clients, len(method.context.num_samples_of_unseen))
-    most_figures = max(4, len(method.layers)) * most_clients
+    most_figures = max(5, len(method.layers)) * most_clients
     smallest = max(method.largest_row, method.layout.buffer_size, most_figures)
     if config.run.max_elements < smallest:
         raise UserError(

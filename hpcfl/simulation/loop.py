@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,7 +23,7 @@ from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.saving import LastEvaluation, Saver
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.ledger import Ledger, write_partition
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.training.clients import Clients
 
@@ -49,6 +49,24 @@ class Timing:
 
 
 @dataclass
+class Stopwatch:
+    """The seconds in which an iterator made its items, without those in which they were used."""
+
+    elapsed_s: float = 0.0
+
+    def timed(self, items: Iterator[Message]) -> Iterator[Message]:
+        """Yield the items, and keep none of them."""
+        while True:
+            began_s = time.monotonic()
+            item = next(items, None)
+            self.elapsed_s += time.monotonic() - began_s
+            if item is None:
+                return
+            yield item
+            del item
+
+
+@dataclass
 class LocalRound:
     """What this rank's members of a cohort did: their upload, and float64 figures [own members]."""
 
@@ -59,6 +77,8 @@ class LocalRound:
     accuracy: Tensor
     """Accuracy of the models right after training; nan without an evaluation or without such a model."""
     train_s: float
+    evaluate_s: float
+    """Seconds of scoring them."""
 
 
 class Simulation:
@@ -113,6 +133,8 @@ class Simulation:
         self._experiment.place_state()
         self.server, first = self._saver.start()
         self._evaluator.try_welcome(self.server)
+        if self._folder is not None:
+            write_partition(self._folder.path, *self._experiment.samples_by_class)
         self._wall_before_s = self.ledger.wall_s
         self._progress.start(first, train.rounds)
         for number in range(first, train.rounds):
@@ -203,19 +225,22 @@ class Simulation:
             uploads.add(part, up)
             clients.commit()
         train_s = time.monotonic() - began_s - scoring_s
-        return LocalRound(uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores), train_s)
+        return LocalRound(
+            uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores), train_s, scoring_s
+        )
 
     def _record(self, cohort: Cohort, traffic: RoundTraffic, local: LocalRound) -> np.ndarray:
         """Bring a round's figures to the server's ledger; return what `_round` does. Collective."""
-        seconds_here = torch.full_like(local.steps, local.train_s)
-        rows = torch.stack([local.losses, local.steps, seconds_here, local.accuracy], dim=1)
+        seconds_here = [torch.full_like(local.steps, spent) for spent in (local.train_s, local.evaluate_s)]
+        rows = torch.stack([local.losses, local.steps, local.accuracy, *seconds_here], dim=1)
         figures = self._federation.channel.collect(cohort, rows)
         after_training = np.full(self._federation.num_clients, np.nan)
         if figures is not None:
-            losses, steps, seconds, accuracy = figures.T
+            losses, steps, accuracy, seconds, evaluate_s = figures.T
             after_training[list(cohort.clients)] = accuracy.numpy()
             train_s = float(seconds.max())
             self.timing.train_s.append(train_s)
+            self.ledger.spent["evaluate_s"] += float(evaluate_s.max())
             workers = self._federation.channel.workers(cohort)
             busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
             self.timing.idle_shares.append(1 - busy_s / (self._world.num_workers * train_s))
@@ -228,17 +253,24 @@ class Simulation:
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
         of_unseen = self._evaluator.evaluate_unseen(self.server, done)
+        self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
         self._record_evaluation(done, found, of_unseen, after_training)
         self.timing.evaluate_s.append(time.monotonic() - began_s)
 
     def _last_evaluation(self, done: int, after_training: np.ndarray) -> LastEvaluation:
         """Describe the evaluation of the last round, whose models go to the checkpoint."""
-        found = Evaluation.of(self._federation.num_clients)
-        of_unseen = Evaluation.of(self._federation.num_unseen)
+        found, began_s = Evaluation.of(self._federation.num_clients), time.monotonic()
+        of_unseen, scoring = Evaluation.of(self._federation.num_unseen), Stopwatch()
+
+        def record() -> None:
+            self.ledger.spent["evaluate_s"] += scoring.elapsed_s
+            self.ledger.spent["save_s"] += time.monotonic() - began_s - scoring.elapsed_s
+            self._record_evaluation(done, found, of_unseen, after_training)
+
         return LastEvaluation(
-            lambda cohort: self._evaluator.models(self.server, cohort, found),
-            lambda cohort: self._evaluator.adapted(self.server, cohort, of_unseen),
-            lambda: self._record_evaluation(done, found, of_unseen, after_training),
+            lambda cohort: scoring.timed(self._evaluator.models(self.server, cohort, found)),
+            lambda cohort: scoring.timed(self._evaluator.adapted(self.server, cohort, of_unseen)),
+            record,
         )
 
     def _record_evaluation(
@@ -268,6 +300,8 @@ class Simulation:
         self.ledger.wall_s = self._wall_s()
         self._saver.save(self.server, done, last)
         self.timing.save_s.append(time.monotonic() - began_s)
+        if last is None:
+            self.ledger.spent["save_s"] += self.timing.save_s[-1]
 
     def _wall_s(self) -> float:
         """Seconds of this run so far, those before a resume included."""

@@ -6,6 +6,7 @@ Shapes: N clients, K labels of bytes (the layers, other tensors that were sent, 
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -33,12 +34,17 @@ METRICS = (
     "index_bytes_down",
     "index_bytes_up",
     "client_steps_per_s",
+    "train_s",
+    "evaluate_s",
+    "save_s",
 )
 UNSEEN_METRICS = ("accuracy_unseen", "accuracy_unseen_std", "loss_unseen")
 """More columns where clients take no part in training: plain mean and deviation of these clients' accuracies
 once they have adapted, and their mean loss."""
 WHOLE_NUMBERS = frozenset({"round"} | {name for name in METRICS if "bytes" in name})
-SECONDS = frozenset({"wall_s", "client_steps_per_s"})
+SPENT = ("train_s", "evaluate_s", "save_s")
+"""Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
+SECONDS = frozenset({"wall_s", "client_steps_per_s", *SPENT})
 """Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
 
 MOMENTS = ("after_download", "after_training")
@@ -79,6 +85,8 @@ class Ledger:
         self._train_loss = float("nan")
         self.wall_s = 0.0
         """Seconds the run has taken so far."""
+        self.spent = dict.fromkeys(SPENT, 0.0)
+        """Seconds by what they went into: the slowest worker's training, evaluations, checkpoints."""
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
 
     def record_round(
@@ -98,6 +106,7 @@ class Ledger:
         self._bytes.append(np.array(rows, np.int64))
         self._steps += steps
         self._train_s += train_s
+        self.spent["train_s"] += train_s
         self._train_loss = train_loss
 
     def _label(self, name: str) -> str:
@@ -139,7 +148,7 @@ class Ledger:
             "loss_mean": loss.mean(),
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
-        }
+        } | self.spent
         for direction, name in enumerate(DIRECTIONS):
             values[f"bytes_{name}"] = total[direction, :-2].sum()
             values[f"buffer_bytes_{name}"] = total[direction, -2]
@@ -187,14 +196,16 @@ class Ledger:
         flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
         names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
-        pending = np.array([[self._steps, self._train_s, self._train_loss, self.wall_s]])
+        pending = np.array(
+            [[self._steps, self._train_s, self._train_loss, self.wall_s, *self.spent.values()]]
+        )
         return {
             "metrics": LedgerTable(
                 np.array(self.metrics, np.float64).reshape(-1, len(self._columns)), self._columns
             ),
             "bytes": LedgerTable(np.concatenate([rounds, flat], axis=1), ["round", *names]),
             "client_bytes": LedgerTable(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
-            "pending": LedgerTable(pending, ["steps", "train_s", "train_loss", "wall_s"]),
+            "pending": LedgerTable(pending, ["steps", "steps_s", "train_loss", "wall_s", *self.spent]),
         }
 
     def history(self) -> dict[str, np.ndarray]:
@@ -223,7 +234,9 @@ class Ledger:
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
         self.client_bytes = tables["client_bytes"].values.copy()
-        self._steps, self._train_s, self._train_loss, self.wall_s = tables["pending"].values[0].tolist()
+        pending = tables["pending"].values[0].tolist()
+        self._steps, self._train_s, self._train_loss, self.wall_s, *spent = pending
+        self.spent = dict(zip(SPENT, spent, strict=True))
 
     def start_files(self, folder: Path) -> None:
         """Rewrite the CSV files with all rows so far; delete clients.csv, which is written at the end."""
@@ -278,6 +291,18 @@ class Ledger:
         columns = (*scores, num_train, num_evaluated, *of_bytes, *moments, *is_unseen)
         rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
         _write(folder / "clients.csv", "w", [header, *rows])
+
+
+def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> None:
+    """Write partition.csv: each client's samples by class; `train` and `evaluated` are int64 [N, K]."""
+    rows = [
+        (client, label, train[client, label], evaluated[client, label])
+        for client, label in np.argwhere(train + evaluated).tolist()
+    ]
+    # whoever reads it while a run goes on never sees a part of it
+    unfinished = folder / "partition.csv.tmp"
+    _write(unfinished, "w", [("client", "class", "train_samples", "evaluated_samples"), *rows])
+    os.replace(unfinished, folder / "partition.csv")
 
 
 def mean_of_known(values: np.ndarray) -> float:

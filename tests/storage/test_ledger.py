@@ -33,6 +33,8 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
     ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), 4, 0.5, 3.0)
     accuracy, loss = np.array([0.5, 1.0, 0.75]), np.array([1.0, 2.0, 6.0])
     ledger.wall_s = 12.5
+    ledger.spent["evaluate_s"] += 1.5
+    ledger.spent["save_s"] += 0.25
     moments = {
         "after_download": np.array([0.25, 0.5, 0.75]),
         "after_training": np.array([np.nan, 0.125, np.nan]),
@@ -78,6 +80,9 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
         "index_bytes_down": 16,
         "index_bytes_up": 0,
         "client_steps_per_s": 2.0,
+        "train_s": 5.0,
+        "evaluate_s": 1.5,
+        "save_s": 0.25,
     }
     assert {name: ledger.last(name) for name in METRICS} == pytest.approx(expected)
 
