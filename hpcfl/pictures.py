@@ -11,7 +11,7 @@ class Picture:
 
     - ("client", "layer", "client") and ("client", "layer", "branch"): a matrix for each layer, and for one
       client a matrix of its layers.
-    - ("client", "client"), ("client", "layer") and ("client", "component"): one matrix.
+    - ("client", "client"), ("client", "layer"), ("client", "component") and ("client", "path"): one matrix.
     - ("client",): a line over rounds for each client; with `is_name`, a matrix of clients by rounds.
 
     Matrices are of one evaluation, and all evaluations can be stepped through.

@@ -11,6 +11,9 @@ from hpcfl.communication.messages import Cohort
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
 
+HISTORY_LIMIT = 10_000
+"""Largest number N*N of entries that the history records (100 MB for 2,500 evaluations)."""
+
 
 class ModelBank(OwnModel):
     """Each client keeps its own model; the server stores the last upload of each client in `models` [N, P].

@@ -29,6 +29,7 @@ from torch import Tensor
 from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
+from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
 
@@ -50,6 +51,15 @@ class APFL(OwnBesideGlobal):
     summary = "each client's own model and the global one, mixed by a learnt weight"
     Params = APFLParams
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("client",)}
+    pictures = (
+        Picture(
+            "alpha",
+            "How much each client leans on its own model",
+            "Mixing weight of the own model; 1 is local training, 0 the global model.",
+            low=0,
+            high=1,
+        ),
+    )
     params: APFLParams
 
     def client_state(self, clients: Sequence[int]) -> State:

@@ -146,7 +146,7 @@ class Method:
     """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Axes of the diagnostics that tables summarise and pictures draw, by name: "client" first, then "layer",
-    "branch", "component" or a second "client"."""
+    "branch", "component", "path" or a second "client"."""
     pictures: ClassVar[tuple[Picture, ...]] = ()
     """What the method is known by, of diagnostics with `history_axes`."""
 
@@ -359,6 +359,11 @@ class Method:
     def largest_row(self) -> int:
         """Largest number of elements that one client has in any tensor that travels."""
         return self.layout.size
+
+    @classmethod
+    def entry_names(cls, axis: str, params: Any) -> list[str]:
+        """Return what the entries along an axis of `history_axes` are called; empty: by their numbers."""
+        return []
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -41,6 +41,7 @@ from hpcfl.communication.means import ClusterMeans
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Method, Params, State
+from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 
@@ -70,6 +71,15 @@ class ClusteredFL(Method):
     name = "clustered_fl"
     summary = "FedAvg that splits its clients in two where their updates disagree"
     Params = ClusteredFLParams
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"cluster": ("client",)}
+    pictures = (
+        Picture(
+            "cluster",
+            "Which cluster each client is in",
+            "Number of a client's cluster; a cluster splits where its clients' updates disagree.",
+            is_name=True,
+        ),
+    )
     params: ClusteredFLParams
 
     def server_state(self) -> State:

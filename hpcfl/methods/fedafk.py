@@ -44,6 +44,7 @@ from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.parameters import Tensors
+from hpcfl.pictures import Picture
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
@@ -85,6 +86,15 @@ class FedAFK(Method):
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     Params = FedAFKParams
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"coefficient": ("client",)}
+    pictures = (
+        Picture(
+            "coefficient",
+            "How much each client leans on its own extractor",
+            "Coefficient that mixes the extractors; 1 is the local one alone, 0 the global one (eq. 3).",
+            low=0,
+            high=1,
+        ),
+    )
     scored_moment = "training"
     buffer_policies = ("local",)
     needs_body = True

@@ -21,7 +21,7 @@ instead of u_i (not in the paper).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -29,9 +29,10 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.methods._model_bank import ModelBank
+from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
 from hpcfl.methods.base import Context, Params, State, pull_towards
 from hpcfl.parameters import COLUMNS_AT_ONCE
+from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 LONGEST = 1e18
@@ -62,6 +63,16 @@ class FedAMP(ModelBank):
     name = "fedamp"
     summary = "each client's own model, pulled towards those of similar clients"
     Params = FedAMPParams
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("client", "client")}
+    pictures = (
+        Picture(
+            "attention",
+            "Who attends to whom",
+            "Weight that a client (row) gives to each client's model (column) in u_i; a row sums to 1.",
+            low=0,
+            high=1,
+        ),
+    )
     params: FedAMPParams
 
     def __init__(self, context: Context, params: FedAMPParams) -> None:
@@ -99,6 +110,17 @@ class FedAMP(ModelBank):
 
     def received(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
+
+    def history(self, server: State) -> State:
+        """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""
+        models, count = server["models"], self.context.num_clients
+        if count**2 > HISTORY_LIMIT:
+            return {}
+        weights, sound = torch.eye(count), (models.norm(dim=1) < LONGEST).nonzero().squeeze(1)
+        if len(sound):
+            is_known = server["is_known"][sound] == 1
+            weights[sound[:, None], sound] = self.attention(models[sound], range(len(sound)), is_known)
+        return {"attention": weights}
 
     def attention(self, models: Tensor, clients: Sequence[int], is_known: Tensor) -> Tensor:
         """Return the weights [S, n] of the models [n, P] in the u_i of some clients; each row sums to 1.

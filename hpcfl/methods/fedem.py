@@ -38,6 +38,7 @@ from hpcfl.methods.base import Context, Params, State, buffers_of_models
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.models.mixture import Mixture
 from hpcfl.parameters import Tensors
+from hpcfl.pictures import Picture
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
@@ -59,6 +60,16 @@ class FedEM(FedAvg):
     has_global_model = False
     buffer_policies = ("average",)
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.15}
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"weights": ("client", "component")}
+    pictures = (
+        Picture(
+            "weights",
+            "Which components each client is a mixture of",
+            "Weight of each component (column) for each client (row); a row sums to 1.",
+            low=0,
+            high=1,
+        ),
+    )
     params: FedEMParams
 
     def __init__(self, context: Context, params: FedEMParams) -> None:

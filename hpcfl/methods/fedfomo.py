@@ -25,7 +25,7 @@ all uploaded models as its own and as theta_prev; then it does one round (not in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -34,15 +34,13 @@ from torch import Tensor
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.methods._model_bank import ModelBank
+from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
 from hpcfl.methods.base import Context, Params, State
+from hpcfl.pictures import Picture
 from hpcfl.randomness import torch_stream
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import sample_losses
 from hpcfl.training.settings import TrainConfig
-
-HISTORY_LIMIT = 10_000
-"""Largest number N*N of entries that the history records (100 MB for 2,500 evaluations)."""
 
 
 class FedFomoParams(Params):
@@ -62,6 +60,15 @@ class FedFomo(ModelBank):
     name = "fedfomo"
     summary = "each client's own model, moved towards others' that do better on its data"
     Params = FedFomoParams
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"affinity": ("client", "client")}
+    pictures = (
+        Picture(
+            "affinity",
+            "Whose models help whom",
+            "Sum of the weights that a client (row) has found for each client's model (column) so far; below "
+            "0, it did worse on the client's held-out samples.",
+        ),
+    )
     params: FedFomoParams
 
     def __init__(self, context: Context, params: FedFomoParams) -> None:

@@ -65,8 +65,9 @@ from hpcfl.communication.means import LayerMean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
-from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Routed, num_paths
+from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Routed, num_paths, path_names
 from hpcfl.parameters import Layer, Tensors, columns
+from hpcfl.pictures import Picture
 from hpcfl.randomness import stream_seed, torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -114,6 +115,27 @@ class FedMN(Method):
     # means over encoders and blocks reduce the effect of each step, so the default step size is larger
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
     schedule_uses_rounds = True
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "probability": ("client", "path"),
+        "decision": ("client", "path"),
+    }
+    pictures = (
+        Picture(
+            "probability",
+            "How likely each path is open",
+            "Probability of each path (column) for each client (row), from a block to one of the next layer "
+            "(eq. 10); 0 before a client's first round.",
+            low=0,
+            high=1,
+        ),
+        Picture(
+            "decision",
+            "Which paths each client took",
+            "1 where a client's last round had the path open (eq. 5).",
+            low=0,
+            high=1,
+        ),
+    )
     params: FedMNParams
     network: ModularNetwork
 
@@ -154,6 +176,10 @@ class FedMN(Method):
 
     def client_history(self, clients: Clients) -> State:
         return {name: clients[name] for name in ("probability", "decision")}
+
+    @classmethod
+    def entry_names(cls, axis: str, params: FedMNParams) -> list[str]:
+        return path_names(params.architecture) if axis == "path" else []
 
     def negotiates(self, round: int) -> bool:
         return round >= self.params.pretrain_rounds

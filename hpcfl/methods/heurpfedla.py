@@ -32,6 +32,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import columns
+from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 
@@ -49,6 +50,16 @@ class HeurpFedLA(PFedLA):
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = PFedLA.history_axes | {
         "retained_rounds": ("client", "layer")
     }
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        *PFedLA.pictures,
+        Picture(
+            "retained_rounds",
+            "How often each layer stays with its client",
+            "Rounds in which a client kept its own layer, of the rounds so far (Algorithm 2: the k layers of "
+            "highest self-weight).",
+            low=0,
+        ),
+    )
     params: HeurpFedLAParams
 
     def __init__(self, context: Context, params: HeurpFedLAParams) -> None:

@@ -16,6 +16,8 @@ equals FedAvg bit for bit. A client that takes no part in training fine-tunes th
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -25,6 +27,7 @@ from hpcfl.communication.means import ClusterMeans
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 
@@ -39,6 +42,15 @@ class IFCA(Method):
     name = "ifca"
     summary = "several global models, of which each client picks the one that fits it"
     Params = IFCAParams
+    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"cluster": ("client",)}
+    pictures = (
+        Picture(
+            "cluster",
+            "Which model each client picks",
+            "Number of the model that a client chose when it last trained; none before.",
+            is_name=True,
+        ),
+    )
     params: IFCAParams
 
     def __init__(self, context: Context, params: IFCAParams) -> None:

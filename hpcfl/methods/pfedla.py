@@ -53,6 +53,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
 from hpcfl.parameters import Granularity, Layer, pieces
+from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 HYPERNETWORKS = "hypernetworks/"
@@ -124,6 +125,22 @@ class PFedLA(Method):
         "alpha": ("client", "layer", "client"),
         "self_weight": ("client", "layer"),
     }
+    pictures: ClassVar[tuple[Picture, ...]] = (
+        Picture(
+            "alpha",
+            "Who listens to whom",
+            "Weight that a client (row) gives to each client's model (column), layer by layer; a row sums to "
+            "1 (figures 5 to 7 of the paper).",
+            low=0,
+        ),
+        Picture(
+            "self_weight",
+            "How much each client keeps to itself",
+            "Weight that a client gives to its own model, layer by layer; 1 is local training.",
+            low=0,
+            high=1,
+        ),
+    )
     params: PFedLAParams
 
     def __init__(self, context: Context, params: PFedLAParams) -> None:

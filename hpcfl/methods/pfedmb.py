@@ -43,6 +43,7 @@ from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import LayerMean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.pictures import Picture
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -89,6 +90,16 @@ class PFedMB(Method):
     summary = "several branches a layer, mixed by each client's own weights"
     Params = PFedMBParams
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("client", "layer", "branch")}
+    pictures = (
+        Picture(
+            "alpha",
+            "Which branches each client uses",
+            "Weight of each branch (column) for each client (row), layer by layer; a row sums to 1 (figure 3 "
+            "of the paper).",
+            low=0,
+            high=1,
+        ),
+    )
     params: PFedMBParams
 
     def __init__(self, context: Context, params: PFedMBParams) -> None:

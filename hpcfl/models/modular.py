@@ -184,6 +184,13 @@ def num_paths(sizes: Sequence[int]) -> int:
     return sum(a * b for a, b in itertools.pairwise(sizes)) + sizes[-1]
 
 
+def path_names(sizes: Sequence[int]) -> list[str]:
+    """Name the paths in the order of a decision: "1.2-2.1" leads from encoder 2 to block 1 of layer 2."""
+    layers = [[f"{number}.{k + 1}" for k in range(count)] for number, count in enumerate(sizes, start=1)]
+    pairs = [pair for two in itertools.pairwise([*layers, ["out"]]) for pair in itertools.product(*two)]
+    return [f"{start}-{stop}" for start, stop in pairs]
+
+
 def _linear_for_relu(inputs: int, outputs: int) -> nn.Linear:
     """Return a layer drawn so that ReLU keeps the signal's size: means over blocks shrink it already."""
     linear = nn.Linear(inputs, outputs)
