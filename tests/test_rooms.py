@@ -15,6 +15,7 @@ ROOMS = [
     ["main"],
     ["commands"],
     ["benchmarks"],
+    ["report"],
     ["tables"],
     ["results"],
     ["simulation"],

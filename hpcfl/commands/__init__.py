@@ -14,6 +14,7 @@ COMMANDS = {
     "list": "list_everything",
     "plan": "show_plan",
     "data": "fetch_data",
+    "report": "make_report",
     "export": "export_models",
     "predict": "predict_images",
     "compare": "compare_runs",

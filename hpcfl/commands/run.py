@@ -58,8 +58,25 @@ def run(
         progress.close()
         if folder is not None and not is_cell:
             suggestion = next_command(options, config, world.size)
-            print_summary(outcome, simulation.ledger, config, folder.path, suggestion, progress)
+            report = (
+                _write_report(folder.path, progress) if config.run.report and outcome != "stopped" else None
+            )
+            print_summary(outcome, simulation.ledger, config, folder.path, report, suggestion, progress)
         return outcome
+
+
+def _write_report(folder: Path, progress: Progress) -> Path | None:
+    """Write the page of a finished run; None, with a warning, where it cannot be: the run is good without."""
+    # imported here: it takes time, and only one rank needs it, at the end
+    from hpcfl.report.page import REPORT_NAME, write_report
+    from hpcfl.results.run import load_run
+
+    try:
+        write_report([load_run(folder)], folder / REPORT_NAME)
+    except UserError as error:
+        progress.warn(f"no report: {error}")
+        return None
+    return folder / REPORT_NAME
 
 
 def _refuse_other_code(config: Config, world: World) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from hpcfl.commands.arguments import RunOptions, command_line
 from hpcfl.config import Config
 from hpcfl.methods import METHODS
+from hpcfl.results.units import readable_bytes
 from hpcfl.simulation.progress import Progress
 from hpcfl.storage.ledger import Ledger
 
@@ -14,7 +15,13 @@ FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
 
 
 def print_summary(
-    outcome: str, ledger: Ledger, config: Config, folder: Path, next_command: str, progress: Progress
+    outcome: str,
+    ledger: Ledger,
+    config: Config,
+    folder: Path,
+    report: Path | None,
+    next_command: str,
+    progress: Progress,
 ) -> None:
     """Say how the run ended; paths and commands, which may be long, stand on lines of their own."""
     if outcome == "stopped":
@@ -27,18 +34,21 @@ def print_summary(
     if config.data.unseen_clients:
         spread = f"{ledger.last('accuracy_unseen_std'):.2%}"
         unseen["unseen clients"] = f"{ledger.last('accuracy_unseen'):.2%} (spread {spread})"
+    down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))
     for name, value in {
         f"mean accuracy, round {ledger.last('round'):.0f}": f"{ledger.last('accuracy_mean'):.2%}",
         "spread over clients": f"{ledger.last('accuracy_std'):.2%}",
         "weighted by samples": f"{ledger.last('accuracy_weighted'):.2%}",
         **unseen,
         "best round": f"{best:.2%} (round {best_round})",
-        "bytes down, up": f"{shown_bytes(ledger.last('bytes_down'))}, {shown_bytes(ledger.last('bytes_up'))}",
+        "bytes down, up": f"{down}, {up}",
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",
         "results": FILES,
     }.items():
         progress.say(f"{name:<26}{value}")
     progress.say(f"  in {folder}")
+    if report is not None:
+        progress.say(f"open in a browser\n  {report}")
     progress.say(f"compare with\n  {next_command}")
 
 
@@ -51,12 +61,3 @@ def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:
     if config.train.buffers not in (None, *METHODS[other].buffer_policies):
         words.append("train.buffers=null")
     return command_line(words, num_ranks)
-
-
-def shown_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcfl.commands.arguments import Parser
-from hpcfl.commands.summary import shown_bytes
 from hpcfl.communication.world import World
 from hpcfl.errors import UserError
+from hpcfl.results.units import readable_bytes
 from hpcfl.simulation.curves import curve, sparkline
 from hpcfl.simulation.progress import clock, console
 from hpcfl.storage.view import ENDED, RunView, view
@@ -75,7 +75,7 @@ def _figures(run: RunView, encoding: str) -> Iterator[tuple[str, str]]:
         yield "best", f"{means[best]:.2%} (round {run.metrics[best]['round']:.0f})"
         yield "spread", f"{last['accuracy_std']:.2%} over clients"
         yield "curve", curve(means, CURVE_WIDTH, encoding)
-        yield "bytes", f"{shown_bytes(last['bytes_down'])} down, {shown_bytes(last['bytes_up'])} up"
+        yield "bytes", f"{readable_bytes(last['bytes_down'])} down, {readable_bytes(last['bytes_up'])} up"
         yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"
     else:
         yield "accuracy", "no evaluation yet"

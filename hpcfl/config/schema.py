@@ -115,6 +115,8 @@ class RunConfig(Settings):
     """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
     max_elements: int = Field(2**27, ge=1, lt=2**28)
     """Numbers in one block of a message; changes no result."""
+    report: bool = True
+    """Whether a run ends by writing report.html, a page of what it gave; changes no result."""
     tensorboard: bool = False
     """Whether the run folder has a file for TensorBoard: the columns of metrics.csv and the distribution of
     the clients' accuracy, by round. Needs the package tensorboardX; changes no result."""
@@ -129,6 +131,7 @@ RESULT_NEUTRAL = (
     "run.checkpoint_every",
     "run.max_elements",
     "run.placement",
+    "run.report",
     "run.state",
     "run.tensorboard",
 )

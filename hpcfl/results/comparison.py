@@ -42,7 +42,7 @@ class Comparison:
         lines = [["run", "mean accuracy", "spread over clients", "scored"]]
         for entry, name, mean in zip(self.entries, names, self.means, strict=True):
             spread = sum(float(run.clients["accuracy"].std()) for run in entry) / len(entry)
-            lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored(entry[0].config)])
+            lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(entry[0].config)])
         pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)
@@ -90,7 +90,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
     )
 
 
-def scored(config: Config) -> str:
+def scored_when(config: Config) -> str:
     """Say when a run's models are scored: after the download, after training, or after fine-tuning."""
     if config.train.finetune_epochs:
         return "after fine-tuning"

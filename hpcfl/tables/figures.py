@@ -12,7 +12,7 @@ from pathlib import Path
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.results.comparison import scored
+from hpcfl.results.comparison import scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Table
@@ -77,8 +77,8 @@ class Entry:
 
     @property
     def scored(self) -> str:
-        """When the accuracy is measured: right after the download, after training, or after fine-tuning."""
-        return scored(self.config)
+        """When the accuracy is measured."""
+        return scored_when(self.config)
 
 
 def entries(table: Table) -> list[Entry]:

@@ -193,6 +193,7 @@ def test_the_run_name_tells_configurations_apart() -> None:
         "run.checkpoint_every",
         "run.max_elements",
         "run.placement",
+        "run.report",
         "run.state",
         "run.tensorboard",
     }

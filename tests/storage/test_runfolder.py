@@ -21,7 +21,8 @@ N, ROUNDS = 4, 3
 TINY = [f"data.clients={N}", "data.per_client=20", "train.local_epochs=1", f"train.rounds={ROUNDS}"]
 LAYERS = {"conv1": 160, "conv2": 4640, "fc1": 8256, "fc2": 650}
 P = sum(LAYERS.values())
-FILES = {"config.yaml", "metrics.csv", "clients.csv", "bytes.csv", "checkpoint.h5", "log.txt", ".lock"}
+TABLES = {"metrics.csv", "clients.csv", "bytes.csv", "partition.csv"}
+FILES = {"config.yaml", *TABLES, "checkpoint.h5", "report.html", "log.txt", ".lock"}
 
 Rows = list[dict[str, str]]
 
@@ -63,7 +64,7 @@ def untimed(folder: Path) -> dict[str, Rows]:
     """Return the CSV files without the columns of seconds."""
     return {
         name: [{k: v for k, v in row.items() if k not in SECONDS} for row in table(folder, name)]
-        for name in ("metrics.csv", "clients.csv", "bytes.csv")
+        for name in TABLES
     }
 
 

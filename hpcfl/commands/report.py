@@ -1,0 +1,53 @@
+"""`hpcfl report`: one page of one run or several."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcfl.commands.arguments import Parser
+from hpcfl.communication.world import World
+from hpcfl.errors import UserError
+from hpcfl.report.page import REPORT_NAME, write_report
+from hpcfl.results.run import Run, load_run
+
+
+def make_report(arguments: Sequence[str], world: World) -> None:
+    """Write one self-contained HTML page of a run, or of several side by side.
+
+    A run may still be going on; of a table's folder, and of any folder of runs, all finished ones are
+    shown. For example:
+      hpcfl report runs/pfedla-digits-s0-f4a96710 runs/fedavg-digits-s0-7b0c2c58 --out both.html
+    """
+    parser = Parser("hpcfl report", make_report.__doc__)
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"the page (default: {REPORT_NAME} in the folder; of several folders, in this one)",
+    )
+    options = parser.parse_args(arguments)
+    folders = list({folder.resolve(): folder for folder in options.folders}.values())
+    runs = {run.path.resolve(): run for folder in folders for run in _runs_in(folder)}
+    out = options.out or (folders[0] if len(folders) == 1 else Path()) / REPORT_NAME
+    write_report(list(runs.values()), out)
+    print(f"the report of {len(runs)} run{'s' * (len(runs) > 1)} is in {out}")
+
+
+def _runs_in(folder: Path) -> list[Run]:
+    """Return the run in a folder, or all finished runs in a folder of runs; UserError if there are none."""
+    inside = sorted(
+        {record.parent for pattern in ("*", "*/*") for record in folder.glob(f"{pattern}/config.yaml")}
+    )
+    if (folder / "config.yaml").is_file() or not inside:
+        return [load_run(folder)]
+    # what --fresh moved aside is no part of a table
+    current = [path for path in inside if not re.search(r"\.old\d+$", path.name)]
+    finished = [run for run in map(load_run, current) if run.is_finished]
+    if not finished:
+        raise UserError(
+            f"{folder} has no finished run; name the folder of one that goes on, such as {inside[0]}"
+        )
+    return finished

@@ -1,0 +1,1 @@
+"""report.html: what runs gave, as one self-contained page."""

@@ -1,0 +1,253 @@
+"""What a page shows of its runs, as numbers and text.
+
+Shapes: E evaluations, N clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from hpcfl.config import RESULT_NEUTRAL, flatten
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.report.packing import Json, base64_of, numbers, packed_pictures, spread_out
+from hpcfl.results.comparison import scored_when
+from hpcfl.results.run import Columns, Run
+from hpcfl.results.statistics import worst_tenth
+from hpcfl.results.units import readable_bytes
+from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
+from hpcfl.training.batches import minibatches
+
+PICTURE_BYTES = 1_400_000
+"""What the pictures of all runs of a page take, before base64."""
+MOST_POINTS = 500
+"""Evaluations of a run's curves, and of all runs' together four times as many."""
+MOST_CONFIGURATIONS = 20
+"""Runs whose configurations are written out."""
+QUANTILES = (0.1, 0.25, 0.75, 0.9)
+CURVES = (
+    "accuracy_mean",
+    "accuracy_after_download",
+    "accuracy_after_training",
+    "loss_mean",
+    "train_loss_mean",
+)
+CLIENT_COLUMNS = (
+    *("accuracy", "accuracy_after_download", "accuracy_after_training", "loss"),
+    *("train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
+)
+
+
+def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
+    """Return all that the page of some runs shows.
+
+    Raises:
+        UserError: a run has no evaluation yet or is damaged, or runs are scored on different splits.
+    """
+    for run in runs:
+        if "round" not in run.metrics:
+            raise UserError(
+                f"{run.path} has no evaluation yet, so that there is nothing to show; wait for the first one"
+            )
+    splits = {run.config.run.eval_split: label for run, label in zip(runs, labels, strict=True)}
+    if len(splits) > 1:
+        told = ", ".join(f"{split} in {label}" for split, label in splits.items())
+        raise UserError(
+            f"run.eval_split differs ({told}), so that accuracies cannot be compared; name runs of one split"
+        )
+    shown = [_run_content(run, label, len(runs)) for run, label in zip(runs, labels, strict=True)]
+    return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
+
+
+def _run_content(run: Run, label: str, num_runs: int) -> Json:
+    config, metrics, clients = run.config, run.metrics, _clients(run)
+    method = METHODS[config.method]
+    done, count = int(metrics["round"][-1]), len(metrics["round"])
+    kept = spread_out(count, max(40, min(MOST_POINTS, 4 * MOST_POINTS // num_runs)))
+    best = int(np.argmax(np.nan_to_num(metrics["accuracy_mean"], nan=-1)))
+    kept = np.union1d(kept, [best])
+    notes = [] if len(kept) == count else [f"curves: {len(kept)} of {count} evaluations"]
+    gradients = _gradients_a_round(run)
+    sent = sum(values for name, values in metrics.items() if "bytes_" in name)
+    has_detail = num_runs <= MOST_CONFIGURATIONS
+    pictures = [
+        (picture, axes, run.history[picture.quantity])
+        for picture in method.pictures
+        if (axes := method.history_axes.get(picture.quantity)) and picture.quantity in run.history
+    ]
+    layers = run.layers(max([axes_size(axes, values) for _, axes, values in pictures], default=0))
+    packed = packed_pictures(pictures, run.history_rounds, PICTURE_BYTES // num_runs)
+    for one in packed:
+        names = method.entry_names(one["axes"][-1], config.params)
+        one["names"] = {"layer": layers, one["axes"][-1]: names} if names else {"layer": layers}
+    return {
+        "label": label,
+        "method": config.method,
+        "seed": config.run.seed,
+        "data": f"{config.data.source}, {config.partition}",
+        "done": done,
+        "rounds": config.train.rounds,
+        "isFinished": run.is_finished and done == config.train.rounds,
+        "scored": scored_when(config),
+        "split": config.run.eval_split,
+        "headline": _headline(run, clients, best, gradients),
+        "curves": {
+            "round": metrics["round"][kept].astype(int).tolist(),
+            "bytes": numbers(np.asarray(sent)[kept], 6),
+            "gradients": numbers(metrics["round"][kept] * gradients, 6) if gradients else [],
+            **{name: numbers(metrics[name][kept]) for name in CURVES},
+        },
+        "bands": _bands(run, metrics["round"][kept]),
+        "clients": {name: numbers(values, 6) for name, values in clients.items()},
+        "classes": _classes(run),
+        "layerBytes": _layer_bytes(run),
+        "seconds": _seconds(metrics),
+        "pictures": packed,
+        "configuration": list(flatten(config.tree()).items()) if has_detail else [],
+        "environment": list(run.environment.items()) if has_detail else [],
+        "notes": notes,
+    }
+
+
+def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
+    """Return how many layers a quantity has, 0 if it has no such axis."""
+    return values.shape[1 + axes.index("layer")] if "layer" in axes else 0
+
+
+def _headline(run: Run, clients: Columns, best: int, gradients: float) -> list[Json]:
+    """Return the figures that stand first: name, text, the number that a table is sorted by, and a remark."""
+    metrics = run.metrics
+    last = {name: float(values[-1]) for name, values in metrics.items()}
+    accuracies = clients.get("accuracy", np.array([math.nan]))
+
+    def entry(name: str, text: str, value: float, remark: str = "") -> Json:
+        return {
+            "name": name,
+            "text": text,
+            "value": value if math.isfinite(value) else None,
+            "remark": remark,
+        }
+
+    def percent(name: str, value: float, remark: str = "") -> Json:
+        return entry(name, f"{100 * value:.2f} %" if math.isfinite(value) else "nan", value, remark)
+
+    of_clients = f"mean over {len(accuracies)} client{'s' * (len(accuracies) > 1)}"
+    highest = float(metrics["accuracy_mean"][best])
+    down_up = [last["bytes_down"], last["bytes_up"]]
+    return [
+        percent("Mean accuracy", last["accuracy_mean"], of_clients),
+        percent("Spread", last["accuracy_std"], "standard deviation over clients"),
+        percent("Worst tenth", worst_tenth(accuracies.tolist()), "mean of the worst 10 % of the clients"),
+        percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
+        entry("Bytes down, up", ", ".join(map(readable_bytes, down_up)), sum(down_up), "trainable numbers"),
+        entry("Time", str(timedelta(seconds=round(last["wall_s"]))), last["wall_s"], "h:min:s"),
+        entry("Gradients", f"{last['round'] * gradients:,.0f}", last["round"] * gradients, "of mini-batches"),
+    ]
+
+
+def _clients(run: Run) -> Columns:
+    """Return figures of each client: at the end, or those of the newest checkpoint; {} without either."""
+    if run.is_finished:
+        return {name: run.clients[name] for name in CLIENT_COLUMNS if name in run.clients}
+    found = {name: values[-1] for name in CLIENT_COLUMNS if len(values := run.history.get(name, np.empty(0)))}
+    if found and "client" in run.partition:
+        found |= {name: _samples(run, name) for name in ("train_samples", "evaluated_samples")}
+    return found
+
+
+def _samples(run: Run, name: str) -> np.ndarray:
+    """Return a column of partition.csv, summed over classes [N]."""
+    return np.bincount(run.partition["client"].astype(int), weights=run.partition[name])
+
+
+def _gradients_a_round(run: Run) -> float:
+    """Return about how many gradients of mini-batches a round takes; 0 where samples are not known."""
+    if "client" not in run.partition:
+        return 0.0
+    config, samples = run.config, _samples(run, "train_samples").astype(int)
+    train = config.train
+    batches = [len(minibatches(count, train.batch_size, train.last_batch)) for count in samples.tolist()]
+    epochs = METHODS[config.method].gradient_epochs(config.params, train)
+    return float(np.mean(batches)) * epochs * train.cohort_size(len(samples))
+
+
+def _bands(run: Run, rounds: np.ndarray) -> Json:
+    """Return quantiles over the clients, by quantity and by quantile, at those of the rounds they reach."""
+    kept = np.flatnonzero(np.isin(run.history_rounds, rounds))
+    found: Json = {"round": run.history_rounds[kept].tolist()}
+    for name in ("accuracy", "loss"):
+        values = run.history.get(name, np.empty((0, 1)))[kept]
+        # nan of one diverged client would hide all others
+        values = np.where(np.isfinite(values), values, np.nan)
+        is_known = np.isfinite(values).any(axis=1)
+        levels = np.full((len(QUANTILES), len(values)), np.nan)
+        if is_known.any():
+            levels[:, is_known] = np.nanquantile(values[is_known], QUANTILES, axis=1)
+        found[name] = [numbers(level, 4) for level in levels]
+    return found
+
+
+def _classes(run: Run) -> Json:
+    """Return samples by client and class, training and evaluated together, as uint16 in base64."""
+    if "client" not in run.partition:
+        return {}
+    client, label = (run.partition[name].astype(int) for name in ("client", "class"))
+    table = np.zeros((client.max() + 1, label.max() + 1), np.int64)
+    table[client, label] = run.partition["train_samples"] + run.partition["evaluated_samples"]
+    return {"shape": table.shape, "counts": base64_of(table.clip(max=2**16 - 1).astype("<u2"))}
+
+
+def _layer_bytes(run: Run) -> Json:
+    """Return the bytes of all rounds by layer and direction, what has no layer behind those that have."""
+    columns = run.bytes
+    if "layer" not in columns:
+        return {"layers": []}
+    # layers that are called by numbers alone were read as numbers
+    names = [f"{name:g}" if isinstance(name, float) else name for name in columns["layer"].tolist()]
+    layers, place = np.unique(names, return_inverse=True)
+    first = {name: int(np.argmax(place == number)) for number, name in enumerate(layers.tolist())}
+    is_last = (BUFFERS_LABEL, INDICES_LABEL)
+    order = sorted(range(len(layers)), key=lambda number: (layers[number] in is_last, first[layers[number]]))
+    found: Json = {"layers": layers[order].tolist()}
+    for direction in DIRECTIONS:
+        is_there = columns["direction"] == direction
+        total = np.bincount(place[is_there], columns["bytes"][is_there], minlength=len(layers))
+        found[direction] = total[order].tolist()
+    return found
+
+
+def _seconds(metrics: Columns) -> dict[str, float]:
+    """Return where the seconds of a run went, by name."""
+    if not all(name in metrics for name in SPENT):
+        return {}
+    names = ("training", "evaluation", "checkpoints")
+    found = {name: float(metrics[column][-1]) for name, column in zip(names, SPENT, strict=True)}
+    return found | {"the rest": max(0.0, float(metrics["wall_s"][-1]) - sum(found.values()))}
+
+
+def _differing(runs: Sequence[Run]) -> Json:
+    """Return the keys that all runs have and in which some differ, with each run's values."""
+    trees: list[dict[str, Any]] = [flatten(run.config.tree()) for run in runs]
+    keys = [
+        key
+        for key, value in trees[0].items()
+        if key not in RESULT_NEUTRAL
+        and all(key in tree for tree in trees)
+        and any(tree[key] != value for tree in trees)
+    ]
+    return {"keys": keys, "rows": [[tree[key] for key in keys] for tree in trees]}
+
+
+def _notes(runs: Sequence[Run]) -> list[str]:
+    """Return what a reader of several runs has to know."""
+    of_data = [key for key in _differing(runs)["keys"] if key.startswith("data.")]
+    if len({run.config.data_seed for run in runs}) > 1 and "data.seed" not in of_data:
+        of_data.append("run.seed")
+    if not of_data:
+        return []
+    return [f"Clients of these runs hold different samples: {', '.join(of_data)} differ."]

@@ -1,0 +1,114 @@
+"""Arrays made small enough for a page: fewer evaluations, and bytes in place of floats.
+
+Shapes: E evaluations, N clients.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcfl.pictures import Picture
+
+STEPS = 254
+"""Colours of a picture beside the one of nan."""
+UNKNOWN = 255
+"""The byte of nan, and of names below 0."""
+MOST_CLIENTS = 1000
+"""Clients of a picture."""
+MOST_EVALUATIONS = 250
+"""Evaluations that a picture steps through."""
+
+Json = dict[str, Any]
+
+
+def spread_out(count: int, most: int) -> np.ndarray:
+    """Return at most `most` of the numbers below `count`, evenly, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, max(most, 1))).round().astype(np.int64))
+
+
+def numbers(values: Iterable[float], digits: int = 5) -> list[float | None]:
+    """Return floats as JSON takes them: so many significant digits, and null for what is not finite."""
+    return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values]
+
+
+def base64_of(values: np.ndarray) -> str:
+    """Return the bytes of an array as text."""
+    return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
+
+
+def packed_pictures(
+    pictures: Sequence[tuple[Picture, tuple[str, ...], np.ndarray]], rounds: np.ndarray, most_bytes: int
+) -> list[Json]:
+    """Return pictures for the page, all together in at most so many bytes before base64.
+
+    Args:
+        pictures: each with its axes and its values [E, *axes].
+        rounds: the round of each evaluation [E].
+        most_bytes: what is over is thinned: evaluations first, then clients.
+    """
+    packed: dict[int, Json] = {}
+    # those that need little leave their share to the others
+    for left, index in enumerate(sorted(range(len(pictures)), key=lambda n: pictures[n][2].size)):
+        share = most_bytes // (len(pictures) - left)
+        packed[index] = _packed(*pictures[index], rounds, share)
+        most_bytes -= math.prod([len(packed[index]["rounds"]), *packed[index]["shape"]])
+    return [packed[index] for index in range(len(pictures))]
+
+
+def _packed(
+    picture: Picture, axes: tuple[str, ...], values: np.ndarray, rounds: np.ndarray, most_bytes: int
+) -> Json:
+    notes = []
+    clients = values.shape[1]
+    shown = min(clients, MOST_CLIENTS)
+    while shown > 1 and _size(values.shape[1:], axes, shown) > most_bytes:
+        shown //= 2
+    if shown < clients:
+        values = values[(slice(None), *(slice(shown if axis == "client" else None) for axis in axes))]
+        notes.append(f"clients 0 to {shown - 1} of {clients}")
+    most = most_bytes // max(1, math.prod(values.shape[1:]))
+    kept = spread_out(len(values), min(most, MOST_EVALUATIONS))
+    if len(kept) < len(values):
+        # the last one, where there is room for a single one
+        kept = kept if len(kept) > 1 else np.array([len(values) - 1])
+        notes.append(f"{len(kept)} of {len(values)} evaluations")
+    codes, low, high = _coded(picture, values[kept].astype(np.float64))
+    if not picture.is_name and low < high:
+        notes.append(f"values in {STEPS} steps of {(high - low) / STEPS:.2g}")
+    return {
+        "title": picture.title,
+        "caption": picture.caption,
+        "quantity": picture.quantity,
+        "axes": axes,
+        "shape": values.shape[1:],
+        "rounds": rounds[kept].tolist(),
+        "low": low,
+        "high": high,
+        "isName": picture.is_name,
+        "codes": base64_of(codes),
+        "note": "; ".join(notes),
+    }
+
+
+def _size(shape: tuple[int, ...], axes: tuple[str, ...], clients: int) -> int:
+    return math.prod(clients if axis == "client" else size for axis, size in zip(axes, shape, strict=True))
+
+
+def _coded(picture: Picture, values: np.ndarray) -> tuple[np.ndarray, float, float]:
+    """Return values as bytes, and what the lowest and the highest byte stand for."""
+    known = values[np.isfinite(values)]
+    if picture.is_name:
+        codes = np.where(np.isfinite(values) & (values >= 0), np.clip(values, 0, STEPS), UNKNOWN)
+        return codes.astype(np.uint8), 0.0, float(max(known.max(initial=0), 0))
+    # a bound that is declared too tight would hide what lies beyond it
+    low = float(known.min(initial=math.inf if picture.low is None else picture.low))
+    high = float(known.max(initial=-math.inf if picture.high is None else picture.high))
+    low, high = (low, high) if math.isfinite(low) and math.isfinite(high) else (0.0, 1.0)
+    scaled = (values - low) / ((high - low) or 1.0) * STEPS
+    codes = np.where(np.isfinite(values), scaled.round(), UNKNOWN)
+    return codes.astype(np.uint8), low, high

@@ -1,0 +1,70 @@
+"""One self-contained HTML page of runs: style, script and data are in it, and it asks no network."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from hpcfl import __version__
+from hpcfl.errors import UserError
+from hpcfl.report.content import page_content
+from hpcfl.results.run import Run
+
+HERE = Path(__file__).parent
+REPORT_NAME = "report.html"
+
+
+def write_report(runs: Sequence[Run], out: Path) -> None:
+    """Write the page of runs to a file, which changes at once or not at all.
+
+    Raises:
+        UserError: a run cannot be shown, runs cannot be compared, or the file cannot be written.
+    """
+    text = render(runs)
+    unfinished = out.with_name(f"{out.name}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out FILE") from error
+
+
+def render(runs: Sequence[Run]) -> str:
+    """Return the page of runs; UserError for those that cannot be shown side by side."""
+    content = page_content(runs, labels_of(runs))
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # a name with "</script>" in it must not end the block of data
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return environment.get_template("page.html").render(
+        **content,
+        title=content["runs"][0]["label"] if len(runs) == 1 else f"{len(runs)} runs",
+        version=__version__,
+        data=Markup(data),
+        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
+    )
+
+
+def labels_of(runs: Sequence[Run]) -> list[str]:
+    """Return what the runs are called: by method and folder, with as much of the path as tells them apart."""
+    paths = [run.path.resolve().parts for run in runs]
+    length = 1
+    while max(Counter(path[-length:] for path in paths).values()) > 1:
+        length += 1
+    names = ["/".join(path[-length:]) for path in paths]
+    return [
+        name if run.config.method in name else f"{run.config.method} ({name})"
+        for run, name in zip(runs, names, strict=True)
+    ]
