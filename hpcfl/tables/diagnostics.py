@@ -29,7 +29,9 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
       first client gives to the second; a client with itself has the weight that it gives to itself.
     - Diagnostics [client, layer, branch] and [client, component] are shares a_b. A pair has the common share
       sum_b min(a_b, a'_b); a client with itself has its largest share.
-    - Diagnostics [client, layer] and [client] have means over all clients.
+    - Diagnostics [client, layer] and [client] have means over all clients; but whole numbers [client] name
+      groups. A pair has 1 if both are in the same group, and a client with itself if it is in one.
+    - Diagnostics [client, path] have no lines.
 
     Raises UserError if the data, which tell the classes, cannot be read.
     """
@@ -58,6 +60,10 @@ def _summary(
     axes: tuple[str, ...], values: np.ndarray, common: np.ndarray
 ) -> Iterator[tuple[int | None, str, float]]:
     """Yield (layer, which clients, mean value) of a tensor with these axes; `common` [N, N]: classes."""
+    if axes[-1] == "path":
+        return
+    if axes == ("client",) and values.dtype.kind == "i":
+        axes, values = ("client", "client"), (values[:, None] == values) & (values >= 0)
     if axes == ("client",):
         yield None, "all", float(values.mean())
         return

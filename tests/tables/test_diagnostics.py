@@ -41,6 +41,17 @@ def test_what_has_no_layers_is_summed_up_the_same_way() -> None:
     assert [value for *_, value in lines] == pytest.approx([2.75 / 3, 0.5, 0.0])
 
 
+def test_pairs_are_in_the_same_group_or_not() -> None:
+    # clients 0 and 1 share group 2, client 2 has none
+    lines = list(_summary(("client",), np.array([2, 2, -1]), COMMON))
+    assert [(clients, value) for _, clients, value in lines] == [
+        ("itself", pytest.approx(2 / 3)),
+        ("1 classes in common", 0.5),
+        ("0 classes in common", 0.0),
+    ]
+    assert list(_summary(("client", "path"), np.ones((3, 4)), COMMON)) == []
+
+
 def test_what_has_no_other_client_is_a_mean_over_all() -> None:
     by_layer = np.array([[1, 0], [2, 3]])
     assert list(_summary(("client", "layer"), by_layer, COMMON)) == [(0, "all", 1.5), (1, "all", 1.5)]
