@@ -21,7 +21,7 @@ from torch_twins import batches_of, network_with
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
-from hpcfl.methods import Context, fedfomo
+from hpcfl.methods import Context, fedamp, fedfomo
 from hpcfl.methods.fedamp import FedAMP, _squared_distances
 from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
@@ -221,7 +221,12 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     others = models[[0, 1, 3]]
     assert_close(sent[[0, 2]], method.attention(others, (0, 2), ALL[:3]) @ others)
     torch.testing.assert_close(sent[1], models[2], rtol=0, atol=0, equal_nan=True)
+    # the history has the same weights, and the diverged client by itself
+    recorded = method.history(server)["attention"]
+    assert_close(recorded[[0, 1, 3]][:, [0, 1, 3]], method.attention(others, (0, 1, 2), ALL[:3]))
+    assert recorded[2].tolist() == recorded[:, 2].tolist() == [0, 0, 1, 0]
     models.fill_(torch.inf)
+    assert torch.equal(method.history(server)["attention"], torch.eye(4))
     assert torch.equal(Driver(method).send(server, cohort)["theta"], models[[0, 2, 3]])
 
 
@@ -451,8 +456,10 @@ def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
 def test_a_large_matrix_is_not_recorded_at_each_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("method.name=fedfomo", "method.models=1", "train.rounds=1")
     assert torch.equal(run.method.history(run.server)["affinity"], run.server["affinity"])
-    monkeypatch.setattr(fedfomo, "HISTORY_LIMIT", 15)
+    for module in (fedamp, fedfomo):
+        monkeypatch.setattr(module, "HISTORY_LIMIT", 15)
     assert run.method.history(run.server) == {}
+    assert method_of(FedAMP).history({"models": torch.ones(4, 2)}) == {}
     assert run.method.server_bytes()["affinity"] == run.server["affinity"].nbytes
 
 

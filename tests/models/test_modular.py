@@ -12,7 +12,7 @@ from harness import paths_by_hand
 from torch import Tensor
 
 from hpcfl.models import MODELS, build_network
-from hpcfl.models.modular import ModularNetwork, num_paths
+from hpcfl.models.modular import ModularNetwork, num_paths, path_names
 
 SIZES = [[1, 1], [2, 2, 2], [3, 1, 2], [1, 3, 2, 2], [2, 4, 3]]
 
@@ -191,7 +191,11 @@ def test_inactive_blocks_have_a_gradient_of_exactly_zero(sizes: list[int]) -> No
     ("sizes", "count"), [([1, 1], 2), ([2, 2, 2], 10), ([3, 3, 3], 21), ([1, 2, 3, 4], 24), ([2, 4, 3], 23)]
 )
 def test_number_of_paths(sizes: list[int], count: int) -> None:
-    assert num_paths(sizes) == count
+    assert num_paths(sizes) == count == len(set(path_names(sizes)))
+
+
+def test_paths_are_named_in_the_order_of_a_decision() -> None:
+    assert path_names([1, 2]) == ["1.1-2.1", "1.1-2.2", "2.1-out", "2.2-out"]
 
 
 def test_a_decision_is_matrices_row_by_row_then_the_outputs() -> None:

@@ -15,7 +15,7 @@ import yaml
 from hpcfl import __version__
 from hpcfl.config import load_config, resolve
 from hpcfl.main import FINISHED, main
-from hpcfl.storage.ledger import METRICS, SECONDS
+from hpcfl.storage.ledger import METRICS, SECONDS, SPENT
 
 N, ROUNDS = 4, 3
 TINY = [f"data.clients={N}", "data.per_client=20", "train.local_epochs=1", f"train.rounds={ROUNDS}"]
@@ -98,6 +98,19 @@ def test_files_and_columns(run: Callable[..., Path]) -> None:
     assert set(np.array(column(clients, "train_samples")) + evaluated_samples) == {20}
     assert list(moved_bytes[0]) == ["round", "direction", "layer", "bytes"]
     assert {row["layer"] for row in moved_bytes} == set(LAYERS)
+    spent = [sum(float(row[name]) for name in SPENT) for row in metrics]
+    assert spent == sorted(spent)
+    assert spent[0] > 0
+    assert all(total <= wall for total, wall in zip(spent, column(metrics, "wall_s"), strict=True))
+
+
+def test_the_partition_adds_up_to_the_samples_of_the_clients(run: Callable[..., Path]) -> None:
+    classes, clients = table(run(), "partition.csv"), table(run(), "clients.csv")
+    for name in ("train_samples", "evaluated_samples"):
+        of_clients = [sum(int(row[name]) for row in classes if int(row["client"]) == n) for n in range(N)]
+        assert of_clients == column(clients, name)
+    # each client owns four of the ten classes
+    assert len(classes) == len({(row["client"], row["class"]) for row in classes}) == 4 * N
 
 
 @pytest.mark.parametrize(
