@@ -73,7 +73,7 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
 
     try:
         write_report([load_run(folder)], folder / REPORT_NAME)
-    except UserError as error:
+    except (UserError, OSError) as error:
         progress.warn(f"no report: {error}")
         return None
     return folder / REPORT_NAME

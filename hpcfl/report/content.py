@@ -85,6 +85,9 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
     for one in packed:
         names = method.entry_names(one["axes"][-1], config.params)
         one["names"] = {"layer": layers, one["axes"][-1]: names} if names else {"layer": layers}
+    bands = _bands(run, metrics["round"][kept])
+    # histories of many runs would not fit in memory together
+    run.close()
     return {
         "label": label,
         "method": config.method,
@@ -102,7 +105,7 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
             "gradients": numbers(metrics["round"][kept] * gradients, 6) if gradients else [],
             **{name: numbers(metrics[name][kept]) for name in CURVES},
         },
-        "bands": _bands(run, metrics["round"][kept]),
+        "bands": bands,
         "clients": {name: numbers(values, 6) for name, values in clients.items()},
         "classes": _classes(run),
         "layerBytes": _layer_bytes(run),
@@ -139,12 +142,13 @@ def _headline(run: Run, clients: Columns, best: int, gradients: float) -> list[J
     of_clients = f"mean over {len(accuracies)} client{'s' * (len(accuracies) > 1)}"
     highest = float(metrics["accuracy_mean"][best])
     down_up = [last["bytes_down"], last["bytes_up"]]
+    ways = [readable_bytes(count) for count in down_up]
     return [
         percent("Mean accuracy", last["accuracy_mean"], of_clients),
         percent("Spread", last["accuracy_std"], "standard deviation over clients"),
         percent("Worst tenth", worst_tenth(accuracies.tolist()), "mean of the worst 10 % of the clients"),
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
-        entry("Bytes down, up", ", ".join(map(readable_bytes, down_up)), sum(down_up), "trainable numbers"),
+        entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
         entry("Time", str(timedelta(seconds=round(last["wall_s"]))), last["wall_s"], "h:min:s"),
         entry("Gradients", f"{last['round'] * gradients:,.0f}", last["round"] * gradients, "of mini-batches"),
     ]
@@ -240,7 +244,7 @@ def _differing(runs: Sequence[Run]) -> Json:
         and all(key in tree for tree in trees)
         and any(tree[key] != value for tree in trees)
     ]
-    return {"keys": keys, "rows": [[tree[key] for key in keys] for tree in trees]}
+    return {"keys": keys, "rows": [[str(tree[key]) for key in keys] for tree in trees]}
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:

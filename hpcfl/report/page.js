@@ -5,8 +5,8 @@ const page = JSON.parse(document.getElementById("data").textContent);
 const tooltip = document.getElementById("tooltip");
 const DASHES = ["", "7 4", "2 3", "10 3 2 3", "14 4"];
 const NUM_COLOURS = 7;
-/* cividis, perceptually uniform and the same for the colour-blind */
-const MAP = ["00224e", "123570", "3b496c", "575d6d", "707173", "8a8678", "a59c74", "c3b369", "e1cc55", "fee838"];
+/* ColorBrewer's YlGnBu in steps of equal distance in OKLab: even to the eye, and readable by lightness alone */
+const MAP = ["ffffd9", "def2b2", "aedfb7", "7acbbc", "41b6c4", "279bc1", "1f7eb7", "2261a9", "24429b", "1b2c7e", "081d58"];
 const STEPS = 254, UNKNOWN = 255;
 
 /* ---- numbers as text ---- */
@@ -154,7 +154,7 @@ function lines(place, spec) {
     const width = Math.max(260, place.clientWidth - 32), height = Math.round(Math.min(360, Math.max(220, width * 0.52)));
     const [left, right, top, bottom] = [62, width - 12, 8, height - 44];
     const shown = spec.series.map((one, number) => ({ ...one, number })).filter((one) => !hidden.has(one.number));
-    const [x0, x1] = extent(shown.flatMap((one) => one.x.filter((_, n) => isKnown(one.y[n]))));
+    const [x0, x1] = extent(shown.flatMap((one) => one.x));
     let [y0, y1] = extent(shown.flatMap((one) => [...one.y, ...(one.bands ?? []).flat(2)]));
     [y0, y1] = spec.y.bound ? [Math.max(spec.y.bound[0], y0 - 0.06 * (y1 - y0)), Math.min(spec.y.bound[1], y1 + 0.06 * (y1 - y0))] : [y0, y1];
     const toX = (value) => left + ((value - x0) / (x1 - x0)) * (right - left);
@@ -249,7 +249,7 @@ function bars(place, spec) {
     holder.replaceChildren();
     const width = Math.max(260, place.clientWidth - 32), row = 26, height = spec.rows.length * row + 46;
     const longest = Math.max(...spec.rows.map((one) => one.name.length));
-    const [left, right] = [Math.min(width * 0.4, 14 + 6.6 * longest), width - 14];
+    const [left, right] = [Math.min(width * 0.4, 14 + 6.6 * longest), width - 26];
     const most = Math.max(...spec.rows.map((one) => one.values.reduce((a, b) => a + b, 0))) || 1;
     const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height}`, "data-width": width, role: "img", "aria-label": `${spec.title}, ${spec.label}` });
     for (const value of ticks(0, most, Math.max(2, Math.floor((right - left) / 90)))) {
@@ -291,7 +291,7 @@ function palette(isName) {
   return Array.from({ length: 256 }, (_, code) => {
     if (code === UNKNOWN) return unknown;
     if (isName) return rgb(colour(`c${code % NUM_COLOURS}`));
-    const place = (isDark() ? code / STEPS : 1 - code / STEPS) * (MAP.length - 1), start = Math.min(MAP.length - 2, Math.floor(place));
+    const place = (isDark() ? 1 - code / STEPS : code / STEPS) * (MAP.length - 1), start = Math.min(MAP.length - 2, Math.floor(place));
     const [one, two] = [rgb(MAP[start]), rgb(MAP[start + 1])];
     return one.map((part, n) => part + (two[n] - part) * (place - start));
   });
@@ -312,7 +312,10 @@ function canvasOf(place, width, height, label) {
 /* One value of `codes` a cell, [rows, columns], stretched over a rectangle. */
 function cells(context, codes, rows, columns, colours, [x, y, width, height]) {
   const small = new OffscreenCanvas(columns, rows), inner = small.getContext("2d"), image = inner.createImageData(columns, rows);
-  for (let n = 0; n < rows * columns; n += 1) image.data.set([...colours[codes[n]], 255], 4 * n);
+  for (let n = 0; n < rows * columns; n += 1) {
+    image.data.set(colours[codes[n]], 4 * n);
+    image.data[4 * n + 3] = 255;
+  }
   inner.putImageData(image, 0, 0);
   context.imageSmoothingEnabled = rows > 2 * height || columns > 2 * width;
   context.drawImage(small, x, y, width, height);
@@ -416,8 +419,12 @@ function picture(place, run, spec) {
       return;
     }
     if (!isLayered) {
-      const [rows, columns] = shape, [first, second] = spec.axes;
-      matrix(holder, { codes: now, rows: axisOf(first, rows), columns: axisOf(second, columns), colours, width: Math.min(width, 760), label, text: (r, c) => `client ${r}, ${nameOf(second, c)}\n${spec.quantity}: ${value(now[r * columns + c])}` });
+      const [clients, count] = shape, [first, second] = spec.axes, told = (r, c) => `client ${r}, ${nameOf(second, c)}\n${spec.quantity}: ${value(now[r * count + c])}`;
+      /* many clients lie side by side, where there is room for them */
+      if (clients > 40 && 4 * count < clients) {
+        const turned = Uint8Array.from(now, (_, n) => now[(n % clients) * count + Math.floor(n / clients)]);
+        matrix(holder, { codes: turned, rows: axisOf(second, count), columns: axisOf(first, clients), colours, width, label, text: (r, c) => told(c, r) });
+      } else matrix(holder, { codes: now, rows: axisOf(first, clients), columns: axisOf(second, count), colours, width: Math.min(width, 760), label, text: told });
       return;
     }
     const [clients, layers, last] = shape, end = spec.axes[2];
@@ -441,7 +448,7 @@ function clientStrips(place, run) {
   const [, numClasses] = run.classes.shape ?? [0, 0];
   const raw = decode(run.classes.counts ?? ""), counts = new Uint16Array(raw.buffer);
   const most = counts.reduce((a, b) => Math.max(a, b), 1);
-  caption(place, "Accuracy of each client beside its classes", `Left: final accuracy (${run.scored}). Right: samples of each class, training and scored ones together; darker is more in light colours, brighter in dark ones, up to ${most}.`);
+  caption(place, "Accuracy of each client beside its classes", `Left: final accuracy (${run.scored}). Right: samples of each class, training and scored ones together; the stronger the colour, the more, up to ${most}.`);
   const label = make(make(place, "div", { class: "controls" }), "label", {}, "order");
   const select = make(label, "select"), holder = make(place, "div");
   const orders = { client: (c) => c, accuracy: (c) => -(accuracy[c] ?? -1), samples: (c) => -(samples?.[c] ?? 0), "main class": (c) => numClasses && counts.subarray(c * numClasses, (c + 1) * numClasses).reduce((best, value, n, all) => (value > all[best] ? n : best), 0) };
@@ -457,6 +464,11 @@ function clientStrips(place, run) {
     order.forEach((c, n) => {
       context.fillStyle = colour("c0");
       context.fillRect(left, 2 + n * row + row * 0.08, bar(accuracy[c]), Math.max(row * 0.84, 0.6));
+      if (!isKnown(accuracy[c]) && row > 8) {
+        context.fillStyle = colour("soft");
+        context.textAlign = "left";
+        context.fillText("nan", left + 4, 2 + (n + 0.5) * row);
+      }
       if (n % Math.max(1, Math.ceil(13 / row)) === 0) {
         context.fillStyle = colour("soft");
         context.textAlign = "right";
@@ -471,7 +483,7 @@ function clientStrips(place, run) {
       const codes = new Uint8Array(count * numClasses), colours = palette(false);
       colours[UNKNOWN] = rgb(colour("panel"));
       order.forEach((c, n) => {
-        for (let k = 0; k < numClasses; k += 1) codes[n * numClasses + k] = counts[c * numClasses + k] ? Math.round((counts[c * numClasses + k] / most) * STEPS) : UNKNOWN;
+        for (let k = 0; k < numClasses; k += 1) codes[n * numClasses + k] = counts[c * numClasses + k] ? Math.round(40 + (counts[c * numClasses + k] / most) * 150) : UNKNOWN;
       });
       cells(context, codes, count, numClasses, colours, [middle, 2, right - middle, height]);
       const each = (right - middle) / numClasses;
@@ -548,8 +560,10 @@ function overRounds(place, runs, isOne, kind) {
   });
   if (isOne) {
     const add = (name, values, isHidden = false) => values.some(isKnown) && series.push({ name, x: runs[0].curves.round, y: values, isHidden });
-    if (kind === "accuracy") for (const moment of ["after_download", "after_training"]) add(moment.replace("_", " "), runs[0].curves[`accuracy_${moment}`]);
-    else add("training loss", runs[0].curves.train_loss_mean);
+    if (kind === "loss") add("training loss", runs[0].curves.train_loss_mean);
+    else for (const moment of ["after download", "after training"]) {
+      if (moment !== runs[0].scored) add(moment, runs[0].curves[`accuracy_${moment.replace(" ", "_")}`]);
+    }
   }
   const bands = isOne ? "Bands: the middle half and the middle eight tenths of the clients." : runs.length <= 4 ? "Bands: the middle eight tenths of the clients." : "";
   return lines(place, { title: kind === "accuracy" ? "Accuracy by round" : "Loss by round", remark: bands, x: ROUND, y, series });
@@ -591,14 +605,16 @@ const DRAWINGS = {
 
 const drawn = new Map();
 function drawAll() {
-  for (const place of document.querySelectorAll("[data-chart]")) {
-    if (place.closest("details:not([open])")) continue;
-    if (!drawn.has(place)) {
-      const isOne = place.dataset.run !== undefined;
-      drawn.set(place, DRAWINGS[place.dataset.chart](place, isOne ? [page.runs[Number(place.dataset.run)]] : page.runs, isOne));
-    }
-    drawn.get(place)?.();
+  const open = [...document.querySelectorAll("[data-chart]")].filter((place) => !place.closest("details.run:not([open])"));
+  for (const place of open) {
+    if (drawn.has(place)) continue;
+    const isOne = place.dataset.run !== undefined, runs = isOne ? [page.runs[Number(place.dataset.run)]] : page.runs;
+    const draw = DRAWINGS[place.dataset.chart](place, runs, isOne);
+    if (draw) drawn.set(place, draw);
+    else place.remove();
   }
+  /* only now have all places their widths */
+  for (const place of open) drawn.get(place)?.();
 }
 
 const theme = document.getElementById("theme"), prefersDark = matchMedia("(prefers-color-scheme: dark)");

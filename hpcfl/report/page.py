@@ -45,13 +45,16 @@ def render(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # a name with "</script>" in it must not end the block of data
-    data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    # the template writes these out, and a key may be infinite, which JSON cannot say
+    written_out = ("configuration", "environment")
+    shown = [{key: value for key, value in run.items() if key not in written_out} for run in content["runs"]]
+    data = json.dumps(content | {"runs": shown}, separators=(",", ":"), allow_nan=False)
     return environment.get_template("page.html").render(
         **content,
         title=content["runs"][0]["label"] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
-        data=Markup(data),
+        # a name with "</script>" in it must not end the block of data
+        data=Markup(data.replace("<", "\\u003c")),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
     )

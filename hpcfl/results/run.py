@@ -109,6 +109,12 @@ class Run:
         """
         return CheckpointStore(self.path).load()
 
+    def close(self) -> None:
+        """Let go of the checkpoint and its history, which are read again if they are asked for."""
+        checkpoint = self.__dict__.pop("checkpoint", None)
+        if checkpoint is not None:
+            checkpoint.close()
+
     @property
     def history(self) -> Mapping[str, np.ndarray]:
         """Accuracy and loss of all clients [E, N], and the method's diagnostics [E, ...].

@@ -421,7 +421,10 @@ def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:
     lines = [text.rstrip() for text in drawn if text.strip() and text not in bars]
     suggested = command_line([*TINY, "method.name=fedavg"], 1)
     wide = [line for line in lines if len(line) > 80]
-    assert wide == [f"pfedla on digits, 4 clients, in {out}", f"  in {out}", f"  {suggested}"]
+    assert wide == [
+        f"pfedla on digits, 4 clients, in {out}",
+        *(f"  in {out}", f"  {out}/report.html", f"  {suggested}"),
+    ]
     figures = [line for line in lines if re.search(r"^[a-z].*\S {2,}\S", line)]
     assert [re.split(" {2,}", line)[0] for line in figures] == [
         "mean accuracy, round 2",

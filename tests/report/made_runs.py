@@ -1,0 +1,78 @@
+"""Run folders made by the ledger and the writer of checkpoints, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from hpcfl.communication.messages import Cohort
+from hpcfl.communication.traffic import Traffic
+from hpcfl.config import ENVIRONMENT, load_config
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.ledger import Ledger, write_partition
+from hpcfl.storage.snapshot import Header, LayoutRecord, Rows, Snapshot
+
+LAYERS = ["conv1", "conv2", "fc1", "fc2"]
+
+
+def make_run(
+    folder: Path,
+    accuracy: np.ndarray,
+    settings: Sequence[str] = (),
+    of_method: Mapping[str, np.ndarray] | None = None,
+    eval_every: int = 1,
+) -> Path:
+    """Write a finished run with these accuracies [E, N] and a method's history [E, ...]."""
+    evaluations, clients = accuracy.shape
+    rounds = evaluations * eval_every
+    config = load_config(None, [f"data.clients={clients}", f"train.rounds={rounds}", *settings])
+    folder.mkdir(parents=True)
+    environment = {"hpcfl": "0", "ranks": ["host cpu loop"]}
+    (folder / "config.yaml").write_text(config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}))
+    everyone, ones = tuple(range(clients)), np.ones(clients, np.int64)
+    moved = Traffic(np.ones((clients, len(LAYERS)), np.int64) * 1000, {}, ones, ones)
+    ledger = Ledger(clients, LAYERS)
+    ledger.start_files(folder)
+    moments = {"after_download": accuracy, "after_training": np.minimum(accuracy + 0.05, 1)}
+    cohort = Cohort(0, everyone, torch.ones(clients))
+    for number in range(rounds):
+        object.__setattr__(cohort, "round", number)
+        ledger.record_round(cohort, (moved, moved), 10.0, 1 / (number + 1), 0.5)
+        if (number + 1) % eval_every == 0:
+            at = number // eval_every
+            ledger.wall_s = 0.8 * (number + 1)
+            ledger.record_evaluation(
+                number + 1,
+                accuracy[at],
+                1 - accuracy[at],
+                ones,
+                {name: values[at] for name, values in moments.items()},
+                1.0,
+                {name: values[at] for name, values in (of_method or {}).items()},
+            )
+    ledger.append_files(folder)
+    CheckpointStore(folder).save(
+        Snapshot(
+            Header(config.method, rounds, config.yaml()),
+            LayoutRecord((), ()),
+            {},
+            {},
+            Rows({}, ()),
+            ledger.history,
+            ledger.tables,
+        )
+    )
+    ledger.write_clients(folder, 40 * ones, 10 * ones)
+    counts = np.zeros((clients, 10), np.int64)
+    counts[np.arange(clients), np.arange(clients) % 10] = 40
+    write_partition(folder, counts, counts // 4)
+    return folder
+
+
+def rising(evaluations: int, clients: int) -> np.ndarray:
+    """Return accuracies [E, N] that rise with the evaluations, differently for each client."""
+    return np.linspace(0.1, 0.9, evaluations)[:, None] * np.linspace(0.6, 1, clients)[None]

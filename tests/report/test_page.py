@@ -1,0 +1,225 @@
+"""The page in a browser: it draws everything, asks no network, and is small, whatever the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from browser import browser_program, opened_browser, opened_page
+from playwright.sync_api import Browser, Page
+from report.made_runs import LAYERS, make_run, rising
+
+from hpcfl.report.page import write_report
+from hpcfl.results.run import load_run
+
+pytestmark = pytest.mark.skipif(
+    browser_program() is None, reason="there is no chromium, chromium-browser or google-chrome in PATH"
+)
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with opened_browser() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pfedla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of five clients and six evaluations, with pFedLA's weights."""
+    alpha = RNG.dirichlet(np.ones(5), (6, 5, len(LAYERS))).astype(np.float32)
+    folder = tmp_path_factory.mktemp("runs") / "pfedla"
+    return make_run(folder, rising(6, 5), of_method={"alpha": alpha})
+
+
+def written(*folders: Path) -> Path:
+    """Write the page of runs beside the first one's folder."""
+    out = folders[0].parent / f"{folders[0].name}.html"
+    write_report([load_run(folder) for folder in folders], out)
+    return out
+
+
+def drawings(page: Page) -> list[tuple[str, float, float]]:
+    """Return kind, width and height of every drawing that is visible."""
+    found = page.evaluate(
+        """() => [...document.querySelectorAll("figure svg[role], figure canvas")].filter(
+            (drawing) => !drawing.closest("details:not([open])")).map((drawing) => {
+            const box = drawing.getBoundingClientRect();
+            return [drawing.closest("figure").dataset.chart, box.width, box.height]; })"""
+    )
+    return [tuple(one) for one in found]
+
+
+def draws_all(browser: Browser, path: Path, *kinds: str) -> None:
+    """Check that a page draws these kinds and nothing empty, without a complaint or a request."""
+    with opened_page(browser, path) as opened:
+        found = drawings(opened.page)
+        assert {kind for kind, *_ in found} == set(kinds)
+        assert all(width > 60 and height > 20 for _, width, height in found), found
+        assert not opened.page.locator("figure:not(:has(figcaption)):not(details:not([open]) figure)").count()
+        assert "NaN" not in opened.page.locator("main").inner_html()
+        assert (opened.complaints, opened.requests) == ([], [])
+
+
+def image(page: Page, selector: str) -> str:
+    """Return what the first of these canvases shows."""
+    return str(page.locator(selector).first.evaluate("canvas => canvas.toDataURL()"))
+
+
+KINDS = ("accuracy", "loss", "clients", "picture", "bytes", "seconds", "by-bytes", "by-gradients")
+
+
+def test_a_run_is_drawn_whole(browser: Browser, pfedla: Path) -> None:
+    draws_all(browser, written(pfedla), *KINDS)
+
+
+@pytest.fixture(scope="module")
+def page(browser: Browser, pfedla: Path) -> Iterator[Page]:
+    """Return the run's page; tests leave it in light colours, 1,200 pixels wide, without a complaint."""
+    with opened_page(browser, written(pfedla)) as opened:
+        yield opened.page
+        assert opened.complaints == []
+
+
+def test_the_slider_steps_through_rounds_and_a_client_is_chosen(page: Page) -> None:
+    slider, canvas = page.locator("input[type=range]"), page.locator("[data-chart=picture] canvas")
+    assert canvas.count() == len(LAYERS) + 1
+    newest = image(page, "[data-chart=picture] canvas")
+    slider.focus()
+    page.keyboard.press("Home")
+    assert page.locator("[data-chart=picture] output").inner_text() == "1"
+    assert image(page, "[data-chart=picture] canvas") != newest
+    of_one = image(page, "[data-chart=picture] .maps:last-of-type canvas")
+    page.locator("[data-chart=picture] select").select_option("3")
+    assert image(page, "[data-chart=picture] .maps:last-of-type canvas") != of_one
+
+
+def test_exact_values_are_told_by_pointer_and_by_keys(page: Page) -> None:
+    tooltip = page.locator("#tooltip")
+    page.locator("[data-chart=accuracy] svg[role]").focus()
+    page.keyboard.press("ArrowRight")
+    # the last evaluation: 90 % of what the clients reach, which is 0.8 in the mean
+    assert "round: 6" in tooltip.inner_text()
+    assert ": 72.00 %" in tooltip.inner_text()
+    page.keyboard.press("ArrowLeft")
+    assert "round: 5" in tooltip.inner_text()
+    page.keyboard.press("Escape")
+    assert tooltip.is_hidden()
+    page.locator("[data-chart=picture] canvas").first.hover(position={"x": 60, "y": 10})
+    assert "conv1: client 0, client" in tooltip.inner_text()
+
+
+def test_everything_is_reached_by_keys_and_shows_its_focus(page: Page) -> None:
+    reached = set()
+    page.locator(".skip").focus()
+    for _ in range(32):
+        page.keyboard.press("Tab")
+        name, outline = page.evaluate(
+            "() => [document.activeElement.tagName, getComputedStyle(document.activeElement).outlineWidth]"
+        )
+        reached.add(name)
+        assert name == "BODY" or outline == "3px"
+    assert {"BUTTON", "svg", "SUMMARY", "SELECT", "INPUT", "CANVAS"} <= reached
+
+
+def test_light_and_dark_by_preference_and_by_button(page: Page) -> None:
+    def looks() -> tuple[str, str]:
+        background = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+        return background, image(page, "[data-chart=clients] canvas")
+
+    light = looks()
+    page.locator("#theme").press("Enter")
+    dark = looks()
+    page.locator("#theme").press("Enter")
+    assert looks() == light
+    page.emulate_media(color_scheme="dark")
+    assert looks() == dark
+    assert light[0] != dark[0]
+    assert light[1] != dark[1]
+    page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
+    assert looks() == light
+    page.evaluate("() => dispatchEvent(new Event('afterprint'))")
+    assert looks() == dark
+    page.emulate_media(color_scheme="light")
+
+
+def test_tables_sort_by_number(page: Page) -> None:
+    page.locator("[data-chart=clients] summary").click()
+    heading = page.locator("[data-chart=clients] th", has_text="accuracy").first
+    first = page.locator("[data-chart=clients] tbody th").first
+    heading.locator("button").click()
+    assert (heading.get_attribute("aria-sort"), first.inner_text()) == ("ascending", "client 0")
+    heading.locator("button").click()
+    assert (heading.get_attribute("aria-sort"), first.inner_text()) == ("descending", "client 4")
+
+
+def test_a_narrow_window_has_no_sideways_scroll(page: Page) -> None:
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 380
+    assert all(width < 380 for _, width, _ in drawings(page))
+    page.set_viewport_size({"width": 1200, "height": 900})
+
+
+def test_runs_side_by_side_are_drawn_when_they_are_opened(browser: Browser, pfedla: Path) -> None:
+    shares = RNG.random((4, 5)).astype(np.float32)
+    apfl = make_run(pfedla.parent / "apfl", rising(4, 5), ["method.name=apfl"], of_method={"alpha": shares})
+    path = written(apfl, pfedla)
+    side_by_side = ("accuracy", "loss", "distribution", "bytes", "seconds", "by-bytes", "by-gradients")
+    draws_all(browser, path, *side_by_side)
+    with opened_page(browser, path) as opened:
+        page = opened.page
+        page.locator("details.run > summary").first.click()
+        # few clients and one number each: lines
+        page.locator("details.run[open] [data-chart=picture] svg[role]").wait_for()
+        assert page.locator("details.run[open] [data-chart=picture] .legend button").count() == 5
+        assert {kind for kind, *_ in drawings(page)} == {*side_by_side, *KINDS}
+        assert opened.complaints == []
+
+
+def test_one_client_and_one_round(browser: Browser, tmp_path: Path) -> None:
+    one = np.ones((1, 1, len(LAYERS), 1), np.float32)
+    folder = make_run(tmp_path / "pfedla", np.full((1, 1), 0.5), of_method={"alpha": one})
+    draws_all(browser, written(folder), *KINDS)
+
+
+def test_a_diverged_run(browser: Browser, tmp_path: Path) -> None:
+    accuracy = rising(5, 4)
+    accuracy[2:] = np.nan
+    coefficient = np.where(np.isnan(accuracy), np.nan, 0.5)
+    folder = make_run(
+        tmp_path / "fedafk", accuracy, ["method.name=fedafk"], of_method={"coefficient": coefficient}
+    )
+    draws_all(browser, written(folder), *KINDS)
+    text = written(folder).read_text()
+    assert "nan" in text
+    # the block of data is JSON, which has no nan
+    assert "NaN" not in text.partition('id="data">')[2].partition("</script>")[0]
+
+
+def test_a_thousand_clients(browser: Browser, tmp_path: Path) -> None:
+    kept = RNG.integers(0, 3, (3, 1000, len(LAYERS)))
+    folder = make_run(
+        tmp_path / "heurpfedla",
+        rising(3, 1000),
+        ["method.name=heurpfedla", "data.per_client=2"],
+        of_method={"self_weight": RNG.random((3, 1000, len(LAYERS))), "retained_rounds": kept},
+    )
+    path = written(folder)
+    draws_all(browser, path, *KINDS)
+    assert path.stat().st_size < 3_000_000
+
+
+def test_a_long_run_of_many_clients_stays_small(browser: Browser, tmp_path: Path) -> None:
+    alpha = RNG.random((125, 100, len(LAYERS), 100), np.float32).astype(np.float16)
+    folder = make_run(tmp_path / "pfedla", rising(125, 100), of_method={"alpha": alpha}, eval_every=20)
+    path = written(folder)
+    assert path.stat().st_size < 3_000_000
+    draws_all(browser, path, *KINDS)
+    with opened_page(browser, path) as opened:
+        note = opened.page.locator("[data-chart=picture] .note").inner_text()
+        assert "35 of 125 evaluations; values in 254 steps of 0.0039" in note
+        slider = opened.page.locator("input[type=range]")
+        assert slider.get_attribute("max") == "34"

@@ -1,0 +1,236 @@
+"""What the page says, which runs it takes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import REPOSITORY
+from report.made_runs import make_run, rising
+
+from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.methods import METHODS
+from hpcfl.pictures import Picture
+from hpcfl.report.packing import UNKNOWN, packed_pictures, spread_out
+
+TINY = ["data.clients=3", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
+
+
+def data_of(page: Path) -> Any:
+    """Return the block of data of a page."""
+    found = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.DOTALL
+    )
+    assert found is not None
+    return json.loads(found[1])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    """Return the one line with which `hpcfl report` refuses."""
+    capsys.readouterr()
+    assert main(["report", *map(str, words)]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    assert main([*TINY[:-1], "--out", str(folder)]) == FINISHED
+    assert f"open in a browser\n  {folder}/report.html\n" in capsys.readouterr().out
+    written = (folder / "report.html").read_bytes()
+    # the name of SVG is no address
+    assert "://" not in written.decode().replace("http://www.w3.org/2000/svg", "")
+    (run,) = data_of(folder / "report.html")["runs"]
+    assert [entry["name"] for entry in run["headline"]][:3] == ["Mean accuracy", "Spread", "Worst tenth"]
+    assert run["layerBytes"]["layers"] == ["conv1", "conv2", "fc1", "fc2"]
+    # 3 clients of 14 samples: one mini-batch of each, in each of 2 rounds
+    assert run["curves"]["gradients"] == [3, 6]
+    assert set(run["seconds"]) == {"training", "evaluation", "checkpoints", "the rest"}
+    assert min(run["seconds"]["training"], run["seconds"]["evaluation"], run["seconds"]["checkpoints"]) > 0
+    assert run["pictures"][0]["axes"] == ["client", "layer", "client"]
+    # the same command again, and the command for it, write the same page
+    assert main([*TINY, "--out", str(folder)]) == FINISHED
+    assert main(["report", str(folder)]) == FINISHED
+    assert (folder / "report.html").read_bytes() == written
+
+
+def test_a_run_may_have_no_page(tmp_path: Path) -> None:
+    assert main([*TINY, "run.report=false", "--out", str(tmp_path / "run")]) == FINISHED
+    assert not (tmp_path / "run" / "report.html").exists()
+    # it changes no result
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == FINISHED
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "pfedla", rising(4, 5))
+    (folder / "clients.csv").unlink()
+    metrics = folder / "metrics.csv"
+    metrics.write_text(metrics.read_text() + "5,1.0,0.")
+    assert main(["report", str(folder)]) == FINISHED
+    (run,) = data_of(folder / "report.html")["runs"]
+    assert (run["isFinished"], run["done"], len(run["clients"]["accuracy"])) == (False, 4, 5)
+    assert run["clients"]["train_samples"] == [40] * 5
+
+
+def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "table"
+    for seed in (0, 1):
+        for method in ("fedavg", "local"):
+            settings = [f"method.name={method}", f"run.seed={seed}"]
+            make_run(table / f"{method}-s{seed}", rising(3, 4), settings)
+    (table / "local-s1" / "clients.csv").unlink()
+    make_run(table / "local-s0.old1", rising(3, 4), ["method.name=local"])
+    assert main(["report", str(table)]) == FINISHED
+    assert f"the report of 3 runs is in {table}/report.html" in capsys.readouterr().out
+    content = data_of(table / "report.html")
+    assert [run["label"] for run in content["runs"]] == ["fedavg-s0", "fedavg-s1", "local-s0"]
+    assert content["differing"]["keys"] == ["method.name", "run.seed"]
+    assert content["notes"] == ["Clients of these runs hold different samples: run.seed differ."]
+    both = tmp_path / "both.html"
+    words = [str(table / "fedavg-s0"), str(table / "local-s0"), str(table / "fedavg-s0")]
+    assert main(["report", *words, "--out", str(both)]) == FINISHED
+    assert len(data_of(both)["runs"]) == 2
+    assert data_of(both)["notes"] == []
+
+
+def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is no folder" in refusal(capsys, tmp_path / "nowhere")
+    assert "is no run folder" in refusal(capsys, tmp_path)
+    folder = make_run(tmp_path / "runs" / "one", rising(2, 3))
+    text = (folder / "metrics.csv").read_text()
+    (folder / "metrics.csv").write_text(text.splitlines()[0] + "\n")
+    assert "has no evaluation yet" in refusal(capsys, folder)
+    (folder / "metrics.csv").write_text(text)
+    other = make_run(tmp_path / "other", rising(2, 3), ["run.eval_split=val", "data.val_fraction=0.2"])
+    assert "run.eval_split differs (test in pfedla (one), val in pfedla (other))" in refusal(
+        capsys, folder, other
+    )
+    assert "cannot write" in refusal(capsys, folder, "--out", tmp_path / "no" / "page.html")
+    assert "RUN" in refusal(capsys)
+    (folder / "clients.csv").unlink()
+    assert "has no finished run" in refusal(capsys, tmp_path / "runs")
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_damaged_checkpoint_falls_back_or_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "fedavg", rising(2, 3), ["method.name=fedavg"])
+    newest = folder / "checkpoint.h5"
+    (folder / "checkpoint.prev.h5").write_bytes(newest.read_bytes())
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert main(["report", str(folder)]) == FINISHED
+    assert f"{newest} is damaged" in capsys.readouterr().err
+    assert data_of(folder / "report.html")["runs"][0]["bands"]["round"] == [1, 2]
+    (folder / "checkpoint.prev.h5").unlink()
+    assert "is damaged" in refusal(capsys, folder)
+
+
+OWN = '''"""FedAvg that remembers how often it met each client."""
+
+import torch
+
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.pictures import Picture
+
+
+class Counting(FedAvg):
+    history_axes = {"met": ("client",)}
+    pictures = (Picture("met", "Meetings </script> & co", "Rounds with a client.", low=0),)
+
+    def server_state(self):
+        return super().server_state() | {"met": torch.zeros(self.context.num_clients)}
+
+    def aggregate(self, server, cohort, up):
+        super().aggregate(server, cohort, up)
+        server["met"][list(cohort.clients)] += 1
+
+    def history(self, server):
+        return {"met": server["met"]}
+'''
+
+
+@pytest.mark.usefixtures("own_code_forgotten")
+def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(OWN)
+    folder = tmp_path / "run"
+    assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FINISHED
+    (run,) = data_of(folder / "report.html")["runs"]
+    (picture,) = run["pictures"]
+    assert (picture["title"], picture["rounds"], picture["high"]) == ("Meetings </script> & co", [1, 2], 2.0)
+
+
+def test_every_picture_is_of_a_quantity_with_axes() -> None:
+    pictured = {name: method.pictures for name, method in METHODS.items() if method.pictures}
+    assert {"pfedla", "heurpfedla", "pfedmb", "fedmn", "fedafk", "apfl", "ifca", "clustered_fl"} < set(
+        pictured
+    )
+    for name, pictures in pictured.items():
+        for picture in pictures:
+            assert METHODS[name].history_axes[picture.quantity][0] == "client"
+
+
+def codes(picture: Any) -> list[int]:
+    import base64
+
+    return list(base64.b64decode(picture["codes"]))
+
+
+def test_values_become_bytes_between_the_bounds() -> None:
+    values = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]])
+    (packed,) = packed_pictures([(Picture("a", "", "", low=0), ("client",), values)], np.array([3, 6]), 100)
+    # 2 is the highest: 127 steps a unit; what is not finite is unknown
+    assert codes(packed) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
+    assert (packed["low"], packed["high"], packed["rounds"]) == (0, 2, [3, 6])
+    # a declared bound holds unless values lie beyond it
+    wide = Picture("a", "", "", low=-2, high=1)
+    (packed,) = packed_pictures([(wide, ("client",), values)], np.array([3, 6]), 100)
+    assert (packed["low"], packed["high"]) == (-2, 2)
+    names = np.array([[0, 3, -1]])
+    cluster = Picture("a", "", "", is_name=True)
+    (packed,) = packed_pictures([(cluster, ("client",), names)], np.array([1]), 100)
+    assert codes(packed) == [0, 3, UNKNOWN]
+
+
+def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
+    large, small = np.zeros((9, 4, 2, 4)), np.zeros((9, 4))
+    axes = ("client", "layer", "client")
+    rounds = np.arange(9)
+    pictures = [(Picture("a", "", ""), axes, large), (Picture("b", "", ""), ("client",), small)]
+    first, second = packed_pictures(pictures, rounds, 36 + 3 * 32)
+    assert (first["rounds"], second["rounds"]) == ([0, 4, 8], list(range(9)))
+    assert first["note"] == "3 of 9 evaluations"
+    (packed,) = packed_pictures(pictures[:1], rounds, 31)
+    assert (packed["shape"], packed["rounds"]) == ((2, 2, 2), [0, 4, 8])
+    assert packed["note"] == "clients 0 to 1 of 4; 3 of 9 evaluations"
+    (packed,) = packed_pictures(pictures[:1], rounds, 32)
+    assert (packed["shape"], packed["rounds"]) == ((4, 2, 4), [8])
+
+
+def test_what_is_kept_is_spread_out_with_both_ends() -> None:
+    assert spread_out(10, 4).tolist() == [0, 3, 6, 9]
+    assert spread_out(3, 10).tolist() == [0, 1, 2]
+    assert spread_out(1, 5).tolist() == [0]
+
+
+def test_the_wheel_has_all_files_of_the_page() -> None:
+    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
+    there = {path.name for path in (REPOSITORY / "hpcfl" / "report").iterdir() if path.suffix != ".py"}
+    assert set(declared["hpcfl.report"]) == there - {"__pycache__"}
+
+
+def test_a_name_cannot_end_the_block_of_data(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "fedavg <b> & co", rising(2, 2), ["method.name=fedavg"])
+    assert main(["report", str(folder)]) == FINISHED
+    text = (folder / "report.html").read_text()
+    assert "<b>" not in text
+    assert "&lt;b&gt; &amp; co" in text
+    assert data_of(folder / "report.html")["runs"][0]["label"] == "fedavg <b> & co"
