@@ -17,11 +17,13 @@ from hpcfl.simulation.progress import clock, console
 from hpcfl.storage.view import ENDED, RunView, view
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console
     from rich.text import Text
 
 CURVE_WIDTH, SMALL_CURVE_WIDTH = 40, 8
 LOG_LINES = 5
+SHORTEST_NAME = 8
+"""Characters of a run's name that are always shown."""
 RECENT_EVALUATIONS = 10
 """Evaluations that the seconds of a round are taken from."""
 
@@ -42,23 +44,24 @@ def watch_runs(arguments: Sequence[str], world: World) -> None:
     views = [view(path) for path in options.runs]
     screen = console()
     if options.once or not screen.is_terminal:
-        screen.print(_shown(views, screen.encoding), soft_wrap=len(views) == 1)
+        screen.print(_shown(views, screen), soft_wrap=True)
         return
     from rich.live import Live
 
-    with suppress(KeyboardInterrupt), Live(_shown(views, screen.encoding), console=screen) as live:
+    with suppress(KeyboardInterrupt), Live(_shown(views, screen), console=screen) as live:
         while not all(run.state in ENDED for run in views):
             time.sleep(options.every)
             views = [view(path) for path in options.runs]
-            live.update(_shown(views, screen.encoding), refresh=True)
+            live.update(_shown(views, screen), refresh=True)
 
 
-def _shown(views: Sequence[RunView], encoding: str) -> Table | Text:
+def _shown(views: Sequence[RunView], screen: Console) -> Text:
     from rich.text import Text
 
     if len(views) > 1:
-        return _lines(views, encoding)
-    return Text("\n".join(f"{name:<11}{value}" for name, value in _figures(views[0], encoding)))
+        return Text(_lines(views, screen.encoding, screen.width))
+    figures = _figures(views[0], screen.encoding)
+    return Text("\n".join(f"{name:<11}{value}" for name, value in figures))
 
 
 def _figures(run: RunView, encoding: str) -> Iterator[tuple[str, str]]:
@@ -87,22 +90,25 @@ def _figures(run: RunView, encoding: str) -> Iterator[tuple[str, str]]:
         yield "" if number else "log", line
 
 
-def _lines(views: Sequence[RunView], encoding: str) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="")
-    table.add_column("run", no_wrap=True, overflow="ellipsis", ratio=1)
-    for name in ("state", "rounds", "accuracy", "best", "curve", "left"):
-        table.add_column(name, no_wrap=True)
+def _lines(views: Sequence[RunView], encoding: str, width: int) -> str:
+    """Return a line a run, and one that names the columns."""
+    rows = []
     for run in views:
         means = [row["accuracy_mean"] for row in run.metrics]
         known = (f"{means[-1]:.2%}", f"{max(means):.2%}") if means else ("-", "-")
         drawn = sparkline(means, SMALL_CURVE_WIDTH, encoding)
         left = "" if run.state in ENDED else _time_left(run)
-        cells = [run.path.name, run.state, f"{run.done}/{run.rounds}", *known, drawn, left]
-        table.add_row(*map(Text, cells))
-    return table
+        rows.append([run.path.name, run.state, f"{run.done}/{run.rounds}", *known, drawn, left])
+    header = ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    # where the line is too short, names of runs are
+    left_over = width - sum(widths[1:]) - 2 * len(widths[1:])
+    widths[0] = min(widths[0], max(SHORTEST_NAME, left_over))
+    lines = [
+        "  ".join(cell[:size].ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join(lines)
 
 
 def _configuration(run: RunView) -> str:

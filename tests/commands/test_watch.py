@@ -183,6 +183,20 @@ def test_without_an_evaluation_there_is_none(
     assert line.split() == ["run", "stopped", "0/3", "-", "-"]
 
 
+def test_a_line_is_short_of_names_alone(
+    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / ("long" * 20)
+    shutil.copytree(finished, folder)
+    header, line, _ = watched(capsys, folder, finished).splitlines()
+    assert max(len(header), len(line)) <= 80
+    assert header.split() == ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
+    name, *cells = line.split()
+    assert "longlong" in name
+    assert cells[:2] == ["finished", "3/3"]
+    assert all(re.fullmatch(r"\d+\.\d\d%", cell) for cell in cells[2:4])
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
