@@ -185,8 +185,7 @@ class TrainedModels:
             raise UserError(
                 f"{where}: x has type {x.dtype}; allowed: {allowed}, not normalised, for that is done here"
             )
-        # one order in memory, so that the same images give the same bits
-        return as_pixels(np.ascontiguousarray(x), where)
+        return as_pixels(x, where)
 
     def _global(self) -> Tensors:
         """Return the server's model; raise UserError where it has none for all clients."""
