@@ -369,7 +369,8 @@ class OwnRule(FedAvg):
         return model
 
     def predict(self, clients, model, position, x):
-        sharp = super().predict(clients, model, position, x) ** model["sharpness"][position]
+        power = model["sharpness"][position] if "sharpness" in model else 2.0
+        sharp = super().predict(clients, model, position, x) ** power
         return sharp / sharp.sum(dim=1, keepdim=True)
 '''
 
