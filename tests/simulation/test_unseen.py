@@ -31,7 +31,7 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.simulation import experiment
 from hpcfl.simulation.experiment import build, deal, load_data
-from hpcfl.storage.ledger import METRICS, UNSEEN_METRICS
+from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
 
 SEEN, UNSEEN = 5, 2
 CASES = [*METHODS, *VARIANTS]
@@ -85,12 +85,13 @@ def of_training(folder: Path) -> dict[str, Any]:
             "/history@names",
             "/ledger/metrics",
             "/ledger/metrics@columns",
+            "/data/num_samples",
         ):
             found[name] = item
     for name in ("metrics.csv", "clients.csv"):
         with (folder / name).open(newline="") as lines:
             rows = [row for row in csv.DictReader(lines) if row.pop("unseen", "0") == "0"]
-        left_out = {"wall_s", "client_steps_per_s", *UNSEEN_METRICS}
+        left_out = SECONDS | set(UNSEEN_METRICS)
         found[name] = [{key: value for key, value in row.items() if key not in left_out} for row in rows]
     return found
 
