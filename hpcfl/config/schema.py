@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hpcfl.communication.settings import CommConfig
 from hpcfl.config.choices import CHOICES
@@ -61,6 +61,11 @@ class DataConfig(Settings):
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
     them, of whom one stays at least. They get the last ids. At every evaluation they adapt as clients of that
     moment that are new (`train.unseen_epochs`) and are scored apart. Default, or 0: there are none."""
+
+    @field_validator("unseen_clients")
+    @classmethod
+    def _none_is_null(cls, share: float | None) -> float | None:
+        return share or None
 
     def num_unseen(self, num_clients: int) -> int:
         """Return how many of N clients take no part in training; UserError where none would be left."""
@@ -161,19 +166,15 @@ class Config:
         return self.run.seed if self.data.seed is None else self.data.seed
 
     def tree(self) -> dict[str, Any]:
-        """Return the configuration as it stands in YAML, every default written out.
-
-        Keys of unseen clients stand there only where there are any.
-        """
-        left_out = set() if self.data.unseen_clients else {"unseen_clients", "unseen_epochs"}
+        """Return the configuration as it stands in YAML, every default written out."""
         own = {group: self.own.get(group, {}) for group in (*CHOICES, "data")}
         options = self.partition_options.model_dump()
         partition = {"name": self.partition, **own["data.partition"], **options}
         return {
             "method": {"name": self.method, **own["method"], **self.params.model_dump()},
-            "data": {**self.data.model_dump(exclude=left_out), **own["data"], "partition": partition},
+            "data": {**self.data.model_dump(), **own["data"], "partition": partition},
             "model": {"name": self.model, **own["model"], **self.model_options.model_dump()},
-            "train": self.train.model_dump(exclude=left_out),
+            "train": self.train.model_dump(),
             "comm": self.comm.model_dump(),
             "run": self.run.model_dump(),
         }
@@ -182,8 +183,12 @@ class Config:
         return yaml.safe_dump(self.tree(), sort_keys=False)
 
     def short_hash(self) -> str:
-        """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out."""
-        keys = {k: v for k, v in flatten(self.tree()).items() if k not in (*RESULT_NEUTRAL, "train.rounds")}
+        """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out.
+
+        Keys that are null do not count, so that a name stays when there are more of them.
+        """
+        neutral = (*RESULT_NEUTRAL, "train.rounds")
+        keys = {k: v for k, v in flatten(self.tree()).items() if v is not None and k not in neutral}
         return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
 
     def run_name(self) -> str:

@@ -14,7 +14,7 @@ from hpcfl.communication.traffic import Traffic
 from hpcfl.config import ENVIRONMENT, load_config
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.ledger import Ledger, write_partition
-from hpcfl.storage.snapshot import Header, LayoutRecord, Rows, Snapshot
+from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, Rows, Snapshot
 
 LAYERS = ["conv1", "conv2", "fc1", "fc2"]
 
@@ -59,6 +59,7 @@ def make_run(
         Snapshot(
             Header(config.method, rounds, config.yaml()),
             LayoutRecord((), ()),
+            DataRecord((1, 8, 8), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
             {},
             {},
             Rows({}, ()),
