@@ -140,12 +140,13 @@ def test_stopped_or_prolonged_at_every_round_boundary(
     serial: Folders, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """The last boundary is the end of a shorter run, which evaluates off schedule."""
+    expected = serial(case)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
     keys = [*settings, *keys_of(case)]
     assert run_here(tmp_path / "run", [*keys, "train.rounds=1"]) == FINISHED
     assert run_here(tmp_path / "run", keys) == STOPPED
     assert run_here(tmp_path / "run", keys) == FINISHED
-    assert not differing(serial(case), tmp_path / "run")
+    assert not differing(expected, tmp_path / "run")
 
 
 @pytest.mark.parametrize("case", [*CASES, *OTHER_BUFFERS, *(f"{method}-local" for method in LOCAL_BUFFERS)])
