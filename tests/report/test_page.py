@@ -136,6 +136,7 @@ def test_light_and_dark_by_preference_and_by_button(page: Page) -> None:
     page.locator("#theme").press("Enter")
     assert looks() == light
     page.emulate_media(color_scheme="dark")
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
     assert looks() == dark
     assert light[0] != dark[0]
     assert light[1] != dark[1]
