@@ -55,20 +55,62 @@ def test_the_example_of_a_new_method_runs_and_without_its_pull_is_fedavg(
     assert pulled != fedavg
 
 
-def test_every_command_of_the_tour_runs(
+ELSEWHERE = {
+    "bash jobs/quickstart.sh": "installs an environment; its run is the one of tests/commands",
+    "bash jobs/test.sh": "runs this test",
+    "hpcfl bench": "takes minutes; tests/benchmarks runs its parts in small",
+    "mpirun -n 3 python -m hpcfl.main bench --parts rounds": "the same",
+    "hpcfl bench --parts scale --clients 100,1000": "the same",
+    "python -m hpcfl.main table TABLE.yaml --write-results": "tests/tables runs every table file in small",
+    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --plan": "needs CIFAR-10; see tests/tables",
+    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --rounds 60 --seeds 0,1": "the same",
+    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --write-results": "the same",
+}
+"""Commands of the README that the walk through it leaves out, and why."""
+
+PROGRAMS = ("bash", "hpcfl", "mpirun", "python")
+
+
+def test_every_command_and_script_runs_in_the_order_of_the_page(
     tmp_path: Path, mpirun: Callable[..., object], mpirun_command: list[str]
 ) -> None:
-    tour = next(text for text in blocks("") if text.startswith("source .venv"))
-    commands = [shlex.split(line, comments=True) for line in tour.splitlines()[1:]]
-    assert len(commands) >= 5
-    for words in commands:
-        if words[:1] == ["mpirun"]:
-            command = [*mpirun_command, *words[1:3], sys.executable, *words[4:]]
-        elif words[:1] == ["hpcfl"]:
-            command = [sys.executable, "-m", "hpcfl.main", *words[1:]]
-        else:
-            command = [sys.executable, *words[1:]]
-        run_tree(command, cwd=tmp_path)
+    """From the top to the end, in one folder, as a reader does who types it all."""
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    run_lines, left_out = 0, set()
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
+        if language == "python" and "class FedProx(" in text:
+            (tmp_path / "my_method.py").write_text(text)
+        elif language == "python":
+            needs_no_hpcfl = "from model import" in text
+            folder = tmp_path / "client3_own" if needs_no_hpcfl else tmp_path
+            if needs_no_hpcfl:
+                (folder / "images.npz").symlink_to(tmp_path / "images.npz")
+            (folder / "example.py").write_text(text)
+            run_tree([sys.executable, "example.py"], cwd=folder)
+        for line in text.splitlines() if not language else ():
+            words = shlex.split(line, comments=True)
+            if not words or words[0] not in PROGRAMS or line.startswith(" "):
+                continue
+            if (typed := shlex.join(words)) in ELSEWHERE:
+                left_out.add(typed)
+                continue
+            if words[0] == "mpirun":
+                command = [*mpirun_command, *words[1:3], sys.executable, *words[4:]]
+            elif words[0] == "hpcfl":
+                command = [sys.executable, "-m", "hpcfl.main", *words[1:]]
+            else:
+                command = [sys.executable, *words[1:]]
+            run_tree(command, cwd=tmp_path)
+            run_lines += 1
+    assert left_out == set(ELSEWHERE)
+    assert run_lines >= 15
+
+
+def test_the_readme_shows_pictures_that_exist() -> None:
+    shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
+    assert len(shown) >= 3
+    for path in shown:
+        assert (REPOSITORY / path).stat().st_size < 150_000, path
 
 
 def test_the_readme_names_files_that_exist() -> None:

@@ -45,7 +45,9 @@ class LoadedCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = h5py.File(path, "r", locking=False)
+        # by a file of our own: a user's script may have HDF5 open the same path, in its own way, meanwhile
+        self._raw = path.open("rb", buffering=0)
+        self._file = h5py.File(self._raw, "r")
         attributes = self._file.attrs
         self.header = Header(
             attributes["method"].decode(), int(attributes["round"]), attributes["config"].decode()
@@ -100,6 +102,7 @@ class LoadedCheckpoint:
     def close(self) -> None:
         """Close the file; `client_rows` works no more."""
         self._file.close()
+        self._raw.close()
 
 
 class _TargetFile(io.FileIO):
