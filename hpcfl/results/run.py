@@ -5,7 +5,6 @@ Shapes: N clients, E evaluations.
 
 from __future__ import annotations
 
-import csv
 import importlib
 import io
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import yaml
 from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config, resolve
@@ -22,6 +20,7 @@ from hpcfl.errors import UserError
 from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.storage.reading import read_record, read_rows, whole_lines
 
 if TYPE_CHECKING:
     from hpcfl.results.comparison import Comparison
@@ -43,16 +42,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         """Read the configuration; raise UserError if the path is no run folder or it is damaged."""
         self.path = path
-        record = path / "config.yaml"
-        if not record.is_file():
-            what = "is no run folder: it has no config.yaml" if path.is_dir() else "is no folder"
-            raise UserError(f"{path} {what}; name the folder of a run, such as runs/NAME")
-        try:
-            tree = yaml.safe_load(record.read_text())
-        except (yaml.YAMLError, ValueError):
-            tree = None
-        if not isinstance(tree, dict) or not all(isinstance(group, dict) for group in tree.values()):
-            raise UserError(f"{record} is damaged; name the folder of another run")
+        tree = read_record(path)
         self.environment: Mapping[str, Any] = tree.pop(ENVIRONMENT, {})
         """Versions, processor, command and ranks."""
         self.config: Config = resolve(tree)
@@ -87,7 +77,7 @@ class Run:
                 "data frames need pandas: pip install 'hpcfl[pandas]'; run.metrics, run.clients and "
                 "run.bytes have the columns as NumPy arrays"
             ) from error
-        text = _whole_lines(self.path / f"{name}.csv")
+        text = whole_lines(self.path / f"{name}.csv")
         return pandas.read_csv(io.StringIO(text)) if text else pandas.DataFrame()
 
     @cached_property
@@ -195,15 +185,8 @@ class Run:
 
 def read_columns(path: Path) -> Columns:
     """Return a CSV file by column; empty where there is no file. A line still being written is left out."""
-    lines = _whole_lines(path).splitlines()
-    header, *rows = csv.reader(lines) if lines else [[]]
-    return {name: _numbers(column) for name, column in zip(header, zip(*rows, strict=True), strict=False)}
-
-
-def _whole_lines(path: Path) -> str:
-    """Return the lines of a file that have their end; nothing where there is no file."""
-    text = path.read_text() if path.is_file() else ""
-    return text[: text.rfind("\n") + 1]
+    rows = read_rows(path)
+    return {name: _numbers([row[name] for row in rows]) for name in rows[0]} if rows else {}
 
 
 def _numbers(texts: Sequence[str]) -> np.ndarray:

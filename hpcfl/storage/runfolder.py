@@ -26,6 +26,7 @@ from hpcfl.storage.events import EventFile
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
+from hpcfl.storage.reading import read_record
 from hpcfl.storage.snapshot import LayoutRecord
 
 UNFINISHED_NAME = "config.yaml.tmp"
@@ -165,16 +166,9 @@ class RunFolder:
 
     def _recorded(self) -> dict[str, Any] | None:
         """Return what config.yaml says, None where there is none; UserError where it is damaged."""
-        record = self.path / "config.yaml"
-        if not record.is_file():
+        if not (self.path / "config.yaml").is_file():
             return None
-        try:
-            tree = yaml.safe_load(record.read_text())
-        except (yaml.YAMLError, ValueError):
-            tree = None
-        if not isinstance(tree, dict) or not all(isinstance(group, dict) for group in tree.values()):
-            raise UserError(f"{record} is damaged; --fresh moves the folder aside and starts over")
-        return tree
+        return read_record(self.path, "--fresh moves the folder aside and starts over")
 
     def _grows(self, there: Mapping[str, Any]) -> bool:
         """Whether the run is asked for more rounds than before, and its method allows that."""

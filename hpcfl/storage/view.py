@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from hpcfl.config import ENVIRONMENT
 from hpcfl.errors import UserError
 from hpcfl.storage.lock import Holder, holder
+from hpcfl.storage.reading import read_record, read_rows, whole_lines
 
 LOG_BYTES = 10_000
 """How much of the end of log.txt is read."""
@@ -23,8 +20,6 @@ State = Literal["running", "finished", "stopped", "killed", "out of sight"]
 """`stopped` has given the lock up, `killed` has not. `out of sight`: on another machine, may be running."""
 
 ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
-
-_ADVICE = "name one that a run has made, such as runs/<name>"
 
 # How far the run was at a line of the log; a start, which names the clients, begins at round 0.
 _ROUND = re.compile(r" round (\d+)/\d+ | resuming after round (\d+) of | clients, in ")
@@ -80,46 +75,15 @@ def view(path: Path) -> RunView:
     try:
         return RunView(
             path,
-            _config(path / "config.yaml"),
-            _rows(_text(path / "metrics.csv")),
-            _text(path / "log.txt", LOG_BYTES).splitlines(),
+            read_record(path),
+            [{name: float(value) for name, value in row.items()} for row in read_rows(path / "metrics.csv")],
+            whole_lines(path / "log.txt", LOG_BYTES).splitlines(),
             holder(path),
             (path / "clients.csv").exists(),
             max(_changed_s(path / name) for name in ("config.yaml", "metrics.csv", "log.txt")),
         )
     except OSError as error:
-        raise UserError(f"{path} is no run folder: {error.strerror}: {error.filename}; {_ADVICE}") from error
-
-
-def _config(path: Path) -> dict[str, Any]:
-    """Return the nested keys of a run's config.yaml; raise UserError where it is something else."""
-    try:
-        tree = yaml.safe_load(path.read_text())
-        whole = all(tree[group] for group in ("method", "data", "model", "train", "run"))
-    except (yaml.YAMLError, ValueError, TypeError, KeyError):
-        whole = False
-    if not whole:
-        raise UserError(f"{path.parent} is no run folder: {path} is not a run's; {_ADVICE}")
-    found: dict[str, Any] = tree
-    return found
-
-
-def _text(path: Path, most_bytes: int | None = None) -> str:
-    """Return the complete lines of a file, of its last bytes if so asked; "" where there is none."""
-    try:
-        with path.open("rb") as file:
-            if most_bytes is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
-            found = file.read()
-    except FileNotFoundError:
-        return ""
-    return found[: found.rfind(b"\n") + 1].decode(errors="replace")
-
-
-def _rows(text: str) -> list[dict[str, float]]:
-    """Return the rows of a CSV file of numbers by column, without those that are not whole."""
-    header, *rows = csv.reader(text.splitlines()) if text else [[]]
-    return [dict(zip(header, map(float, row), strict=True)) for row in rows if len(row) == len(header)]
+        raise UserError(f"{path} cannot be read: {error.strerror}: {error.filename}") from error
 
 
 def _changed_s(path: Path) -> float:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, nan
-from pathlib import Path
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.results.comparison import scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
+from hpcfl.storage.reading import read_rows
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import Row
@@ -149,13 +148,13 @@ def is_finished(cell: Cell) -> bool:
         RunFolder(cell.folder, cell.config).check(fresh=False)
     except UserError:
         return False
-    metrics = read_csv(cell.folder / "metrics.csv")
+    metrics = read_rows(cell.folder / "metrics.csv")
     return bool(metrics) and int(metrics[-1]["round"]) == cell.config.train.rounds
 
 
 def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
     """Return what a finished cell gave and cost; `accuracies` are its clients' at the end."""
-    metrics = read_csv(cell.folder / "metrics.csv")
+    metrics = read_rows(cell.folder / "metrics.csv")
     last = {name: float(value) for name, value in metrics[-1].items()}
     train = cell.config.train
     turns = train.rounds * train.cohort_size(len(accuracies))
@@ -188,11 +187,5 @@ def client_accuracies(cell: Cell, moment: Moment | None = None) -> list[float]:
     Clients that take no part in training are left out.
     """
     column = "accuracy" if moment is None else f"accuracy_{moment}"
-    lines = read_csv(cell.folder / "clients.csv")
+    lines = read_rows(cell.folder / "clients.csv")
     return [float(line[column]) for line in lines if line.get("unseen") != "1"]
-
-
-def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the lines of a CSV file by column."""
-    with path.open(newline="") as lines:
-        return list(csv.DictReader(lines))

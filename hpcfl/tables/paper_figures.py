@@ -12,8 +12,9 @@ import numpy as np
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
+from hpcfl.storage.reading import read_rows
 from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.figures import Entry, read_csv
+from hpcfl.tables.figures import Entry
 from hpcfl.tables.file import ONLY
 from hpcfl.tables.histories import History, evaluations
 from hpcfl.tables.quantities import percent
@@ -269,7 +270,7 @@ def _curves(
         rounds: list[int] = []
         for cell in (cell for cell in cells if cell.seed in entry.figures):
             if drawing.client is None:
-                metrics = read_csv(cell.folder / "metrics.csv")
+                metrics = read_rows(cell.folder / "metrics.csv")
                 rounds = [int(line["round"]) for line in metrics]
                 by_seed.append([float(line["accuracy_mean"]) for line in metrics])
             elif cell.folder in histories:

@@ -100,7 +100,7 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no folder" in refusal(capsys, tmp_path / "nowhere")
+    assert "is no run folder" in refusal(capsys, tmp_path / "nowhere")
     assert "is no run folder" in refusal(capsys, tmp_path)
     folder = make_run(tmp_path / "runs" / "one", rising(2, 3))
     text = (folder / "metrics.csv").read_text()

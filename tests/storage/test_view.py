@@ -112,6 +112,8 @@ def test_a_run_is_finished_after_its_last_round_alone(folder: Path) -> None:
 )
 def test_what_is_no_run_folder_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    for path in (tmp_path, tmp_path / "none", tmp_path / "config.yaml"):
+    with pytest.raises(UserError, match=r"config\.yaml is damaged; name the folder of another run"):
+        view(tmp_path)
+    for path in (tmp_path / "none", tmp_path / "config.yaml"):
         with pytest.raises(UserError, match=r"is no run folder: .*; name one that a run has made, such as "):
             view(path)

@@ -1,0 +1,66 @@
+"""The text files of a run folder, also while a run writes them: reads, takes no lock."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpcfl.errors import UserError
+
+_GROUPS = ("method", "data", "model", "train", "run")
+"""Groups of keys that every run's config.yaml has."""
+
+
+def read_record(folder: Path, if_damaged: str = "name the folder of another run") -> dict[str, Any]:
+    """Return the nested keys of a run's config.yaml.
+
+    Args:
+        folder: the run's.
+        if_damaged: what the user can do where the file is damaged.
+
+    Raises:
+        UserError: there is no config.yaml that can be read, or it is damaged.
+    """
+    path = folder / "config.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"{folder} is no run folder: {error.strerror}: {path}; name one that a run has made, such as "
+            "runs/NAME"
+        ) from error
+    except (yaml.YAMLError, ValueError):
+        tree = None
+    if not _is_record(tree):
+        raise UserError(f"{path} is damaged; {if_damaged}")
+    found: dict[str, Any] = tree
+    return found
+
+
+def _is_record(tree: object) -> bool:
+    if not isinstance(tree, dict) or not all(tree.get(group) for group in _GROUPS):
+        return False
+    return all(isinstance(group, dict) for group in tree.values())
+
+
+def whole_lines(path: Path, most_bytes: int | None = None) -> str:
+    """Return the lines of a file that have their end, or those in its last bytes; "" where it is not."""
+    try:
+        with path.open("rb") as file:
+            if most_bytes is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
+            found = file.read()
+    except FileNotFoundError:
+        return ""
+    return found[: found.rfind(b"\n") + 1].decode(errors="replace")
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the whole rows of a CSV file by column; none where there is no file."""
+    lines = whole_lines(path).splitlines()
+    header, *rows = csv.reader(lines) if lines else [[]]
+    return [dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header)]
