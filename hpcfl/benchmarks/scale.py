@@ -21,7 +21,7 @@ from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.experiment import machine_bytes
+from hpcfl.simulation.refusals import machine_bytes
 
 COHORT = 10
 FULL_HEADS_SHARE = 1 / 4

@@ -14,7 +14,8 @@ from hpcfl.config import Config, load_config
 from hpcfl.data.partitions import class_table
 from hpcfl.methods.base import Method
 from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.experiment import load_data, make_method, too_large
+from hpcfl.simulation.experiment import load_data, make_method
+from hpcfl.simulation.refusals import too_large
 from hpcfl.training.batches import minibatches
 from hpcfl.training.settings import TrainConfig
 

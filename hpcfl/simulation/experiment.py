@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,11 +20,18 @@ from hpcfl.methods import METHODS, Context, Method
 from hpcfl.randomness import numpy_stream
 from hpcfl.simulation.device_memory import bytes_for_device, clients_at_once, for_device, state_device
 from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.refusals import (
+    refuse_chain,
+    refuse_large_state,
+    refuse_single_samples,
+    refuse_slow_precision,
+    refuse_small_blocks,
+)
 from hpcfl.simulation.step_timing import fastest_convolutions
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.clients import Workplace
 from hpcfl.training.convolutions import with_convolutions
-from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
+from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 from hpcfl.training.graphs import GraphedSGD, recorder_on
 from hpcfl.training.scoring import BatchedScorer
 
@@ -169,16 +175,16 @@ def build(config: Config, world: World) -> Experiment:
     data = describe(config, arrays, parts)
     method = method_of(config, data)
     refuse_chain(method, world.num_workers)
-    _refuse_large_state(method, world)
-    _refuse_small_blocks(config, method)
-    _refuse_single_samples(config, method)
+    refuse_large_state(method, world)
+    refuse_small_blocks(config, method)
+    refuse_single_samples(config, method)
     world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
     num_clients = method.context.num_clients
     clients = world.shard(num_clients)
     own_unseen = world.shard(len(parts) - num_clients)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     many_at_once = is_batched(config, device)
-    _refuse_slow_precision(config, many_at_once or device.type != "cpu")
+    refuse_slow_precision(config, many_at_once or device.type != "cpu")
     try:
         shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
         unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
@@ -258,79 +264,3 @@ def batched_engine(
 def is_batched(config: Config, device: torch.device) -> bool:
     """Whether a run trains with the batched engine on a device."""
     return config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
-
-
-def refuse_chain(method: Method, num_workers: int) -> None:
-    """Raise UserError where several workers would train clients that come one after the other."""
-    if method.chain is not None and num_workers > 1:
-        raise UserError(
-            f"{method.chain} trains a round's clients one after the other, and {num_workers} workers "
-            "would train them side by side; start one or two ranks, or drop it"
-        )
-
-
-def _refuse_slow_precision(config: Config, is_elsewhere: bool) -> None:
-    """Raise UserError where bfloat16 would be emulated, many times slower, or has no part in training."""
-    if config.train.precision == "float32":
-        return
-    asked, instead = f"train.precision={config.train.precision}", "use train.precision=float32"
-    if is_elsewhere:
-        raise UserError(
-            f"{asked} is for the loop engine on a CPU; {instead}, or run.engine=loop run.device=cpu"
-        )
-    if not has_bfloat16():
-        raise UserError(
-            f"{asked}: this processor has neither AVX-512 BF16 nor AMX, and would take many times as long; "
-            f"{instead}"
-        )
-
-
-def machine_bytes() -> int:
-    """Return the bytes of memory of this machine; 0 where the system does not tell."""
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def too_large(method: Method) -> str | None:
-    """Say why the server's state does not fit in this machine, and what to do; None where it does."""
-    parts, memory = method.server_bytes(), machine_bytes()
-    if not memory or sum(parts.values()) <= memory:
-        return None
-    of_parts = ", ".join(f"{part} {count / 1e9:.3g} GB" for part, count in parts.items())
-    num_clients = method.context.num_clients + len(method.context.num_samples_of_unseen)
-    advice = f"set {method.memory_advice}, or " if method.memory_advice else ""
-    return (
-        f"method.name={method.name} with data.clients={num_clients} keeps "
-        f"{sum(parts.values()) / 1e9:.3g} GB on the server ({of_parts}), and this machine has "
-        f"{memory / 1e9:.3g} GB; {advice}use fewer clients or a larger machine"
-    )
-
-
-def _refuse_large_state(method: Method, world: World) -> None:
-    """Refuse a state that does not fit in the server's memory, before any of it is made."""
-    if world.is_server and (reason := too_large(method)):
-        raise UserError(reason)
-
-
-def _refuse_single_samples(config: Config, method: Method) -> None:
-    """Refuse clients of one training sample where BatchNorm cannot make statistics of one."""
-    num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
-    client = int(num_samples.argmin())
-    if num_samples[client] < method.context.fewest_samples:
-        raise UserError(
-            f"model.name={config.model} cannot train on one sample, and client {client} has no more: give "
-            "clients more samples (data.per_client, or fewer data.clients), or use a model without BatchNorm"
-        )
-
-
-def _refuse_small_blocks(config: Config, method: Method) -> None:
-    """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
-    most_clients = max(method.context.num_clients, len(method.context.num_samples_of_unseen))
-    most_figures = max(5, len(method.layers)) * most_clients
-    smallest = max(method.largest_row, method.layout.buffer_size, most_figures)
-    if config.run.max_elements < smallest:
-        raise UserError(
-            f"run.max_elements={config.run.max_elements} is too small for this model and these clients; "
-            f"allowed: {smallest} or more"
-        )

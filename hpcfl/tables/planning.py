@@ -17,7 +17,8 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
-from hpcfl.simulation.experiment import batched_engine, is_batched, load_data, make_method, refuse_chain
+from hpcfl.simulation.experiment import batched_engine, is_batched, load_data, make_method
+from hpcfl.simulation.refusals import refuse_chain
 from hpcfl.simulation.step_timing import seconds_of_step
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.document import Document, Grid

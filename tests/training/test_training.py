@@ -16,7 +16,7 @@ from hpcfl.config import load_config
 from hpcfl.errors import UserError
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation import experiment
+from hpcfl.simulation import refusals
 from hpcfl.simulation.experiment import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.clients import Clients, Workplace
@@ -527,7 +527,7 @@ def test_bfloat16_rounds_products_and_nothing_else(general: bool) -> None:
 def test_bfloat16_is_refused_where_it_does_not_pay(
     keys: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experiment, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(refusals, "has_bfloat16", lambda: False)
     with pytest.raises(UserError, match=said):
         build(load_config(None, [*SMALL, "train.precision=bfloat16", *keys]), World())
 

@@ -1,0 +1,89 @@
+"""What a run cannot do with its configuration, method and machine: refused before any of it is made."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from hpcfl.communication.world import World
+from hpcfl.config import Config
+from hpcfl.errors import UserError
+from hpcfl.methods import Method
+from hpcfl.training.engines import has_bfloat16
+
+
+def refuse_chain(method: Method, num_workers: int) -> None:
+    """Raise UserError where several workers would train clients that come one after the other."""
+    if method.chain is not None and num_workers > 1:
+        raise UserError(
+            f"{method.chain} trains a round's clients one after the other, and {num_workers} workers "
+            "would train them side by side; start one or two ranks, or drop it"
+        )
+
+
+def refuse_slow_precision(config: Config, is_elsewhere: bool) -> None:
+    """Raise UserError where bfloat16 would be emulated, many times slower, or has no part in training."""
+    if config.train.precision == "float32":
+        return
+    asked, instead = f"train.precision={config.train.precision}", "use train.precision=float32"
+    if is_elsewhere:
+        raise UserError(
+            f"{asked} is for the loop engine on a CPU; {instead}, or run.engine=loop run.device=cpu"
+        )
+    if not has_bfloat16():
+        raise UserError(
+            f"{asked}: this processor has neither AVX-512 BF16 nor AMX, and would take many times as long; "
+            f"{instead}"
+        )
+
+
+def machine_bytes() -> int:
+    """Return the bytes of memory of this machine; 0 where the system does not tell."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return 0
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def too_large(method: Method) -> str | None:
+    """Say why the server's state does not fit in this machine, and what to do; None where it does."""
+    parts, memory = method.server_bytes(), machine_bytes()
+    if not memory or sum(parts.values()) <= memory:
+        return None
+    of_parts = ", ".join(f"{part} {count / 1e9:.3g} GB" for part, count in parts.items())
+    num_clients = method.context.num_clients + len(method.context.num_samples_of_unseen)
+    advice = f"set {method.memory_advice}, or " if method.memory_advice else ""
+    return (
+        f"method.name={method.name} with data.clients={num_clients} keeps "
+        f"{sum(parts.values()) / 1e9:.3g} GB on the server ({of_parts}), and this machine has "
+        f"{memory / 1e9:.3g} GB; {advice}use fewer clients or a larger machine"
+    )
+
+
+def refuse_large_state(method: Method, world: World) -> None:
+    """Refuse a state that does not fit in the server's memory, before any of it is made."""
+    if world.is_server and (reason := too_large(method)):
+        raise UserError(reason)
+
+
+def refuse_single_samples(config: Config, method: Method) -> None:
+    """Refuse clients of one training sample where BatchNorm cannot make statistics of one."""
+    num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
+    client = int(num_samples.argmin())
+    if num_samples[client] < method.context.fewest_samples:
+        raise UserError(
+            f"model.name={config.model} cannot train on one sample, and client {client} has no more: give "
+            "clients more samples (data.per_client, or fewer data.clients), or use a model without BatchNorm"
+        )
+
+
+def refuse_small_blocks(config: Config, method: Method) -> None:
+    """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
+    most_clients = max(method.context.num_clients, len(method.context.num_samples_of_unseen))
+    most_figures = max(5, len(method.layers)) * most_clients
+    smallest = max(method.largest_row, method.layout.buffer_size, most_figures)
+    if config.run.max_elements < smallest:
+        raise UserError(
+            f"run.max_elements={config.run.max_elements} is too small for this model and these clients; "
+            f"allowed: {smallest} or more"
+        )
