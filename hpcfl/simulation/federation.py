@@ -241,13 +241,10 @@ class Uploads:
 
 
 def stack(messages: Sequence[Message]) -> Message:
-    """Put the messages of several groups together; rows are brought to the CPU."""
-    if not messages:
-        return Message(num_clients=0)
-    first = messages[0]
-    rows = {name: torch.cat([m.rows[name].cpu() for m in messages]) for name in first.rows}
-    keep = {
-        name: mask if mask.dim() == 1 else torch.cat([m.keep[name] for m in messages])
-        for name, mask in first.keep.items()
-    }
-    return Message(rows=rows, keep=keep, num_clients=sum(m.num_clients for m in messages))
+    """Put the messages of several groups together; rows are brought to the CPU group by group."""
+    whole = Uploads(sum(message.num_clients for message in messages))
+    start = 0
+    for message in messages:
+        whole.add(slice(start, start + message.num_clients), message)
+        start += message.num_clients
+    return whole.message
