@@ -41,6 +41,7 @@ CLIENT_COLUMNS = (
     *("accuracy", "accuracy_after_download", "accuracy_after_training", "loss"),
     *("train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
 )
+UNSEEN_CURVES = ("accuracy_unseen", "loss_unseen")
 
 
 def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
@@ -60,11 +61,13 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
         raise UserError(
             f"run.eval_split differs ({told}), so that accuracies cannot be compared; name runs of one split"
         )
-    shown = [_run_content(run, label, len(runs)) for run, label in zip(runs, labels, strict=True)]
+    has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
+    shown = [_run_content(run, label, len(runs), has_unseen) for run, label in zip(runs, labels, strict=True)]
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
-def _run_content(run: Run, label: str, num_runs: int) -> Json:
+def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool) -> Json:
+    """Return what is shown of one run; `has_unseen`: whether any run of the page has unseen clients."""
     config, metrics, clients = run.config, run.metrics, _clients(run)
     method = METHODS[config.method]
     done, count = int(metrics["round"][-1]), len(metrics["round"])
@@ -98,15 +101,16 @@ def _run_content(run: Run, label: str, num_runs: int) -> Json:
         "isFinished": run.is_finished and done == config.train.rounds,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, gradients),
+        "headline": _headline(run, clients, best, gradients, has_unseen),
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
             "bytes": numbers(np.asarray(sent)[kept], 6),
             "gradients": numbers(metrics["round"][kept] * gradients, 6) if gradients else [],
-            **{name: numbers(metrics[name][kept]) for name in CURVES},
+            **{name: numbers(metrics[name][kept]) for name in (*CURVES, *UNSEEN_CURVES) if name in metrics},
         },
         "bands": bands,
         "clients": {name: numbers(values, 6) for name, values in clients.items()},
+        "numUnseen": run.num_unseen,
         "classes": _classes(run),
         "layerBytes": _layer_bytes(run),
         "seconds": _seconds(metrics),
@@ -122,11 +126,15 @@ def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
     return values.shape[1 + axes.index("layer")] if "layer" in axes else 0
 
 
-def _headline(run: Run, clients: Columns, best: int, gradients: float) -> list[Json]:
-    """Return the figures that stand first: name, text, the number that a table is sorted by, and a remark."""
-    metrics = run.metrics
+def _headline(run: Run, clients: Columns, best: int, gradients: float, has_unseen: bool) -> list[Json]:
+    """Return the figures that stand first: name, text, the number that a table is sorted by, and a remark.
+
+    All but those of unseen clients, which any page with `has_unseen` has, are of the clients in training.
+    """
+    metrics, unseen = run.metrics, run.num_unseen
     last = {name: float(values[-1]) for name, values in metrics.items()}
-    accuracies = clients.get("accuracy", np.array([math.nan]))
+    accuracies = clients.get("accuracy", np.full(1 + unseen, math.nan))
+    accuracies = accuracies[: len(accuracies) - unseen]
 
     def entry(name: str, text: str, value: float, remark: str = "") -> Json:
         return {
@@ -139,7 +147,14 @@ def _headline(run: Run, clients: Columns, best: int, gradients: float) -> list[J
     def percent(name: str, value: float, remark: str = "") -> Json:
         return entry(name, f"{100 * value:.2f} %" if math.isfinite(value) else "nan", value, remark)
 
-    of_clients = f"mean over {len(accuracies)} client{'s' * (len(accuracies) > 1)}"
+    of_clients = f"mean over {_counted(len(accuracies))}{' in training' * bool(unseen)}"
+    of_unseen = []
+    if unseen:
+        spread = last["accuracy_unseen_std"]
+        remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
+        of_unseen = [percent("Unseen clients", last["accuracy_unseen"], remark)]
+    elif has_unseen:
+        of_unseen = [entry("Unseen clients", "none", math.nan)]
     highest = float(metrics["accuracy_mean"][best])
     down_up = [last["bytes_down"], last["bytes_up"]]
     ways = [readable_bytes(count) for count in down_up]
@@ -147,6 +162,7 @@ def _headline(run: Run, clients: Columns, best: int, gradients: float) -> list[J
         percent("Mean accuracy", last["accuracy_mean"], of_clients),
         percent("Spread", last["accuracy_std"], "standard deviation over clients"),
         percent("Worst tenth", worst_tenth(accuracies.tolist()), "mean of the worst 10 % of the clients"),
+        *of_unseen,
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
         entry("Time", str(timedelta(seconds=round(last["wall_s"]))), last["wall_s"], "h:min:s"),
@@ -154,11 +170,23 @@ def _headline(run: Run, clients: Columns, best: int, gradients: float) -> list[J
     ]
 
 
+def _counted(clients: int) -> str:
+    return f"{clients} client{'s' * (clients != 1)}"
+
+
 def _clients(run: Run) -> Columns:
-    """Return figures of each client: at the end, or those of the newest checkpoint; {} without either."""
+    """Return figures of each client: at the end, or those of the newest checkpoint; {} without either.
+
+    Unseen clients come last, with nan where they have no figure.
+    """
     if run.is_finished:
         return {name: run.clients[name] for name in CLIENT_COLUMNS if name in run.clients}
-    found = {name: values[-1] for name in CLIENT_COLUMNS if len(values := run.history.get(name, np.empty(0)))}
+    nothing = np.full(run.num_unseen, math.nan)
+    found = {
+        name: np.concatenate([values[-1], run.history.get(f"{name}_unseen", [nothing])[-1]])
+        for name in CLIENT_COLUMNS
+        if len(values := run.history.get(name, np.empty(0)))
+    }
     if found and "client" in run.partition:
         found |= {name: _samples(run, name) for name in ("train_samples", "evaluated_samples")}
     return found
@@ -174,7 +202,7 @@ def _gradients_a_round(run: Run) -> float:
     if "client" not in run.partition:
         return 0.0
     config, samples = run.config, _samples(run, "train_samples").astype(int)
-    train = config.train
+    samples, train = samples[: len(samples) - run.num_unseen], config.train
     batches = [len(minibatches(count, train.batch_size, train.last_batch)) for count in samples.tolist()]
     epochs = METHODS[config.method].gradient_epochs(config.params, train)
     return float(np.mean(batches)) * epochs * train.cohort_size(len(samples))

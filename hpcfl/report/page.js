@@ -445,10 +445,11 @@ function picture(place, run, spec) {
 /* ---- clients: a bar of accuracy beside a strip of samples by class ---- */
 function clientStrips(place, run) {
   const { accuracy, train_samples: samples } = run.clients, count = accuracy.length;
+  const isUnseen = (c) => c >= count - run.numUnseen, nameOf = (c) => `client ${c}${isUnseen(c) ? ", unseen" : ""}`;
   const [, numClasses] = run.classes.shape ?? [0, 0];
   const raw = decode(run.classes.counts ?? ""), counts = new Uint16Array(raw.buffer);
   const most = counts.reduce((a, b) => Math.max(a, b), 1);
-  caption(place, "Accuracy of each client beside its classes", `Left: final accuracy (${run.scored}). Right: samples of each class, training and scored ones together; the stronger the colour, the more, up to ${most}.`);
+  caption(place, "Accuracy of each client beside its classes", `Left: final accuracy (${run.scored}). Right: samples of each class, training and scored ones together; the stronger the colour, the more, up to ${most}.${run.numUnseen ? " Hollow bars: unseen clients, which take no part in training." : ""}`);
   const label = make(make(place, "div", { class: "controls" }), "label", {}, "order");
   const select = make(label, "select"), holder = make(place, "div");
   const orders = { client: (c) => c, accuracy: (c) => -(accuracy[c] ?? -1), samples: (c) => -(samples?.[c] ?? 0), "main class": (c) => numClasses && counts.subarray(c * numClasses, (c + 1) * numClasses).reduce((best, value, n, all) => (value > all[best] ? n : best), 0) };
@@ -462,8 +463,12 @@ function clientStrips(place, run) {
     const bar = (value) => (value ?? 0) * (middle - left - 14);
     context.textBaseline = "middle";
     order.forEach((c, n) => {
-      context.fillStyle = colour("c0");
-      context.fillRect(left, 2 + n * row + row * 0.08, bar(accuracy[c]), Math.max(row * 0.84, 0.6));
+      const drawn = [left, 2 + n * row + row * 0.08, bar(accuracy[c]), Math.max(row * 0.84, 0.6)];
+      context.fillStyle = context.strokeStyle = colour("c0");
+      context.globalAlpha = isUnseen(c) ? 0.25 : 1;
+      context.fillRect(...drawn);
+      context.globalAlpha = 1;
+      if (isUnseen(c) && row > 4) context.strokeRect(...drawn);
       if (!isKnown(accuracy[c]) && row > 8) {
         context.fillStyle = colour("soft");
         context.textAlign = "left";
@@ -499,21 +504,23 @@ function clientStrips(place, run) {
       if (c === undefined || n < 0) return null;
       const mine = [...counts.subarray(c * numClasses, (c + 1) * numClasses)].map((value, k) => [value, k]).filter(([value]) => value);
       const told = mine.sort((a, b) => b[0] - a[0]).slice(0, 12).map(([value, k]) => `${k}: ${value}`).join(", ");
-      return { text: `client ${c}\naccuracy: ${percent(accuracy[c])}${told ? `\nsamples by class: ${told}` : ""}`, x: left + bar(accuracy[c]), y: 2 + (n + 0.5) * row };
+      return { text: `${nameOf(c)}\naccuracy: ${percent(accuracy[c])}${told ? `\nsamples by class: ${told}` : ""}`, x: left + bar(accuracy[c]), y: 2 + (n + 0.5) * row };
     };
     explore(canvas, (x, y) => tell(x < 0 ? -1 : Math.floor((y - 2) / row)), (dx, dy) => tell(Math.min(count - 1, Math.max(0, current + dx + dy))));
   };
   select.addEventListener("change", draw);
   const columns = Object.entries(run.clients), format = (name) => (name.startsWith("accuracy") ? percent : name.includes("bytes") ? bytes : name === "loss" ? decimal : whole);
   tableUnder(place, ["client", ...columns.map(([name]) => name.replaceAll("_", " "))], () =>
-    accuracy.map((_, c) => [[c, `client ${c}`], ...columns.map(([name, values]) => [values[c], isKnown(values[c]) ? format(name)(values[c]) : "nan"])]));
+    accuracy.map((_, c) => [[c, nameOf(c)], ...columns.map(([name, values]) => [values[c], isKnown(values[c]) ? format(name)(values[c]) : "nan"])]));
   return draw;
 }
 
 /* ---- spread of the clients' accuracy, a row a run ---- */
 function distribution(place, runs) {
-  caption(place, "Final accuracy over the clients", "Each dot is a client; the box spans the middle half, the line the middle eight tenths.");
-  const holder = make(place, "div"), known = runs.map((run) => (run.clients.accuracy ?? []).filter(isKnown).sort((a, b) => a - b));
+  const trained = (run) => (run.clients.accuracy ?? []).slice(0, run.clients.accuracy?.length - run.numUnseen);
+  const note = runs.some((run) => run.numUnseen) ? " Unseen clients are left out." : "";
+  caption(place, "Final accuracy over the clients", `Each dot is a client; the box spans the middle half, the line the middle eight tenths.${note}`);
+  const holder = make(place, "div"), known = runs.map((run) => trained(run).filter(isKnown).sort((a, b) => a - b));
   const quantile = (values, share) => values[Math.min(values.length - 1, Math.round(share * (values.length - 1)))];
   const draw = () => {
     holder.replaceChildren();
@@ -559,7 +566,8 @@ function overRounds(place, runs, isOne, kind) {
     return { name: isOne ? `mean over clients, ${run.scored}` : run.label, x: run.curves.round, y: run.curves[field], bandX: run.bands.round, bands: has ? [[lowest, highest], ...(isOne ? [[low, high]] : [])] : [] };
   });
   if (isOne) {
-    const add = (name, values, isHidden = false) => values.some(isKnown) && series.push({ name, x: runs[0].curves.round, y: values, isHidden });
+    const add = (name, values, isHidden = false) => values?.some(isKnown) && series.push({ name, x: runs[0].curves.round, y: values, isHidden });
+    add("unseen clients", runs[0].curves[`${kind}_unseen`]);
     if (kind === "loss") add("training loss", runs[0].curves.train_loss_mean);
     else for (const moment of ["after download", "after training"]) {
       if (moment !== runs[0].scored) add(moment, runs[0].curves[`accuracy_${moment.replace(" ", "_")}`]);

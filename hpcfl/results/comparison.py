@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +29,24 @@ class Comparison:
 
     @property
     def means(self) -> list[float]:
-        """Mean accuracy over clients of each entry, then over its runs."""
-        found = [[float(run.clients["accuracy"].mean()) for run in entry] for entry in self.entries]
-        return [sum(means) / len(means) for means in found]
+        """Mean accuracy over the clients in training of each entry, then over its runs."""
+        return [
+            statistics.fmean(float(run.in_training["accuracy"].mean()) for run in entry)
+            for entry in self.entries
+        ]
+
+    @property
+    def unseen_means(self) -> list[float]:
+        """Mean accuracy over clients that take no part in training, then over runs; empty without such."""
+        if not self.entries[0][0].num_unseen:
+            return []
+        return [
+            statistics.fmean(float(run.metrics["accuracy_unseen"][-1]) for run in entry)
+            for entry in self.entries
+        ]
 
     def difference(self, first: int = 0, second: int = 1) -> PairedDifference:
-        """Return how much higher one entry's accuracies are than another's, client by client."""
+        """Return how much higher one entry's accuracies are than another's, client in training by client."""
         return paired_difference(_accuracies(self.entries[first]), _accuracies(self.entries[second]))
 
     def __str__(self) -> str:
@@ -41,8 +54,11 @@ class Comparison:
         names = [_name(entry) for entry in self.entries]
         lines = [["run", "mean accuracy", "spread over clients", "scored"]]
         for entry, name, mean in zip(self.entries, names, self.means, strict=True):
-            spread = sum(float(run.clients["accuracy"].std()) for run in entry) / len(entry)
+            spread = statistics.fmean(float(run.in_training["accuracy"].std()) for run in entry)
             lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(entry[0].config)])
+        if self.unseen_means:
+            unseen = ["unseen clients", *(f"{mean:.2%}" for mean in self.unseen_means)]
+            lines = [[*line[:-1], told, line[-1]] for line, told in zip(lines, unseen, strict=True)]
         pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)
@@ -143,7 +159,7 @@ def _of_samples(run: Run) -> dict[str, Any]:
 
 
 def _accuracies(entry: Sequence[Run]) -> list[list[float]]:
-    return [run.clients["accuracy"].tolist() for run in entry]
+    return [run.in_training["accuracy"].tolist() for run in entry]
 
 
 def _name(entry: Sequence[Run]) -> str:

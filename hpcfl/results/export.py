@@ -108,6 +108,8 @@ def _recipe(run: Run, client: ClientName, weights: Tensors, parts: str) -> dict[
     if client != GLOBAL and run.is_finished:
         # what the model gave at the end of the run, on the client's own samples
         recipe |= {"split": config.run.eval_split, "accuracy": float(run.clients["accuracy"][client])}
+        if run.num_unseen:
+            recipe["unseen"] = client >= run.models.num_clients - run.num_unseen
     return recipe
 
 

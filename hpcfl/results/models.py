@@ -45,7 +45,8 @@ class TrainedModels:
         self._path = checkpoint.path
         self.round = checkpoint.header.round
         """Rounds that these models have behind them."""
-        self.num_clients = len(checkpoint.history["accuracy"][0])
+        self.num_clients = checkpoint.num_clients + checkpoint.num_unseen
+        """Clients that have a model after the last round, those that take no part in training too."""
 
     @cached_property
     def data(self) -> DataRecord:

@@ -59,8 +59,23 @@ class Run:
 
     @cached_property
     def clients(self) -> Columns:
-        """Columns of clients.csv [N]; empty while the run is not finished."""
+        """Columns of clients.csv; empty while the run is not finished.
+
+        Clients that take no part in training come last, with 1 in a column "unseen".
+        """
         return read_columns(self.path / "clients.csv")
+
+    @property
+    def num_unseen(self) -> int:
+        """Clients that take no part in training; 0 before the run has dealt its samples."""
+        ids = (self.partition or self.clients).get("client", np.empty(0))
+        return self.config.data.num_unseen(int(ids.max()) + 1) if len(ids) else 0
+
+    @property
+    def in_training(self) -> Columns:
+        """Columns of clients.csv of the clients in training [N]; empty while the run is not finished."""
+        is_there = self.clients.get("unseen", np.zeros(len(self.clients.get("client", ())))) == 0
+        return {name: values[is_there] for name, values in self.clients.items() if name != "unseen"}
 
     def frame(self, name: str = "metrics") -> Any:
         """Return metrics.csv, clients.csv or bytes.csv as a pandas.DataFrame; empty where there is no file.

@@ -63,6 +63,16 @@ class LoadedCheckpoint:
             for name, data in _datasets(self._file["ledger"]).items()
         }
 
+    @property
+    def num_clients(self) -> int:
+        """Clients in training, N."""
+        return self.history["accuracy"].shape[1]
+
+    @property
+    def num_unseen(self) -> int:
+        """Clients that take no part in training, with ids from N on."""
+        return self.history["accuracy_unseen"].shape[1] if "accuracy_unseen" in self.history else 0
+
     @cached_property
     def server(self) -> dict[str, torch.Tensor]:
         """The server's state, read when it is first asked for, before `close`."""
@@ -76,16 +86,21 @@ class LoadedCheckpoint:
     def model(self, client: int) -> dict[str, torch.Tensor]:
         """Read the personalised model of a client, by part: "theta" [P], "buffers" [U], or a method's own.
 
+        Clients N and up take no part in training; their models are those that were adapted last.
+
         Raises:
             KeyError: the checkpoint has no models.
             ValueError: the checkpoint has no such client.
         """
-        parts = _datasets(self._file["personalised"])
-        count = len(self.history["accuracy"][0])
-        if not 0 <= client < count:
-            raise ValueError(f"{self.path} has models of {count} clients, asked for client {client}")
+        group, row, count = "personalised", client, self.num_clients
+        if client >= count:
+            group, row, count = "unseen", client - count, self.num_unseen
+        if not 0 <= row < count:
+            known = self.num_clients + self.num_unseen
+            raise ValueError(f"{self.path} has models of {known} clients, asked for client {client}")
+        parts = _datasets(self._file[group])
         # a part that all clients share has one row
-        return {name: _read_tensor(data, client if len(data) == count else 0) for name, data in parts.items()}
+        return {name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()}
 
     def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Read the rows [stop - start, ...] of clients start to stop - 1, by name.

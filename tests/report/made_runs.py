@@ -25,20 +25,23 @@ def make_run(
     settings: Sequence[str] = (),
     of_method: Mapping[str, np.ndarray] | None = None,
     eval_every: int = 1,
+    unseen: np.ndarray | None = None,
 ) -> Path:
-    """Write a finished run with these accuracies [E, N] and a method's history [E, ...]."""
-    evaluations, clients = accuracy.shape
-    rounds = evaluations * eval_every
-    config = load_config(None, [f"data.clients={clients}", f"train.rounds={rounds}", *settings])
+    """Write a finished run with these accuracies [E, N], of unseen clients [E, U], and history [E, ...]."""
+    evaluations, in_training = accuracy.shape
+    num_unseen = 0 if unseen is None else unseen.shape[1]
+    clients, rounds = in_training + num_unseen, evaluations * eval_every
+    keys = [f"data.unseen_clients={num_unseen / clients}"] if num_unseen else []
+    config = load_config(None, [f"data.clients={clients}", f"train.rounds={rounds}", *keys, *settings])
     folder.mkdir(parents=True)
     environment = {"hpcfl": "0", "ranks": ["host cpu loop"]}
     (folder / "config.yaml").write_text(config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}))
-    everyone, ones = tuple(range(clients)), np.ones(clients, np.int64)
-    moved = Traffic(np.ones((clients, len(LAYERS)), np.int64) * 1000, {}, ones, ones)
-    ledger = Ledger(clients, LAYERS)
+    everyone, ones = tuple(range(in_training)), np.ones(in_training, np.int64)
+    moved = Traffic(np.ones((in_training, len(LAYERS)), np.int64) * 1000, {}, ones, ones)
+    ledger = Ledger(in_training, LAYERS, num_unseen)
     ledger.start_files(folder)
     moments = {"after_download": accuracy, "after_training": np.minimum(accuracy + 0.05, 1)}
-    cohort = Cohort(0, everyone, torch.ones(clients))
+    cohort = Cohort(0, everyone, torch.ones(in_training))
     for number in range(rounds):
         object.__setattr__(cohort, "round", number)
         ledger.record_round(cohort, (moved, moved), 10.0, 1 / (number + 1), 0.5)
@@ -53,6 +56,7 @@ def make_run(
                 {name: values[at] for name, values in moments.items()},
                 1.0,
                 {name: values[at] for name, values in (of_method or {}).items()},
+                None if unseen is None else {"accuracy": unseen[at], "loss": 1 - unseen[at]},
             )
     ledger.append_files(folder)
     CheckpointStore(folder).save(
@@ -67,7 +71,7 @@ def make_run(
             ledger.tables,
         )
     )
-    ledger.write_clients(folder, 40 * ones, 10 * ones)
+    ledger.write_clients(folder, np.full(clients, 40), np.full(clients, 10))
     counts = np.zeros((clients, 10), np.int64)
     counts[np.arange(clients), np.arange(clients) % 10] = 40
     write_partition(folder, counts, counts // 4)

@@ -136,6 +136,7 @@ def test_light_and_dark_by_preference_and_by_button(page: Page) -> None:
     page.locator("#theme").press("Enter")
     assert looks() == light
     page.emulate_media(color_scheme="dark")
+    # the browser tells of it with its next frame
     page.wait_for_function("() => document.documentElement.dataset.theme === 'dark'")
     assert looks() == dark
     assert light[0] != dark[0]
@@ -145,6 +146,7 @@ def test_light_and_dark_by_preference_and_by_button(page: Page) -> None:
     page.evaluate("() => dispatchEvent(new Event('afterprint'))")
     assert looks() == dark
     page.emulate_media(color_scheme="light")
+    page.wait_for_function("() => document.documentElement.dataset.theme === 'light'")
 
 
 def test_tables_sort_by_number(page: Page) -> None:
@@ -178,6 +180,29 @@ def test_runs_side_by_side_are_drawn_when_they_are_opened(browser: Browser, pfed
         assert page.locator("details.run[open] [data-chart=picture] .legend button").count() == 5
         assert {kind for kind, *_ in drawings(page)} == {*side_by_side, *KINDS}
         assert opened.complaints == []
+
+
+def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "fedavg", rising(4, 5), ["method.name=fedavg"], unseen=np.full((4, 2), 0.5))
+    path = written(folder)
+    draws_all(browser, path, *(kind for kind in KINDS if kind != "picture"))
+    with opened_page(browser, path) as opened:
+        page = opened.page
+        for kind in ("accuracy", "loss"):
+            assert "unseen clients" in page.locator(f"[data-chart={kind}] .legend").inner_text()
+        assert "Hollow bars: unseen clients" in page.locator("[data-chart=clients] figcaption").inner_text()
+        canvas = page.locator("[data-chart=clients] canvas")
+        canvas.focus()
+        told = []
+        for _ in range(7):
+            page.keyboard.press("ArrowDown")
+            told.append(page.locator("#tooltip").inner_text().splitlines()[0])
+        assert told[-2:] == ["client 5, unseen", "client 6, unseen"]
+        page.locator("[data-chart=clients] summary").click()
+        rows = page.locator("[data-chart=clients] tbody th").all_inner_texts()
+        assert [row for row in rows if "unseen" in row] == told[-2:]
+    with opened_page(browser, written(make_run(tmp_path / "local", rising(4, 7)))) as opened:
+        assert "Hollow" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
 
 
 def test_one_client_and_one_round(browser: Browser, tmp_path: Path) -> None:

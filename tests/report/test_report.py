@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -17,6 +18,7 @@ from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS
 from hpcfl.pictures import Picture
 from hpcfl.report.packing import UNKNOWN, packed_pictures, spread_out
+from hpcfl.results.run import load_run
 
 TINY = ["data.clients=3", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
 
@@ -76,6 +78,47 @@ def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
     (run,) = data_of(folder / "report.html")["runs"]
     assert (run["isFinished"], run["done"], len(run["clients"]["accuracy"])) == (False, 4, 5)
     assert run["clients"]["train_samples"] == [40] * 5
+
+
+def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None:
+    seen, unseen = rising(3, 4), np.array([[0.1, 0.1], [0.2, 0.2], [0.25, 0.35]])
+    folder = make_run(tmp_path / "fedavg", seen, ["method.name=fedavg"], unseen=unseen)
+    assert main(["report", str(folder)]) == FINISHED
+    (run,) = data_of(folder / "report.html")["runs"]
+    told = {entry["name"]: (entry["text"], entry["remark"]) for entry in run["headline"]}
+    # 0.9 times 0.6, 0.73, 0.87 and 1
+    assert told["Mean accuracy"] == ("72.00 %", "mean over 4 clients in training")
+    assert told["Worst tenth"][0] == "54.00 %"
+    assert told["Unseen clients"] == (
+        "30.00 %",
+        "mean over 2 clients with no part in training, spread 5.00 %",
+    )
+    assert (run["numUnseen"], run["clients"]["accuracy"][4:]) == (2, [0.25, 0.35])
+    assert run["classes"]["shape"] == [6, 6]
+    assert (run["curves"]["accuracy_unseen"], run["curves"]["loss_unseen"]) == (
+        [0.1, 0.2, 0.3],
+        [0.9, 0.8, 0.7],
+    )
+    # 40 samples are 3 mini-batches, 5 epochs of the 4
+    config = load_run(folder).config.train
+    a_round = 4 * math.ceil(40 / config.batch_size) * config.local_epochs
+    assert run["curves"]["gradients"] == [a_round, 2 * a_round, 3 * a_round]
+    # a quantile over the four
+    assert run["bands"]["accuracy"][1][-1] == pytest.approx(np.quantile(seen[-1], 0.25), abs=1e-4)
+
+    # the same from the checkpoint, while it goes on; and beside a run without such clients
+    (folder / "clients.csv").unlink()
+    other = make_run(tmp_path / "local", rising(3, 6), ["method.name=local"])
+    both = tmp_path / "both.html"
+    assert main(["report", str(folder), str(other), "--out", str(both)]) == FINISHED
+    going, other_run = data_of(both)["runs"]
+    assert {entry["name"]: (entry["text"], entry["remark"]) for entry in going["headline"]} == told
+    assert going["clients"]["accuracy"] == run["clients"]["accuracy"]
+    assert going["clients"]["accuracy_after_training"][4:] == [None, None]
+    names = [[entry["name"] for entry in one["headline"]] for one in (going, other_run)]
+    assert names[0] == names[1]
+    assert [e["text"] for e in other_run["headline"] if e["name"] == "Unseen clients"] == ["none"]
+    assert "accuracy_unseen" not in other_run["curves"]
 
 
 def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

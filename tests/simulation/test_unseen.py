@@ -29,6 +29,7 @@ from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.results.run import load_run
 from hpcfl.simulation import experiment
 from hpcfl.simulation.experiment import build, deal, load_data
 from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
@@ -174,6 +175,43 @@ def test_the_checkpoint_holds_the_models_that_were_scored(
         else:
             scores = place.evaluator.outputs(theta[number], buffers[number], probabilities, x)
         assert nll_loss(scores.double().log(), y).item() == pytest.approx(loss, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", [*CASES, *OTHER_BUFFERS])
+def test_their_models_predict_as_they_were_scored(serial: Folders, case: str) -> None:
+    run = load_run(serial(case))
+    arrays, parts = load_data(run.config)
+    for client, part in enumerate(parts):
+        # in training, their models are another test's
+        if client >= SEEN:
+            found = run.predict(client, np.ascontiguousarray(arrays.x[part.test])).argmax(axis=1)
+            assert np.mean(found == arrays.y[part.test]) == pytest.approx(run.clients["accuracy"][client])
+    with pytest.raises(UserError, match=r"client 7 is not in this run; allowed: 0 to 6"):
+        run.model(SEEN + UNSEEN)
+
+
+def test_their_models_are_exported(serial: Folders, tmp_path: Path) -> None:
+    run = load_run(serial("fedavg"))
+    run.export("all", tmp_path)
+    recipes = [json.loads((tmp_path / f"client{n}.json").read_text()) for n in range(SEEN + UNSEEN)]
+    assert [recipe["unseen"] for recipe in recipes] == [False] * SEEN + [True] * UNSEEN
+    assert [recipe["accuracy"] for recipe in recipes] == run.clients["accuracy"].tolist()
+    states = [torch.load(tmp_path / f"client{n}.pt") for n in (SEEN, SEEN + 1)]
+    assert not torch.equal(*(next(iter(state.values())) for state in states))
+
+
+def test_runs_are_compared_on_the_clients_in_training(serial: Folders) -> None:
+    one, other = (load_run(serial(case)) for case in ("fedavg", "local"))
+    found = one.compare(other)
+    accuracies = [run.clients["accuracy"] for run in (one, other)]
+    assert [len(run.in_training["accuracy"]) for run in (one, other)] == [SEEN, SEEN]
+    assert found.means == pytest.approx([of_run[:SEEN].mean() for of_run in accuracies])
+    assert found.unseen_means == pytest.approx([of_run[SEEN:].mean() for of_run in accuracies])
+    assert found.difference().over_clients.count == SEEN
+    assert found.difference().over_clients.mean == pytest.approx(found.means[0] - found.means[1])
+    header, line, *_ = str(found).splitlines()
+    assert header.split("  ")[-2:] == ["unseen clients", "scored"]
+    assert f"{found.unseen_means[0]:.2%}" in line
 
 
 @pytest.mark.parametrize("case", [f"{method}-local" for method in LOCAL_BUFFERS])
