@@ -15,7 +15,7 @@ import numpy as np
 from hpcfl.config import RESULT_NEUTRAL, flatten
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.report.packing import Json, base64_of, numbers, packed_pictures, spread_out
+from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
 from hpcfl.results.comparison import scored_when
 from hpcfl.results.run import Columns, Run
 from hpcfl.results.statistics import worst_tenth
@@ -79,12 +79,12 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool) -> Json:
     sent = sum(values for name, values in metrics.items() if "bytes_" in name)
     has_detail = num_runs <= MOST_CONFIGURATIONS
     pictures = [
-        (picture, axes, run.history[picture.quantity])
+        Recorded(picture, axes, *found, is_newest=picture.quantity not in run.history)
         for picture in method.pictures
-        if (axes := method.history_axes.get(picture.quantity)) and picture.quantity in run.history
+        if (axes := method.history_axes.get(picture.quantity)) and (found := run.recorded(picture.quantity))
     ]
-    layers = run.layers(max([axes_size(axes, values) for _, axes, values in pictures], default=0))
-    packed = packed_pictures(pictures, run.history_rounds, PICTURE_BYTES // num_runs)
+    layers = run.layers(max([axes_size(one.axes, one.values) for one in pictures], default=0))
+    packed = packed_pictures(pictures, PICTURE_BYTES // num_runs)
     for one in packed:
         names = method.entry_names(one["axes"][-1], config.params)
         one["names"] = {"layer": layers, one["axes"][-1]: names} if names else {"layer": layers}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,29 +42,37 @@ def base64_of(values: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
 
 
-def packed_pictures(
-    pictures: Sequence[tuple[Picture, tuple[str, ...], np.ndarray]], rounds: np.ndarray, most_bytes: int
-) -> list[Json]:
+@dataclass(frozen=True)
+class Recorded:
+    """A picture with what there is to draw."""
+
+    picture: Picture
+    axes: tuple[str, ...]
+    values: np.ndarray
+    """[E, *axes]."""
+    rounds: np.ndarray
+    """The round of each evaluation [E]."""
+    is_newest: bool = False
+    """Whether it is the newest alone, because the history holds none."""
+
+
+def packed_pictures(pictures: Sequence[Recorded], most_bytes: int) -> list[Json]:
     """Return pictures for the page, all together in at most so many bytes before base64.
 
-    Args:
-        pictures: each with its axes and its values [E, *axes].
-        rounds: the round of each evaluation [E].
-        most_bytes: what is over is thinned: evaluations first, then clients.
+    What is over is thinned: evaluations first, then clients.
     """
     packed: dict[int, Json] = {}
     # those that need little leave their share to the others
-    for left, index in enumerate(sorted(range(len(pictures)), key=lambda n: pictures[n][2].size)):
+    for left, index in enumerate(sorted(range(len(pictures)), key=lambda n: pictures[n].values.size)):
         share = most_bytes // (len(pictures) - left)
-        packed[index] = _packed(*pictures[index], rounds, share)
+        packed[index] = _packed(pictures[index], share)
         most_bytes -= math.prod([len(packed[index]["rounds"]), *packed[index]["shape"]])
     return [packed[index] for index in range(len(pictures))]
 
 
-def _packed(
-    picture: Picture, axes: tuple[str, ...], values: np.ndarray, rounds: np.ndarray, most_bytes: int
-) -> Json:
-    notes = []
+def _packed(recorded: Recorded, most_bytes: int) -> Json:
+    picture, axes, values = recorded.picture, recorded.axes, recorded.values
+    notes = ["the newest alone, as the history holds none of so many clients"] if recorded.is_newest else []
     clients = values.shape[1]
     shown = min(clients, MOST_CLIENTS)
     while shown > 1 and _size(values.shape[1:], axes, shown) > most_bytes:
@@ -86,7 +95,7 @@ def _packed(
         "quantity": picture.quantity,
         "axes": axes,
         "shape": values.shape[1:],
-        "rounds": rounds[kept].tolist(),
+        "rounds": recorded.rounds[kept].tolist(),
         "low": low,
         "high": high,
         "isName": picture.is_name,

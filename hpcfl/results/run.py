@@ -136,6 +136,18 @@ class Run:
         table = self.checkpoint.ledger["metrics"]
         return table.values[:, list(table.columns).index("round")].astype(np.int64)
 
+    def recorded(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return a method's diagnostic [E, ...] and its rounds [E]; None without it.
+
+        Where the history holds none, as of very many clients, it is the newest alone, from the server.
+        """
+        if self.checkpoint is None:
+            return None
+        if name in self.history:
+            return self.history[name], self.history_rounds
+        newest = self.checkpoint.newest(name)
+        return None if newest is None else (newest[None], np.array([self.checkpoint.header.round]))
+
     def layers(self, count: int) -> list[str]:
         """Return the names of the `count` layers of the method's models, in order."""
         if self.checkpoint is None:

@@ -78,6 +78,10 @@ class LoadedCheckpoint:
         """The server's state, read when it is first asked for, before `close`."""
         return {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
 
+    def newest(self, name: str) -> np.ndarray | None:
+        """Read a quantity of the server, derived ones too, as the last round left it; None without it."""
+        return self._file["server"][name][()] if name in self._file["server"] else None
+
     @property
     def has_models(self) -> bool:
         """Whether it holds the personalised models, as the last checkpoint of a run does."""

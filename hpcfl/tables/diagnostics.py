@@ -45,7 +45,8 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
         place = {"label": cell.label, "column": table.columns[cell.column], "seed": cell.seed}
         history = histories[cell.folder]
         for moment in evaluations(history.rounds, SUMMARISED):
-            for name, values in history.diagnostics.items():
+            there = {name: by for name, by in history.diagnostics.items() if moment in by}
+            for name, values in there.items():
                 for layer, clients, value in _summary(axes[name], values[moment], common):
                     lines.append(
                         place

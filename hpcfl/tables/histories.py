@@ -32,7 +32,10 @@ class History:
     accuracy: np.ndarray
     """[E, N]."""
     diagnostics: dict[str, dict[int, np.ndarray]]
-    """By name, then by the number of the evaluation, which counts from 0; axes: `Method.history_axes`."""
+    """By name, then by the number of the evaluation, which counts from 0; axes: `Method.history_axes`.
+
+    Of what is too large for a checkpoint's history there is the last evaluation alone.
+    """
     layers: list[str]
     """Names of the layers on the diagnostics' axes."""
 
@@ -79,15 +82,17 @@ def _read(cell: Cell, wanted: Sequence[Sequence[int | str]]) -> History | None:
     run = load_run(cell.folder)
     if run.checkpoint is None:
         return None
-    run.checkpoint.close()
     axes = METHODS[cell.config.method].history_axes
     rounds = run.history_rounds.tolist()
     kept = sorted({at for choice in wanted for at in evaluations(rounds, choice)})
-    known = {name: run.history[name] for name in axes if name in run.history}
-    layers = [known[name].shape[2] for name in known if "layer" in axes[name]]
-    return History(
-        rounds,
-        run.history["accuracy"],
-        {name: {at: values[at].copy() for at in kept} for name, values in known.items()},
-        run.layers(max(layers, default=0)),
-    )
+    known: dict[str, dict[int, np.ndarray]] = {}
+    layers = [0]
+    for name in axes:
+        if (found := run.recorded(name)) is not None:
+            values, of_values = found
+            there = dict(zip(of_values.tolist(), values, strict=True))
+            by_evaluation = {at: there[rounds[at]].copy() for at in kept if rounds[at] in there}
+            known |= {name: by_evaluation} if by_evaluation else {}
+            layers.append(values.shape[2] if "layer" in axes[name] else 0)
+    run.checkpoint.close()
+    return History(rounds, run.history["accuracy"], known, run.layers(max(layers)))

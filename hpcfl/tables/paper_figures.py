@@ -189,6 +189,8 @@ def _heat_maps(
         maps, rounds = _of_history(table, drawing, entry.column, axes, history)
         lines[title] = maps
         said = [f"round {rounds[0]}"] if len(rounds) == 1 else []
+        if len(rounds) < len(evaluations(history.rounds, drawing.rounds)):
+            said.append(f"the newest {name} alone, as the history holds none")
         said.append(
             f"seed {cell.seed}" + (f" of {', '.join(map(str, table.seeds))}" * (len(table.seeds) > 1))
         )
@@ -217,10 +219,12 @@ def _of_history(
     _check_client(table, drawing, history.accuracy.shape[1])
     layers = _chosen_layers(table, drawing, column, history.layers) if "layer" in axes else []
     numbers = [history.layers.index(layer) for layer in layers]
-    chosen = evaluations(history.rounds, drawing.rounds)
+    known = history.diagnostics[drawing.quantity]
+    # of very many clients there is the last alone
+    chosen = [at for at in evaluations(history.rounds, drawing.rounds) if at in known] or list(known)
     made = []
     for at in chosen:
-        values = history.diagnostics[drawing.quantity][at]
+        values = known[at]
         moment = [f"round {history.rounds[at]}"] if len(chosen) > 1 else []
         if drawing.client is not None:
             made.append(_heat_map(moment, values[drawing.client, numbers], row_names=layers))

@@ -26,8 +26,12 @@ def make_run(
     of_method: Mapping[str, np.ndarray] | None = None,
     eval_every: int = 1,
     unseen: np.ndarray | None = None,
+    derived: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """Write a finished run with these accuracies [E, N], of unseen clients [E, U], and history [E, ...]."""
+    """Write a finished run with these accuracies [E, N], of unseen clients [E, U], and history [E, ...].
+
+    `derived` is what the checkpoint has of the server for readers.
+    """
     evaluations, in_training = accuracy.shape
     num_unseen = 0 if unseen is None else unseen.shape[1]
     clients, rounds = in_training + num_unseen, evaluations * eval_every
@@ -65,7 +69,7 @@ def make_run(
             LayoutRecord((), ()),
             DataRecord((1, 8, 8), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
             {},
-            {},
+            {name: torch.from_numpy(values) for name, values in (derived or {}).items()},
             Rows({}, ()),
             ledger.history,
             ledger.tables,

@@ -238,6 +238,28 @@ def test_a_thousand_clients(browser: Browser, tmp_path: Path) -> None:
     assert path.stat().st_size < 3_000_000
 
 
+def test_a_thousand_clients_weights_are_thinned(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(
+        tmp_path / "pfedla",
+        rising(3, 1000),
+        ["data.per_client=2"],
+        of_method={"self_weight": RNG.random((3, 1000, len(LAYERS)))},
+        derived={"alpha": RNG.random((1000, len(LAYERS), 1000), np.float32)},
+    )
+    path = written(folder)
+    draws_all(browser, path, *KINDS)
+    assert path.stat().st_size < 3_000_000
+    with opened_page(browser, path) as opened:
+        weights = opened.page.locator("[data-chart=picture]").first
+        assert weights.locator("canvas").count() == len(LAYERS) + 1
+        assert weights.locator("input").count() == 0
+        assert "round 3" in weights.locator(".controls").first.inner_text()
+        note = (
+            "Shown: the newest alone, as the history holds none of so many clients; clients 0 to 499 of 1000"
+        )
+        assert weights.locator(".note").inner_text().startswith(note)
+
+
 def test_a_long_run_of_many_clients_stays_small(browser: Browser, tmp_path: Path) -> None:
     alpha = RNG.random((125, 100, len(LAYERS), 100), np.float32).astype(np.float16)
     folder = make_run(tmp_path / "pfedla", rising(125, 100), of_method={"alpha": alpha}, eval_every=20)

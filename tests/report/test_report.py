@@ -15,9 +15,9 @@ from conftest import REPOSITORY
 from report.made_runs import make_run, rising
 
 from hpcfl.main import BAD_INPUT, FINISHED, main
-from hpcfl.methods import METHODS
+from hpcfl.methods import METHODS, pfedla
 from hpcfl.pictures import Picture
-from hpcfl.report.packing import UNKNOWN, packed_pictures, spread_out
+from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out
 from hpcfl.results.run import load_run
 
 TINY = ["data.clients=3", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
@@ -119,6 +119,27 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     assert names[0] == names[1]
     assert [e["text"] for e in other_run["headline"] if e["name"] == "Unseen clients"] == ["none"]
     assert "accuracy_unseen" not in other_run["curves"]
+
+
+def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 3 * 4 * 3 - 1)
+    assert main([*TINY, "--out", str(tmp_path / "few")]) == FINISHED
+    monkeypatch.undo()
+    assert main([*TINY, "--out", str(tmp_path / "all")]) == FINISHED
+    few, every = (
+        {p["quantity"]: p for p in data_of(tmp_path / name / "report.html")["runs"][0]["pictures"]}
+        for name in ("few", "all")
+    )
+    assert list(few) == ["alpha", "self_weight"]
+    assert (few["alpha"]["rounds"], few["self_weight"]["rounds"]) == ([2], [1, 2])
+    assert few["alpha"]["note"].startswith("the newest alone, as the history holds none of so many clients")
+    assert every["alpha"]["rounds"] == [1, 2]
+    # the same weights, but for the steps in which a page has them
+    values = [
+        np.array(codes(p["alpha"])).reshape(-1, 36)[-1] / 254 * p["alpha"]["high"] for p in (few, every)
+    ]
+    assert np.allclose(*values, atol=0.005)
+    assert few["alpha"]["names"]["layer"] == ["conv1", "conv2", "fc1", "fc2"]
 
 
 def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,18 +247,18 @@ def codes(picture: Any) -> list[int]:
 
 
 def test_values_become_bytes_between_the_bounds() -> None:
-    values = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]])
-    (packed,) = packed_pictures([(Picture("a", "", "", low=0), ("client",), values)], np.array([3, 6]), 100)
+    values, rounds = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]]), np.array([3, 6])
+    (packed,) = packed_pictures([Recorded(Picture("a", "", "", low=0), ("client",), values, rounds)], 100)
     # 2 is the highest: 127 steps a unit; what is not finite is unknown
     assert codes(packed) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
     assert (packed["low"], packed["high"], packed["rounds"]) == (0, 2, [3, 6])
     # a declared bound holds unless values lie beyond it
     wide = Picture("a", "", "", low=-2, high=1)
-    (packed,) = packed_pictures([(wide, ("client",), values)], np.array([3, 6]), 100)
+    (packed,) = packed_pictures([Recorded(wide, ("client",), values, rounds)], 100)
     assert (packed["low"], packed["high"]) == (-2, 2)
     names = np.array([[0, 3, -1]])
     cluster = Picture("a", "", "", is_name=True)
-    (packed,) = packed_pictures([(cluster, ("client",), names)], np.array([1]), 100)
+    (packed,) = packed_pictures([Recorded(cluster, ("client",), names, rounds[:1])], 100)
     assert codes(packed) == [0, 3, UNKNOWN]
 
 
@@ -245,14 +266,17 @@ def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
     large, small = np.zeros((9, 4, 2, 4)), np.zeros((9, 4))
     axes = ("client", "layer", "client")
     rounds = np.arange(9)
-    pictures = [(Picture("a", "", ""), axes, large), (Picture("b", "", ""), ("client",), small)]
-    first, second = packed_pictures(pictures, rounds, 36 + 3 * 32)
+    pictures = [
+        Recorded(Picture("a", "", ""), axes, large, rounds),
+        Recorded(Picture("b", "", ""), ("client",), small, rounds),
+    ]
+    first, second = packed_pictures(pictures, 36 + 3 * 32)
     assert (first["rounds"], second["rounds"]) == ([0, 4, 8], list(range(9)))
     assert first["note"] == "3 of 9 evaluations"
-    (packed,) = packed_pictures(pictures[:1], rounds, 31)
+    (packed,) = packed_pictures(pictures[:1], 31)
     assert (packed["shape"], packed["rounds"]) == ((2, 2, 2), [0, 4, 8])
     assert packed["note"] == "clients 0 to 1 of 4; 3 of 9 evaluations"
-    (packed,) = packed_pictures(pictures[:1], rounds, 32)
+    (packed,) = packed_pictures(pictures[:1], 32)
     assert (packed["shape"], packed["rounds"]) == ((4, 2, 4), [8])
 
 

@@ -22,6 +22,7 @@ from matplotlib.figure import Figure
 import hpcfl.storage.checkpoint
 from hpcfl.errors import UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.methods import pfedla
 from hpcfl.tables.cells import Table
 from hpcfl.tables.drawing import figure
 from hpcfl.tables.figures import entries
@@ -219,6 +220,30 @@ def test_one_client_s_matrix_has_its_layers(toy: dict[str, Sheet], whole: Path) 
     assert [tick.get_text() for tick in first.get_yticklabels()] == ["fc2", "conv1"]
     assert (first.get_title(), second.get_title()) == ("gamma = 0.9", "gamma = 0.5")
     assert "gamma = 0.5: round 3, seed 0" in texts(figure(toy["figure_b"]))
+
+
+def test_of_too_many_weights_the_newest_are_drawn(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 1)
+    path = Path(words[0]).with_name("newest.yaml")
+    path.write_text(
+        "extends: toy.yaml\nseeds: [0]\n"
+        "figure: {draw: heat_maps, quantity: alpha, layers: [conv1], rounds: [first, last]}\n"
+    )
+    folder = tmp_path / "out"
+    assert main(["table", str(path), *words[1:], "--out", str(folder), "--quiet"]) == FINISHED
+    table = Table(path, words[1:], folder)
+    sheet = sheets(table, entries(table), histories(table))["figure"]
+    assert sheet is not None
+    for axes, slug in zip(panels(figure(sheet)), SLUGS, strict=True):
+        with h5py.File(f"{folder / slug}-s0/checkpoint.h5") as file:
+            assert "alpha" not in file["history"]
+            weights = file["server/alpha"][:, 0]
+        assert np.array_equal(np.asarray(axes.images[0].get_array()), weights)
+    assert "round 3, the newest alpha alone, as the history holds none" in sheet.notes[1]
+    lines = [line for line in read_csv(folder / "diagnostics.csv") if line["quantity"] == "alpha"]
+    assert {line["round"] for line in lines} == {"3"}
 
 
 def test_curves_are_accuracies_over_rounds(toy: dict[str, Sheet], whole: Path) -> None:
