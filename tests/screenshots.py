@@ -32,8 +32,8 @@ MOST_BYTES = 100_000
 def take(out: Path, settings: Sequence[str] = ()) -> None:
     """Write the pictures of the quickstart's run, with these settings changed."""
     with tempfile.TemporaryDirectory() as folder:
-        # what the run is called stands on the page
-        run = Path(folder) / load_config(None, []).run_name()
+        # the page is called so; not by the whole name, whose end changes with the keys that there are
+        run = Path(folder) / load_config(None, []).run_name().rpartition("-")[0]
         if main(["--quiet", "--out", str(run), *settings]) != FINISHED:
             sys.exit("the run failed")
         with opened_browser() as browser, opened_page(browser, run / REPORT_NAME, width=WIDTH) as opened:

@@ -449,7 +449,7 @@ function clientStrips(place, run) {
   const [, numClasses] = run.classes.shape ?? [0, 0];
   const raw = decode(run.classes.counts ?? ""), counts = new Uint16Array(raw.buffer);
   const most = counts.reduce((a, b) => Math.max(a, b), 1);
-  caption(place, "Accuracy of each client beside its classes", `Left: final accuracy (${run.scored}). Right: samples of each class, training and scored ones together; the stronger the colour, the more, up to ${most}.${run.numUnseen ? " Hollow bars: unseen clients, which take no part in training." : ""}`);
+  caption(place, "Accuracy of each client beside its classes", `Left: final accuracy (${run.scored}). Right: samples of each class, training and scored ones together; the stronger the colour, the more, up to ${most}.${run.numUnseen ? " Pale bars: unseen clients, which take no part in training." : ""}`);
   const label = make(make(place, "div", { class: "controls" }), "label", {}, "order");
   const select = make(label, "select"), holder = make(place, "div");
   const orders = { client: (c) => c, accuracy: (c) => -(accuracy[c] ?? -1), samples: (c) => -(samples?.[c] ?? 0), "main class": (c) => numClasses && counts.subarray(c * numClasses, (c + 1) * numClasses).reduce((best, value, n, all) => (value > all[best] ? n : best), 0) };

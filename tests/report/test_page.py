@@ -190,7 +190,7 @@ def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) 
         page = opened.page
         for kind in ("accuracy", "loss"):
             assert "unseen clients" in page.locator(f"[data-chart={kind}] .legend").inner_text()
-        assert "Hollow bars: unseen clients" in page.locator("[data-chart=clients] figcaption").inner_text()
+        assert "Pale bars: unseen clients" in page.locator("[data-chart=clients] figcaption").inner_text()
         canvas = page.locator("[data-chart=clients] canvas")
         canvas.focus()
         told = []
@@ -202,7 +202,7 @@ def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) 
         rows = page.locator("[data-chart=clients] tbody th").all_inner_texts()
         assert [row for row in rows if "unseen" in row] == told[-2:]
     with opened_page(browser, written(make_run(tmp_path / "local", rising(4, 7)))) as opened:
-        assert "Hollow" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
+        assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
 
 
 def test_one_client_and_one_round(browser: Browser, tmp_path: Path) -> None:
