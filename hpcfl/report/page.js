@@ -121,6 +121,26 @@ function makeSortable(table) {
   });
 }
 
+/* ---- what drawings share ---- */
+const widthOf = (place) => Math.max(260, place.clientWidth - 32);
+const within = (value, count) => Math.min(count - 1, Math.max(0, value));
+
+/* The SVG of rows with names on the left and values along the bottom, from the left to the right end. */
+function rowsOf(holder, width, names, row, [low, high], label, format, told) {
+  const height = names.length * row, longest = Math.max(...names.map((name) => name.length));
+  const [left, right] = [Math.min(width * 0.4, 14 + 6.6 * longest), width - 26], most = Math.max(4, Math.floor((left - 10) / 6.6));
+  const toX = (value) => left + ((value - low) / (high - low)) * (right - left);
+  const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height + 46}`, "data-width": width, role: "img", "aria-label": told });
+  for (const value of ticks(low, high, Math.max(2, Math.floor((right - left) / 90)))) {
+    make(svg, "line", { class: "grid", x1: toX(value), x2: toX(value), y1: 0, y2: height + 2 });
+    make(svg, "text", { x: toX(value), y: height + 20, "text-anchor": "middle" }, format(value));
+  }
+  make(svg, "text", { x: (left + right) / 2, y: height + 40, "text-anchor": "middle" }, label);
+  names.forEach((name, number) =>
+    make(svg, "text", { x: left - 8, y: (number + 0.5) * row + 4, "text-anchor": "end" }, name.length > most ? `${name.slice(0, most - 1)}…` : name));
+  return [svg, toX];
+}
+
 /* ---- lines ---- */
 function ticks(low, high, most) {
   const raw = (high - low) / most, power = 10 ** Math.floor(Math.log10(raw));
@@ -151,7 +171,7 @@ function lines(place, spec) {
   const holder = make(place, "div"), legend = make(place, "div", { class: "legend" });
   const draw = () => {
     holder.replaceChildren();
-    const width = Math.max(260, place.clientWidth - 32), height = Math.round(Math.min(360, Math.max(220, width * 0.52)));
+    const width = widthOf(place), height = Math.round(Math.min(360, Math.max(220, width * 0.52)));
     const [left, right, top, bottom] = [62, width - 12, 8, height - 44];
     const shown = spec.series.map((one, number) => ({ ...one, number })).filter((one) => !hidden.has(one.number));
     const [x0, x1] = extent(shown.flatMap((one) => one.x));
@@ -247,23 +267,12 @@ function bars(place, spec) {
   });
   const draw = () => {
     holder.replaceChildren();
-    const width = Math.max(260, place.clientWidth - 32), row = 26, height = spec.rows.length * row + 46;
-    const longest = Math.max(...spec.rows.map((one) => one.name.length));
-    const [left, right] = [Math.min(width * 0.4, 14 + 6.6 * longest), width - 26];
-    const most = Math.max(...spec.rows.map((one) => one.values.reduce((a, b) => a + b, 0))) || 1;
-    const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height}`, "data-width": width, role: "img", "aria-label": `${spec.title}, ${spec.label}` });
-    for (const value of ticks(0, most, Math.max(2, Math.floor((right - left) / 90)))) {
-      const x = left + (value / most) * (right - left);
-      make(svg, "line", { class: "grid", x1: x, x2: x, y1: 0, y2: height - 44 });
-      make(svg, "text", { x, y: height - 26, "text-anchor": "middle" }, spec.format(value));
-    }
-    make(svg, "text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, spec.label);
+    const row = 26, most = Math.max(...spec.rows.map((one) => one.values.reduce((a, b) => a + b, 0))) || 1;
+    const [svg, toX] = rowsOf(holder, widthOf(place), spec.rows.map((one) => one.name), row, [0, most], spec.label, spec.format, `${spec.title}, ${spec.label}`);
     spec.rows.forEach((one, number) => {
-      let from = left;
-      const most_ = Math.max(4, Math.floor((left - 10) / 6.6));
-      make(svg, "text", { x: left - 8, y: number * row + 17, "text-anchor": "end" }, one.name.length > most_ ? `${one.name.slice(0, most_ - 1)}…` : one.name);
+      let from = toX(0);
       one.values.forEach((value, part) => {
-        const length = (value / most) * (right - left);
+        const length = toX(value) - toX(0);
         if (length > 0) make(svg, "rect", { x: from, y: number * row + 4, width: length, height: row - 8, rx: 2, fill: styleOf(part).stroke, stroke: "var(--panel)" });
         from += length;
       });
@@ -272,9 +281,9 @@ function bars(place, spec) {
     const tell = (number) => {
       const one = spec.rows[number];
       current = one ? number : -1;
-      return one ? { text: [one.name, ...spec.parts.map((name, n) => `${name}: ${spec.format(one.values[n])}`)].join("\n"), x: left + 40, y: number * row + 10 } : null;
+      return one ? { text: [one.name, ...spec.parts.map((name, n) => `${name}: ${spec.format(one.values[n])}`)].join("\n"), x: toX(0) + 40, y: number * row + 10 } : null;
     };
-    explore(svg, (x, y) => tell(x < 0 ? -1 : Math.floor(y / row)), (dx, dy) => tell(Math.min(spec.rows.length - 1, Math.max(0, current + dx + dy))));
+    explore(svg, (x, y) => tell(x < 0 ? -1 : Math.floor(y / row)), (dx, dy) => tell(within(current + dx + dy, spec.rows.length)));
   };
   tableUnder(place, ["", ...spec.parts], () => spec.rows.map((one) => [[one.name], ...one.values.map((value) => [value, spec.format(value)])]));
   return draw;
@@ -363,7 +372,6 @@ function matrix(place, spec) {
     [row, column] = [r, c];
     return { text: spec.text(r, c), x: left + (c + 0.5) * cell, y: 2 + (r + 0.5) * (high / rows.count) };
   };
-  const within = (value, count) => Math.min(count - 1, Math.max(0, value));
   explore(canvas, (x, y) => tell(Math.floor((y - 2) / (high / rows.count)), Math.floor((x - left) / cell)),
     (dx, dy) => tell(within(row + dy, rows.count), within(column + dx, columns.count)));
 }
@@ -457,7 +465,7 @@ function clientStrips(place, run) {
   const draw = () => {
     holder.replaceChildren();
     const order = accuracy.map((_, c) => c).sort((a, b) => orders[select.value](a) - orders[select.value](b) || a - b);
-    const width = Math.max(260, place.clientWidth - 32), row = Math.min(24, Math.max(900 / count, count <= 100 ? 9 : 0.05));
+    const width = widthOf(place), row = Math.min(24, Math.max(900 / count, count <= 100 ? 9 : 0.05));
     const height = Math.max(24, count * row), left = 40, middle = left + (width - left) * (numClasses ? 0.45 : 0.95), right = width - 4;
     const [canvas, context] = canvasOf(holder, width, height + 40, `Accuracy of ${count} clients beside their samples by class; the table below has the numbers`);
     const bar = (value) => (value ?? 0) * (middle - left - 14);
@@ -506,7 +514,7 @@ function clientStrips(place, run) {
       const told = mine.sort((a, b) => b[0] - a[0]).slice(0, 12).map(([value, k]) => `${k}: ${value}`).join(", ");
       return { text: `${nameOf(c)}\naccuracy: ${percent(accuracy[c])}${told ? `\nsamples by class: ${told}` : ""}`, x: left + bar(accuracy[c]), y: 2 + (n + 0.5) * row };
     };
-    explore(canvas, (x, y) => tell(x < 0 ? -1 : Math.floor((y - 2) / row)), (dx, dy) => tell(Math.min(count - 1, Math.max(0, current + dx + dy))));
+    explore(canvas, (x, y) => tell(x < 0 ? -1 : Math.floor((y - 2) / row)), (dx, dy) => tell(within(current + dx + dy, count)));
   };
   select.addEventListener("change", draw);
   const columns = Object.entries(run.clients), format = (name) => (name.startsWith("accuracy") ? percent : name.includes("bytes") ? bytes : name === "loss" ? decimal : whole);
@@ -524,19 +532,10 @@ function distribution(place, runs) {
   const quantile = (values, share) => values[Math.min(values.length - 1, Math.round(share * (values.length - 1)))];
   const draw = () => {
     holder.replaceChildren();
-    const width = Math.max(260, place.clientWidth - 32), row = 30, height = runs.length * row + 42;
-    const left = Math.min(width * 0.4, 14 + 6.6 * Math.max(...runs.map((run) => run.label.length))), right = width - 26;
-    const [x0, x1] = extent(known.flat()), toX = (value) => left + ((value - x0) / (x1 - x0)) * (right - left);
-    const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height}`, "data-width": width, role: "img", "aria-label": "Final accuracy over the clients by run" });
-    for (const value of ticks(x0, x1, Math.max(2, Math.floor((right - left) / 90)))) {
-      make(svg, "line", { class: "grid", x1: toX(value), x2: toX(value), y1: 0, y2: height - 40 });
-      make(svg, "text", { x: toX(value), y: height - 22, "text-anchor": "middle" }, `${Number((100 * value).toFixed(1))} %`);
-    }
-    make(svg, "text", { x: (left + right) / 2, y: height - 4, "text-anchor": "middle" }, "accuracy");
-    const most = Math.max(4, Math.floor((left - 10) / 6.6));
+    const row = 30, asTick = (value) => `${Number((100 * value).toFixed(1))} %`;
+    const [svg, toX] = rowsOf(holder, widthOf(place), runs.map((run) => run.label), row, extent(known.flat()), "accuracy", asTick, "Final accuracy over the clients by run");
     runs.forEach((run, number) => {
       const values = known[number], y = number * row + row / 2, style = styleOf(number);
-      make(svg, "text", { x: left - 8, y: y + 4, "text-anchor": "end" }, run.label.length > most ? `${run.label.slice(0, most - 1)}…` : run.label);
       if (!values.length) return;
       make(svg, "line", { x1: toX(quantile(values, 0.1)), x2: toX(quantile(values, 0.9)), y1: y, y2: y, stroke: style.stroke, "stroke-width": 2 });
       make(svg, "rect", { x: toX(quantile(values, 0.25)), width: Math.max(2, toX(quantile(values, 0.75)) - toX(quantile(values, 0.25))), y: y - 8, height: 16, fill: style.stroke, opacity: 0.3, rx: 3 });
@@ -549,7 +548,7 @@ function distribution(place, runs) {
       current = values ? number : -1;
       return values?.length ? { text: `${runs[number].label}\n${[0.1, 0.25, 0.5, 0.75, 0.9].map((share) => `${100 * share} % of the clients are below ${percent(quantile(values, share))}`).join("\n")}`, x: toX(quantile(values, 0.5)), y: number * row + 12 } : null;
     };
-    explore(svg, (x, y) => tell(x < 0 ? -1 : Math.floor(y / row)), (dx, dy) => tell(Math.min(runs.length - 1, Math.max(0, current + dx + dy))));
+    explore(svg, (x, y) => tell(x < 0 ? -1 : Math.floor(y / row)), (dx, dy) => tell(within(current + dx + dy, runs.length)));
   };
   return draw;
 }
