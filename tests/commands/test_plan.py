@@ -13,7 +13,7 @@ from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
-from hpcfl.simulation import experiment
+from hpcfl.simulation import refusals
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.tables.planning import step_seconds
@@ -139,7 +139,7 @@ def test_sharded_models_are_the_workers_memory(capsys: pytest.CaptureFixture[str
 def test_a_server_larger_than_the_machine_is_told_and_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(experiment, "machine_bytes", lambda: 1_900_000)
+    monkeypatch.setattr(refusals, "machine_bytes", lambda: 1_900_000)
     # shorter codes than there are clients, so that they help
     keys = ["method.name=pfedla", "data.per_client=40", "method.rank=2"]
     reason = planned(capsys, *keys)[-1]
@@ -151,7 +151,7 @@ def test_a_server_larger_than_the_machine_is_told_and_refused(
     assert main(["--out", str(tmp_path / "run"), *keys]) == BAD_INPUT
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(experiment, "machine_bytes", lambda: 0)
+    monkeypatch.setattr(refusals, "machine_bytes", lambda: 0)
     assert not planned(capsys, *keys)[-1].startswith("method.name")
 
 
