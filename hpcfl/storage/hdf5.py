@@ -12,6 +12,7 @@ import io
 import math
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -46,8 +47,11 @@ class LoadedCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         # by a file of our own: a user's script may have HDF5 open the same path, in its own way, meanwhile
-        self._raw = path.open("rb", buffering=0)
-        self._file = h5py.File(self._raw, "r")
+        raw = path.open("rb", buffering=0)
+        self._file = h5py.File(raw, "r")
+        # also where nobody calls it
+        self.close = weakref.finalize(self, _close, self._file, raw)
+        """Close the file; what was not read yet cannot be read any more."""
         attributes = self._file.attrs
         self.header = Header(
             attributes["method"].decode(), int(attributes["round"]), attributes["config"].decode()
@@ -118,10 +122,10 @@ class LoadedCheckpoint:
                 raise ValueError(f"{self.path} has {len(data)} rows of {name!r}, asked for {start} to {stop}")
         return {name: torch.from_numpy(data[start:stop]) for name, data in datasets.items()}
 
-    def close(self) -> None:
-        """Close the file; `client_rows` works no more."""
-        self._file.close()
-        self._raw.close()
+
+def _close(file: h5py.File, raw: io.FileIO) -> None:
+    file.close()
+    raw.close()
 
 
 class _TargetFile(io.FileIO):
