@@ -48,7 +48,8 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
     """Return all that the page of some runs shows.
 
     Raises:
-        UserError: a run has no evaluation yet or is damaged, or runs are scored on different splits.
+        UserError: a run has no evaluation yet or is damaged, the axes of a picture are not those of its
+            values, or runs are scored on different splits.
     """
     for run in runs:
         if "round" not in run.metrics:
@@ -62,7 +63,13 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
             f"run.eval_split differs ({told}), so that accuracies cannot be compared; name runs of one split"
         )
     has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
-    shown = [_run_content(run, label, len(runs), has_unseen) for run, label in zip(runs, labels, strict=True)]
+    try:
+        shown = [
+            _run_content(run, label, len(runs), has_unseen) for run, label in zip(runs, labels, strict=True)
+        ]
+    finally:
+        for run in runs:
+            run.close()
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
@@ -79,7 +86,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool) -> Json:
     sent = sum(values for name, values in metrics.items() if "bytes_" in name)
     has_detail = num_runs <= MOST_CONFIGURATIONS
     pictures = [
-        Recorded(picture, axes, *found, is_newest=picture.quantity not in run.history)
+        Recorded(picture, tuple(axes), *found, is_newest=picture.quantity not in run.history)
         for picture in method.pictures
         if (axes := method.history_axes.get(picture.quantity)) and (found := run.recorded(picture.quantity))
     ]

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcfl.errors import UserError
 from hpcfl.pictures import Picture
 
 STEPS = 254
@@ -44,7 +45,7 @@ def base64_of(values: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A picture with what there is to draw."""
+    """A picture with what there is to draw; UserError where its axes are not those of its values."""
 
     picture: Picture
     axes: tuple[str, ...]
@@ -54,6 +55,18 @@ class Recorded:
     """The round of each evaluation [E]."""
     is_newest: bool = False
     """Whether it is the newest alone, because the history holds none."""
+
+    def __post_init__(self) -> None:
+        shape = self.values.shape[1:]
+        of_clients = {size for axis, size in zip(self.axes, shape, strict=False) if axis == "client"}
+        is_drawn = self.axes[:1] == ("client",) and (len(self.axes) < 3 or self.axes[1:-1] == ("layer",))
+        if len(self.axes) != len(shape) or len(of_clients) != 1 or not is_drawn:
+            quantity = self.picture.quantity
+            raise UserError(
+                f"the picture of {quantity!r} cannot be drawn: its values of one evaluation have the shape "
+                f"{list(shape)}, and its axes are ({', '.join(self.axes)}); correct "
+                f"history_axes[{quantity!r}] of the method to the axes of a Picture that the values have"
+            )
 
 
 def packed_pictures(pictures: Sequence[Recorded], most_bytes: int) -> list[Json]:

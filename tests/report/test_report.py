@@ -14,6 +14,7 @@ import pytest
 from conftest import REPOSITORY
 from report.made_runs import make_run, rising
 
+from hpcfl.errors import UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS, pfedla
 from hpcfl.pictures import Picture
@@ -228,6 +229,37 @@ def test_a_method_of_ones_own_declares_a_picture(tmp_path: Path) -> None:
     (run,) = data_of(folder / "report.html")["runs"]
     (picture,) = run["pictures"]
     assert (picture["title"], picture["rounds"], picture["high"]) == ("Meetings </script> & co", [1, 2], 2.0)
+
+
+@pytest.mark.usefixtures("own_code_forgotten")
+def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "counting.py").write_text(OWN.replace('("client",)', '("client", "client")'))
+    folder = tmp_path / "run"
+    assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FINISHED
+    told = capsys.readouterr().err
+    assert "no report: the picture of 'met' cannot be drawn" in told
+    assert "the shape [3], and its axes are (client, client)" in told
+    assert (folder / "clients.csv").exists()
+    assert "'met' cannot be drawn" in refusal(capsys, folder)
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [
+        (("client", "layer"), (4,)),
+        (("client",), (4, 4)),
+        (("client", "client"), (4, 3)),
+        (("layer", "client"), (2, 4)),
+        (("client", "branch", "layer"), (4, 2, 3)),
+    ],
+)
+def test_axes_that_are_not_those_of_the_values_are_refused(
+    axes: tuple[str, ...], shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(UserError, match=r"history_axes\['a'\]"):
+        Recorded(Picture("a", "", ""), axes, np.zeros((2, *shape)), np.arange(2))
 
 
 def test_every_picture_is_of_a_quantity_with_axes() -> None:
