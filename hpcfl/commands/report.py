@@ -12,6 +12,9 @@ from hpcfl.errors import UserError
 from hpcfl.report.page import REPORT_NAME, write_report
 from hpcfl.results.run import Run, load_run
 
+PAGE_SUFFIX = ".html"
+"""What the name of a page ends in, so that none is written over a run's own files."""
+
 
 def make_report(arguments: Sequence[str], world: World) -> None:
     """Write one self-contained HTML page of a run, or of several side by side.
@@ -26,9 +29,12 @@ def make_report(arguments: Sequence[str], world: World) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help=f"the page (default: {REPORT_NAME} in the folder; of several folders, in this one)",
+        help=f"the page, NAME.html (default: {REPORT_NAME} in the folder; of several folders, in this one)",
     )
     options = parser.parse_args(arguments)
+    if options.out and options.out.suffix != PAGE_SUFFIX:
+        page = options.out / REPORT_NAME if options.out.is_dir() else options.out.with_suffix(PAGE_SUFFIX)
+        raise UserError(f"--out {options.out} does not end in {PAGE_SUFFIX}; name a page, such as {page}")
     folders = list({folder.resolve(): folder for folder in options.folders}.values())
     runs = {run.path.resolve(): run for folder in folders for run in _runs_in(folder)}
     out = options.out or (folders[0] if len(folders) == 1 else Path()) / REPORT_NAME

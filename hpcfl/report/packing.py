@@ -99,8 +99,12 @@ def _packed(recorded: Recorded, most_bytes: int) -> Json:
         # the last one, where there is room for a single one
         kept = kept if len(kept) > 1 else np.array([len(values) - 1])
         notes.append(f"{len(kept)} of {len(values)} evaluations")
-    codes, low, high = _coded(picture, values[kept].astype(np.float64))
-    if not picture.is_name and low < high:
+    values = values[kept].astype(np.float64)
+    codes, low, high = _coded(picture, values)
+    told, is_known = low + codes / STEPS * (high - low), np.isfinite(values)
+    # 0 and 1, or whole numbers up to 2, are told as they are
+    is_exact = np.allclose(told[is_known], values[is_known], rtol=0, atol=1e-6 * (high - low))
+    if not picture.is_name and not is_exact:
         notes.append(f"values in {STEPS} steps of {(high - low) / STEPS:.2g}")
     return {
         "title": picture.title,

@@ -125,6 +125,9 @@ function makeSortable(table) {
 const widthOf = (place) => Math.max(260, place.clientWidth - 32);
 const within = (value, count) => Math.min(count - 1, Math.max(0, value));
 
+/* The text of a tick at x, moved to the left where the drawing's right edge would cut it. */
+const tickText = (svg, x, y, width, text) => make(svg, "text", { x: Math.min(x, width - 3.6 * text.length), y, "text-anchor": "middle" }, text);
+
 /* The SVG of rows with names on the left and values along the bottom, from the left to the right end. */
 function rowsOf(holder, width, names, row, [low, high], label, format, told) {
   const height = names.length * row, longest = Math.max(...names.map((name) => name.length));
@@ -133,7 +136,7 @@ function rowsOf(holder, width, names, row, [low, high], label, format, told) {
   const svg = make(holder, "svg", { viewBox: `0 0 ${width} ${height + 46}`, "data-width": width, role: "img", "aria-label": told });
   for (const value of ticks(low, high, Math.max(2, Math.floor((right - left) / 90)))) {
     make(svg, "line", { class: "grid", x1: toX(value), x2: toX(value), y1: 0, y2: height + 2 });
-    make(svg, "text", { x: toX(value), y: height + 20, "text-anchor": "middle" }, format(value));
+    tickText(svg, toX(value), height + 20, width, format(value));
   }
   make(svg, "text", { x: (left + right) / 2, y: height + 40, "text-anchor": "middle" }, label);
   names.forEach((name, number) =>
@@ -172,7 +175,7 @@ function lines(place, spec) {
   const draw = () => {
     holder.replaceChildren();
     const width = widthOf(place), height = Math.round(Math.min(360, Math.max(220, width * 0.52)));
-    const [left, right, top, bottom] = [62, width - 12, 8, height - 44];
+    const [left, right, top, bottom] = [62, width - 26, 8, height - 44];
     const shown = spec.series.map((one, number) => ({ ...one, number })).filter((one) => !hidden.has(one.number));
     const [x0, x1] = extent(shown.flatMap((one) => one.x));
     let [y0, y1] = extent(shown.flatMap((one) => [...one.y, ...(one.bands ?? []).flat(2)]));
@@ -186,7 +189,7 @@ function lines(place, spec) {
     }
     for (const value of ticks(x0, x1, Math.max(2, Math.floor(width / 110)))) {
       if (spec.x.isWhole && value % 1) continue;
-      make(svg, "text", { x: toX(value), y: bottom + 18, "text-anchor": "middle" }, (spec.x.tick ?? spec.x.format)(value));
+      tickText(svg, toX(value), bottom + 18, width, (spec.x.tick ?? spec.x.format)(value));
     }
     make(svg, "text", { x: (left + right) / 2, y: height - 6, "text-anchor": "middle" }, spec.x.label);
     make(svg, "text", { transform: `translate(13,${(top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, spec.y.label);
@@ -527,8 +530,11 @@ function clientStrips(place, run) {
 function distribution(place, runs) {
   const trained = (run) => (run.clients.accuracy ?? []).slice(0, run.clients.accuracy?.length - run.numUnseen);
   const note = runs.some((run) => run.numUnseen) ? " Unseen clients are left out." : "";
-  caption(place, "Final accuracy over the clients", `Each dot is a client; the box spans the middle half, the line the middle eight tenths.${note}`);
-  const holder = make(place, "div"), known = runs.map((run) => trained(run).filter(isKnown).sort((a, b) => a - b));
+  const known = runs.map((run) => trained(run).filter(isKnown).sort((a, b) => a - b));
+  const hasDots = (values) => values.length <= 200 && runs.length <= 40, counted = known.filter((values) => values.length);
+  const dots = counted.every(hasDots) ? "Each dot is a client; the" : counted.some(hasDots) ? "Each dot is a client, of runs with at most 200; the" : "The";
+  caption(place, "Final accuracy over the clients", `${dots} box spans the middle half, the line the middle eight tenths.${note}`);
+  const holder = make(place, "div");
   const quantile = (values, share) => values[Math.min(values.length - 1, Math.round(share * (values.length - 1)))];
   const draw = () => {
     holder.replaceChildren();
@@ -540,7 +546,7 @@ function distribution(place, runs) {
       make(svg, "line", { x1: toX(quantile(values, 0.1)), x2: toX(quantile(values, 0.9)), y1: y, y2: y, stroke: style.stroke, "stroke-width": 2 });
       make(svg, "rect", { x: toX(quantile(values, 0.25)), width: Math.max(2, toX(quantile(values, 0.75)) - toX(quantile(values, 0.25))), y: y - 8, height: 16, fill: style.stroke, opacity: 0.3, rx: 3 });
       make(svg, "line", { x1: toX(quantile(values, 0.5)), x2: toX(quantile(values, 0.5)), y1: y - 8, y2: y + 8, stroke: style.stroke, "stroke-width": 3 });
-      if (values.length <= 200 && runs.length <= 40) values.forEach((value) => make(svg, "circle", { cx: toX(value), cy: y, r: 2.5, fill: style.stroke, opacity: 0.7 }));
+      if (hasDots(values)) values.forEach((value) => make(svg, "circle", { cx: toX(value), cy: y, r: 2.5, fill: style.stroke, opacity: 0.7 }));
     });
     let current = -1;
     const tell = (number) => {
@@ -561,9 +567,10 @@ const ROUND = { label: "round", format: whole, isWhole: true, isShared: true };
 function overRounds(place, runs, isOne, kind) {
   const y = kind === "accuracy" ? ACCURACY : LOSS, field = `${kind}_mean`;
   const series = runs.map((run) => {
-    const [lowest, low, high, highest] = run.bands[kind], has = run.bands.round.length > 1 && runs.length <= 4;
+    const [lowest, low, high, highest] = run.bands[kind], has = lowest.filter(isKnown).length > 1 && runs.length <= 4;
     return { name: isOne ? `mean over clients, ${run.scored}` : run.label, x: run.curves.round, y: run.curves[field], bandX: run.bands.round, bands: has ? [[lowest, highest], ...(isOne ? [[low, high]] : [])] : [] };
   });
+  const hasBands = series.some((one) => one.bands.length);
   if (isOne) {
     const add = (name, values, isHidden = false) => values?.some(isKnown) && series.push({ name, x: runs[0].curves.round, y: values, isHidden });
     add("unseen clients", runs[0].curves[`${kind}_unseen`]);
@@ -572,7 +579,7 @@ function overRounds(place, runs, isOne, kind) {
       if (moment !== runs[0].scored) add(moment, runs[0].curves[`accuracy_${moment.replace(" ", "_")}`]);
     }
   }
-  const bands = isOne ? "Bands: the middle half and the middle eight tenths of the clients." : runs.length <= 4 ? "Bands: the middle eight tenths of the clients." : "";
+  const bands = hasBands ? `Bands: the ${isOne ? "middle half and the " : ""}middle eight tenths of the clients.` : "";
   return lines(place, { title: kind === "accuracy" ? "Accuracy by round" : "Loss by round", remark: bands, x: ROUND, y, series });
 }
 
@@ -592,7 +599,7 @@ const DRAWINGS = {
     if (spec.axes.length > 1 || spec.isName || spec.shape[0] > 20 || spec.rounds.length < 2) return picture(place, run, spec);
     const codes = decode(spec.codes), [count] = spec.shape, value = (code) => (code === UNKNOWN ? null : spec.low + (code / STEPS) * (spec.high - spec.low));
     const series = Array.from({ length: count }, (_, c) => ({ name: `client ${c}`, x: spec.rounds, y: spec.rounds.map((_, e) => value(codes[e * count + c])) }));
-    return lines(place, { title: spec.title, remark: spec.caption, x: ROUND, y: { label: spec.quantity, format: decimal, bound: [spec.low, spec.high] }, series });
+    return lines(place, { title: spec.title, remark: spec.caption, x: ROUND, y: { label: spec.quantity, format: decimal, bound: spec.low < spec.high ? [spec.low, spec.high] : null }, series });
   },
   bytes: (place, runs, isOne) => {
     const parts = ["down", "up"], [{ layerBytes }] = runs, total = (run, way) => (run.layerBytes[way] ?? []).reduce((a, b) => a + b, 0);

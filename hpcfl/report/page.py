@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -32,6 +33,8 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, out)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
         raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out FILE") from error
 
 
@@ -64,7 +67,8 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
     """Return what the runs are called: by method and folder, with as much of the path as tells them apart."""
     paths = [run.path.resolve().parts for run in runs]
     length = 1
-    while max(Counter(path[-length:] for path in paths).values()) > 1:
+    # a set, as nothing tells a run that is given twice from itself
+    while max(Counter(path[-length:] for path in set(paths)).values()) > 1:
         length += 1
     names = ["/".join(path[-length:]) for path in paths]
     return [

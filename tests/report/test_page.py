@@ -271,3 +271,55 @@ def test_a_long_run_of_many_clients_stays_small(browser: Browser, tmp_path: Path
         assert "35 of 125 evaluations; values in 254 steps of 0.0039" in note
         slider = opened.page.locator("input[type=range]")
         assert slider.get_attribute("max") == "34"
+
+
+def caption(page: Page, kind: str) -> str:
+    return page.locator(f"[data-chart={kind}] figcaption").first.inner_text()
+
+
+def test_one_constant_value_of_each_client_is_drawn(browser: Browser, tmp_path: Path) -> None:
+    shares = np.full((3, 4), 0.5)
+    folder = make_run(
+        tmp_path / "fedafk", rising(3, 4), ["method.name=fedafk"], of_method={"coefficient": shares}
+    )
+    path = written(folder)
+    draws_all(browser, path, *KINDS)
+    with opened_page(browser, path) as opened:
+        # a line of some length, off the frame: the axis has a height
+        lines = opened.page.locator("[data-chart=picture] svg[role] path[fill=none]")
+        assert lines.count() == 4
+        assert lines.first.evaluate("line => line.getBBox().width > 100 && line.getBBox().y > 20")
+
+
+def test_no_label_of_a_tick_is_cut(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "fedavg", rising(4, 3), ["method.name=fedavg"], eval_every=250)
+    with opened_page(browser, written(folder)) as opened:
+        outside = opened.page.evaluate(
+            """() => [...document.querySelectorAll("figure svg[role] text")].filter((text) =>
+                text.getBoundingClientRect().right > text.ownerSVGElement.getBoundingClientRect().right
+            ).map((text) => text.textContent)"""
+        )
+        assert outside == []
+        assert "1,000" in opened.page.locator("[data-chart=accuracy] svg[role]").inner_html()
+
+
+def test_captions_tell_of_bands_only_where_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    two = make_run(tmp_path / "two", rising(2, 3), ["method.name=fedavg"])
+    one = make_run(tmp_path / "one", rising(1, 3), ["method.name=fedavg"])
+    for folders, has in (([two], True), ([one], False), ([two, one], True), ([one, one], False)):
+        with opened_page(browser, written(*folders)) as opened:
+            assert ("Bands:" in caption(opened.page, "accuracy")) is has
+            assert bool(opened.page.locator("[data-chart=accuracy] polygon").count()) is has
+
+
+def test_dots_are_told_only_where_some_are_drawn(browser: Browser, tmp_path: Path) -> None:
+    few = make_run(tmp_path / "few", rising(1, 3), ["method.name=fedavg"])
+    many = make_run(tmp_path / "many", rising(1, 201), ["method.name=fedavg", "data.per_client=2"])
+    for folders, told in (
+        ([few, few], "Each dot is a client; the box"),
+        ([few, many], "Each dot is a client, of runs with at most 200; the box"),
+        ([many, many], "The box"),
+    ):
+        with opened_page(browser, written(*folders)) as opened:
+            assert told in caption(opened.page, "distribution")
+            assert bool(opened.page.locator("[data-chart=distribution] circle").count()) is ("dot" in told)

@@ -19,6 +19,7 @@ from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS, pfedla
 from hpcfl.pictures import Picture
 from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out
+from hpcfl.report.page import labels_of
 from hpcfl.results.run import load_run
 
 TINY = ["data.clients=3", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
@@ -164,6 +165,11 @@ def test_runs_side_by_side_and_all_of_a_folder(tmp_path: Path, capsys: pytest.Ca
     assert data_of(both)["notes"] == []
 
 
+def test_a_run_that_is_given_twice_is_called_the_same_twice(tmp_path: Path) -> None:
+    run = load_run(make_run(tmp_path / "fedavg", rising(1, 2), ["method.name=fedavg"]))
+    assert labels_of([run, run]) == ["fedavg", "fedavg"]
+
+
 def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is no run folder" in refusal(capsys, tmp_path / "nowhere")
     assert "is no run folder" in refusal(capsys, tmp_path)
@@ -178,6 +184,17 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     )
     assert "cannot write" in refusal(capsys, folder, "--out", tmp_path / "no" / "page.html")
     assert "RUN" in refusal(capsys)
+    # no file of a run is written over, and nothing is left behind
+    clients = (folder / "clients.csv").read_bytes()
+    assert "does not end in .html; name a page, such as" in refusal(
+        capsys, folder, "--out", folder / "clients.csv"
+    )
+    assert f"such as {folder}/report.html" in refusal(capsys, folder, "--out", folder)
+    (tmp_path / "folder.html").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert "cannot write" in refusal(capsys, folder, "--out", tmp_path / "folder.html")
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (folder / "clients.csv").read_bytes() == clients
     (folder / "clients.csv").unlink()
     assert "has no finished run" in refusal(capsys, tmp_path / "runs")
 
@@ -292,6 +309,16 @@ def test_values_become_bytes_between_the_bounds() -> None:
     cluster = Picture("a", "", "", is_name=True)
     (packed,) = packed_pictures([Recorded(cluster, ("client",), names, rounds[:1])], 100)
     assert codes(packed) == [0, 3, UNKNOWN]
+
+
+def test_steps_are_told_only_where_they_round_values() -> None:
+    def note(values: list[float]) -> str:
+        one = Recorded(Picture("a", "", ""), ("client",), np.array([values]), np.zeros(1, int))
+        return str(packed_pictures([one], 100)[0]["note"])
+
+    assert note([0, 1, 1, np.nan]) == ""
+    assert note([0.5, 0.5]) == ""
+    assert note([0, 1, 0.3]) == "values in 254 steps of 0.0039"
 
 
 def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
