@@ -108,7 +108,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool) -> Json:
         "isFinished": run.is_finished and done == config.train.rounds,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, gradients, has_unseen),
+        "headline": _headline(run, clients, best, gradients, has_unseen, num_runs),
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
             "bytes": numbers(np.asarray(sent)[kept], 6),
@@ -133,15 +133,19 @@ def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
     return values.shape[1 + axes.index("layer")] if "layer" in axes else 0
 
 
-def _headline(run: Run, clients: Columns, best: int, gradients: float, has_unseen: bool) -> list[Json]:
+def _headline(
+    run: Run, clients: Columns, best: int, gradients: float, has_unseen: bool, num_runs: int
+) -> list[Json]:
     """Return the figures that stand first: name, text, the number that a table is sorted by, and a remark.
 
     All but those of unseen clients, which any page with `has_unseen` has, are of the clients in training.
+    Runs side by side have the same figures, and one that has no checkpoint yet leaves the worst tenth open.
     """
     metrics, unseen = run.metrics, run.num_unseen
     last = {name: float(values[-1]) for name, values in metrics.items()}
-    accuracies = clients.get("accuracy", np.full(1 + unseen, math.nan))
-    accuracies = accuracies[: len(accuracies) - unseen]
+    # a run has none of each client before its first checkpoint
+    accuracies = clients.get("accuracy", np.empty(0))
+    in_training = (len(accuracies) or len(np.unique(run.partition.get("client", ())))) - unseen
 
     def entry(name: str, text: str, value: float, remark: str = "") -> Json:
         return {
@@ -154,7 +158,12 @@ def _headline(run: Run, clients: Columns, best: int, gradients: float, has_unsee
     def percent(name: str, value: float, remark: str = "") -> Json:
         return entry(name, f"{100 * value:.2f} %" if math.isfinite(value) else "nan", value, remark)
 
-    of_clients = f"mean over {_counted(len(accuracies))}{' in training' * bool(unseen)}"
+    counted = _counted(in_training) if in_training else "the clients"
+    of_clients = f"mean over {counted}{' in training' * bool(unseen)}"
+    worst = entry("Worst tenth", "not yet", math.nan, "known from the first checkpoint on")
+    if len(accuracies):
+        mean_of_worst = worst_tenth(accuracies[:in_training].tolist())
+        worst = percent("Worst tenth", mean_of_worst, "mean of the worst 10 % of the clients")
     of_unseen = []
     if unseen:
         spread = last["accuracy_unseen_std"]
@@ -168,7 +177,7 @@ def _headline(run: Run, clients: Columns, best: int, gradients: float, has_unsee
     return [
         percent("Mean accuracy", last["accuracy_mean"], of_clients),
         percent("Spread", last["accuracy_std"], "standard deviation over clients"),
-        percent("Worst tenth", worst_tenth(accuracies.tolist()), "mean of the worst 10 % of the clients"),
+        *([worst] if len(accuracies) or num_runs > 1 else []),
         *of_unseen,
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),

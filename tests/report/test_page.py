@@ -11,6 +11,8 @@ from browser import browser_program, opened_browser, opened_page
 from playwright.sync_api import Browser, Page
 from report.made_runs import LAYERS, make_run, rising
 
+from hpcfl.methods import METHODS
+from hpcfl.pictures import Picture
 from hpcfl.report.page import write_report
 from hpcfl.results.run import load_run
 
@@ -277,7 +279,10 @@ def caption(page: Page, kind: str) -> str:
     return page.locator(f"[data-chart={kind}] figcaption").first.inner_text()
 
 
-def test_one_constant_value_of_each_client_is_drawn(browser: Browser, tmp_path: Path) -> None:
+def test_a_constant_without_bounds_is_drawn(
+    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(METHODS["fedafk"], "pictures", (Picture("coefficient", "Coefficient", ""),))
     shares = np.full((3, 4), 0.5)
     folder = make_run(
         tmp_path / "fedafk", rising(3, 4), ["method.name=fedafk"], of_method={"coefficient": shares}

@@ -82,6 +82,27 @@ def test_a_run_that_goes_on_has_a_page_of_what_is_there(tmp_path: Path) -> None:
     assert run["clients"]["train_samples"] == [40] * 5
 
 
+@pytest.mark.parametrize("unseen", [None, np.full((2, 2), 0.5)])
+def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: np.ndarray | None) -> None:
+    folder = make_run(tmp_path / "fedavg", rising(2, 5), ["method.name=fedavg"], unseen=unseen)
+    for name in ("clients.csv", "checkpoint.h5"):
+        (folder / name).unlink()
+    assert main(["report", str(folder)]) == FINISHED
+    (run,) = data_of(folder / "report.html")["runs"]
+    told = {entry["name"]: entry["remark"] for entry in run["headline"]}
+    assert told["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
+    assert "Worst tenth" not in told
+    # beside others the column stands, and says why it is empty
+    other = make_run(tmp_path / "local", rising(2, 5), ["method.name=local"], unseen=unseen)
+    assert main(["report", str(folder), str(other), "--out", str(tmp_path / "both.html")]) == FINISHED
+    both = [
+        {entry["name"]: entry["text"] for entry in one["headline"]}
+        for one in data_of(tmp_path / "both.html")["runs"]
+    ]
+    assert [one["Worst tenth"] for one in both] == ["not yet", "54.00 %"]
+    assert list(both[0]) == list(both[1])
+
+
 def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None:
     seen, unseen = rising(3, 4), np.array([[0.1, 0.1], [0.2, 0.2], [0.25, 0.35]])
     folder = make_run(tmp_path / "fedavg", seen, ["method.name=fedavg"], unseen=unseen)
