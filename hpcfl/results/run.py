@@ -20,7 +20,7 @@ from hpcfl.errors import UserError
 from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.reading import read_record, read_rows, whole_lines
+from hpcfl.storage.reading import damaged, read_record, read_rows, whole_lines
 
 if TYPE_CHECKING:
     from hpcfl.results.comparison import Comparison
@@ -62,8 +62,18 @@ class Run:
         """Columns of clients.csv; empty while the run is not finished.
 
         Clients that take no part in training come last, with 1 in a column "unseen".
+        Raises UserError where the file is damaged, or has not a row for each client.
         """
-        return read_columns(self.path / "clients.csv")
+        path = self.path / "clients.csv"
+        found = read_columns(path)
+        if found:
+            ids = found.get("client", np.empty(0))
+            dealt = self.partition.get("client", np.zeros(1)).max() + 1
+            is_gap = ids != np.arange(len(ids))
+            if len(ids) < dealt or is_gap.any():
+                # the header is line 1
+                raise damaged(path, 2 + (int(is_gap.argmax()) if is_gap.any() else len(ids)))
+        return found
 
     @property
     def num_unseen(self) -> int:
@@ -92,6 +102,8 @@ class Run:
                 "data frames need pandas: pip install 'hpcfl[pandas]'; run.metrics, run.clients and "
                 "run.bytes have the columns as NumPy arrays"
             ) from error
+        # pandas has no words of ours for what is damaged
+        read_rows(self.path / f"{name}.csv")
         text = whole_lines(self.path / f"{name}.csv")
         return pandas.read_csv(io.StringIO(text)) if text else pandas.DataFrame()
 
@@ -112,7 +124,10 @@ class Run:
         Raises:
             UserError: all there are, are damaged.
         """
-        return CheckpointStore(self.path).load()
+        return CheckpointStore(self.path).load(
+            "its models and histories are lost, the figures in its CSV files are not; bring the checkpoint "
+            "back from a copy, or name the folder of another run"
+        )
 
     def close(self) -> None:
         """Let go of the checkpoint and its history, which are read again if they are asked for."""
@@ -211,7 +226,10 @@ class Run:
 
 
 def read_columns(path: Path) -> Columns:
-    """Return a CSV file by column; empty where there is no file. A line still being written is left out."""
+    """Return a CSV file by column; empty where there is no file. A line still being written is left out.
+
+    Raises UserError where the file is damaged.
+    """
     rows = read_rows(path)
     return {name: _numbers([row[name] for row in rows]) for name in rows[0]} if rows else {}
 

@@ -44,8 +44,11 @@ class CheckpointStore:
         self._newest_is_good = True
         _sync_folder(self._folder)
 
-    def load(self) -> LoadedCheckpoint | None:
+    def load(self, if_damaged: str = "name the folder of another run") -> LoadedCheckpoint | None:
         """Open the newest checkpoint, or with a warning the previous one; None where there never was one.
+
+        Args:
+            if_damaged: what the user can do where no checkpoint is whole.
 
         Raises:
             UserError: no checkpoint is whole, or a newer hpcfl wrote it.
@@ -63,9 +66,7 @@ class CheckpointStore:
             for complaint in complaints:
                 warnings.warn(f"{complaint}; going on from {path}, round {loaded.header.round}", stacklevel=2)
             return loaded
-        raise UserError(
-            f"{' and '.join(complaints)}; add --fresh to move {self._folder} aside and start over"
-        )
+        raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
 
 
 def _sync_folder(folder: Path) -> None:

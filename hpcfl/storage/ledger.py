@@ -290,7 +290,7 @@ class Ledger:
             is_unseen = [np.repeat([0, 1], [len(self.client_bytes), self._num_unseen])]
         columns = (*scores, num_train, num_evaluated, *of_bytes, *moments, *is_unseen)
         rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
-        _write(folder / "clients.csv", "w", [header, *rows])
+        _write_whole(folder / "clients.csv", [header, *rows])
 
 
 def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> None:
@@ -299,10 +299,8 @@ def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> N
         (client, label, train[client, label], evaluated[client, label])
         for client, label in np.argwhere(train + evaluated).tolist()
     ]
-    # whoever reads it while a run goes on never sees a part of it
-    unfinished = folder / "partition.csv.tmp"
-    _write(unfinished, "w", [("client", "class", "train_samples", "evaluated_samples"), *rows])
-    os.replace(unfinished, folder / "partition.csv")
+    header = ("client", "class", "train_samples", "evaluated_samples")
+    _write_whole(folder / "partition.csv", [header, *rows])
 
 
 def mean_of_known(values: np.ndarray) -> float:
@@ -318,3 +316,10 @@ def _cell(name: str, value: float) -> str:
 def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
     with path.open(mode, newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def _write_whole(path: Path, rows: Iterable[Sequence[object]]) -> None:
+    """Write a file of which nobody who reads it while the run goes on sees a part."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    _write(unfinished, "w", rows)
+    os.replace(unfinished, path)

@@ -13,6 +13,8 @@ from hpcfl.errors import UserError
 
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
+_OF_TEXT = ("direction", "layer")
+"""Columns of a run's CSV files whose cells need be no numbers."""
 
 
 def read_record(folder: Path, if_damaged: str = "name the folder of another run") -> dict[str, Any]:
@@ -60,7 +62,43 @@ def whole_lines(path: Path, most_bytes: int | None = None) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the whole rows of a CSV file by column; none where there is no file."""
-    lines = whole_lines(path).splitlines()
-    header, *rows = csv.reader(lines) if lines else [[]]
-    return [dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header)]
+    """Return the whole rows of a run's CSV file by column; none where there is no file.
+
+    Raises:
+        UserError: a row has not the header's columns, a cell of a column of numbers is none, or the file
+            cannot be read.
+    """
+    try:
+        lines = whole_lines(path).splitlines()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    rows = csv.reader(lines)
+    try:
+        header = next(rows, [])
+        is_text = [name in _OF_TEXT for name in header]
+        found = []
+        for row in rows:
+            if len(row) != len(header) or not all(map(_is_sound, row, is_text)):
+                raise damaged(path, rows.line_num)
+            found.append(dict(zip(header, row, strict=True)))
+    except csv.Error as error:
+        raise damaged(path, rows.line_num) from error
+    return found
+
+
+def damaged(path: Path, line: int) -> UserError:
+    """Return the error that a line of a run's CSV file is not as a run writes it."""
+    return UserError(
+        f"{path}, line {line}: damaged; bring the file back from a copy, or name the folder of another run"
+    )
+
+
+def _is_sound(cell: str, is_text: bool) -> bool:
+    if is_text:
+        # what was no UTF-8
+        return "\ufffd" not in cell
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True

@@ -95,7 +95,7 @@ class RunFolder:
             at_exit.callback(self._close_events)
             # another run may have come and gone since the first look
             self.check(fresh=False)
-            self.checkpoint = self.store.load()
+            self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
             self._refuse_other_layout(layout)
             self._write_record(ranks, command)
         except OSError as error:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -514,6 +515,41 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
         main(["export", str(tmp_path / "two"), "--client", "1", "--out", str(tmp_path / "out")]) == FINISHED
     )
     assert "going on from" in capsys.readouterr().err
+
+
+def test_damaged_files_are_named_with_their_line(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = place.run("fedavg").path
+    other = place.run("local").path
+
+    def found(name: str, old: bytes, new: bytes, *words: object) -> str:
+        folder = shutil.copytree(made, tmp_path / "run", dirs_exist_ok=True)
+        text = (folder / name).read_bytes()
+        assert old in text
+        (folder / name).write_bytes(text.replace(old, new, 1))
+        said_of_run = said(capsys, *(folder if word == "RUN" else word for word in words))
+        return said_of_run.removeprefix("error: ").removeprefix(f"{folder}/")
+
+    compare, report, watch = ("compare", "RUN", other), ("report", "RUN"), ("watch", "RUN", "--once")
+    for words in (compare, report):
+        assert "clients.csv, line 3: damaged; " in found("clients.csv", b"\n1,0", b"\n1,x", *words)
+        assert "clients.csv, line 8: damaged; " in found("clients.csv", b"\n6,", b"\n6", *words)
+    for words in (report, watch):
+        assert "metrics.csv, line 2: damaged; " in found("metrics.csv", b"\n1,", b"\ngarbage\n1,", *words)
+        assert "metrics.csv, line 2: damaged; " in found("metrics.csv", b"\n1,", b"\n\xff1,", *words)
+    assert "config.yaml is damaged; " in found("config.yaml", b"fedavg", b"\xff", *report)
+    # the last line is lost
+    folder = shutil.copytree(made, tmp_path / "short")
+    lines = (folder / "clients.csv").read_text().splitlines(keepends=True)
+    (folder / "clients.csv").write_text("".join(lines[:-1]))
+    assert "clients.csv, line 8: damaged; " in said(capsys, "compare", folder, other)
+    # no command that reads knows --fresh
+    cut(folder / "checkpoint.h5")
+    (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
+    advice = said(capsys, "export", folder, "--client", "0", "--out", tmp_path / "out")
+    assert "the figures in its CSV files are not" in advice
+    assert "--fresh" not in advice
 
 
 def test_mistakes_are_told_in_one_line(

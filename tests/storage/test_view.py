@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 
@@ -37,7 +38,6 @@ def folder(tmp_path: Path) -> Path:
         (f"{HEADER}\n{row(1)}\n", [1]),
         (f"{HEADER}\n{row(1)}\n{row(2)}", [1]),
         (f"{HEADER}\n{row(1)}\n{row(2)[:5]}", [1]),
-        (f"{HEADER}\n{row(1)}\n{row(2)[:5]}\n", [1]),
     ],
 )
 def test_a_half_written_line_is_ignored(folder: Path, text: str, rounds: list[int]) -> None:
@@ -46,6 +46,15 @@ def test_a_half_written_line_is_ignored(folder: Path, text: str, rounds: list[in
     assert [line["round"] for line in seen.metrics] == rounds
     assert seen.done == max(rounds, default=0)
     assert seen.rounds == 3
+
+
+@pytest.mark.parametrize("line", [row(2)[:5], "garbage", f"{row(2)[:-1]}x", "", b"\xff".join([b"2", b"3"])])
+def test_a_damaged_line_is_named(folder: Path, line: str | bytes) -> None:
+    data = line if isinstance(line, bytes) else line.encode()
+    path = folder / "metrics.csv"
+    path.write_bytes(f"{HEADER}\n{row(1)}\n".encode() + data + b"\n")
+    with pytest.raises(UserError, match=re.escape(f"{path}, line 3: damaged; ")):
+        view(folder)
 
 
 NOTE = "2026-01-01 00:00:00 pfedla on digits, 10 clients, in runs/a\n"
