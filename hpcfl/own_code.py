@@ -84,6 +84,11 @@ class OwnFile:
                 )
 
 
+def digest(source: bytes) -> str:
+    """Return what tells a file's text from others, 16 hexadecimal digits."""
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
 def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
     """Run a file, once in a process for each text that it has.
 
@@ -95,7 +100,7 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
         source = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{place}: {error.strerror}; give a Python file") from error
-    code = hashlib.sha256(source).hexdigest()[:16]
+    code = digest(source)
     if expected not in (None, code):
         group = key.rpartition(".")[0]
         raise UserError(

@@ -17,6 +17,7 @@ def export_models(arguments: Sequence[str], world: World) -> None:
 
     A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors and client3.json;
     FILE.pt or FILE.safetensors is one model. model.py builds the network with PyTorch alone.
+    Python files that the run's config.yaml names are run: look at a stranger's folder before.
     """
     parser = Parser("hpcfl export", export_models.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")

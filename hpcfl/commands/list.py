@@ -78,10 +78,11 @@ def _chosen(words: Sequence[str]) -> list[Key]:
         of_word = [key for key in known if any(_begins(name, word) for name in _names(key))]
         if not of_word:
             names = sorted({name for key in known for name in _names(key)})
-            (near,) = difflib.get_close_matches(word, names, n=1, cutoff=0.0)
-            raise UserError(
-                f"{word} is no key and no group of keys; the nearest one is {near}: hpcfl list keys {near}"
+            near = difflib.get_close_matches(word, names, n=1)
+            advice = (
+                f"the nearest one is {near[0]}: hpcfl list keys {near[0]}" if near else "see hpcfl list keys"
             )
+            raise UserError(f"{word} is no key and no group of keys; {advice}")
         found += [key for key in of_word if key not in found]
     return found
 

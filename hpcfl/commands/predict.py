@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     """Label images with a client's model: array x of IMAGES.npz, as the run's data set stores them.
 
     Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with a line an image.
+    Python files that the run's config.yaml names are run: look at a stranger's folder before.
     """
     parser = Parser("hpcfl predict", predict_images.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
@@ -38,17 +41,24 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     out: Path = options.out
     if out.suffix not in (".npz", ".csv") or out.resolve() == options.images.resolve():
         raise UserError(f"--out {out} is not possible; give another FILE.npz or FILE.csv")
+    if (out.resolve().parent / "config.yaml").exists():
+        raise UserError(f"--out {out} is in the folder of a run, which is left as it is; give another FILE")
     where = str(options.images)
     (x,) = read_arrays(where, where, ["x"])
     models = load_run(options.run).models
     probabilities = models.probabilities(client, x, options.layout, where)
     labels = probabilities.argmax(axis=1)
+    unfinished = out.with_name(f"{out.name}.tmp")
     try:
         if out.suffix == ".npz":
-            np.savez(out, labels=labels, probabilities=probabilities)
+            with unfinished.open("wb") as file:
+                np.savez(file, labels=labels, probabilities=probabilities)
         else:
-            _write_csv(out, labels, probabilities)
+            _write_csv(unfinished, labels, probabilities)
+        os.replace(unfinished, out)
     except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
     print(f"labels and probabilities of {len(labels)} images are in {out}")
 

@@ -81,8 +81,10 @@ def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]
                     f"needed: {' and '.join(names)}"
                 )
             return [archive[name] for name in names]
+    # what NumPy says to it recommends to load it unsafely
     except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{not_npz} ({' '.join(str(error).split())})") from error
+        reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
+        raise UserError(f"{not_npz}{reason}") from error
 
 
 def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndarray:

@@ -83,11 +83,14 @@ def compare(runs: Sequence[Run]) -> Comparison:
     every run is an entry.
 
     Raises:
-        UserError: fewer than two runs, one is not finished, or they are of other clients.
+        UserError: fewer than two runs, one twice, one is not finished, or they are of other clients.
     """
     if len(runs) < 2:
         raise UserError("a comparison needs two runs or more, such as hpcfl compare runs/A runs/B")
-    for run in runs:
+    folders = [run.path.resolve() for run in runs]
+    for number, run in enumerate(runs):
+        if folders[number] in folders[:number]:
+            raise UserError(f"{run.path} is named twice; compare runs in two folders or more")
         if not run.is_finished:
             done = int(run.metrics["round"][-1]) if run.metrics else 0
             raise UserError(
@@ -136,6 +139,13 @@ def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
 def _refuse_others(first: Run, second: Run) -> None:
     """Raise UserError where two runs have other clients, or these other samples."""
     there, here = (_of_samples(run) for run in (first, second))
+    if there != here and there | {"data.seed": here["data.seed"]} == here:
+        key = "run.seed" if first.config.data.seed is second.config.data.seed is None else "data.seed"
+        raise UserError(
+            f"{first.path} and {second.path} cannot be compared: their clients have other samples "
+            f"({key}: {there['data.seed']} there, {here['data.seed']} here); name each configuration with "
+            "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
+        )
     if changed := differences(there, here):
         raise UserError(
             f"{first.path} and {second.path} cannot be compared: their clients have other samples "

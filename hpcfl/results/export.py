@@ -34,11 +34,17 @@ def export(run: Run, client: ClientName | Literal["all"], out: Path) -> list[Pat
     whose rule to predict is no network.
 
     Raises:
-        UserError: there are no such models, or the files cannot be written.
+        UserError: there are no such models, the ending is another, or the files cannot be written.
     """
     is_file = out.suffix in WRITERS
     if is_file and client == ALL:
         raise UserError(f"--out {out} is one file, and --client all are several models; give --out FOLDER")
+    ending = out.suffix.removeprefix(".")
+    # a name such as lr0.1 is a folder's
+    if not is_file and ending.isalnum() and ending[0].isalpha() and not out.is_dir():
+        raise UserError(
+            f"--out {out} has an ending that is not known; allowed: a folder, FILE.pt or FILE.safetensors"
+        )
     folder = out.parent if is_file else out
     names = range(run.models.num_clients) if client == ALL else [client]
     files: list[Path] = []

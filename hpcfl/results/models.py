@@ -204,10 +204,11 @@ class TrainedModels:
         return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
 
     def _refuse_other(self, client: int) -> None:
-        if not 0 <= client < self.num_clients:
+        is_whole = isinstance(client, int | np.integer) and not isinstance(client, bool)
+        if not is_whole or not 0 <= client < self.num_clients:
             raise UserError(
-                f"client {client} is not in this run; allowed: 0 to {self.num_clients - 1}, or {GLOBAL} for "
-                "the model of a method that has one for all"
+                f"client {client!r} is not in this run; allowed: 0 to {self.num_clients - 1}, or {GLOBAL} "
+                "for the model of a method that has one for all"
             )
 
     def _without_models(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config, resolve
 from hpcfl.errors import UserError
+from hpcfl.own_code import digest
 from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
@@ -26,13 +28,24 @@ if TYPE_CHECKING:
     from hpcfl.results.comparison import Comparison
 
 TABLES = ("metrics", "clients", "bytes")
+OWN_KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
+"""Keys that name the user's own code."""
 
 Columns = dict[str, np.ndarray]
 """Columns of a CSV file: float64, or text where an entry is no number."""
 
 
 def load_run(path: str | Path) -> Run:
-    """Return the run in a folder, which may still be going on. Raises UserError where there is none."""
+    """Return the run in a folder, which may still be going on.
+
+    The Python files that its config.yaml names, of a method of one's own for example, are run: look at a
+    stranger's folder before.
+
+    Raises:
+        UserError: there is no run, it is damaged, or a file of its own code is not there or has changed.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"load_run({path!r}) is not possible; give the folder of a run, such as 'runs/NAME'")
     return Run(Path(path))
 
 
@@ -45,6 +58,7 @@ class Run:
         tree = read_record(path)
         self.environment: Mapping[str, Any] = tree.pop(ENVIRONMENT, {})
         """Versions, processor, command and ranks."""
+        _refuse_other_files(path, tree)
         self.config: Config = resolve(tree)
 
     @cached_property
@@ -223,6 +237,25 @@ class Run:
     def name(self) -> str:
         """What the run is called beside others: its method, and the folder's name."""
         return f"{self.config.method} ({self.path.name})"
+
+
+def _refuse_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Raise UserError where the user's own code that a run was made with is not there any more."""
+    for key in OWN_KEYS:
+        group, name = key.rsplit(".", 1)
+        keys = tree["data"].get("partition") if group == "data.partition" else tree[group]
+        if not isinstance(keys, dict) or not keys.get(name) or not keys.get("code"):
+            continue
+        try:
+            found = digest(Path(str(keys[name])).read_bytes())
+            said = f"is another version now ({found})"
+        except OSError as error:
+            found, said = "", f"cannot be read ({error.strerror})"
+        if found != str(keys["code"]):
+            raise UserError(
+                f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {said}; "
+                f"bring that version back, or write where it is now into {folder / 'config.yaml'}"
+            )
 
 
 def read_columns(path: Path) -> Columns:

@@ -552,6 +552,38 @@ def test_damaged_files_are_named_with_their_line(
     assert "--fresh" not in advice
 
 
+def test_names_of_clients_and_runs_are_checked(place: Place) -> None:
+    run = place.run("fedavg")
+    for client in ("all", "3", 3.0, True, None):
+        for ask in (run.model, run.network):
+            with pytest.raises(UserError, match=re.escape(f"client {client!r} is not in this run")):
+                ask(client)  # type: ignore[arg-type]
+    assert run.model(np.int64(3)).keys() == run.model(3).keys()  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"load_run\(3\) is not possible"):
+        hpcfl.load_run(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("own_code_forgotten")
+def test_a_run_says_which_version_of_its_own_code_it_needs(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method = tmp_path / "own_rule.py"
+    method.write_text(OWN_METHOD)
+    run = place.run("fedavg", "method.name=own_rule", f"method.path={method}", name="moved").path
+    method.rename(tmp_path / "there.py")
+    made_with = f"{run} was made with method.path={method} (code "
+    gone = said(capsys, "report", run, "--out", tmp_path / "page.html")
+    assert made_with in gone
+    assert (
+        f"(No such file or directory); bring that version back, or write where it is now into {run}" in gone
+    )
+    method.write_text(OWN_METHOD + "\n")
+    changed = said(capsys, "compare", run, place.run("local").path)
+    assert made_with in changed
+    assert "this file is another version now (" in changed
+    assert "drop" not in changed
+
+
 def test_mistakes_are_told_in_one_line(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,6 +605,11 @@ def test_mistakes_are_told_in_one_line(
     one = ["export", run, "--client", "all", "--out", tmp_path / "a.pt"]
     assert "are several models; give --out FOLDER" in said(capsys, *one)
     assert "--out" in said(capsys, "export", run, "--client", "1")
+    for name in ("client3.pth", "client3.onnx"):
+        assert "allowed: a folder, FILE.pt or FILE.safetensors" in said(
+            capsys, "export", run, "--client", "3", "--out", tmp_path / name
+        )
+        assert not (tmp_path / name).exists()
     (tmp_path / "file").write_text("")
     assert "cannot write to" in said(capsys, "export", run, "--client", "1", "--out", tmp_path / "file" / "x")
     (tmp_path / "model.py").write_text("mine")
@@ -595,7 +632,12 @@ def test_mistakes_are_told_in_one_line(
     assert "not finite" in predict(x=np.full((1, 7, 7), np.nan))
     images.write_text("no zip file")
     words = ["predict", run, "--client", "0", images]
-    assert "cannot be read as an npz file" in said(capsys, *words)
+    assert said(capsys, *words).endswith(
+        "cannot be read as an npz file; write it with numpy.savez(FILE, x=x)"
+    )
+    before = (run / "clients.csv").read_bytes()
+    assert "is in the folder of a run" in said(capsys, *words, "--out", run / "clients.csv")
+    assert (run / "clients.csv").read_bytes() == before
     assert "no such file" in said(capsys, "predict", run, "--client", "0", tmp_path / "none.npz")
     assert "give another FILE.npz or FILE.csv" in said(capsys, *words, "--out", tmp_path / "p.txt")
     assert "give another FILE.npz or FILE.csv" in said(capsys, *words, "--out", images)
