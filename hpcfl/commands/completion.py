@@ -13,6 +13,7 @@ from functools import partial
 
 from hpcfl.commands import COMMANDS, command
 from hpcfl.commands.arguments import Parser, parse_run
+from hpcfl.commands.list import OWN_FILES
 from hpcfl.communication.world import World
 from hpcfl.config.choices import CHOICES
 from hpcfl.config.reference import keys
@@ -63,6 +64,21 @@ _hpcfl_candidates() {{
         *) _hpcfl_words "$3" ;;
     esac
 }}
+
+# Which files may stand in place of the word $1, behind the word $2, of the command $3.
+_hpcfl_files() {{
+    case $1 in
+        data.path=*) echo '*.*'; return ;;
+        *.path=* | data.reader=*) echo '*.py'; return ;;
+    esac
+    case $3,$2 in
+        {own_files}) echo '*.py' ;;
+        predict,*) echo '*.npz' ;;
+        # folders alone
+        {without_keys}) echo '*/' ;;
+        *) echo '*.yaml' ;;
+    esac
+}}
 """
 
 BASH = """
@@ -75,12 +91,14 @@ _hpcfl() {
     elif [[ $COMP_CWORD -gt 1 && ${COMP_WORDS[COMP_CWORD-1]} == = ]]; then
         stem=${COMP_WORDS[COMP_CWORD-2]}=
     fi
+    local files=$(_hpcfl_files "$stem$word" "${COMP_WORDS[COMP_CWORD-1]}" "$command")
     local found=$(_hpcfl_candidates "$COMP_LINE" "$stem$word" "$command")
+    [[ $files == '*.py' ]] && found=
     mapfile -t COMPREPLY < <(compgen -W "$found" -- "$stem$word")
     COMPREPLY=("${COMPREPLY[@]#"$stem"}")
     if [[ -z $found || ( -z $stem && $word != -* && " list completion data " != *" $command "* ) ]]; then
         mapfile -t -O ${#COMPREPLY[@]} COMPREPLY < <(
-            compgen -f -X '!*.yaml' -- "$word"
+            compgen -f -X "!$files" -- "$word"
             compgen -d -S / -- "$word"
         )
     fi
@@ -95,17 +113,21 @@ ZSH = """
 _hpcfl() {
     local command=
     (( CURRENT > 2 )) && command=$words[2]
+    local files="$(_hpcfl_files "$PREFIX" "$words[CURRENT-1]" "$command")"
     local -a found
-    found=(${(f)"$(_hpcfl_candidates "$words" "$PREFIX" "$command")"})
+    [[ $files == '*.py' ]] || found=(${(f)"$(_hpcfl_candidates "$words" "$PREFIX" "$command")"})
     compadd -S '' -- ${(M)found:#*[=./]}
     compadd -- ${found:#*[=./]}
     if [[ -z $found || ( $PREFIX != (-*|*=*) && " list completion data " != *" $command "* ) ]]; then
         compset -P '*='
-        _files -g '*.yaml'
+        _files -g "$files"
     fi
 }
 compdef _hpcfl hpcfl
 """
+
+WITHOUT_KEYS = ("watch", "report", "export", "predict", "compare")
+"""Commands that take folders of runs, and no keys."""
 
 SHELLS = {
     "bash": (BASH, "In ~/.bashrc: source <(hpcfl completion bash), or a file with it."),
@@ -148,6 +170,7 @@ def _common(world: World, use: str) -> str:
         "list": ["keys", *dict.fromkeys(key.group for key in known)],
         "data": ["fetch", *SOURCES],
         "completion": list(SHELLS),
+        **{name: [] for name in WITHOUT_KEYS},
         "*": tops,
     }
     options_of = {name: _options(partial(command(name), ["--help"], world)) for name in COMMANDS}
@@ -160,6 +183,8 @@ def _common(world: World, use: str) -> str:
         groups=_cases(groups),
         values=_cases({name: found for name, found in values.items() if found}),
         choosers=" ".join(CHOICES),
+        without_keys=" | ".join(f"{name},*" for name in WITHOUT_KEYS),
+        own_files=" | ".join(f"list,--{kind}" for kind in OWN_FILES),
     )
 
 

@@ -99,11 +99,31 @@ def test_commands_have_words_and_options_of_their_own(capsys: pytest.CaptureFixt
     assert "configs/" in completed(path, "watch", "c")
 
 
+def test_files_are_those_that_the_place_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    path = script(capsys, "bash")
+    for name in ("runs", "runs/x"):
+        Path(name).mkdir()
+    for name in ("images.npz", "rule.py", "ruler.yaml"):
+        Path(name).touch()
+    assert completed(path, "predict", "runs/x", "im") == ["images.npz"]
+    assert completed(path, "data.path", "=", "im") == ["images.npz"]
+    for key in ("method.path", "model.path", "data.partition.path", "data.reader"):
+        assert completed(path, key, "=", "rul") == ["rule.py"]
+    for kind in ("method", "source", "partition", "model"):
+        assert completed(path, "list", f"--{kind}", "rul") == ["rule.py"]
+    assert completed(path, "plan", "rul") == ["ruler.yaml"]
+    for command in ("report", "watch", "compare", "export", "predict"):
+        assert completed(path, command, "r") == ["runs/"]
+    assert completed(path, "plan", "r") == ["run.", "ruler.yaml", "runs/"]
+
+
 def test_zsh_completes_at_the_press_of_tab(capsys: pytest.CaptureFixture[str]) -> None:
     zsh = shutil.which("zsh")
     if zsh is None:
         pytest.skip("there is no zsh")
     path = script(capsys, "zsh")
+    for name in ("images.npz", "rule.py", "ruler.yaml"):
+        Path(name).touch()
     typed = {
         "train.last": "train.last_batch=",
         "train.last_batch=k": "train.last_batch=keep",
@@ -111,6 +131,9 @@ def test_zsh_completes_at_the_press_of_tab(capsys: pytest.CaptureFixture[str]) -
         "plan configs/on": "plan configs/one.yaml",
         "data.path=configs/ot": "data.path=configs/other.yaml",
         "watch --on": "watch --once",
+        "predict runs/x im": "predict runs/x images.npz",
+        "method.path=rul": "method.path=rule.py",
+        "list --method rul": "list --method rule.py",
         "comp": "completion",
     }
     pid, leader = pty.fork()
