@@ -16,6 +16,7 @@ def compare_runs(arguments: Sequence[str], world: World) -> None:
 
     Runs are of the same clients with the same samples. Several seeds of the same configurations, such as
     A-s0 B-s0 A-s1 B-s1, are taken together.
+    Python files that a run's config.yaml names are run: look at a stranger's folder before.
     """
     parser = Parser("hpcfl compare", compare_runs.__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, two or more")

@@ -219,7 +219,7 @@ def test_a_checkpoint_of_a_newer_hpcfl_is_refused(
     before = {name: what for name, what in contents(folder).items() if not name.endswith(".lock")}
     message = refused(capsys, *TINY, "train.rounds=3", "--out", folder)
     assert "checkpoint schema 99" in message
-    assert "upgrade hpcfl, or add --fresh" in message
+    assert "upgrade hpcfl, or start over: the run's command with --fresh" in message
     assert {name: what for name, what in contents(folder).items() if not name.endswith(".lock")} == before
 
 
