@@ -20,7 +20,8 @@ def make_report(arguments: Sequence[str], world: World) -> None:
     """Write one self-contained HTML page of a run, or of several side by side.
 
     A run may still be going on; of a table's folder, and of any folder of runs, all finished ones are
-    shown. For example:
+    shown. Python files that a run's config.yaml names are run: look at a stranger's folder before.
+    For example:
       hpcfl report runs/pfedla-digits-s0-7b13d73d runs/fedavg-digits-s0-f8e9fb8a --out both.html
     """
     parser = Parser("hpcfl report", make_report.__doc__)
