@@ -472,11 +472,14 @@ def going_on(place: Place, tmp_path: Path) -> Path:
 def test_a_run_that_goes_on_has_no_personalised_models(
     going_on: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    np.savez(tmp_path / "images.npz", x=np.zeros((1, 7, 7), np.float32))
+    images = tmp_path / "images.npz"
+    np.savez(images, x=np.zeros((1, 7, 7), np.float32))
     why = r"prev.h5 is of round 2 of 3 and has no personalised models yet.*take global, which is there"
-    for words in (["export", going_on], ["predict", going_on, tmp_path / "images.npz"]):
-        out = ["--client", "0", "--out", tmp_path / "out.npz"]
-        assert re.search(why, said(capsys, *words, *out))
+    for words in (
+        ["export", going_on, "--out", tmp_path / "out"],
+        ["predict", going_on, images, "--out", tmp_path / "out.npz"],
+    ):
+        assert re.search(why, said(capsys, *words, "--client", "0"))
     assert "not finished: its last evaluation is of round 3 of 3" in said(
         capsys, "compare", going_on, going_on
     )
