@@ -154,13 +154,14 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second worker has no memory for the state of its clients, and keeps that on the CPU."""
-    keys = [*SMALL, "method.name=ditto", "data.clients=6", "train.participation=0.5", "run.engine=loop"]
+    keys = [*SMALL, "method.name=ditto", "data.clients=8", "train.participation=0.5", "run.engine=loop"]
     alone, cpu = Run(*keys), torch.device("cpu")
     place = DEVICE if world.is_worker and world.worker_index % 2 == 0 else cpu
-    begin, visited = Visits.begin, set[torch.device]()
+    begin, visited, travelled = Visits.begin, set[torch.device](), list[Trip]()
 
     def begun(self: Visits, trips: Sequence[Trip]) -> None:
         begin(self, trips)
+        travelled.extend(trips)
         if trips:
             visited.add(self.workplace.state["theta"].device)
 
@@ -174,7 +175,9 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
         stop.restore()
         kept = experiment.workplace.state["theta"]
         assert kept.device == place
-        assert visited == ({place} if world.num_workers > 1 else set())
+        # whether somebody travels is a matter of the cohorts; with two workers somebody does
+        assert travelled or world.num_workers != 2
+        assert visited == ({place} if travelled else set())
         trained = kept.cpu()
     assert torch.equal(trained, alone.clients["theta"][list(experiment.workplace.clients)])
 
