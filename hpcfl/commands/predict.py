@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from hpcfl.data.npz import read_arrays
 from hpcfl.errors import UserError
 from hpcfl.results.models import GLOBAL
 from hpcfl.results.run import load_run
+from hpcfl.storage.replacing import replace_file
 
 
 def predict_images(arguments: Sequence[str], world: World) -> None:
@@ -48,23 +48,23 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     models = load_run(options.run).models
     probabilities = models.probabilities(client, x, options.layout, where)
     labels = probabilities.argmax(axis=1)
-    unfinished = out.with_name(f"{out.name}.tmp")
+    as_written = _npz if out.suffix == ".npz" else _csv
     try:
-        if out.suffix == ".npz":
-            with unfinished.open("wb") as file:
-                np.savez(file, labels=labels, probabilities=probabilities)
-        else:
-            _write_csv(unfinished, labels, probabilities)
-        os.replace(unfinished, out)
+        replace_file(out, as_written(labels, probabilities))
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
     print(f"labels and probabilities of {len(labels)} images are in {out}")
 
 
-def _write_csv(path: Path, labels: np.ndarray, probabilities: np.ndarray) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))])
-        writer.writerows([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))
+def _npz(labels: np.ndarray, probabilities: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.savez(file, labels=labels, probabilities=probabilities)
+    return file.getvalue()
+
+
+def _csv(labels: np.ndarray, probabilities: np.ndarray) -> bytes:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))])
+    writer.writerows([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))
+    return file.getvalue().encode()

@@ -182,13 +182,16 @@ class Config:
     def yaml(self) -> str:
         return yaml.safe_dump(self.tree(), sort_keys=False)
 
+    def result_keys(self) -> dict[str, Any]:
+        """Return the keys that change results, flat, with their values."""
+        return {key: value for key, value in flatten(self.tree()).items() if key not in RESULT_NEUTRAL}
+
     def short_hash(self) -> str:
         """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out.
 
         Keys that are null do not count, so that a name stays when there are more of them.
         """
-        neutral = (*RESULT_NEUTRAL, "train.rounds")
-        keys = {k: v for k, v in flatten(self.tree()).items() if v is not None and k not in neutral}
+        keys = {k: v for k, v in self.result_keys().items() if v is not None and k != "train.rounds"}
         return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
 
     def run_name(self) -> str:

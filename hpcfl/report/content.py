@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import numpy as np
 
-from hpcfl.config import RESULT_NEUTRAL, flatten
+from hpcfl.config import flatten
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
@@ -280,13 +279,11 @@ def _seconds(metrics: Columns) -> dict[str, float]:
 
 def _differing(runs: Sequence[Run]) -> Json:
     """Return the keys that all runs have and in which some differ, with each run's values."""
-    trees: list[dict[str, Any]] = [flatten(run.config.tree()) for run in runs]
+    trees = [run.config.result_keys() for run in runs]
     keys = [
         key
         for key, value in trees[0].items()
-        if key not in RESULT_NEUTRAL
-        and all(key in tree for tree in trees)
-        and any(tree[key] != value for tree in trees)
+        if all(key in tree for tree in trees) and any(tree[key] != value for tree in trees)
     ]
     return {"keys": keys, "rows": [[str(tree[key]) for key in keys] for tree in trees]}
 

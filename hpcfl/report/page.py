@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -16,6 +14,7 @@ from hpcfl import __version__
 from hpcfl.errors import UserError
 from hpcfl.report.content import page_content
 from hpcfl.results.run import Run
+from hpcfl.storage.replacing import replace_file
 
 HERE = Path(__file__).parent
 REPORT_NAME = "report.html"
@@ -28,13 +27,9 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
         UserError: a run cannot be shown, runs cannot be compared, or the file cannot be written.
     """
     text = render(runs)
-    unfinished = out.with_name(f"{out.name}.tmp")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, out)
+        replace_file(out, text)
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out FILE") from error
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcfl.config import RESULT_NEUTRAL, Config, differences, flatten
+from hpcfl.config import Config, differences
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.results.run import Run
@@ -132,8 +132,7 @@ def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:
 
 def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys that change a run's results."""
-    flat = flatten(run.config.tree())
-    return {key: value for key, value in flat.items() if key not in (*RESULT_NEUTRAL, *without)}
+    return {key: value for key, value in run.config.result_keys().items() if key not in without}
 
 
 def _refuse_others(first: Run, second: Run) -> None:

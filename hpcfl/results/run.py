@@ -233,11 +233,6 @@ class Run:
 
         return compare([self, *others])
 
-    @property
-    def name(self) -> str:
-        """What the run is called beside others: its method, and the folder's name."""
-        return f"{self.config.method} ({self.path.name})"
-
 
 def _refuse_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
     """Raise UserError where the user's own code that a run was made with is not there any more."""

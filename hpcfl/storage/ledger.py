@@ -6,7 +6,7 @@ Shapes: N clients, K labels of bytes (the layers, other tensors that were sent, 
 from __future__ import annotations
 
 import csv
-import os
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
+from hpcfl.storage.replacing import replace_file
 from hpcfl.storage.snapshot import LedgerTable
 
 METRICS = (
@@ -320,6 +321,6 @@ def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
 
 def _write_whole(path: Path, rows: Iterable[Sequence[object]]) -> None:
     """Write a file of which nobody who reads it while the run goes on sees a part."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    _write(unfinished, "w", rows)
-    os.replace(unfinished, path)
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    replace_file(path, text.getvalue())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfl.config import DEFAULT_SOURCE, RESULT_NEUTRAL, Config, flatten, lay_over, resolve
+from hpcfl.config import DEFAULT_SOURCE, Config, flatten, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
@@ -254,7 +254,7 @@ def _in_column(column: str) -> str:
 
 def _what_changes_results(config: Config) -> str:
     """Return a run's keys and values as text, without the keys that do not change the results of this run."""
-    keys = {key: value for key, value in flatten(config.tree()).items() if key not in RESULT_NEUTRAL}
+    keys = config.result_keys()
     keys |= {"data.seed": config.data_seed, "method": [config.method, config.params.in_use()]}
     keys |= flatten({"comm": config.comm.in_use()})
     source = config.data.source
@@ -277,8 +277,8 @@ def _source(tree: Mapping[str, Any]) -> str:
 
 def _clients(config: Config) -> tuple[object, ...]:
     """Return all that decides which samples each client is scored on."""
-    keys = flatten({"data": config.tree()["data"]})
-    data = {key: value for key, value in keys.items() if key not in (*RESULT_NEUTRAL, "data.normalise")}
+    keys = config.result_keys().items()
+    data = {key: value for key, value in keys if key.startswith("data.") and key != "data.normalise"}
     return data, config.data_seed, config.run.eval_split
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import socket
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from typing import Any
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
+from hpcfl.storage.replacing import replace_file
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, Line, diagnostics
 from hpcfl.tables.display import document
@@ -252,10 +251,3 @@ def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
         raise UserError(
             f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR"
         ) from error
-
-
-def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file so that no reader ever sees half of it."""
-    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(unfinished, path)
