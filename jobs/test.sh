@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Install hpcfl with an MPI and the test tools into .venv (the first time) and run all tests.
+# Install hpcfl with an MPI and the test tools into .venv (the first time) and run the tests.
 #
-#     bash jobs/test.sh                       all: on up to four cores, then those that are collective as 3 MPI ranks
+#     bash jobs/test.sh                       all but soak tests: on up to four cores, then the collective ones as 3 MPI ranks
 #     bash jobs/test.sh -m quick              half a minute, while one works
 #     bash jobs/test.sh -m gpu                those that need a GPU; each is skipped where there is none
+#     bash jobs/test.sh -m soak               the soak tests: long runs and long sweeps, minutes each
 #     bash jobs/test.sh PYTEST OPTIONS        those that the options choose, without MPI ranks
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" mpich,test

@@ -186,8 +186,12 @@ def kill_tree(pid: int) -> None:
         kill_tree(child)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark quick tests, and in an MPI world leave those to a world of one rank that are not collective."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark quick tests; leave out soak tests unless `-m` names them, and, among MPI ranks, what needs one."""
+    if "soak" not in config.option.markexpr:
+        soak = [item for item in items if item.get_closest_marker("soak")]
+        items[:] = [item for item in items if item not in soak]
+        config.hook.pytest_deselected(items=soak)
     alone = pytest.mark.skip(reason="not collective: a plain pytest runs it")
     for item in items:
         starts_ranks = {"mpirun", "mpirun_command"} & set(getattr(item, "fixturenames", ()))
