@@ -12,13 +12,16 @@ from typing import Any
 
 import h5py
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import Message
 from hpcfl.config import load_config
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.storage.ledger import SECONDS
-from hpcfl.training.clients import Clients
+from hpcfl.training.clients import Clients, Workplace
 
 CLOCK_COLUMNS = SECONDS | {"steps_s"}
 
@@ -144,6 +147,35 @@ def _die_in_round(number: int, method: type[Method]) -> None:
         return up
 
     method.train = deadly  # type: ignore[method-assign]
+
+
+def saved_models(folder: Path, group: str, num_clients: int) -> dict[str, Tensor]:
+    """Return by name what a checkpoint holds of evaluated models in a group, [clients, ...]."""
+    with h5py.File(folder / "checkpoint.h5", "r", locking=False) as file:
+        models = {name: torch.from_numpy(data[()]) for name, data in file[group].items()}
+    # one row of a model that is the same for all clients says it all
+    return {name: rows.expand(num_clients, *rows.shape[1:]) for name, rows in models.items()}
+
+
+def losses_of(models: dict[str, Tensor], place: Workplace) -> list[float]:
+    """Return the test loss of each client of a place with its row of `saved_models`."""
+    theta, buffers = models["theta"], models["buffers"]
+    losses = []
+    for client in range(len(place.clients)):
+
+        def probabilities(network: nn.Module, x: Tensor, client: int = client) -> Tensor:
+            decision = [models["decision"][client]] if "decision" in models else []
+            return network(x, *decision).softmax(dim=1)
+
+        x, y = place.shard.samples("test", client)
+        if "weights" in models:
+            mixture = zip(theta[client], buffers[client], strict=True)
+            parts = torch.stack([place.evaluator.outputs(*model, probabilities, x) for model in mixture])
+            scores = torch.einsum("m,mnk->nk", models["weights"][client], parts)
+        else:
+            scores = place.evaluator.outputs(theta[client], buffers[client], probabilities, x)
+        losses.append(nll_loss(scores.double().log(), y).item())
+    return losses
 
 
 def contents(folder: Path) -> dict[str, Any]:

@@ -17,14 +17,15 @@ from bits import (
     VARIANTS,
     contents,
     differing,
+    losses_of,
     method_settings,
     run_here,
+    saved_models,
     tiny_settings,
     write_digits,
 )
 from conftest import REPOSITORY, run_tree
-from torch import Tensor, nn
-from torch.nn.functional import nll_loss
+from torch import Tensor
 
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
@@ -166,25 +167,9 @@ def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], c
     place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), World()).workplace
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss"][-1]
-        models = {name: torch.from_numpy(data[()]) for name, data in file["personalised"].items()}
-    # one row of a model that is the same for all clients says it all
-    models = {name: rows.expand(len(expected), *rows.shape[1:]) for name, rows in models.items()}
-    theta, buffers = models.pop("theta"), models.pop("buffers")
-    assert list(models) == PARTS.get(case.partition("-")[0], [])
-    for client, loss in enumerate(expected):
-
-        def probabilities(network: nn.Module, x: Tensor, client: int = client) -> Tensor:
-            decision = [models["decision"][client]] if "decision" in models else []
-            return network(x, *decision).softmax(dim=1)
-
-        x, y = place.shard.samples("test", client)
-        if "weights" in models:
-            mixture = zip(theta[client], buffers[client], strict=True)
-            parts = torch.stack([place.evaluator.outputs(*model, probabilities, x) for model in mixture])
-            scores = torch.einsum("m,mnk->nk", models["weights"][client], parts)
-        else:
-            scores = place.evaluator.outputs(theta[client], buffers[client], probabilities, x)
-        assert nll_loss(scores.double().log(), y).item() == pytest.approx(loss, rel=1e-9)
+    models = saved_models(serial(case), "personalised", len(expected))
+    assert sorted({*models} - {"theta", "buffers"}) == PARTS.get(case.partition("-")[0], [])
+    assert losses_of(models, place) == pytest.approx(expected, rel=1e-9)
 
 
 def some_between(rows: Tensor, low: float, high: float) -> bool:

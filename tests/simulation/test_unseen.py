@@ -15,11 +15,19 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import MEETS_ALL_SOON, VARIANTS, contents, differing, method_settings, run_here, tiny_settings
+from bits import (
+    MEETS_ALL_SOON,
+    VARIANTS,
+    contents,
+    differing,
+    losses_of,
+    method_settings,
+    run_here,
+    saved_models,
+    tiny_settings,
+)
 from bits import write_digits as write_images
 from conftest import REPOSITORY, run_tree
-from torch import Tensor, nn
-from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
@@ -158,23 +166,8 @@ def test_the_checkpoint_holds_the_models_that_were_scored(
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss_unseen"][-1]
         assert file["history/accuracy_unseen"].shape == (2, UNSEEN)
-        models = {name: torch.from_numpy(data[()]) for name, data in file["unseen"].items()}
-    models = {name: rows.expand(UNSEEN, *rows.shape[1:]) for name, rows in models.items()}
-    theta, buffers = models.pop("theta"), models.pop("buffers")
-    for number, loss in enumerate(expected):
-
-        def probabilities(network: nn.Module, x: Tensor, number: int = number) -> Tensor:
-            decision = [models["decision"][number]] if "decision" in models else []
-            return network(x, *decision).softmax(dim=1)
-
-        x, y = place.shard.samples("test", number)
-        if "weights" in models:
-            mixture = zip(theta[number], buffers[number], strict=True)
-            parts = torch.stack([place.evaluator.outputs(*model, probabilities, x) for model in mixture])
-            scores = torch.einsum("m,mnk->nk", models["weights"][number], parts)
-        else:
-            scores = place.evaluator.outputs(theta[number], buffers[number], probabilities, x)
-        assert nll_loss(scores.double().log(), y).item() == pytest.approx(loss, rel=1e-9)
+    models = saved_models(serial(case), "unseen", UNSEEN)
+    assert losses_of(models, place) == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("case", [*CASES, *OTHER_BUFFERS])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from refusals import refused, refused_once_changed
 
 from hpcfl.config import flatten
 from hpcfl.errors import UserError
@@ -67,13 +68,6 @@ def flat(table: Table, row: str, column: str) -> dict[str, Any]:
     """Return the settings of a cell of the first seed."""
     cell = table.of(table.labels.index(row), table.columns.index(column))[0]
     return flatten(cell.config.tree())
-
-
-def refused(path: Path, **more: Any) -> str:
-    with pytest.raises(UserError) as error:
-        Table(path, more.pop("overrides", []), None, **more)
-    assert str(error.value).startswith(str(path))
-    return str(error.value).removeprefix(str(path))
 
 
 # What a file says
@@ -388,9 +382,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_mistake_is_told_with_its_place(folder: Path, what: str) -> None:
     old, new, said = MISTAKES[what]
-    assert PAPER.count(old) == 1
-    (folder / "paper.yaml").write_text(PAPER.replace(old, new))
-    assert refused(folder / "paper.yaml").startswith(said)
+    assert refused_once_changed(folder / "paper.yaml", PAPER, old, new).startswith(said)
 
 
 @pytest.mark.parametrize(
@@ -461,9 +453,7 @@ EXTENDING_MISTAKES: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("what", EXTENDING_MISTAKES)
 def test_a_mistake_of_a_file_that_extends_another(folder: Path, what: str) -> None:
     old, new, said = EXTENDING_MISTAKES[what]
-    assert EXTENDING.count(old) == 1
-    (folder / "evening.yaml").write_text(EXTENDING.replace(old, new))
-    assert refused(folder / "evening.yaml").startswith(said)
+    assert refused_once_changed(folder / "evening.yaml", EXTENDING, old, new).startswith(said)
 
 
 # Help

@@ -18,9 +18,9 @@ from bits import tiny_settings, write_digits
 from conftest import REPOSITORY, clean_environment
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from refusals import refused_once_changed
 
 import hpcfl.storage.checkpoint
-from hpcfl.errors import UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import pfedla
 from hpcfl.tables.cells import Table
@@ -459,12 +459,7 @@ MISTAKES = {
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_mistake_is_told_with_its_place(what: str, tmp_path: Path) -> None:
     old, new, said = MISTAKES[what]
-    assert TOY.count(old) == 1
-    path = tmp_path / "toy.yaml"
-    path.write_text(TOY.replace(old, new))
-    with pytest.raises(UserError) as error:
-        Table(path, [], None)
-    assert str(error.value).removeprefix(str(path)).startswith(said)
+    assert refused_once_changed(tmp_path / "toy.yaml", TOY, old, new).startswith(said)
 
 
 @pytest.mark.parametrize(
