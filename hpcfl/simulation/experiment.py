@@ -60,8 +60,8 @@ class Experiment:
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N]."""
     unseen: Unseen
-    samples_by_class: tuple[np.ndarray, np.ndarray]
-    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each."""
+    samples_by_class: tuple[np.ndarray, np.ndarray] | None
+    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each; on the server."""
     engine_name: str
     """The engine and, on a GPU, what was chosen for it."""
     state_device: torch.device
@@ -220,6 +220,12 @@ def build(config: Config, world: World) -> Experiment:
     train = [part.train for part in parts]
     evaluated = [getattr(part, config.run.eval_split) for part in parts]
     num_train, num_evaluated = np.array(list(map(len, train))), np.array(list(map(len, evaluated)))
+    samples_by_class = None
+    if world.is_server:
+        samples_by_class = (
+            count_classes(arrays.y, train, arrays.num_classes),
+            count_classes(arrays.y, evaluated, arrays.num_classes),
+        )
     return Experiment(
         config,
         method,
@@ -228,10 +234,7 @@ def build(config: Config, world: World) -> Experiment:
         num_train[:num_clients],
         num_evaluated[:num_clients],
         Unseen(unseen_workplace, num_train[num_clients:], num_evaluated[num_clients:]),
-        (
-            count_classes(arrays.y, train, arrays.num_classes),
-            count_classes(arrays.y, evaluated, arrays.num_classes),
-        ),
+        samples_by_class,
         engine_name,
         kept_on,
     )

@@ -18,7 +18,7 @@ from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.experiment import Experiment
 from hpcfl.simulation.placement import Trip, Visits, balanced
-from hpcfl.training.clients import Clients
+from hpcfl.training.clients import Clients, Workplace
 
 T = TypeVar("T")
 
@@ -142,9 +142,13 @@ class Federation:
         size = self.workplace.engine.clients_at_once
         for start in range(0, len(own), size):
             members = own[start : start + size]
-            places = (self.workplace, self.experiment.unseen.workplace, self.visits.workplace)
-            workplace = next(place for place in places if members[0] in place.clients)
+            workplace = self._workplace_of(members[0])
             yield slice(start, start + size), Clients(workplace, members, cohort.round)
+
+    def _workplace_of(self, client: int) -> Workplace:
+        """Return what has a client that trains on this rank: at home here, a visitor, or unseen."""
+        places = (self.workplace, self.visits.workplace, self.experiment.unseen.workplace)
+        return next(place for place in places if client in place.clients)
 
     def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
         """Bring the server's message to the cohort; it is None on other ranks. Collective."""
@@ -167,12 +171,8 @@ class Federation:
         if self._up is AS_IT_IS:
             return None
         places = (self.workplace, self.visits.workplace)
-        rows = [
-            next(
-                (n, place.clients.index(client)) for n, place in enumerate(places) if client in place.clients
-            )
-            for client in self.own(cohort)
-        ]
+        found = [(self._workplace_of(client), client) for client in self.own(cohort)]
+        rows = [(int(place is not self.workplace), place.clients.index(client)) for place, client in found]
         unsent = Unsent([(place.state, len(place.clients)) for place in places], rows)
         sent = before.sent if self.world.is_server else None
         return UploadCoding(self._up, before.received, sent, unsent)

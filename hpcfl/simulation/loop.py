@@ -133,7 +133,7 @@ class Simulation:
         self._experiment.place_state()
         self.server, first = self._saver.start()
         self._evaluator.try_welcome(self.server)
-        if self._folder is not None:
+        if self._folder is not None and self._experiment.samples_by_class is not None:
             write_partition(self._folder.path, *self._experiment.samples_by_class)
         self._wall_before_s = self.ledger.wall_s
         self._progress.start(first, train.rounds)
