@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import Mpirun, in_mpi_world
+from conftest import in_mpi_world
 from torch import Tensor
 
 from hpcfl.communication.channel import Channel, Upload
@@ -136,14 +135,6 @@ def rows_of(message: Message, own: list[int]) -> Message:
         return Message(num_clients=0)
     keep = {name: mask if mask.dim() == 1 else mask[own] for name, mask in message.keep.items()}
     return Message({}, {name: rows[own] for name, rows in message.rows.items()}, keep, len(own))
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_under_mpirun(mpirun: Mpirun, ranks: int) -> None:
-    done = mpirun(
-        ranks, "-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", Path(__file__)
-    )
-    assert done.stdout.count(" passed") == ranks
 
 
 @pytest.mark.mpi

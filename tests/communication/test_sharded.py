@@ -1,16 +1,14 @@
 """Rows of all clients spread over the workers: worked-out sums, and the bits of one rank that has them all.
 
-Tests marked mpi run under any number of ranks; the first test launches them on 1, 2, 3 and 5.
+Tests marked mpi run under any number of ranks: see test_under_mpirun.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mpirun
 from harness import random
 from torch import Tensor
 
@@ -23,14 +21,6 @@ N = 37
 LAYERS = (Layer("wide", 0, 5000, 0, 0), Layer("narrow", 5000, 5037, 0, 0))
 SIZE = LAYERS[-1].stop
 COHORT = [0, 3, 5, 16, 20, 21, 36]
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_under_mpirun(mpirun: Mpirun, ranks: int) -> None:
-    done = mpirun(
-        ranks, "-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", Path(__file__)
-    )
-    assert done.stdout.count(" passed") == ranks
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Ranks and collectives.
 
-Tests marked mpi run under any number of ranks; the first test launches them on 1, 3 and 5.
+Tests marked mpi run under any number of ranks: see test_under_mpirun.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import sys
 import time
-from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -25,15 +24,6 @@ def numbers(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
     """Return start, start + 1, ... modulo 251; modulo 2 as booleans."""
     values = (torch.arange(count) + start) % 251
     return values % 2 == 1 if dtype == torch.bool else values.to(dtype)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 5])
-def test_collectives_under_mpirun(mpirun: Mpirun, ranks: int) -> None:
-    done = mpirun(
-        ranks, "-m", "pytest", "--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider", Path(__file__)
-    )
-    assert done.stdout.count(" passed") == ranks
-    assert done.stdout.count("MPI version: ") == ranks
 
 
 @pytest.mark.mpi

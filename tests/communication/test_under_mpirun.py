@@ -1,0 +1,20 @@
+"""The tests that are collective, on 1, 2 and 5 ranks; `jobs/test.sh` runs them on 3."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import REPOSITORY, Mpirun
+
+COLLECTIVE = [
+    path
+    for path in sorted((REPOSITORY / "tests").rglob("test_*.py"))
+    if "\n@pytest.mark.mpi" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_collective_tests_pass(mpirun: Mpirun, ranks: int) -> None:
+    options = ("--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider")
+    done = mpirun(ranks, "-m", "pytest", *options, *COLLECTIVE, timeout=300)
+    assert done.stdout.count(" passed") == ranks
+    assert done.stdout.count("MPI version: ") == ranks
