@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from hpcfl import __version__
@@ -36,18 +37,11 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
 def render(runs: Sequence[Run]) -> str:
     """Return the page of runs; UserError for those that cannot be shown side by side."""
     content = page_content(runs, labels_of(runs))
-    environment = Environment(
-        loader=FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     # the template writes these out, and a key may be infinite, which JSON cannot say
     written_out = ("configuration", "environment")
     shown = [{key: value for key, value in run.items() if key not in written_out} for run in content["runs"]]
     data = json.dumps(content | {"runs": shown}, separators=(",", ":"), allow_nan=False)
-    return environment.get_template("page.html").render(
+    return _template().render(
         **content,
         title=content["runs"][0]["label"] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
@@ -56,6 +50,19 @@ def render(runs: Sequence[Run]) -> str:
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
     )
+
+
+@cache
+def _template() -> Template:
+    """Return the page's template, which takes longer to compile than to fill in."""
+    environment = Environment(
+        loader=FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:

@@ -100,12 +100,12 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Return a function from a case to its folder, run on one rank without mpirun."""
+    """Return a function from a case to its folder, run on one rank without mpirun, with a page."""
     base = tmp_path_factory.mktemp("serial")
 
     @cache
     def folder(case: str) -> Path:
-        assert run_here(base / case, [*settings, *SERIAL_CASES[case]]) == 0
+        assert run_here(base / case, [*settings, *SERIAL_CASES[case], "run.report=true"]) == 0
         return base / case
 
     return folder

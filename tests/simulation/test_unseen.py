@@ -74,12 +74,12 @@ def keys_of(case: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Return a function from a case to the folder of its run on one rank."""
+    """Return a function from a case to the folder of its run on one rank, with a page."""
     base = tmp_path_factory.mktemp("serial")
 
     @cache
     def folder(case: str) -> Path:
-        assert run_here(base / case, [*settings, *keys_of(case)]) == FINISHED
+        assert run_here(base / case, [*settings, *keys_of(case), "run.report=true"]) == FINISHED
         return base / case
 
     return folder

@@ -82,8 +82,8 @@ def table(folder: Path, *words: str) -> int:
 
 
 def changed(words: list[str]) -> str:
-    """Return what the title says of `words`: nothing of the file, where the data lie, and the device."""
-    return f"with {', '.join(words[4:-1])}"
+    """Return what the title says of `words`: nothing of the file, where the data lie, the device and the page."""
+    return f"with {', '.join(words[4:-2])}"
 
 
 def figures(folder: Path) -> list[dict[str, str]]:
