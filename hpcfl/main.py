@@ -25,6 +25,7 @@ with quick_imports():
     from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
     from hpcfl.commands.arguments import RunOptions, command_line, parse_run
     from hpcfl.commands.run import run
+    from hpcfl.communication.presence import ending_with_launcher
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
     from hpcfl.errors import BAD_INPUT, UserError
@@ -42,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = open_world()
         speaks = world.is_server
         with abort_on_exception(world), ExitStack() as at_exit:
+            if world.size > 1:
+                at_exit.enter_context(ending_with_launcher(world.is_server))
             if not speaks:
                 at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
             at_exit.enter_context(warnings.catch_warnings())

@@ -11,6 +11,7 @@ from hpcfl.commands.summary import next_command, print_summary
 from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config
 from hpcfl.errors import UserError
+from hpcfl.simulation.device_memory import telling_where_memory_ends
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Outcome, Simulation
 from hpcfl.simulation.progress import Progress
@@ -34,6 +35,8 @@ def run(
     """
     with ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
+        at_exit.enter_context(telling_where_memory_ends(config, world))
+        world.give_up_after(config.run.timeout)
         noted: list[str] = []
         warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
         _refuse_other_code(config, world)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from hpcfl.errors import UserError
+from hpcfl.communication.presence import SignsOfLife, SilentRanks
+from hpcfl.errors import StoppedAtOnce, UserError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,6 +37,9 @@ _STEP_SIZE_VARIABLE = "SLURM_STEP_NUM_TASKS"
 _MPI_TYPES = {"float32": "f4", "float64": "f8", "int32": "i4", "int64": "i8", "int8": "i1", "uint8": "u1"}
 # MPI has no float16, and numbers are only moved
 _MPI_TYPES["float16"] = "i2"
+
+# signs of life have another
+_DATA_TAG = 0
 
 # Measured with 9 ranks on 2 cores: 2 to 3 % of a core while idle, and megabytes as fast as blocking calls.
 _FIRST_PAUSE_S = 20e-6
@@ -76,6 +80,25 @@ class World:
         self.host = socket.gethostname()
         self.bytes_received = 0
         """What collectives and other workers have brought to this rank so far."""
+        self.stage = "at the start"
+        """What the ranks are at, in words that end a sentence."""
+        self._signs: SignsOfLife | None = None
+
+    def give_up_after(self, timeout_s: float | None) -> None:
+        """Have a rank that waits raise SilentRanks once another is silent for so long; None: never.
+
+        A rank is heard of while it waits, and whenever it calls `sign_of_life`. Collective.
+        """
+        self._signs = None
+        if self._comm is None or timeout_s is None:
+            return
+        hosts = self.broadcast_bytes(b"\n".join(self.gather_bytes(self.host.encode()) or []))
+        self._signs = SignsOfLife(self._comm, hosts.decode().split("\n"), timeout_s)
+
+    def sign_of_life(self) -> None:
+        """Let the others know that this rank is at work; costs next to nothing."""
+        if self._signs is not None:
+            self._signs.give()
 
     def shard(self, num_items: int, worker: int | None = None) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none).
@@ -171,7 +194,7 @@ class World:
             assert send is not None
             return part.copy_(send.detach().reshape(-1))
         received = _flat_array(part)
-        _wait(self._comm.Iscatterv(message, [received, _mpi_type(received)], root=0))
+        self._wait(self._comm.Iscatterv(message, [received, _mpi_type(received)], root=0))
         self.bytes_received += received.nbytes
         return part
 
@@ -229,12 +252,12 @@ class World:
         The tensor must not change before the transfer is done. Transfers between two ranks arrive in the
         order in which they begin.
         """
-        return self._transfer(tensor, lambda comm, message: comm.Isend(message, rank))
+        return self._transfer(tensor, lambda comm, message: comm.Isend(message, rank, _DATA_TAG))
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
         """Begin to overwrite a contiguous CPU tensor with the one that another rank sends."""
         self.bytes_received += tensor.nbytes
-        return self._transfer(tensor, lambda comm, message: comm.Irecv(message, rank))
+        return self._transfer(tensor, lambda comm, message: comm.Irecv(message, rank, _DATA_TAG))
 
     def _transfer(
         self, tensor: torch.Tensor, begin: Callable[[MPI.Intracomm, list[Any]], MPI.Request]
@@ -242,7 +265,7 @@ class World:
         if self._comm is None:
             raise ValueError("a rank that is alone has none to send to")
         pieces = self._pieces(_flat_array(tensor))
-        return Transfer([begin(self._comm, [piece, _mpi_type(piece)]) for piece in pieces])
+        return Transfer([begin(self._comm, [piece, _mpi_type(piece)]) for piece in pieces], self._wait)
 
     def maximum(self, value: int) -> int:
         """Return the largest of all ranks' values (64 bits) on every rank. Collective."""
@@ -251,13 +274,13 @@ class World:
         from mpi4py import MPI
 
         own, largest = np.array([value], np.int64), np.empty(1, np.int64)
-        _wait(self._comm.Iallreduce([own, _mpi_type(own)], [largest, _mpi_type(largest)], op=MPI.MAX))
+        self._wait(self._comm.Iallreduce([own, _mpi_type(own)], [largest, _mpi_type(largest)], op=MPI.MAX))
         return int(largest[0])
 
     def barrier(self) -> None:
         """Wait, without burning a core, until every rank has come here. Collective."""
         if self._comm is not None:
-            _wait(self._comm.Ibarrier())
+            self._wait(self._comm.Ibarrier())
 
     def abort(self, code: int = 1) -> NoReturn:
         """End all ranks at once with this exit code; a serial world leaves by SystemExit."""
@@ -280,7 +303,7 @@ class World:
         if self._comm is None:
             return
         for piece in self._pieces(array):
-            _wait(self._comm.Ibcast([piece, _mpi_type(piece)], root=0))
+            self._wait(self._comm.Ibcast([piece, _mpi_type(piece)], root=0))
         self.bytes_received += 0 if self.is_server else array.nbytes
 
     def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
@@ -295,15 +318,27 @@ class World:
             out[:] = array
             return
         message = [out, rank_counts, _mpi_type(array)] if self.is_server else None
-        _wait(self._comm.Igatherv([array, _mpi_type(array)], message, root=0))
+        self._wait(self._comm.Igatherv([array, _mpi_type(array)], message, root=0))
         self.bytes_received += 0 if out is None else out.nbytes
+
+    def _wait(self, request: MPI.Request) -> None:
+        """Wait for a request, sleeping longer and longer between looks."""
+        pause_s = _FIRST_PAUSE_S
+        while not request.Test():
+            time.sleep(pause_s)
+            if pause_s < _LONGEST_PAUSE_S:
+                pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
+                if pause_s == _LONGEST_PAUSE_S and self._signs is not None:
+                    self._signs.begin()
+            elif self._signs is not None:
+                self._signs.look(self.stage)
 
 
 class Transfer:
     """A tensor on its way between two ranks."""
 
-    def __init__(self, requests: Sequence[MPI.Request]) -> None:
-        self._requests = requests
+    def __init__(self, requests: Sequence[MPI.Request], wait: Callable[[MPI.Request], None]) -> None:
+        self._requests, self._wait = requests, wait
 
     @property
     def is_done(self) -> bool:
@@ -313,7 +348,7 @@ class Transfer:
     def wait(self) -> None:
         """Sleep until it is done."""
         for request in self._requests:
-            _wait(request)
+            self._wait(request)
 
 
 def open_world(max_elements: int = MAX_ELEMENTS) -> World:
@@ -368,11 +403,16 @@ def abort_on_exception(world: World) -> Iterator[None]:
     The failing rank prints its traceback, headed by rank and host, and aborts with exit code 1. Where
     several ranks fail at once, the lowest prints first and the others are usually gone before they do.
     UserError and SystemExit pass through; so does everything in a serial world, where Python does the same.
+    Silent ranks, and a stop at once, are told in one line and without a traceback.
     """
     try:
         yield
     except (UserError, SystemExit):
         raise
+    except StoppedAtOnce as stop:
+        abort_saying(world, f"hpcfl: {stop}\n", stop.code)
+    except SilentRanks as silent:
+        abort_saying(world, f"hpcfl: error: {silent}\n", 1)
     except KeyboardInterrupt:
         if world.size == 1:
             raise
@@ -415,14 +455,6 @@ def agreed(world: World, step: Callable[[], T]) -> T:
     if common is not None:
         raise UserError(common)
     return result
-
-
-def _wait(request: MPI.Request) -> None:
-    """Wait for a request, sleeping longer and longer between looks."""
-    pause_s = _FIRST_PAUSE_S
-    while not request.Test():
-        time.sleep(pause_s)
-        pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
 
 
 def _flat_array(tensor: torch.Tensor) -> np.ndarray:

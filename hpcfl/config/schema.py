@@ -120,6 +120,11 @@ class RunConfig(Settings):
     """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
     max_elements: int = Field(2**27, ge=1, lt=2**28)
     """Numbers in one block of a message; changes no result."""
+    timeout: float | None = Field(3600.0, ge=1)
+    """Seconds without a sign of life from another rank after which a rank that waits ends the run; the last
+    checkpoint stays. A rank is heard of while it waits, and after each group of clients that it trains or
+    scores. The default is longer than any such piece of work should take, for it must not end a run that is
+    well; null: wait for ever. Changes no result."""
     report: bool = True
     """Whether a run ends by writing report.html, a page of what it gave; changes no result."""
     tensorboard: bool = False
@@ -139,6 +144,7 @@ RESULT_NEUTRAL = (
     "run.report",
     "run.state",
     "run.tensorboard",
+    "run.timeout",
 )
 """Keys that may differ between a run folder and the command that resumes it."""
 

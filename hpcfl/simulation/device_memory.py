@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
+from hpcfl.communication.world import World, abort_saying
 from hpcfl.config import Config
-from hpcfl.errors import UserError
+from hpcfl.errors import BAD_INPUT, UserError
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.training.batches import Batch
@@ -23,6 +28,8 @@ libraries and methods' tables take the rest."""
 VECTORS = 10
 """Flat vectors of a client's model that a local round holds at once, at most: state, download, descents,
 gradients and upload."""
+_IN_WORDS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "not enough memory")
+"""How torch's parts say that the memory of a process has ended: only a GPU's has an exception of its own."""
 PASSES = 3
 """Memory of a training step over the activations that it keeps: their gradients and work spaces, too."""
 
@@ -103,8 +110,37 @@ def _free_bytes(device: torch.device, sharing: int) -> float:
     return free / sharing
 
 
+@contextmanager
+def telling_where_memory_ends(config: Config, world: World) -> Iterator[None]:
+    """Tell the user where the memory of this rank's process does not suffice.
+
+    Raises UserError; a rank among several then ends all, for the others may be waiting for it.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        # what the failed calls hold makes room for the words
+        traceback.clear_frames(error.__traceback__)
+        smaller = max(2, config.train.batch_size // 2)
+        told = UserError(
+            f"rank {world.rank} on {world.host} is out of memory; try more ranks on more nodes (each worker "
+            "keeps the samples and the state of its clients), fewer ranks on a node, more memory for the job "
+            f"(under SLURM --mem or --mem-per-cpu), or, as another run, train.batch_size={smaller} (it is "
+            f"{config.train.batch_size}); rounds up to the checkpoint stay"
+        )
+        if world.size == 1:
+            raise told from None
+        abort_saying(world, f"hpcfl: error: {told}\n", BAD_INPUT)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _IN_WORDS)
+
+
 def out_of_memory(config: Config, place: str, at_once: int, state_bytes: int) -> UserError:
-    """Return the error for a device that has too little memory, with what to lower.
+    """Return the error for a GPU that has too little memory, with what to lower.
 
     `place` says which rank and device; `at_once` is how many clients trained together, and `state_bytes` what
     the state that this rank keeps on the device takes.

@@ -140,6 +140,7 @@ class Simulation:
         for number in range(first, train.rounds):
             began_s = time.monotonic()
             done = number + 1
+            self._world.stage = f"in round {done}"
             is_last = done == train.rounds
             is_evaluated = is_last or done % run.eval_every == 0
             after_training = self._round(self._federation.placed(self.cohort(number)), is_evaluated)
@@ -224,6 +225,7 @@ class Simulation:
             # brought to the CPU group by group, so that a GPU never holds a whole cohort's
             uploads.add(part, up)
             clients.commit()
+            self._world.sign_of_life()
         train_s = time.monotonic() - began_s - scoring_s
         return LocalRound(
             uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores), train_s, scoring_s

@@ -7,32 +7,41 @@ import signal
 import time
 from types import FrameType
 
+from hpcfl.errors import StoppedAtOnce
+
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+SAME_REQUEST_S = 1.0
+"""Signals within this time of a request are the same request: a terminal and a launcher both deliver it."""
 
 
 class StopFlag:
     """A request to stop at the next round boundary: SIGTERM, SIGUSR1, SIGUSR2 or SIGINT, or SLURM's end time.
 
-    The signals only set the flag; a second SIGINT raises KeyboardInterrupt. Each rank has its own flag, so
-    ranks agree before they act on it.
+    The first signal only sets the flag; a second request, by any of these signals, raises StoppedAtOnce. In a
+    SLURM job the first SIGTERM after SIGUSR1 or SIGUSR2 does not: it is the time limit's, which leaves the
+    round some seconds (KillWait) to end before SIGKILL comes anyway. Each rank has its own flag, so ranks
+    agree before they act on it.
     """
 
     def __init__(self) -> None:
         """Install the handlers; only the main thread may do so."""
-        self._requested = False
-        self._interrupted = False
+        self._requests: list[int] = []
+        self._last_request_s = 0.0
         end_time = os.environ.get("SLURM_JOB_END_TIME", "")
-        self._end_time_s = int(end_time) if end_time.isdecimal() else None
+        # from here on a clock that is set changes nothing
+        self._end_s = time.monotonic() + int(end_time) - time.time() if end_time.isdecimal() else None
+        self._in_slurm = "SLURM_JOB_ID" in os.environ
         self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
 
     @property
     def requested(self) -> bool:
         """Whether a signal has come."""
-        return self._requested
+        return bool(self._requests)
 
     def time_is_short(self, needed_s: float) -> bool:
         """Return whether SLURM ends the job within `needed_s` seconds; False where it gave no end time."""
-        return self._end_time_s is not None and self._end_time_s - time.time() < needed_s
+        return self._end_s is not None and self._end_s - time.monotonic() < needed_s
 
     def restore(self) -> None:
         """Put the handlers back that were there before."""
@@ -41,7 +50,14 @@ class StopFlag:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interrupted:
-            raise KeyboardInterrupt
-        self._interrupted = self._interrupted or number == signal.SIGINT
-        self._requested = True
+        now_s = time.monotonic()
+        if self._requests and now_s - self._last_request_s < SAME_REQUEST_S:
+            return
+        if self._requests and not self._is_time_limit(number):
+            raise StoppedAtOnce(number)
+        self._requests.append(number)
+        self._last_request_s = now_s
+
+    def _is_time_limit(self, number: int) -> bool:
+        warned = set(self._requests) <= {signal.SIGUSR1, signal.SIGUSR2}
+        return self._in_slurm and number == signal.SIGTERM and warned

@@ -1,0 +1,180 @@
+"""Whether the others are still there: signs of life between ranks that wait, and the launcher of them all."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SIGN_TAG = 1
+"""Tag of a sign of life; all other messages have another one."""
+
+_FIRST_SIGN_S = 0.5
+_SIGN_EVERY_S = 10.0
+_LONGEST_LOOK_S = 1.0
+
+_LOOK_AT_LAUNCHER_EVERY_S = 1.0
+# What only a rank has in its environment; SLURM_PROCID is not among them, for a batch script has it, too.
+_RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+
+
+class SilentRanks(Exception):
+    """Ranks that this one waited for and has not heard of for `run.timeout` seconds."""
+
+
+class SignsOfLife:
+    """Small messages between the server and each worker while they wait, so that a silent rank is noticed.
+
+    The server listens to all workers, and each worker to the server. A rank gives signs while it waits and,
+    by `give`, between pieces of its own work. A rank's silence counts only while this one waits and looks:
+    after a job has been suspended as a whole, no rank is blamed for the time in which none could move.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, hosts: Sequence[str], timeout_s: float) -> None:
+        """Know the hosts of all ranks, and after how many seconds a silent rank is given up."""
+        self._comm, self._hosts, self._timeout_s = comm, hosts, timeout_s
+        rank = comm.Get_rank()
+        self._others = list(range(1, comm.Get_size())) if rank == 0 else [0]
+        self._sign = np.array([rank], np.int64)
+        self._going: dict[int, MPI.Request] = {}
+        self._every_s = min(_SIGN_EVERY_S, timeout_s / 4)
+        self._given_s = time.monotonic()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to wait; silence counts from here."""
+        self._waited_s = 0.0
+        self._heard_s = dict.fromkeys(self._others, 0.0)
+        self._looked_s = time.monotonic()
+        self._next_s = min(_FIRST_SIGN_S, self._every_s)
+
+    def look(self, stage: str) -> None:
+        """Give and take signs, where it is time to, while a wait goes on at this stage of the run.
+
+        Raises SilentRanks, which names them and the stage.
+        """
+        now_s = time.monotonic()
+        self._waited_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._looked_s = now_s
+        if self._waited_s < self._next_s:
+            return
+        self._next_s = self._waited_s + self._every_s
+        self._give(now_s)
+        came = np.empty(1, np.int64)
+        while self._comm.Iprobe(tag=SIGN_TAG):
+            self._comm.Recv([came, "i8"], tag=SIGN_TAG)
+            self._heard_s[int(came[0])] = self._waited_s
+        silent = [rank for rank, heard_s in self._heard_s.items() if self._silent(heard_s)]
+        if silent:
+            raise SilentRanks(self._told(silent, stage))
+
+    def give(self) -> None:
+        """Give a sign of life in the midst of work, at most every few seconds."""
+        now_s = time.monotonic()
+        if now_s - self._given_s >= self._every_s:
+            self._give(now_s)
+
+    def _give(self, now_s: float) -> None:
+        self._given_s = now_s
+        for rank in self._others:
+            # one that stands still takes nothing: what is on the way to it is enough
+            if rank not in self._going or self._going[rank].Test():
+                self._going[rank] = self._comm.Isend([self._sign, "i8"], rank, tag=SIGN_TAG)
+
+    def _silent(self, heard_s: float) -> bool:
+        return self._waited_s - heard_s >= self._timeout_s
+
+    def _told(self, silent: Sequence[int], stage: str) -> str:
+        names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in silent)
+        them = "has" if len(silent) == 1 else "have"
+        return (
+            f"{names} {them} not been heard of for {self._timeout_s:g} s (run.timeout) {stage}: dead, "
+            "stopped, or at one piece of work all the time; all ranks end, the last checkpoint stays, and the "
+            "same command goes on from it; where one client takes so long, set run.timeout="
+            f"{2 * self._timeout_s:g} or null"
+        )
+
+
+@contextmanager
+def ending_with_launcher(is_server: bool) -> Iterator[None]:
+    """Have this process end within seconds of its launcher's death, which may leave it behind.
+
+    A rank left behind would hold the run folder's lock, and might wait for ever. The launcher is the nearest
+    process above that is not a part of the rank, such as a script around it: mpirun, or what acts for it on
+    this node. The server says what happened. Nothing is done where the system does not show that process.
+    """
+    launcher = _launcher()
+    birth = _birth(launcher)
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_LOOK_AT_LAUNCHER_EVERY_S):
+            if _birth(launcher) == birth:
+                continue
+            if is_server:
+                _say_last(
+                    f"hpcfl: error: the launcher of the ranks (process {launcher}) is gone, so they end; the "
+                    "last checkpoint stays, and the same command goes on from it\n"
+                )
+            os._exit(1)
+
+    if birth is None:
+        yield
+        return
+    watcher = threading.Thread(target=watch, name="launcher", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+
+
+def _launcher() -> int:
+    """Return the nearest process above this one that has not this rank's variables in its environment."""
+    own = {f"{name}={os.environ[name]}".encode() for name in _RANK_VARIABLES if name in os.environ}
+    pid = os.getppid()
+    while own & _environment(pid):
+        pid = int(_status(pid)[1])
+    return pid
+
+
+def _environment(pid: int) -> set[bytes]:
+    """Return the variables that a process started with; none where it is not to be seen."""
+    try:
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return set()
+
+
+def _birth(pid: int) -> str | None:
+    """Return when a process began, which tells it from a later one of the same number; None if it is gone."""
+    try:
+        status = _status(pid)
+    except OSError:
+        return None
+    return None if status[0] in "ZX" else status[19]
+
+
+def _status(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; the name before them may hold anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _say_last(text: str) -> None:
+    """Write to standard error, which may have gone with the launcher."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        pass
