@@ -99,8 +99,8 @@ class SignsOfLife:
         them = "has" if len(silent) == 1 else "have"
         return (
             f"{names} {them} not been heard of for {self._timeout_s:g} s (run.timeout) {stage}: dead, "
-            "stopped, or at one piece of work all the time; all ranks end, the last checkpoint stays, and the "
-            "same command goes on from it; where one client takes so long, set run.timeout="
+            "stopped, or at one piece of work all the time; all ranks end, the last checkpoint stays, and "
+            "the same command goes on from it; where one client takes so long, set run.timeout="
             f"{2 * self._timeout_s:g} or null"
         )
 
