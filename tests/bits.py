@@ -127,6 +127,8 @@ def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None]
         try:
             prepare()
             code = run_here(folder, settings)
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 1
         finally:
             os._exit(code)
     return child
@@ -180,6 +182,14 @@ def losses_of(models: dict[str, Tensor], place: Workplace) -> list[float]:
             scores = place.evaluator.outputs(theta[client], buffers[client], probabilities, x)
         losses.append(nll_loss(scores.double().log(), y).item())
     return losses
+
+
+def completed_rounds(folder: Path) -> int:
+    """Return the rounds of the checkpoint that a run goes on from."""
+    newest, older = folder / "checkpoint.h5", folder / "checkpoint.prev.h5"
+    # a kill between the two renames leaves the older one alone
+    with h5py.File(newest if newest.exists() else older, "r", locking=False) as file:
+        return int(file.attrs["round"])
 
 
 def contents(folder: Path) -> dict[str, Any]:

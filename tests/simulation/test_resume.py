@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-import h5py
 import pytest
 from bits import (
     CODED,
     MEETS_ALL_SOON,
     VARIANTS,
+    completed_rounds,
     differing,
     method_settings,
     run_here,
@@ -26,29 +21,17 @@ from bits import (
     tiny_settings,
     write_digits,
 )
-from conftest import REPOSITORY, clean_environment, kill_tree
 
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS
 
 ROUNDS = 3
-LONG_ROUNDS = 60
-PATIENCE_S = 120
 
 SPECIAL = {
     "fedmn-pretrained": ["method.pretrain_rounds=1"],
     "heurpfedla-sharded": ["method.server=sharded", "method.heads=low_rank"],
 }
 """FedMN whose first round is another than those after it, and models and codes that are kept elsewhere."""
-
-LONG = [
-    "method.name=heurpfedla",
-    "train.participation=0.6",
-    f"train.rounds={LONG_ROUNDS}",
-    "run.checkpoint_every=2",
-]
-"""A run with state on server and clients that lasts long enough to be caught in the middle."""
-
 
 REMEMBERED = [case for case in CODED if case.endswith("-topk")]
 """Cases whose clients keep what a codec has not sent."""
@@ -74,23 +57,9 @@ def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-@pytest.fixture(scope="module")
-def long_run(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("long") / "run"
-    assert run_here(folder, [*settings, *LONG]) == FINISHED
-    return folder
-
-
 def short(method: str) -> list[str]:
     """Return settings, of a method, a variant or a case of SPECIAL, whose first round is not evaluated."""
     return [*method_settings(method), *SPECIAL.get(method, []), "train.participation=0.6", "run.eval_every=2"]
-
-
-def completed_rounds(folder: Path) -> int:
-    newest, older = folder / "checkpoint.h5", folder / "checkpoint.prev.h5"
-    # a kill between the two renames leaves the older one alone
-    with h5py.File(newest if newest.exists() else older, "r", locking=False) as file:
-        return int(file.attrs["round"])
 
 
 # Stops at every round boundary
@@ -223,128 +192,3 @@ def test_two_damaged_checkpoints_are_refused(
     assert error.count("\n") == 1
     assert all(str(path) in error for path in damaged)
     assert before == {path: path.read_bytes() for path in damaged}
-
-
-# Signals and kills under mpirun
-
-
-class Launch:
-    """A run under mpirun that goes on in the background."""
-
-    def __init__(self, command: list[str], folder: Path) -> None:
-        self._metrics = folder / "metrics.csv"
-        self._metrics.unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=REPOSITORY,
-            env=clean_environment(),
-        )
-
-    def wait_for_rounds(self, count: int) -> None:
-        """Wait until metrics.csv has at least `count` rows; the run must not end before."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while self._rows() < count:
-            if self.process.poll() is not None or time.monotonic() > deadline_s:
-                pytest.fail(f"{self._rows()} of {count} rounds:\n{self.end()}")
-            time.sleep(0.01)
-
-    def end(self) -> str:
-        """Wait for the end and return what was printed."""
-        try:
-            return self.process.communicate(timeout=PATIENCE_S)[0]
-        except subprocess.TimeoutExpired:
-            kill_tree(self.process.pid)
-            pytest.fail(f"no end after {PATIENCE_S} s:\n{self.process.communicate()[0]}")
-
-    def pid_of(self, rank: int) -> int:
-        """Return the process of a rank, a descendant of mpirun."""
-        names = {f"{variable}={rank}" for variable in ("PMI_RANK", "OMPI_COMM_WORLD_RANK")}
-        for pid in descendants(self.process.pid):
-            if names & set(Path(f"/proc/{pid}/environ").read_text().split("\0")):
-                return pid
-        raise LookupError(f"mpirun has no rank {rank}")
-
-    def _rows(self) -> int:
-        return self._metrics.read_text().count("\n") - 1 if self._metrics.exists() else 0
-
-
-def descendants(pid: int) -> Iterator[int]:
-    for file in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, file.read_text().split()):
-            yield child
-            yield from descendants(child)
-
-
-Launcher = Callable[[int], AbstractContextManager[Launch]]
-
-
-@pytest.fixture
-def launch(settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> Launcher:
-    """Return a context manager that starts the long run, or goes on with it, on some ranks."""
-
-    @contextmanager
-    def started(ranks: int) -> Iterator[Launch]:
-        folder = tmp_path / "run"
-        python = [sys.executable, "-m", "hpcfl.main", "--quiet", "--out", str(folder), *settings, *LONG]
-        running = Launch([*mpirun_command, "-n", str(ranks), *python], folder)
-        try:
-            yield running
-        finally:
-            kill_tree(running.process.pid)
-            running.process.communicate()
-
-    return started
-
-
-def test_killed_ranks(long_run: Path, tmp_path: Path, launch: Launcher) -> None:
-    chance = random.Random(0)
-    done = 0
-    for rank in (chance.randrange(3), 0):
-        with launch(3) as running:
-            running.wait_for_rounds(done + chance.randrange(3, 7))
-            time.sleep(chance.uniform(0, 0.1))
-            os.kill(running.pid_of(rank), signal.SIGKILL)
-            running.end()
-            assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
-        assert done < completed_rounds(tmp_path / "run") < LONG_ROUNDS
-        done = completed_rounds(tmp_path / "run")
-    with launch(3) as running:
-        assert running.end() == ""
-        assert running.process.returncode == FINISHED
-    assert not differing(long_run, tmp_path / "run")
-
-
-def test_signals_a_second_start_and_fewer_ranks(
-    long_run: Path,
-    settings: list[str],
-    tmp_path: Path,
-    launch: Launcher,
-    mpirun_command: list[str],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    is_openmpi = "--oversubscribe" in mpirun_command
-    with launch(3) as running:
-        running.wait_for_rounds(3)
-        running.process.send_signal(signal.SIGUSR1)
-        running.end()
-        assert running.process.returncode == STOPPED
-    stopped_at = completed_rounds(tmp_path / "run")
-    assert 3 <= stopped_at < LONG_ROUNDS
-    with launch(3) as running:
-        running.wait_for_rounds(stopped_at + 2)
-        assert run_here(tmp_path / "run", [*settings, *LONG]) == BAD_INPUT
-        assert "in use by pid" in capfd.readouterr().err
-        running.wait_for_rounds(stopped_at + 4)
-        # Open MPI's mpirun kills the ranks at SIGTERM, MPICH's dies of SIGUSR2.
-        running.process.send_signal(signal.SIGUSR2 if is_openmpi else signal.SIGTERM)
-        running.end()
-        assert running.process.returncode == STOPPED
-    assert stopped_at + 4 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
-    with launch(2) as running:
-        assert running.end() == ""
-        assert running.process.returncode == FINISHED
-    assert not differing(long_run, tmp_path / "run")

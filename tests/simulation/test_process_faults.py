@@ -1,0 +1,468 @@
+"""Processes that die, stop, are told to stop, run out of memory, or whose clock jumps; and the bits after all.
+
+Each fault says what the user reads and with which exit code the run ends; the same command then goes on, and
+ends with the bits of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings, write_digits
+from conftest import REPOSITORY, clean_environment, kill_tree
+from strikes import Strike
+
+from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.simulation import stopping
+from hpcfl.storage.ledger import METRICS, SECONDS
+from hpcfl.training.engines import LoopEngine
+
+BRIEF_ROUNDS, LONG_ROUNDS = 8, 60
+PATIENCE_S = 120
+TIMEOUT_S = 3
+SERVER, WORKER = "server", "worker"
+
+COUNTS = {
+    SERVER: {"gather": (8, 30), "write": (1, 90), "fsync": (1, 5), "rename": (1, 6), "csv": (2, 5)},
+    WORKER: {"gather": (8, 30), "step": (4, 20)},
+}
+"""Points that a rank passes, and the first and last of their calls in a start at which it is struck: a round
+has 5 messages and a worker's 4 mini-batches, and every second one a checkpoint of 34 datasets and 2 renames."""
+
+IN_A_ROUND = Strike("kill", "step", 20)
+IN_A_CHECKPOINT = Strike("kill", "write", 50)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the settings of a run with state on server and clients, in which much may happen."""
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(digits)
+    return [
+        *tiny_settings(digits),
+        *MEETS_ALL_SOON,
+        "method.name=heurpfedla",
+        "train.participation=0.6",
+        "run.checkpoint_every=2",
+        f"run.timeout={TIMEOUT_S}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function from a number of rounds to the folder of the run that nothing disturbed."""
+    base = tmp_path_factory.mktemp("undisturbed")
+
+    @cache
+    def folder(rounds: int) -> Path:
+        assert run_here(base / str(rounds), [*settings, f"train.rounds={rounds}"]) == FINISHED
+        return base / str(rounds)
+
+    return folder
+
+
+GoesOn = Callable[[int], None]
+
+
+@pytest.fixture
+def goes_on(settings: list[str], undisturbed: Callable[[int], Path], tmp_path: Path) -> GoesOn:
+    """Return a function that takes the run of so many rounds to its end and compares it."""
+
+    def check(rounds: int) -> None:
+        assert run_here(tmp_path / "run", [*settings, f"train.rounds={rounds}"]) == FINISHED
+        assert not differing(undisturbed(rounds), tmp_path / "run")
+
+    return check
+
+
+class Launch:
+    """A run under mpirun that goes on in the background."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._folder, self._metrics = folder, folder / "metrics.csv"
+        self._metrics.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPOSITORY,
+            env=clean_environment(),
+        )
+
+    def wait_for_rounds(self, count: int) -> None:
+        """Wait until metrics.csv has at least `count` rows; the run must not end before."""
+        self._wait_until(lambda: self.rows() >= count, f"{count} rounds")
+
+    def wait_for(self, mark: Path) -> None:
+        """Wait until a strike has made its mark; the run must not end before."""
+        self._wait_until(mark.exists, mark.name)
+
+    def _wait_until(self, has_come: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not has_come():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                pytest.fail(f"{what} did not come in {self.rows()} rounds:\n{self.end()}")
+            time.sleep(0.01)
+
+    def end(self) -> str:
+        """Wait for the end of all that writes to the terminal and return what was printed."""
+        try:
+            return self.process.communicate(timeout=PATIENCE_S)[0]
+        except subprocess.TimeoutExpired:
+            kill_tree(self.process.pid)
+            left = self.pids()
+            pytest.fail(f"no end after {PATIENCE_S} s, left are {left}:\n{self.process.communicate()[0]}")
+
+    def pids(self) -> list[int]:
+        """Return all processes that have the run folder in their command line, mpirun and ranks."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = file.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if os.fsencode(self._folder) in words:
+                found.append(int(file.parent.name))
+        return found
+
+    def rows(self) -> int:
+        return self._metrics.read_text().count("\n") - 1 if self._metrics.exists() else 0
+
+
+Launcher = Callable[..., AbstractContextManager[Launch]]
+
+
+@pytest.fixture
+def launch(settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> Launcher:
+    """Return a context manager that starts a run, or goes on with it, on some ranks, and may strike it."""
+
+    @contextmanager
+    def started(ranks: int, rounds: int, strike: Strike | None = None) -> Iterator[Launch]:
+        folder = tmp_path / "run"
+        words = ["-m", "hpcfl.main"] if strike is None else replace(strike, above=os.getpid()).words()
+        keys = ["--quiet", "--out", str(folder), *settings, f"train.rounds={rounds}"]
+        running = Launch([*mpirun_command, "-n", str(ranks), sys.executable, *words, *keys], folder)
+        try:
+            yield running
+        finally:
+            kill_tree(running.process.pid)
+            for pid in running.pids():
+                kill_tree(pid)
+            running.process.communicate()
+
+    return started
+
+
+# SIGKILL
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 4))]
+"""The moments of a seed; further seeds take minutes."""
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_one_rank_killed_at_twelve_moments(
+    settings: list[str], tmp_path: Path, goes_on: GoesOn, seed: int
+) -> None:
+    chance = random.Random(seed)
+    folder, done = tmp_path / "run", 0
+    points = 2 * [*(COUNTS[SERVER] | COUNTS[WORKER]).items()]
+    chance.shuffle(points)
+    for point, (first, last) in points:
+        strike = Strike("kill", point, chance.randint(first, last), after=chance.random() < 0.5)
+        child = start_run(folder, [*settings, f"train.rounds={LONG_ROUNDS}"], strike.prepare)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL, strike
+        assert done <= (done := rounds_in(folder)) < LONG_ROUNDS
+    assert done > len(points) / 2
+    goes_on(LONG_ROUNDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_server_worker_and_mpirun_killed_at_eight_moments(
+    launch: Launcher, tmp_path: Path, goes_on: GoesOn, seed: int
+) -> None:
+    """With mpirun all ranks end within seconds, and give up the folder."""
+    chance = random.Random(seed)
+    folder, done = tmp_path / "run", 0
+    victims = [("kill", WORKER, 3), ("kill", WORKER, 2), ("kill", SERVER, 3), ("kill", SERVER, 2)]
+    victims += [("kill_mpirun", WORKER, 2), ("kill_mpirun", SERVER, 2), ("kill_mpirun", SERVER, 2)]
+    victims += [("kill_launchers", SERVER, 3)]
+    chance.shuffle(victims)
+    for fault, role, ranks in victims:
+        rank = 0 if role == SERVER else chance.randrange(1, ranks)
+        point, (first, last) = chance.choice([*COUNTS[role].items()])
+        strike = Strike(fault, point, chance.randint(first, last), rank, chance.random() < 0.5)
+        with launch(ranks, LONG_ROUNDS, strike) as running:
+            said = running.end()
+            assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED), (strike, said)
+            assert running.pids() == []
+        told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
+        if fault == "kill_launchers":
+            assert len(told) == 1
+            assert re.match(
+                r"hpcfl: error: the launcher of the ranks \(process \d+\) is gone, so they", told[0]
+            )
+        assert "Traceback" not in said
+        assert done <= (done := rounds_in(folder)) < LONG_ROUNDS
+    assert done > len(victims) / 2
+    goes_on(LONG_ROUNDS)
+
+
+def rounds_in(folder: Path) -> int:
+    """Return the completed rounds of a folder that may not have a checkpoint yet."""
+    return completed_rounds(folder) if [*folder.glob("checkpoint*.h5")] != [] else 0
+
+
+# Signals
+
+
+def test_signals_a_second_start_and_fewer_ranks(
+    undisturbed: Callable[[int], Path],
+    settings: list[str],
+    tmp_path: Path,
+    launch: Launcher,
+    mpirun_command: list[str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    is_openmpi = "--oversubscribe" in mpirun_command
+    with launch(3, LONG_ROUNDS) as running:
+        running.wait_for_rounds(3)
+        running.process.send_signal(signal.SIGUSR1)
+        running.end()
+        assert running.process.returncode == STOPPED
+    stopped_at = completed_rounds(tmp_path / "run")
+    assert 3 <= stopped_at < LONG_ROUNDS
+    with launch(3, LONG_ROUNDS) as running:
+        running.wait_for_rounds(stopped_at + 2)
+        assert run_here(tmp_path / "run", [*settings, f"train.rounds={LONG_ROUNDS}"]) == BAD_INPUT
+        assert "in use by pid" in capfd.readouterr().err
+        running.wait_for_rounds(stopped_at + 4)
+        # Open MPI's mpirun kills the ranks at SIGTERM, MPICH's dies of SIGUSR2.
+        running.process.send_signal(signal.SIGUSR2 if is_openmpi else signal.SIGTERM)
+        running.end()
+        assert running.process.returncode == STOPPED
+    assert stopped_at + 4 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
+    with launch(2, LONG_ROUNDS) as running:
+        assert running.end() == ""
+        assert running.process.returncode == FINISHED
+    assert not differing(undisturbed(LONG_ROUNDS), tmp_path / "run")
+
+
+STOPPED_AT_ONCE = (
+    "hpcfl: stopped at once by a second signal, {}; the last checkpoint stays, and the same command goes on "
+    "from it\n"
+)
+
+
+def test_a_second_signal_stops_at_once(
+    settings: list[str],
+    tmp_path: Path,
+    goes_on: GoesOn,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """In the midst of a round and of a checkpoint; the first SIGTERM after a SLURM job's warning does not."""
+    folder, mark = tmp_path / "run", tmp_path / "struck"
+    keys = [*settings, f"train.rounds={BRIEF_ROUNDS}"]
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.1)
+    sent = [
+        (IN_A_ROUND, {}, [signal.SIGINT, signal.SIGINT]),
+        (IN_A_CHECKPOINT, {}, [signal.SIGUSR1, signal.SIGTERM]),
+        (IN_A_CHECKPOINT, {"SLURM_JOB_ID": "7"}, [signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]),
+    ]
+    for moment, environment, signals in sent:
+        strike = replace(moment, fault="stand", mark=str(mark))
+
+        def prepare(strike: Strike = strike, environment: dict[str, str] = environment) -> None:
+            os.environ.update(environment)
+            strike.prepare()
+
+        child = start_run(folder, keys, prepare)
+        wait_for(mark)
+        before = good(folder)
+        for number in signals:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+            os.kill(child, number)
+            time.sleep(0.2)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == 128 + signals[-1]
+        assert capfd.readouterr().err == STOPPED_AT_ONCE.format(signals[-1].name)
+        assert good(folder) == before
+        assert not (folder / "checkpoint.tmp.h5").exists()
+        mark.unlink()
+    goes_on(BRIEF_ROUNDS)
+
+
+def test_a_second_signal_to_mpirun_stops_all_ranks_at_once(
+    launch: Launcher, tmp_path: Path, goes_on: GoesOn
+) -> None:
+    folder, mark = tmp_path / "run", tmp_path / "struck"
+    strike = replace(IN_A_ROUND, fault="stand", rank=1, mark=str(mark))
+    with launch(2, BRIEF_ROUNDS, strike) as running:
+        running.wait_for(mark)
+        before = good(folder)
+        for _ in range(2):
+            # both MPIs pass this one on, as often as it comes
+            running.process.send_signal(signal.SIGUSR1)
+            time.sleep(1.2 * stopping.SAME_REQUEST_S)
+        said = running.end()
+        assert running.process.returncode == 128 + signal.SIGUSR1
+        assert running.pids() == []
+    assert said.count(STOPPED_AT_ONCE.format("SIGUSR1")) == said.count("hpcfl: ") == 1
+    assert "Traceback" not in said
+    assert good(folder) == before
+    goes_on(BRIEF_ROUNDS)
+
+
+def good(folder: Path) -> dict[str, bytes]:
+    """Return the checkpoints that a run has put in place."""
+    names = ("checkpoint.h5", "checkpoint.prev.h5")
+    found = {name: (folder / name).read_bytes() for name in names if (folder / name).exists()}
+    assert found
+    return found
+
+
+def wait_for(mark: Path) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not mark.exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+# Ranks that do not answer
+
+
+@pytest.mark.parametrize(("ranks", "silent"), [(3, 2), (2, 0)])
+def test_a_rank_that_stops_answering_is_named(
+    launch: Launcher, tmp_path: Path, goes_on: GoesOn, ranks: int, silent: int
+) -> None:
+    """A job that is suspended as a whole, for longer than the timeout, goes on before."""
+    folder, mark = tmp_path / "run", tmp_path / "struck"
+    with launch(ranks, LONG_ROUNDS, Strike("stop", "gather", 150, silent, mark=str(mark))) as running:
+        if silent:
+            running.wait_for_rounds(2)
+            suspended = running.pids()
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in suspended:
+                    os.kill(pid, number)
+                time.sleep(TIMEOUT_S + 1 if number == signal.SIGSTOP else 0)
+        running.wait_for(mark)
+        began_s = time.monotonic()
+        said = running.end()
+        assert time.monotonic() - began_s < TIMEOUT_S + 20
+        assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
+        assert running.pids() == []
+    told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
+    place = f"rank {silent} on {socket.gethostname()}"
+    opening = f"hpcfl: error: {place} has not been heard of for {TIMEOUT_S} s (run.timeout) in round "
+    assert len(told) == 1
+    assert told[0].startswith(opening)
+    assert "Traceback" not in said
+    assert 2 <= completed_rounds(folder) < LONG_ROUNDS
+    if silent:
+        goes_on(LONG_ROUNDS)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("fault", ["no_memory_for_torch", "no_memory_for_numpy"])
+def test_memory_that_ends_is_told(
+    settings: list[str], tmp_path: Path, goes_on: GoesOn, capfd: pytest.CaptureFixture[str], fault: str
+) -> None:
+    folder = tmp_path / "run"
+    strike = replace(IN_A_ROUND, fault=fault)
+    child = start_run(folder, [*settings, f"train.rounds={BRIEF_ROUNDS}"], strike.prepare)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == BAD_INPUT
+    said = capfd.readouterr().err
+    assert said.startswith(f"hpcfl: error: rank 0 on {socket.gethostname()} is out of memory; try more ranks")
+    assert "train.batch_size=6 (it is 12)" in said
+    assert said.count("\n") == 1
+    assert rounds_in(folder) > 0
+    goes_on(BRIEF_ROUNDS)
+
+
+def test_a_worker_without_memory_ends_all(launch: Launcher, tmp_path: Path, goes_on: GoesOn) -> None:
+    with launch(2, BRIEF_ROUNDS, Strike("no_memory_for_torch", "step", 20, rank=1)) as running:
+        said = running.end()
+        assert running.process.returncode == BAD_INPUT
+        assert running.pids() == []
+    assert said.count(f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks") == 1
+    assert "Traceback" not in said
+    assert rounds_in(tmp_path / "run") > 0
+    goes_on(BRIEF_ROUNDS)
+
+
+# Clocks
+
+
+DAY_S = 86400.0
+
+
+@pytest.fixture
+def clock_jumps(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that has the clock jump by some seconds in the first mini-batch."""
+
+    def by(seconds: float) -> None:
+        ahead_s = [0.0]
+        clock, gradient = time.time, LoopEngine.gradient
+
+        def jumping(*arguments: object) -> object:
+            ahead_s[0] = seconds
+            return gradient(*arguments)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(time, "time", lambda: clock() + ahead_s[0])
+        monkeypatch.setattr(LoopEngine, "gradient", jumping)
+
+    return by
+
+
+@pytest.mark.parametrize("jump_s", [DAY_S, -DAY_S])
+def test_a_clock_that_jumps_changes_neither_numbers_nor_durations(
+    goes_on: GoesOn,
+    clock_jumps: Callable[[float], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jump_s: float,
+) -> None:
+    """Nor does it stop a run whose job has an hour left."""
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 3600))
+    clock_jumps(jump_s)
+    goes_on(BRIEF_ROUNDS)
+    table = np.genfromtxt(tmp_path / "run" / "metrics.csv", delimiter=",", names=True)
+    durations = [table[name] for name in METRICS if name in SECONDS]
+    assert len(durations) > 3
+    assert all((0 <= column).all() and (column < 3600).all() for column in durations)
+
+
+def test_a_clock_that_jumps_back_does_not_hide_the_end_of_the_job(
+    settings: list[str],
+    goes_on: GoesOn,
+    clock_jumps: Callable[[float], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        # the last ten seconds are kept for a round and a checkpoint
+        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 5))
+        clock_jumps(-DAY_S)
+        code = run_here(tmp_path / "run", [*settings, f"train.rounds={BRIEF_ROUNDS}"])
+    assert code == STOPPED
+    assert completed_rounds(tmp_path / "run") == 1
+    goes_on(BRIEF_ROUNDS)
