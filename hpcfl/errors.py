@@ -1,11 +1,14 @@
-"""The exceptions that end a command without a traceback: a user's mistake, and a user who will not wait."""
+"""The exceptions that end a command with one line and without a traceback, and their exit codes."""
 
 from __future__ import annotations
 
 import signal
+from typing import ClassVar
 
 BAD_INPUT = 2
 """Exit code after a UserError."""
+STORAGE_FAULT = 74
+"""Exit code after a StorageFault; as the system's header sysexits.h has it."""
 
 
 class UserError(Exception):
@@ -14,17 +17,35 @@ class UserError(Exception):
     The message names the offending key and value, what is allowed, and what to type next.
     """
 
+    exit_code: ClassVar[int] = BAD_INPUT
+
 
 class StoppedAtOnce(BaseException):
-    """A second stop signal: the command ends in the midst of its work, with one line and no traceback."""
+    """A second stop signal: the command ends in the midst of its work."""
 
     def __init__(self, number: int) -> None:
         super().__init__(
             f"stopped at once by a second signal, {signal.Signals(number).name}; the last checkpoint stays, "
             "and the same command goes on from it"
         )
-        self.code = 128 + number
-        """Exit code of the command: what a shell gives for a process that dies of the signal."""
+        self.exit_code = 128 + number
+        """What a shell gives for a process that dies of the signal."""
+
+
+class StorageFault(Exception):
+    """A write of a run's results that the machine refused, such as one to a full disk; it ends all ranks.
+
+    The message names what could not be written, the last good checkpoint, and what to do before the same
+    command goes on.
+    """
+
+    exit_code: ClassVar[int] = STORAGE_FAULT
+
+
+class SilentRanks(Exception):
+    """Ranks that this one waited for and has not heard of for `run.timeout` seconds; it ends all ranks."""
+
+    exit_code: ClassVar[int] = 1
 
 
 def one_line(error: BaseException) -> str:

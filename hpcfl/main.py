@@ -7,7 +7,8 @@ hpcfl report | export | predict | compare RUN ...                runs as a page,
 mpirun -n 9 python -m hpcfl.main table TABLE.yaml                a whole comparison and its table
 
 Running the same command again resumes. Exit codes: 0 finished; 2 bad configuration or input;
-75 stopped early with a checkpoint, run again to continue; anything else is a fault.
+75 stopped early with a checkpoint, run again to continue; 74 the run folder cannot be written,
+mend what is said and run again; anything else is a fault.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ with quick_imports():
     from hpcfl.communication.presence import ending_with_launcher
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
-    from hpcfl.errors import BAD_INPUT, UserError
-    from hpcfl.simulation.progress import print_warning
+    from hpcfl.errors import StorageFault, UserError
+    from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag
 
 FINISHED, STOPPED = 0, 75
@@ -55,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             takes_part = world.is_server or name in COLLECTIVE_COMMANDS
             stopped = agreed(world, lambda: command(name)(words, world) if takes_part else False)
             return STOPPED if stopped else FINISHED
-    except UserError as error:
+    except (UserError, StorageFault) as error:
         if speaks:
-            print(f"hpcfl: error: {' '.join(str(error).splitlines())}", file=sys.stderr, flush=True)
-        return BAD_INPUT
+            print_line(f"hpcfl: error: {' '.join(str(error).splitlines())}", sys.stderr)
+        return error.exit_code
 
 
 def _run(arguments: Sequence[str], world: World, at_exit: ExitStack) -> int:

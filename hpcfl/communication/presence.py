@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpcfl.errors import SilentRanks
+
 if TYPE_CHECKING:
     from mpi4py import MPI
 
@@ -26,10 +28,6 @@ _LONGEST_LOOK_S = 1.0
 _LOOK_AT_LAUNCHER_EVERY_S = 1.0
 # What only a rank has in its environment; SLURM_PROCID is not among them, for a batch script has it, too.
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-
-
-class SilentRanks(Exception):
-    """Ranks that this one waited for and has not heard of for `run.timeout` seconds."""
 
 
 class SignsOfLife:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from hpcfl.communication.presence import SignsOfLife, SilentRanks
-from hpcfl.errors import StoppedAtOnce, UserError
+from hpcfl.communication.presence import SignsOfLife
+from hpcfl.errors import SilentRanks, StoppedAtOnce, StorageFault, UserError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -403,16 +403,18 @@ def abort_on_exception(world: World) -> Iterator[None]:
     The failing rank prints its traceback, headed by rank and host, and aborts with exit code 1. Where
     several ranks fail at once, the lowest prints first and the others are usually gone before they do.
     UserError and SystemExit pass through; so does everything in a serial world, where Python does the same.
-    Silent ranks, and a stop at once, are told in one line and without a traceback.
+    Silent ranks, a refused write and a stop at once are told in one line and without a traceback.
     """
     try:
         yield
     except (UserError, SystemExit):
         raise
     except StoppedAtOnce as stop:
-        abort_saying(world, f"hpcfl: {stop}\n", stop.code)
-    except SilentRanks as silent:
-        abort_saying(world, f"hpcfl: error: {silent}\n", 1)
+        abort_saying(world, f"hpcfl: {stop}\n", stop.exit_code)
+    except (SilentRanks, StorageFault) as fault:
+        if world.size == 1:
+            raise
+        abort_saying(world, f"hpcfl: error: {fault}\n", fault.exit_code)
     except KeyboardInterrupt:
         if world.size == 1:
             raise

@@ -23,7 +23,7 @@ from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.saving import LastEvaluation, Saver
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.ledger import Ledger, write_partition
+from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.training.clients import Clients
 
@@ -134,7 +134,7 @@ class Simulation:
         self.server, first = self._saver.start()
         self._evaluator.try_welcome(self.server)
         if self._folder is not None and self._experiment.samples_by_class is not None:
-            write_partition(self._folder.path, *self._experiment.samples_by_class)
+            self._folder.write_partition(*self._experiment.samples_by_class)
         self._wall_before_s = self.ledger.wall_s
         self._progress.start(first, train.rounds)
         for number in range(first, train.rounds):
@@ -160,7 +160,7 @@ class Simulation:
             seen, unseen = self._experiment, self._experiment.unseen
             num_train = np.concatenate([seen.num_train, unseen.num_train])
             num_evaluated = np.concatenate([seen.num_evaluated, unseen.num_evaluated])
-            self.ledger.write_clients(self._folder.path, num_train, num_evaluated)
+            self._folder.write_clients(self.ledger, num_train, num_evaluated)
         return "already finished" if first == train.rounds else "finished"
 
     def cohort(self, number: int) -> Cohort:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from hpcfl.simulation.curves import curve
 from hpcfl.storage.ledger import Ledger
@@ -68,7 +70,8 @@ class Progress:
         if self._log is not None:
             self._log(text)
         if self._console is not None:
-            self._console.print(text, markup=False, soft_wrap=True)
+            with _dropped_if_refused(self._console.file):
+                self._console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning to standard error, also under `--quiet`, and log it."""
@@ -85,7 +88,25 @@ class Progress:
 
 def print_warning(text: str) -> None:
     """Print a warning to standard error."""
-    print(f"hpcfl: warning: {text}", file=sys.stderr, flush=True)
+    print_line(f"hpcfl: warning: {text}", sys.stderr)
+
+
+def print_line(text: str, stream: IO[str]) -> None:
+    """Print a line at once, unless the stream takes no more."""
+    with _dropped_if_refused(stream):
+        print(text, file=stream, flush=True)
+
+
+@contextmanager
+def _dropped_if_refused(stream: IO[str]) -> Iterator[None]:
+    """Go on in silence where a stream takes no more, such as a file on a full disk: a run needs no words."""
+    try:
+        yield
+    except OSError:
+        # what the stream still holds would fail again when Python ends, and change the exit code
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def console() -> Console:

@@ -83,7 +83,7 @@ class Saver:
                     _take_part(of_clients())
             history()
         else:
-            self._folder.store.save(
+            self._folder.save(
                 Snapshot(
                     Header(self._config.method, done, self._config.yaml()),
                     LayoutRecord.of(self._method.layout),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from hpcfl.errors import UserError
@@ -20,6 +21,13 @@ class CheckpointStore:
         self._previous = folder / "checkpoint.prev.h5"
         self._unfinished = folder / "checkpoint.tmp.h5"
         self._newest_is_good = False
+        self.last_round: int | None = None
+        """Rounds done in the last good checkpoint; None where there is none."""
+
+    @property
+    def newest_bytes(self) -> int:
+        """What the newest checkpoint takes; 0 where there is none."""
+        return self._newest.stat().st_size if self._newest.exists() else 0
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint and make it the newest; the one before becomes the previous one if it is good.
@@ -35,13 +43,16 @@ class CheckpointStore:
             write_snapshot(self._unfinished, snapshot)
             if damage := find_damage(self._unfinished):
                 raise OSError(f"{self._unfinished} {damage}")
+            if self._newest_is_good and self._newest.exists():
+                os.replace(self._newest, self._previous)
+            os.replace(self._unfinished, self._newest)
         except BaseException:
-            self._unfinished.unlink(missing_ok=True)
+            # where nothing can be written, the failure that is told is the first one
+            with suppress(OSError):
+                self._unfinished.unlink()
             raise
-        if self._newest_is_good and self._newest.exists():
-            os.replace(self._newest, self._previous)
-        os.replace(self._unfinished, self._newest)
         self._newest_is_good = True
+        self.last_round = snapshot.header.round
         _sync_folder(self._folder)
 
     def load(self, if_damaged: str = "name the folder of another run") -> LoadedCheckpoint | None:
@@ -53,7 +64,7 @@ class CheckpointStore:
         Raises:
             UserError: no checkpoint is whole, or a newer hpcfl wrote it.
         """
-        self._newest_is_good = False
+        self._newest_is_good, self.last_round = False, None
         if not self._newest.exists() and not self._previous.exists():
             return None
         complaints: list[str] = []
@@ -63,10 +74,23 @@ class CheckpointStore:
                 continue
             loaded = LoadedCheckpoint(path)
             self._newest_is_good = path == self._newest
+            self.last_round = loaded.header.round
             for complaint in complaints:
                 warnings.warn(f"{complaint}; going on from {path}, round {loaded.header.round}", stacklevel=2)
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
+
+    def recorded_config(self) -> str | None:
+        """Return the configuration (YAML text) that the newest whole checkpoint holds; None without one.
+
+        Raises UserError where a newer hpcfl wrote it.
+        """
+        for path in (self._newest, self._previous):
+            if not find_damage(path):
+                loaded = LoadedCheckpoint(path)
+                loaded.close()
+                return loaded.header.config
+        return None
 
 
 def _sync_folder(folder: Path) -> None:

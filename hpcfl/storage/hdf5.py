@@ -36,7 +36,8 @@ from hpcfl.storage.snapshot import (
     TensorRecord,
 )
 
-SCHEMA = 1
+SCHEMA = 2
+"""Raised with every change after which an older checkpoint is not gone on with: other names or columns."""
 USER_BLOCK_BYTES = 512
 HASH_BLOCK_BYTES = 4 * 2**20
 
@@ -53,6 +54,7 @@ class LoadedCheckpoint:
         self.close = weakref.finalize(self, _close, self._file, raw)
         """Close the file; what was not read yet cannot be read any more."""
         attributes = self._file.attrs
+        self.schema = int(attributes["schema"])
         self.header = Header(
             attributes["method"].decode(), int(attributes["round"]), attributes["config"].decode()
         )

@@ -45,6 +45,8 @@ once they have adapted, and their mean loss."""
 WHOLE_NUMBERS = frozenset({"round"} | {name for name in METRICS if "bytes" in name})
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
+PENDING = ("steps", "steps_s", "train_loss", "wall_s", *SPENT)
+"""Columns of what has come together since the last evaluation, and of the seconds so far."""
 SECONDS = frozenset({"wall_s", "client_steps_per_s", *SPENT})
 """Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
 
@@ -206,7 +208,7 @@ class Ledger:
             ),
             "bytes": LedgerTable(np.concatenate([rounds, flat], axis=1), ["round", *names]),
             "client_bytes": LedgerTable(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
-            "pending": LedgerTable(pending, ["steps", "steps_s", "train_loss", "wall_s", *self.spent]),
+            "pending": LedgerTable(pending, PENDING),
         }
 
     def history(self) -> dict[str, np.ndarray]:
@@ -292,6 +294,12 @@ class Ledger:
         columns = (*scores, num_train, num_evaluated, *of_bytes, *moments, *is_unseen)
         rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
         _write_whole(folder / "clients.csv", [header, *rows])
+
+
+def goes_on_from(tables: Mapping[str, LedgerTable]) -> bool:
+    """Whether a ledger can go on from the tables of a checkpoint, which another version may have written."""
+    found = {name: tuple(table.columns) for name, table in tables.items()}
+    return found.get("metrics") in (METRICS, (*METRICS, *UNSEEN_METRICS)) and found.get("pending") == PENDING
 
 
 def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
 import struct
 import sys
+import threading
+import time
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +20,10 @@ from types import TracebackType
 from hpcfl.errors import UserError
 
 LOCK_NAME = ".lock"
+SIGN_EVERY_S = 5.0
+"""Seconds between an owner's signs of life."""
+WATCHED_S = 30.0
+"""How long a newcomer waits for a sign of life from an owner that it cannot see."""
 _HELD_ERRORS = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -28,36 +36,76 @@ class FolderLock:
 
     It is a POSIX record lock on `<folder>/.lock`, which names the owner. Such a lock belongs to the process,
     not to the file object: it is lost when any part of the process opens and closes that file. It follows
-    the file when the folder is renamed. Where the file system has no locks, there is a warning instead.
+    the file when the folder is renamed.
+
+    Locks of some network file systems reach one node only, and some have none. So the owner also counts up a
+    number in the file, its sign of life. Who finds the file naming an owner that this machine cannot see
+    watches whether that number moves, which needs no clock that two machines share: then it is refused. An
+    owner that gives no sign is taken for dead, with a warning that names it. `lost` tells an owner that was
+    taken for dead and is not.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock of an existing folder; raise UserError where another run, or this one, holds it."""
+        """Take the lock of an existing folder; raise UserError where another run, or this one, holds it.
+
+        Takes WATCHED_S seconds where an owner on another machine has left its name.
+        """
         self._path = folder / LOCK_NAME
         if self._path.exists() and _identity(self._path.stat()) in _held_files:
             raise UserError(_in_use(folder, "this process"))
+        _watch(folder)
+        self._owner = _owner()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self._take(folder)
+            self._write(_text(self._owner, 0))
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+        _held_files.add(_identity(os.fstat(self._descriptor)))
+        self._has_ended = threading.Event()
+        self._signs = threading.Thread(target=self._give_signs, name="signs of life", daemon=True)
+        self._signs.start()
+
+    def _take(self, folder: Path) -> None:
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _UNSUPPORTED_ERRORS:
-                warnings.warn(
-                    f"{folder}: this file system has no locks, a second run is not refused", stacklevel=1
-                )
-            else:
-                owner = os.pread(self._descriptor, 1000, 0).decode(errors="replace").strip()
-                os.close(self._descriptor)
-                if error.errno in _HELD_ERRORS:
-                    raise UserError(_in_use(folder, owner or "another process")) from None
+            if error.errno in _HELD_ERRORS:
+                raise UserError(_in_use(folder, self._named() or "another process")) from None
+            if error.errno not in _UNSUPPORTED_ERRORS:
                 raise
-        _held_files.add(_identity(os.fstat(self._descriptor)))
-        self._write(f"{_owner()}\n")
+            warnings.warn(
+                f"{folder}: this file system has no locks; of two runs that start in the same moment, one "
+                "ends later, with an error that names the other",
+                stacklevel=1,
+            )
+
+    def lost(self) -> str | None:
+        """Return how this process has lost its folder, None where it has not.
+
+        Raises:
+            OSError: the file system does not say.
+        """
+        try:
+            is_other = _identity(self._path.stat()) != _identity(os.fstat(self._descriptor))
+        except (FileNotFoundError, NotADirectoryError):
+            return "was moved or deleted"
+        if is_other:
+            return "was moved or deleted, and another stands in its place"
+        named = self._named()
+        return None if named == self._owner else f"was taken over by {named or 'another run'}"
 
     def release(self) -> None:
         """Give the lock up; a second call does nothing."""
         if self._descriptor < 0:
             return
-        self._write("")
+        self._has_ended.set()
+        self._signs.join()
+        # a name that stays, as on a disk that takes no more, is that of a process that has ended
+        with suppress(OSError):
+            if self._named() == self._owner:
+                self._write("")
         _held_files.discard(_identity(os.fstat(self._descriptor)))
         os.close(self._descriptor)
         self._descriptor = -1
@@ -73,9 +121,24 @@ class FolderLock:
     ) -> None:
         self.release()
 
-    def _write(self, owner: str) -> None:
+    def _named(self) -> str:
+        """Return the owner that the file names."""
+        return _first_line(os.pread(self._descriptor, 1000, 0))
+
+    def _write(self, text: str) -> None:
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, owner.encode(), 0)
+        os.pwrite(self._descriptor, text.encode(), 0)
+
+    def _give_signs(self) -> None:
+        number = 0
+        while not self._has_ended.wait(SIGN_EVERY_S):
+            number += 1
+            with suppress(OSError):
+                # never the name of another that has taken over
+                if self._named() == self._owner:
+                    # as long as what is there: a full disk has room for it
+                    os.pwrite(self._descriptor, _text(self._owner, number).encode(), 0)
+                    os.fsync(self._descriptor)
 
 
 @dataclass(frozen=True)
@@ -83,15 +146,19 @@ class Holder:
     """Who has the lock of a folder, as it looks from this machine."""
 
     owner: str
-    """`pid 7 on node3`; empty where no run has begun or the last one gave the lock up itself."""
+    """`pid 7 on node3`, and its job under SLURM; empty where no run has begun or the last one gave the lock
+    up itself."""
     is_seen: bool
     """Whether the lock is held for all that this machine can tell. Where locks do not reach over the network,
     that of a process on another machine is not seen."""
+    has_locks: bool = True
+    """Whether the file system has locks at all."""
 
     @property
     def is_gone(self) -> bool:
         """Whether the owner has certainly ended, without giving the lock up."""
-        return bool(self.owner) and not self.is_seen and self.owner.endswith(f" on {socket.gethostname()}")
+        here = re.compile(rf"pid \d+ on {re.escape(socket.gethostname())}(, .*)?")
+        return self.has_locks and not self.is_seen and here.fullmatch(self.owner) is not None
 
 
 def holder(folder: Path) -> Holder:
@@ -103,20 +170,46 @@ def holder(folder: Path) -> Holder:
         # opened and closed here, the file would lose this process's lock
         return Holder(_owner(), True)
     with path.open("rb") as file:
-        return Holder(file.read().decode(errors="replace").strip(), _is_locked(file.fileno()))
+        is_locked = _is_locked(file.fileno())
+        return Holder(_first_line(file.read()), is_locked is True, is_locked is not None)
 
 
-def _is_locked(descriptor: int) -> bool:
-    """Whether another process holds a record lock on a file; False where the system cannot tell."""
+def _watch(folder: Path) -> None:
+    """Wait for a sign of life from an owner that cannot be seen from here; raise UserError at the first.
+
+    This process must not hold the lock: each look opens the file, since only then a network file system
+    brings what another machine has written.
+    """
+    found = holder(folder)
+    if not found.owner or found.is_seen or found.is_gone:
+        return
+    path = folder / LOCK_NAME
+    before, began_s = path.read_bytes(), time.monotonic()
+    while time.monotonic() - began_s < WATCHED_S:
+        time.sleep(min(1.0, SIGN_EVERY_S / 2))
+        now = path.read_bytes()
+        if not _first_line(now):
+            return
+        if now != before:
+            raise UserError(_in_use(folder, found.owner))
+    warnings.warn(
+        f"{folder} has the lock of {found.owner}, which gave no sign of life for {WATCHED_S:g} s and is "
+        "taken for dead; if it is not (see squeue, or ps on that machine), stop one of the two",
+        stacklevel=1,
+    )
+
+
+def _is_locked(descriptor: int) -> bool | None:
+    """Whether another process holds a record lock on a file; None where the system cannot tell."""
     if sys.platform != "linux":
-        return False
+        return None
     # struct flock: type, whence, start, length (0 is the whole file) and process; F_GETLK takes no lock
     flock = struct.Struct("hhqqi")
     asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     try:
         answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
     except OSError:
-        return False
+        return None
     return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
@@ -127,7 +220,17 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 def _owner() -> str:
     """Return what this process calls itself in its locks."""
-    return f"pid {os.getpid()} on {socket.gethostname()}"
+    job = os.environ.get("SLURM_JOB_ID")
+    return f"pid {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
+
+
+def _text(owner: str, number: int) -> str:
+    """Return what stands in a lock file, as long for any number of signs."""
+    return f"{owner}\nsign of life {number:012d}\n"
+
+
+def _first_line(content: bytes) -> str:
+    return content.decode(errors="replace").partition("\n")[0].strip()
 
 
 def _in_use(folder: Path, owner: str) -> str:

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
+import shutil
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
 from hpcfl import __version__
 from hpcfl.config import ENVIRONMENT, Config, differences
-from hpcfl.errors import UserError
+from hpcfl.errors import StorageFault, UserError
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.events import EventFile
-from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
+from hpcfl.storage.ledger import Ledger, goes_on_from, write_partition
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
-from hpcfl.storage.snapshot import LayoutRecord
+from hpcfl.storage.snapshot import LayoutRecord, Snapshot
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """What config.yaml is called until it is whole; a killed run may leave it."""
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
 
@@ -51,6 +56,9 @@ class RunFolder:
         """Where the run goes on; None at round 0."""
         self._config = config
         self._events: EventFile | None = None
+        self._lock: FolderLock | None = None
+        self._record: dict[str, Any] | None = None
+        self._log_is_refused = self._is_tight = False
 
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is no run folder or holds a run with another configuration."""
@@ -61,15 +69,19 @@ class RunFolder:
         recorded = None if fresh else self._recorded()
         if recorded is None:
             return
-        there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
-        changed = differences(there, self._config.tree())
-        if self._grows(there):
-            changed = [line for line in changed if not line.startswith("train.rounds:")]
-        if changed:
+        if changed := self._changed(recorded):
             raise UserError(
                 f"{self.path} holds a run with another configuration ({'; '.join(changed)}); "
                 "give the same keys to resume it, --out DIR for another folder, or --fresh to start over"
             )
+
+    def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
+        """Name the keys with which this run cannot go on from one that was made with these."""
+        there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
+        changed = differences(there, self._config.tree())
+        if self._grows(there):
+            changed = [line for line in changed if not line.startswith("train.rounds:")]
+        return changed
 
     def open(
         self,
@@ -89,6 +101,7 @@ class RunFolder:
 
         Raises:
             UserError: another run holds the folder, it cannot be written, or its checkpoints cannot be used.
+            StorageFault: there is no room to write.
         """
         try:
             self._take(fresh, at_exit)
@@ -96,17 +109,18 @@ class RunFolder:
             # another run may have come and gone since the first look
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
-            self._refuse_other_layout(layout)
+            self._refuse_other_state(layout)
             self._write_record(ranks, command)
+            self._end_last_line_of_log()
         except OSError as error:
-            raise UserError(
-                f"cannot write the run folder {self.path}: {error.strerror}; name another with --out DIR"
-            ) from error
+            told = f"cannot write the run folder {self.path}: {error.strerror or error}"
+            if error.errno in _NO_ROOM:
+                raise StorageFault(f"{told}; {self._make_room()} and run the same command again") from error
+            raise UserError(f"{told}; name another with --out DIR") from error
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
-        rounds = self._config.train.rounds
-        if record is not None and self.checkpoint is not None and self.checkpoint.header.round == rounds:
+        if record is not None and record is not self._record and self._is_complete():
             return
         environment = _environment(ranks, command)
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
@@ -117,44 +131,175 @@ class RunFolder:
             os.fsync(file.fileno())
         os.replace(unfinished, self.path / "config.yaml")
 
-    def _refuse_other_layout(self, layout: ParameterLayout) -> None:
-        if self.checkpoint is not None and self.checkpoint.layout != LayoutRecord.of(layout):
+    def _refuse_other_state(self, layout: ParameterLayout) -> None:
+        """Raise UserError unless the run can go on from its checkpoint."""
+        if (found := self.checkpoint) is None:
+            return
+        over = "or add --fresh to move the folder aside and start over"
+        if changed := self._changed(yaml.safe_load(found.header.config)):
             raise UserError(
-                f"{self.checkpoint.path} holds a model of another structure, written by another version of "
-                "hpcfl; use that version to resume it, or --fresh to start over"
+                f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); bring this run's "
+                f"own back, {over}"
+            )
+        if found.schema < SCHEMA or not goes_on_from(found.ledger):
+            told = (
+                f"{found.path} was written by another version of hpcfl (schema {found.schema}, now {SCHEMA})"
+            )
+            if self._is_complete():
+                raise UserError(
+                    f"{told}, and its run is finished: hpcfl report, compare, export and predict read it; "
+                    f"name another folder with --out DIR, {over}"
+                )
+            raise UserError(f"{told}, and cannot be gone on with; finish the run with that version, {over}")
+        if found.layout != LayoutRecord.of(layout):
+            raise UserError(
+                f"{found.path} holds a model of another structure, written by another version of "
+                f"hpcfl; use that version to resume it, {over}"
             )
 
+    def _is_complete(self) -> bool:
+        """Whether the checkpoint is that of the last round."""
+        return self.checkpoint is not None and self.checkpoint.header.round == self._config.train.rounds
+
     def start_files(self, ledger: Ledger) -> None:
-        """Rewrite the CSV files, and what TensorBoard reads if the run wants it, with all that is known."""
-        ledger.start_files(self.path)
+        """Rewrite the CSV files, and what TensorBoard reads if the run wants it, with all that is known.
+
+        This and all that follows raises StorageFault where the folder cannot be written; the log, and what
+        TensorBoard reads, are given up with a warning instead: no number of the run hangs on them.
+        """
+        with self._writing("its CSV files"):
+            ledger.start_files(self.path)
         if self._config.run.tensorboard:
-            self._events = EventFile(self.path, ledger)
+            with self._events_given_up_if_refused():
+                self._events = EventFile(self.path, ledger)
 
     def append_files(self, ledger: Ledger) -> None:
         """Append what is new to the files of `start_files`."""
-        ledger.append_files(self.path)
+        with self._writing("its CSV files"):
+            ledger.append_files(self.path)
         if self._events is not None:
-            self._events.append(ledger)
+            with self._events_given_up_if_refused():
+                self._events.append(ledger)
+
+    def write_partition(self, train: np.ndarray, evaluated: np.ndarray) -> None:
+        """Write partition.csv: each client's samples by class; `train` and `evaluated` are int64 [N, K]."""
+        with self._writing("partition.csv"):
+            write_partition(self.path, train, evaluated)
+
+    def write_clients(self, ledger: Ledger, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
+        """Write clients.csv, with which a run is finished."""
+        with self._writing("clients.csv"):
+            ledger.write_clients(self.path, num_train, num_evaluated)
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Write a checkpoint, and warn where the next one will have no room."""
+        with self._writing(f"the checkpoint of round {snapshot.header.round}"):
+            self.store.save(snapshot)
+            was_tight, self._is_tight = self._is_tight, self._free_bytes() < self.store.newest_bytes
+        if self._is_tight and not was_tight:
+            warnings.warn(
+                f"{self.path}: the disk has no room for the next checkpoint; {self._make_room()}, or the run "
+                f"ends there, to go on from round {self.store.last_round}",
+                stacklevel=2,
+            )
+
+    @contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Turn what hinders the writing of results into a StorageFault."""
+        self._end_if_lost()
+        try:
+            yield
+        except OSError as error:
+            self._end_if_lost()
+            raise StorageFault(
+                f"{self.path}: {what} cannot be written: {error.strerror or error}; {self._last_good()}; "
+                f"{self._remedy(error)} and run the same command again"
+            ) from error
+
+    def _end_if_lost(self) -> None:
+        """Raise StorageFault where the folder at this run's path is its own no more."""
+        with suppress(OSError):
+            if self._lock is not None and (lost := self._lock.lost()):
+                raise StorageFault(
+                    f"{self.path} {lost} while this run wrote it; {self._last_good()}; to go on, run the "
+                    "same command again where the folder is now (--out DIR)"
+                )
+
+    def _last_good(self) -> str:
+        done = self.store.last_round
+        return (
+            "there is no checkpoint yet" if done is None else f"the last good checkpoint is of round {done}"
+        )
+
+    def _remedy(self, error: OSError) -> str:
+        if error.errno in _NO_ROOM:
+            return self._make_room()
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            return "make the folder writable"
+        return "see to the disk"
+
+    def _make_room(self) -> str:
+        """Say how much room there is, and how much a checkpoint takes."""
+        sizes = []
+        with suppress(OSError):
+            if needed := self.store.newest_bytes:
+                sizes.append(f"a checkpoint takes {_megabytes(needed)}")
+            sizes.append(f"{_megabytes(self._free_bytes())} are free, quotas apart")
+        return f"make room ({', '.join(sizes)})" if sizes else "make room"
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self.path).free
+
+    @contextmanager
+    def _events_given_up_if_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._events = None
+            warnings.warn(
+                f"{self.path}: what TensorBoard reads cannot be written: {error.strerror or error}; the run "
+                "goes on, and its next start writes all of it anew",
+                stacklevel=2,
+            )
 
     def _close_events(self) -> None:
         if self._events is not None:
-            self._events.close()
+            with suppress(OSError):
+                self._events.close()
 
     def log(self, text: str) -> None:
-        """Append a line with the time of day to log.txt."""
-        with (self.path / "log.txt").open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        """Append a line with the time of day to log.txt; a run goes on without, after one warning."""
+        try:
+            if self._lock is not None and self._lock.lost():
+                return
+            with (self.path / "log.txt").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        except OSError as error:
+            if not self._log_is_refused:
+                self._log_is_refused = True
+                warnings.warn(
+                    f"{self.path}: log.txt cannot be written: {error.strerror or error}; the run goes on "
+                    "without",
+                    stacklevel=2,
+                )
+
+    def _end_last_line_of_log(self) -> None:
+        """End a line of the log that an earlier start could not write to its end."""
+        log = self.path / "log.txt"
+        if log.is_file() and log.stat().st_size and not log.read_bytes().endswith(b"\n"):
+            with log.open("a") as file:
+                file.write("\n")
 
     def _take(self, fresh: bool, at_exit: ExitStack) -> None:
         """Make the folder if need be, and lock it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        lock = at_exit.enter_context(FolderLock(self.path))
+        self._lock = lock = at_exit.enter_context(FolderLock(self.path))
         if fresh and not self._is_empty():
             aside = _free_name(self.path)
             self.path.rename(aside)
             lock.release()
             self.path.mkdir()
-            at_exit.enter_context(FolderLock(self.path))
+            self._lock = at_exit.enter_context(FolderLock(self.path))
             self.notes.append(f"the run that was there is now in {aside}")
 
     def _is_empty(self) -> bool:
@@ -165,10 +310,28 @@ class RunFolder:
         return self._is_empty() or (self.path / "config.yaml").is_file()
 
     def _recorded(self) -> dict[str, Any] | None:
-        """Return what config.yaml says, None where there is none; UserError where it is damaged."""
-        if not (self.path / "config.yaml").is_file():
+        """Return what config.yaml says, None where there is none; a checkpoint's words where it is damaged.
+
+        Raises:
+            UserError: config.yaml is damaged, and there is no checkpoint.
+        """
+        path = self.path / "config.yaml"
+        if not path.is_file():
             return None
-        return read_record(self.path, "--fresh moves the folder aside and starts over")
+        if_damaged = "bring it back from a copy, or add --fresh to move the folder aside and start over"
+        try:
+            record = read_record(self.path, if_damaged)
+            # which is written last
+            if record.get(ENVIRONMENT):
+                return record
+            raise UserError(f"{path} is damaged; {if_damaged}")
+        except UserError:
+            if self._record is None and (text := self.store.recorded_config()) is not None:
+                self._record = yaml.safe_load(text)
+                warnings.warn(f"{path} is damaged, and written anew from the checkpoint", stacklevel=2)
+            if self._record is None:
+                raise
+            return self._record
 
     def _grows(self, there: Mapping[str, Any]) -> bool:
         """Whether the run is asked for more rounds than before, and its method allows that."""
@@ -178,12 +341,16 @@ class RunFolder:
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for key in ("hpcfl", "torch", "processor", "workers"):
-            if before and before.get(key) != now[key]:
+            if key in before and before[key] != now[key]:
                 warnings.warn(
-                    f"this run began with {key} {before.get(key)} and goes on with {now[key]}: "
+                    f"this run began with {key} {before[key]} and goes on with {now[key]}: "
                     "the last bits may differ",
                     stacklevel=2,
                 )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB"
 
 
 def _free_name(path: Path) -> Path:

@@ -26,7 +26,7 @@ import torch
 import hpcfl
 from hpcfl.errors import UserError
 from hpcfl.storage.checkpoint import CheckpointStore
-from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.snapshot import (
     Block,
     DataRecord,
@@ -211,7 +211,7 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
     store.save(replace(snapshot, derived={"alpha": torch.ones(7, 2, 7)}, personalised=lambda: shared))
     with h5py.File(tmp_path / "checkpoint.h5") as file:
         assert dict(file.attrs) == {
-            "schema": 1,
+            "schema": SCHEMA,
             "hpcfl": hpcfl.__version__.encode(),
             "method": b"ditto",
             "round": 3,
@@ -465,7 +465,7 @@ def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: C
         store.load()
     message = str(caught.value)
     assert f"{tmp_path / 'checkpoint.h5'} has checkpoint schema 7" in message
-    assert "up to 1" in message
+    assert f"up to {SCHEMA}" in message
     assert "upgrade hpcfl" in message
     assert "--fresh" in message
 

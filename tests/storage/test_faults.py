@@ -1,0 +1,551 @@
+"""Disks that are full or fail, folders that vanish, files that are cut or come from elsewhere.
+
+Each test tells what a user reads, what is kept, and that the same command goes on to undisturbed bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from bits import differing, run_here, start_run, tiny_settings, write_digits
+from conftest import Mpirun, run_tree
+
+from hpcfl.config import load_config
+from hpcfl.errors import BAD_INPUT, STORAGE_FAULT, UserError
+from hpcfl.main import FINISHED, main
+from hpcfl.methods import METHODS, Method
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.runfolder import RunFolder
+
+ROUNDS = 4
+METHOD = METHODS["heurpfedla"]
+"""With state on the server and on clients."""
+AGAIN = "run the same command again"
+CHECKPOINTS = ("checkpoint.h5", "checkpoint.prev.h5")
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(digits)
+    keys = ["run.checkpoint_every=1", "run.report=false", f"train.rounds={ROUNDS}"]
+    return [*tiny_settings(digits), "method.name=heurpfedla", *keys]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert run_here(folder, settings) == FINISHED
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unfinished(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run with checkpoints after rounds 1 and 2, which is to be copied."""
+    folder = tmp_path_factory.mktemp("unfinished") / "run"
+    assert run_disturbed(folder, settings, 2, lambda: os._exit(9)) == 9
+    assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
+    return folder
+
+
+@pytest.fixture
+def copied(unfinished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(unfinished, tmp_path / "run"))
+
+
+def mounted(folder: Path, *options: str) -> Iterator[Path]:
+    """Mount something at a folder for a test; skip the test where that is not allowed."""
+    folder.mkdir()
+    found = subprocess.run(["mount", *options, str(folder)], capture_output=True, text=True, check=False)
+    if found.returncode:
+        pytest.skip(f"no disk of its own: {found.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(undisturbed: Path, tmp_path: Path) -> Iterator[Path]:
+    """Return a disk with room for two checkpoints of three."""
+    size = int(2.5 * (undisturbed / "checkpoint.prev.h5").stat().st_size)
+    yield from mounted(tmp_path / "disk", "-t", "tmpfs", "-o", f"size={size}", "tmpfs")
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """Return the image of an ext4 disk whose blocks of 1 kB are soon full."""
+    path = tmp_path / "image"
+    with path.open("wb") as file:
+        file.truncate(10_000_000)
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("there is no mkfs.ext4")
+    subprocess.run(["mkfs.ext4", "-q", "-b", "1024", "-m", "0", str(path)], check=True)
+    return path
+
+
+@pytest.fixture
+def real_disk(image: Path, tmp_path: Path) -> Iterator[Path]:
+    yield from mounted(tmp_path / "ext4", "-o", "loop", str(image))
+
+
+def run_disturbed(folder: Path, settings: list[str], round: int, act: Callable[[], object]) -> int:
+    """Run in a process of its own, which calls `act` as it begins to train a round; return its exit code."""
+
+    def prepare() -> None:
+        train, begun = METHOD.train, []
+
+        def disturbed(self: Method, clients: object, down: object) -> object:
+            if clients.round == round and not begun:  # type: ignore[attr-defined]
+                begun.append(round)
+                act()
+            return train(self, clients, down)  # type: ignore[arg-type]
+
+        METHOD.train = disturbed  # type: ignore[method-assign, assignment]
+
+    return os.waitstatus_to_exitcode(os.waitpid(start_run(folder, settings, prepare), 0)[1])
+
+
+def round_of(path: Path) -> int:
+    with h5py.File(path, locking=False) as file:
+        return int(file.attrs["round"])
+
+
+def names_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def fill(disk: Path) -> None:
+    """Leave no byte of a disk free."""
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 10, 1):
+            try:
+                while file.write(bytes(size)) == size:
+                    pass
+            except OSError:
+                pass
+
+
+def limit_files(size: int) -> None:
+    """Let no file grow beyond some bytes: what a quota does, to any user, with another word for it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def give_up_capabilities() -> None:
+    """Let permissions bind root as they do users."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    assert ctypes.CDLL(None, use_errno=True).capset(header, (ctypes.c_uint32 * 6)()) == 0
+
+
+def the_error(capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the one line that was printed."""
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("hpcfl: error: ")
+    return line
+
+
+# Full disks, and disks that fail
+
+
+def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
+    settings: list[str], undisturbed: Path, small_disk: Path, mpirun: Mpirun
+) -> None:
+    folder = small_disk / "run"
+    ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False)
+    assert ended.returncode == STORAGE_FAULT, ended.stderr
+    warning, error = (line for line in ended.stderr.splitlines() if line.startswith("hpcfl: "))
+    free = r"\(a checkpoint takes 1\.\d+ MB, [\d.]+ [kM]?B are free, quotas apart\)"
+    assert re.fullmatch(
+        rf"hpcfl: warning: {folder}: the disk has no room for the next checkpoint; make room {free}, or the "
+        "run ends there, to go on from round 2",
+        warning,
+    )
+    assert re.fullmatch(
+        rf"hpcfl: error: {folder}: the checkpoint of round 3 cannot be written: No space left on device; the "
+        rf"last good checkpoint is of round 2; make room {free} and {AGAIN}",
+        error,
+    )
+    assert "Traceback" not in ended.stderr
+    assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
+    assert "checkpoint.tmp.h5" not in names_of(folder)
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    assert run_here(folder, settings) == FINISHED
+    assert not differing(undisturbed, folder)
+
+
+def test_a_run_cannot_go_on_where_not_even_its_lock_has_room(
+    settings: list[str],
+    undisturbed: Path,
+    unfinished: Path,
+    small_disk: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = small_disk / "run"
+    folder.mkdir()
+    shutil.copy(unfinished / "config.yaml", folder)
+    fill(small_disk)
+    # twice: what the first attempt held is free again
+    for _ in range(2):
+        assert run_here(folder, settings) == STORAGE_FAULT
+        error = the_error(capfd)
+        assert f"cannot write the run folder {folder}: No space left on device; make room (0 MB are" in error
+        assert error.endswith(AGAIN)
+    (small_disk / "filler").unlink()
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    assert run_here(folder, settings) == FINISHED
+    assert not differing(undisturbed, folder)
+
+
+@pytest.mark.filterwarnings("always:.*log.txt cannot be written")
+@pytest.mark.parametrize(
+    ("remount", "reason", "remedy"),
+    [
+        (None, "No space left on device", "make room"),
+        (("-o", "remount,abort"), "Read-only file system", "make the folder writable"),
+    ],
+    ids=["full", "failed"],
+)
+def test_a_disk_that_takes_no_more_lines(
+    settings: list[str],
+    undisturbed: Path,
+    image: Path,
+    real_disk: Path,
+    capfd: pytest.CaptureFixture[str],
+    remount: tuple[str, ...] | None,
+    reason: str,
+    remedy: str,
+) -> None:
+    """A disk is full, or fails so that the system lets nobody write on it any more."""
+    folder = real_disk / "run"
+
+    def disturb() -> None:
+        if remount is None:
+            # the next line needs a block of its own
+            os.truncate(folder / "metrics.csv", 1024)
+            fill(real_disk)
+        else:
+            subprocess.run(["mount", *remount, str(real_disk)], check=True)
+
+    keys = [*settings, "run.checkpoint_every=2"]
+    assert run_disturbed(folder, keys, 2, disturb) == STORAGE_FAULT
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert f"{folder}: its CSV files cannot be written: {reason}; the last good checkpoint is of r" in error
+    assert f"of round 2; {remedy}" in error
+    assert error.endswith(AGAIN)
+    if remount is None:
+        (real_disk / "filler").unlink()
+    else:
+        subprocess.run(["umount", str(real_disk)], check=True)
+        subprocess.run(["mount", "-o", "loop", str(image), str(real_disk)], check=True)
+    assert run_here(folder, keys) == FINISHED
+    assert not differing(undisturbed, folder)
+
+
+def test_a_quota_at_a_checkpoint(
+    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run_disturbed(folder, settings, 2, lambda: limit_files(500_000)) == STORAGE_FAULT
+    error = the_error(capfd)
+    assert "the checkpoint of round 3 cannot be written: File too large; the last good checkpoint" in error
+    assert "is of round 2; make room (" in error
+    assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
+    assert "checkpoint.tmp.h5" not in names_of(folder)
+    assert run_here(folder, settings) == FINISHED
+    assert not differing(undisturbed, folder)
+
+
+def test_a_quota_in_the_middle_of_a_line(
+    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    metrics = folder / "metrics.csv"
+    limit = run_disturbed(folder, settings, 2, lambda: limit_files(metrics.stat().st_size + 40))
+    assert limit == STORAGE_FAULT
+    assert "its CSV files cannot be written: File too large" in the_error(capfd)
+    *whole, half = metrics.read_text().split("\n")
+    assert len(whole) == 3
+    assert len(half) == 40
+    assert run_here(folder, settings) == FINISHED
+    assert not differing(undisturbed, folder)
+
+
+@pytest.mark.filterwarnings("always:.*cannot be written", "always:no report")
+def test_what_no_number_hangs_on_is_given_up_with_a_warning(
+    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The log, TensorBoard's events and the report."""
+    folder = tmp_path / "run"
+
+    def disturb() -> None:
+        (folder / "report.html").mkdir()
+        (folder / "log.txt").unlink()
+        (folder / "log.txt").symlink_to("/dev/full")
+        full = os.open("/dev/full", os.O_WRONLY)
+        for entry in Path("/proc/self/fd").iterdir():
+            if "tfevents" in os.readlink(entry):
+                os.dup2(full, int(entry.name))
+                return
+        raise LookupError("no events")
+
+    keys = [*settings, "run.tensorboard=true", "run.report=true"]
+    assert run_disturbed(folder, keys, 2, disturb) == FINISHED
+    # a warning goes to the log as well
+    log, events, report = capfd.readouterr().err.splitlines()
+    assert events == (
+        f"hpcfl: warning: {folder}: what TensorBoard reads cannot be written: No space left on device; the "
+        "run goes on, and its next start writes all of it anew"
+    )
+    assert log == (
+        f"hpcfl: warning: {folder}: log.txt cannot be written: No space left on device; the run goes on "
+        "without"
+    )
+    assert report.startswith("hpcfl: warning: no report: ")
+    assert not differing(undisturbed, folder)
+
+
+def test_a_run_needs_nobody_to_take_its_words(settings: list[str], undisturbed: Path, tmp_path: Path) -> None:
+    """Standard output is a file on a full disk, as a job's may be."""
+    python = f"{sys.executable} -m hpcfl.main --out {tmp_path / 'run'} {' '.join(settings)} > /dev/full"
+    ended = run_tree(["bash", "-c", python])
+    assert ended.stderr == ""
+    assert not differing(undisturbed, tmp_path / "run")
+
+
+# Folders that cannot be written any more, or are gone
+
+
+def test_a_folder_that_becomes_read_only(
+    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+
+    def disturb() -> None:
+        give_up_capabilities()
+        folder.chmod(0o555)
+
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    assert the_error(capfd).endswith(
+        f"{folder}: the checkpoint of round 3 cannot be written: Permission denied; the last good checkpoint "
+        f"is of round 2; make the folder writable and {AGAIN}"
+    )
+    folder.chmod(0o755)
+    assert run_here(folder, settings) == FINISHED
+    assert not differing(undisturbed, folder)
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["moved", "replaced"])
+def test_a_folder_that_is_moved(
+    settings: list[str],
+    undisturbed: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    is_replaced: bool,
+) -> None:
+    """It keeps what it has, and whatever stands in its place is left alone."""
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+
+    def disturb() -> None:
+        folder.rename(moved)
+        if is_replaced:
+            folder.mkdir()
+            (folder / ".lock").write_text("pid 1 on another-node\n")
+
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    place = ", and another stands in its place" if is_replaced else ""
+    assert the_error(capfd) == (
+        f"hpcfl: error: {folder} was moved or deleted{place} while this run wrote it; the last good "
+        f"checkpoint is of round 2; to go on, {AGAIN} where the folder is now (--out DIR)"
+    )
+    if is_replaced:
+        assert names_of(folder) == {".lock"}
+        assert (folder / ".lock").read_text() == "pid 1 on another-node\n"
+    else:
+        assert not folder.exists()
+    assert run_here(moved, settings) == FINISHED
+    assert not differing(undisturbed, moved)
+
+
+def test_a_folder_that_is_deleted(
+    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    assert run_disturbed(folder, settings, 2, lambda: shutil.rmtree(folder)) == STORAGE_FAULT
+    assert f"{folder} was moved or deleted while this run wrote it" in the_error(capfd)
+    assert not folder.exists()
+    assert run_here(folder, settings) == FINISHED
+    assert not differing(undisturbed, folder)
+
+
+# Cut and damaged files
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.4, 0.9])
+@pytest.mark.filterwarnings("always:.*damaged")
+def test_all_files_but_the_older_checkpoint_are_cut(
+    settings: list[str],
+    undisturbed: Path,
+    copied: Path,
+    capfd: pytest.CaptureFixture[str],
+    kept: float,
+) -> None:
+    shutil.copy(copied / "config.yaml", copied / "config.yaml.tmp")
+    for path in copied.iterdir():
+        if path.name != "checkpoint.prev.h5":
+            os.truncate(path, int(kept * path.stat().st_size))
+    assert run_here(copied, settings) == FINISHED
+    told = capfd.readouterr().err
+    newest, previous = (copied / name for name in CHECKPOINTS)
+    assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in told
+    assert f"; going on from {previous}, round 1\n" in told
+    # what is cut off at the end of config.yaml are ranks
+    is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and written anew from the checkpoint\n"
+    assert (is_told in told) == (kept < 0.9)
+    assert not differing(undisturbed, copied)
+    assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
+    # the half line that was left of the log has its end
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    lines = (copied / "log.txt").read_text().splitlines()
+    assert sum(re.match(stamp, line) is None for line in lines) <= 1
+    assert all(len(re.findall(stamp, line)) <= 1 for line in lines)
+
+
+@pytest.mark.filterwarnings("always:.*damaged")
+def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], copied: Path) -> None:
+    whole = (copied / "config.yaml").read_bytes()
+    config = load_config(None, settings)
+    for length in range(0, len(whole), 97):
+        (copied / "config.yaml").write_bytes(whole[:length])
+        RunFolder(copied, config).check(fresh=False)
+    for name in CHECKPOINTS:
+        (copied / name).unlink()
+    (copied / "config.yaml").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        UserError, match=r"config\.yaml is damaged; bring it back from a copy, or add --fresh"
+    ):
+        RunFolder(copied, config).check(fresh=False)
+
+
+def test_a_flipped_byte_in_any_group_falls_back(copied: Path) -> None:
+    newest = copied / "checkpoint.h5"
+    places = {"user block": 30, "superblock": 520}
+    with h5py.File(newest, locking=False) as file:
+
+        def add(name: str, item: h5py.Group | h5py.Dataset) -> None:
+            if not isinstance(item, h5py.Dataset) or not item.size:
+                places[name] = h5py.h5o.get_info(item.id).addr + 512
+            elif item.chunks:
+                places[name] = item.id.get_chunk_info(0).byte_offset + 512
+            else:
+                places[name] = item.id.get_offset() + 512
+
+        file.visititems(add)
+    groups = {name.partition("/")[0] for name in places}
+    assert {"layout", "data", "server", "clients", "history", "ledger"} < groups
+    content = newest.read_bytes()
+    for name, place in places.items():
+        flipped = bytearray(content)
+        flipped[min(place, len(content) - 1)] ^= 1
+        newest.write_bytes(flipped)
+        with pytest.warns(UserWarning, match=rf"{newest} is damaged .*; going on from .*, round 1") as told:
+            loaded = CheckpointStore(copied).load()
+        assert loaded is not None, name
+        assert len(told) == 1
+        loaded.close()
+
+
+# Checkpoints from elsewhere
+
+
+def sign(path: Path) -> None:
+    """Write the user block anew after a change."""
+    content = path.read_bytes()[512:]
+    line = f"hpcfl checkpoint sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
+    path.write_bytes(line.ljust(512, b"\0") + content)
+
+
+def make_older(path: Path) -> None:
+    """Make a checkpoint one of the schema before, whose metrics had fewer columns."""
+    with h5py.File(path, "r+", locking=False) as file:
+        file.attrs["schema"] = 1
+        values, columns = file["ledger/metrics"][()], file["ledger/metrics"].attrs["columns"]
+        del file["ledger/metrics"]
+        file["ledger/metrics"] = values[:, :-3]
+        file["ledger/metrics"].attrs["columns"] = columns[:-3]
+    sign(path)
+
+
+OVER = "or add --fresh to move the folder aside and start over"
+
+
+@pytest.mark.parametrize(
+    ("other", "changed"),
+    [
+        (["method.name=fedavg"], "method.name: fedavg there, heurpfedla here"),
+        (["train.lr=0.01"], "train.lr: 0.01 there, 0.05 here"),
+    ],
+    ids=["method", "configuration"],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    settings: list[str],
+    undisturbed: Path,
+    copied: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    other: list[str],
+    changed: str,
+) -> None:
+    own = (copied / "checkpoint.h5").read_bytes()
+    assert run_here(tmp_path / "other", [*settings, *other, "train.rounds=1"]) == FINISHED
+    shutil.copy(tmp_path / "other" / "checkpoint.h5", copied)
+    assert run_here(copied, settings) == BAD_INPUT
+    error = the_error(capfd)
+    assert f"{copied / 'checkpoint.h5'} is of another run than config.yaml ({changed}" in error
+    assert error.endswith(f"; bring this run's own back, {OVER}")
+    (copied / "checkpoint.h5").write_bytes(own)
+    assert run_here(copied, settings) == FINISHED
+    assert not differing(undisturbed, copied)
+
+
+def test_an_unfinished_run_of_an_older_schema_is_refused(
+    settings: list[str], copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    make_older(copied / "checkpoint.h5")
+    before = {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}}
+    assert run_here(copied, settings) == BAD_INPUT
+    assert the_error(capfd) == (
+        f"hpcfl: error: {copied / 'checkpoint.h5'} was written by another version of hpcfl (schema 1, now "
+        f"2), and cannot be gone on with; finish the run with that version, {OVER}"
+    )
+    assert {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}} == before
+    assert main(["--quiet", "--out", str(copied), *settings, "--fresh"]) == FINISHED
+
+
+def test_a_finished_run_of_an_older_schema_can_be_read(
+    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    older = Path(shutil.copytree(undisturbed, tmp_path / "run"))
+    make_older(older / "checkpoint.h5")
+    assert run_here(older, settings) == BAD_INPUT
+    error = the_error(capfd)
+    assert "and its run is finished: hpcfl report, compare, export and predict read it; name another" in error
+    np.savez(tmp_path / "x.npz", x=np.zeros((2, 7, 7, 1), np.float32))
+    for words in (
+        ["report", older],
+        ["compare", older, undisturbed],
+        ["export", older, "--client", 1, "--out", tmp_path / "client1"],
+        ["predict", older, "--client", 1, tmp_path / "x.npz", "--out", tmp_path / "labels.csv"],
+        ["watch", older],
+    ):
+        assert main(list(map(str, words))) == FINISHED
+    assert capfd.readouterr().err == ""
