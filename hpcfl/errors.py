@@ -7,6 +7,8 @@ from typing import ClassVar
 
 BAD_INPUT = 2
 """Exit code after a UserError."""
+DIVERGED = 3
+"""Exit code after a DivergedError."""
 STORAGE_FAULT = 74
 """Exit code after a StorageFault; as the system's header sysexits.h has it."""
 
@@ -18,6 +20,15 @@ class UserError(Exception):
     """
 
     exit_code: ClassVar[int] = BAD_INPUT
+
+
+class DivergedError(UserError):
+    """Numbers that are nan or infinite, at which a run stops (`run.on_divergence`): exit code 3.
+
+    It was asked for nothing impossible, but other settings are needed to go on.
+    """
+
+    exit_code = DIVERGED
 
 
 class StoppedAtOnce(BaseException):

@@ -7,8 +7,9 @@ hpcfl report | export | predict | compare RUN ...                runs as a page,
 mpirun -n 9 python -m hpcfl.main table TABLE.yaml                a whole comparison and its table
 
 Running the same command again resumes. Exit codes: 0 finished; 2 bad configuration or input;
-75 stopped early with a checkpoint, run again to continue; 74 the run folder cannot be written,
-mend what is said and run again; anything else is a fault.
+3 stopped as numbers became nan or infinite (run.on_divergence); 74 the run folder cannot be
+written, mend what is said and run again; 75 stopped early with a checkpoint, run again to
+continue; anything else is a fault.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ with quick_imports():
     from hpcfl.communication.presence import ending_with_launcher
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
+    from hpcfl.errors import BAD_INPUT as BAD_INPUT
     from hpcfl.errors import StorageFault, UserError
     from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag

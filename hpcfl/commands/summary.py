@@ -8,6 +8,7 @@ from hpcfl.commands.arguments import RunOptions, command_line
 from hpcfl.config import Config
 from hpcfl.methods import METHODS
 from hpcfl.results.units import readable_bytes
+from hpcfl.simulation.divergence import named
 from hpcfl.simulation.progress import Progress
 from hpcfl.storage.ledger import Ledger
 
@@ -30,16 +31,19 @@ def print_summary(
     if outcome == "already finished":
         progress.say(f"this run is finished, all {config.train.rounds} rounds are done; --fresh starts over")
     best, best_round = ledger.best()
-    unseen = {}
+    more = {}
     if config.data.unseen_clients:
         spread = f"{ledger.last('accuracy_unseen_std'):.2%}"
-        unseen["unseen clients"] = f"{ledger.last('accuracy_unseen'):.2%} (spread {spread})"
+        more["unseen clients"] = f"{ledger.last('accuracy_unseen'):.2%} (spread {spread})"
+    if ledger.diverged.any():
+        clients = named(ledger.diverged.nonzero()[0].tolist())
+        more["diverged"] = f"{ledger.diverged.sum()} times ({clients}; run.on_divergence)"
     down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))
     for name, value in {
         f"mean accuracy, round {ledger.last('round'):.0f}": f"{ledger.last('accuracy_mean'):.2%}",
         "spread over clients": f"{ledger.last('accuracy_std'):.2%}",
         "weighted by samples": f"{ledger.last('accuracy_weighted'):.2%}",
-        **unseen,
+        **more,
         "best round": f"{best:.2%} (round {best_round})",
         "bytes down, up": f"{down}, {up}",
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",

@@ -126,7 +126,7 @@ def _run_cells(
         try:
             outcome = run(cell.config, options, world, stop, command, is_cell=True)
         except UserError as error:
-            raise UserError(f"{cell.place}: {error}") from error
+            raise type(error)(f"{cell.place}: {error}") from error
         if outcome == "stopped":
             return True
         agreed(world, lambda: write(whole) if world.is_server else None)

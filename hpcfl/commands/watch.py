@@ -77,6 +77,8 @@ def _figures(run: RunView, encoding: str) -> Iterator[tuple[str, str]]:
         yield "accuracy", f"{last['accuracy_mean']:.2%} (round {last['round']:.0f})"
         yield "best", f"{means[best]:.2%} (round {run.metrics[best]['round']:.0f})"
         yield "spread", f"{last['accuracy_std']:.2%} over clients"
+        if last.get("diverged"):
+            yield "diverged", f"{last['diverged']:.0f} times a client's numbers were nan or infinite"
         yield "curve", curve(means, CURVE_WIDTH, encoding)
         yield "bytes", f"{readable_bytes(last['bytes_down'])} down, {readable_bytes(last['bytes_up'])} up"
         yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"

@@ -55,6 +55,12 @@ class Cohort:
     def __len__(self) -> int:
         return len(self.clients)
 
+    def select(self, positions: Sequence[int]) -> Cohort:
+        """Return the cohort of the members at these positions, in ascending order."""
+        workers = None if self.workers is None else tuple(self.workers[position] for position in positions)
+        clients = tuple(self.clients[position] for position in positions)
+        return Cohort(self.round, clients, self.num_samples[list(positions)], workers)
+
 
 @dataclass
 class Message:
@@ -112,10 +118,10 @@ class Message:
         )
         return Message(shared, rows, keep, self.num_clients)
 
-    def select(self, part: slice) -> Message:
-        """Return the message of some of its clients, without copying."""
+    def select(self, part: slice | list[int]) -> Message:
+        """Return the message of some of its clients; without copying, if they are a slice."""
         keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.keep.items()}
-        count = len(range(self.num_clients)[part])
+        count = len(part) if isinstance(part, list) else len(range(self.num_clients)[part])
         rows = {name: rows[part] for name, rows in self.rows.items()}
         return Message(self.shared, rows, keep, count)
 

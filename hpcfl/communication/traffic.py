@@ -41,7 +41,7 @@ class Traffic:
         """[S]: all but running statistics and indices."""
         return sum(self.others.values(), start=self.layers.sum(axis=1))
 
-    def add(self, positions: slice, other: Traffic) -> None:
+    def add(self, positions: slice | np.ndarray, other: Traffic) -> None:
         """Add the bytes of the clients at these positions of the cohort."""
         self.layers[positions] += other.layers
         self.buffers[positions] += other.buffers
@@ -92,9 +92,13 @@ class RoundTraffic:
         if message is not None:
             self.down.add(slice(None), self._count(message))
 
-    def counting_up(self, upload: Upload) -> Upload:
-        """Return an upload whose blocks are counted as they are read."""
-        upload.observe(lambda positions, block: self.up.add(positions, self._count(block)))
+    def counting_up(self, upload: Upload, senders: Sequence[int] | None = None) -> Upload:
+        """Return an upload whose blocks are counted as they are read.
+
+        `senders` are the positions in the cohort of the clients that send; default: all.
+        """
+        places = np.arange(len(self.up.indices)) if senders is None else np.array(senders, np.int64)
+        upload.observe(lambda positions, block: self.up.add(places[positions], self._count(block)))
         return upload
 
     def _count(self, message: Message) -> Traffic:

@@ -448,14 +448,14 @@ def agree(world: World, error: str | None) -> str | None:
 
 def agreed(world: World, step: Callable[[], T]) -> T:
     """Take a step on every rank; a UserError on any of them is raised on all. Collective."""
-    mistake = None
+    mistake: UserError | None = None
     try:
         result = step()
     except UserError as error:
-        mistake = str(error)
-    common = agree(world, mistake)
+        mistake = error
+    common = agree(world, None if mistake is None else str(mistake))
     if common is not None:
-        raise UserError(common)
+        raise (UserError if mistake is None else type(mistake))(common)
     return result
 
 

@@ -99,6 +99,12 @@ class RunConfig(Settings):
     """Which worker trains a client of a round. home: the one that keeps it. balanced: members of a cohort
     visit less busy workers, with their samples and state, where clients train one at a time. Changes no
     result."""
+    on_divergence: Literal["stop", "skip", "continue"] = "stop"
+    """What happens when a client's training loss, or a number that it sends or keeps, is nan or infinite.
+    stop: the run ends with exit code 3, and its newest checkpoint stays. skip: the client's round is undone
+    and left out, as if the client had not been in the cohort; the run still stops where the server's own
+    numbers are nan or infinite. continue: these numbers go where they go. A run may go on with another
+    value."""
     threads: int = Field(1, ge=1)
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -140,6 +146,7 @@ RESULT_NEUTRAL = (
     "model.path",
     "run.checkpoint_every",
     "run.max_elements",
+    "run.on_divergence",
     "run.placement",
     "run.report",
     "run.state",

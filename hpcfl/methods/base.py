@@ -238,6 +238,12 @@ class Method:
         """
         raise NotImplementedError
 
+    def leave_out(self, clients: Clients) -> None:
+        """Forget what `train` has just left in this object, if anything: a client of the group has diverged.
+
+        What it wrote to the clients' state is forgotten without this hook.
+        """
+
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server's state from the cohort's upload, which can be read once, block by block."""
 
@@ -254,7 +260,10 @@ class Method:
         return WeightedMean(cohort.num_samples)
 
     def end_round(self, server: State, cohort: Cohort) -> None:
-        """Update the server's state once models and running statistics are aggregated; default: nothing."""
+        """Update the server's state once models and running statistics are aggregated; default: nothing.
+
+        The cohort may be empty: its clients have all diverged, and nothing was aggregated.
+        """
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         """Return the models that are evaluated: `theta`, or a model's parts by name.

@@ -144,6 +144,7 @@ class FedMN(Method):
         if params.order == "chain":
             self.chain = "method.order=chain"
         self._last: _Link | None = None
+        self._before: _Link | None = None
         names = [layer.name for layer in self.layers]
         self._is_router = torch.tensor([name == ROUTER for name in names])
         self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
@@ -221,8 +222,13 @@ class FedMN(Method):
         pool = self._pool(clients, down)
         theta = clients.sgd(pool.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
         if self.chain is not None:
+            self._before = self._last
             self._last = _Link(clients.round, theta.where(has, pool), clients.buffers.clone())
         return Message(rows={"theta": theta}, keep={"theta": keep})
+
+    def leave_out(self, clients: Clients) -> None:
+        """Let a chain go on from where the client before stopped."""
+        self._last = self._before
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return the local models with the decisions they were trained with: what the paper scores."""

@@ -19,6 +19,7 @@ from hpcfl.results.comparison import scored_when
 from hpcfl.results.run import Columns, Run
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.results.units import readable_bytes
+from hpcfl.simulation.divergence import named
 from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
 from hpcfl.training.batches import minibatches
 
@@ -62,9 +63,11 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
             f"run.eval_split differs ({told}), so that accuracies cannot be compared; name runs of one split"
         )
     has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
+    has_diverged = any(_times_diverged(run) for run in runs)
     try:
         shown = [
-            _run_content(run, label, len(runs), has_unseen) for run, label in zip(runs, labels, strict=True)
+            _run_content(run, label, len(runs), has_unseen, has_diverged)
+            for run, label in zip(runs, labels, strict=True)
         ]
     finally:
         for run in runs:
@@ -72,8 +75,11 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
-def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool) -> Json:
-    """Return what is shown of one run; `has_unseen`: whether any run of the page has unseen clients."""
+def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_diverged: bool) -> Json:
+    """Return what is shown of one run.
+
+    `has_unseen` and `has_diverged` say whether any run of the page has unseen clients, or ones that diverged.
+    """
     config, metrics, clients = run.config, run.metrics, _clients(run)
     method = METHODS[config.method]
     done, count = int(metrics["round"][-1]), len(metrics["round"])
@@ -94,7 +100,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool) -> Json:
     for one in packed:
         names = method.entry_names(one["axes"][-1], config.params)
         one["names"] = {"layer": layers, one["axes"][-1]: names} if names else {"layer": layers}
-    bands = _bands(run, metrics["round"][kept])
+    bands, warnings = _bands(run, metrics["round"][kept]), _warnings(run)
     # histories of many runs would not fit in memory together
     run.close()
     return {
@@ -107,7 +113,8 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool) -> Json:
         "isFinished": run.is_finished and done == config.train.rounds,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, gradients, has_unseen, num_runs),
+        "headline": _headline(run, clients, best, gradients, has_unseen, has_diverged, num_runs),
+        "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
             "bytes": numbers(np.asarray(sent)[kept], 6),
@@ -133,7 +140,13 @@ def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
 
 
 def _headline(
-    run: Run, clients: Columns, best: int, gradients: float, has_unseen: bool, num_runs: int
+    run: Run,
+    clients: Columns,
+    best: int,
+    gradients: float,
+    has_unseen: bool,
+    has_diverged: bool,
+    num_runs: int,
 ) -> list[Json]:
     """Return the figures that stand first: name, text, the number that a table is sorted by, and a remark.
 
@@ -171,6 +184,9 @@ def _headline(
     elif has_unseen:
         of_unseen = [entry("Unseen clients", "none", math.nan)]
     highest = float(metrics["accuracy_mean"][best])
+    times, of_diverged = _times_diverged(run), []
+    if has_diverged:
+        of_diverged = [entry("Diverged", str(times), times, "clients with nan or infinity, round by round")]
     down_up = [last["bytes_down"], last["bytes_up"]]
     ways = [readable_bytes(count) for count in down_up]
     return [
@@ -179,10 +195,28 @@ def _headline(
         *([worst] if len(accuracies) or num_runs > 1 else []),
         *of_unseen,
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
+        *of_diverged,
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
         entry("Time", str(timedelta(seconds=round(last["wall_s"]))), last["wall_s"], "h:min:s"),
         entry("Gradients", f"{last['round'] * gradients:,.0f}", last["round"] * gradients, "of mini-batches"),
     ]
+
+
+def _times_diverged(run: Run) -> int:
+    """Return how often a client had nan or infinite numbers in a round."""
+    return int(run.metrics["diverged"][-1]) if "diverged" in run.metrics else 0
+
+
+def _warnings(run: Run) -> list[str]:
+    """Return what a reader of the run has to know first: which clients diverged."""
+    times = _times_diverged(run)
+    if not times:
+        return []
+    clients = np.flatnonzero(run.diverged).tolist()
+    of_clients = f" of {named(clients)}" if clients else ""
+    what = "went on with these" if run.config.run.on_divergence == "continue" else "left them out"
+    rounds = "rounds in which numbers were" if times > 1 else "round in which a number was"
+    return [f"{times} {rounds} nan or infinite{of_clients}; the run {what} (run.on_divergence)."]
 
 
 def _counted(clients: int) -> str:

@@ -59,6 +59,10 @@ class Comparison:
         if self.unseen_means:
             unseen = ["unseen clients", *(f"{mean:.2%}" for mean in self.unseen_means)]
             lines = [[*line[:-1], told, line[-1]] for line, told in zip(lines, unseen, strict=True)]
+        diverged = [sum(int(run.diverged.sum()) for run in entry) for entry in self.entries]
+        if any(diverged):
+            times = ["diverged", *map(str, diverged)]
+            lines = [[*line[:-1], told, line[-1]] for line, told in zip(lines, times, strict=True)]
         pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)

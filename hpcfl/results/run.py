@@ -101,6 +101,17 @@ class Run:
         is_there = self.clients.get("unseen", np.zeros(len(self.clients.get("client", ())))) == 0
         return {name: values[is_there] for name, values in self.clients.items() if name != "unseen"}
 
+    @property
+    def diverged(self) -> np.ndarray:
+        """In how many rounds each client in training has diverged [N]; empty before the first checkpoint.
+
+        While the run goes on, it is what the newest checkpoint says.
+        """
+        if self.is_finished:
+            return self.in_training.get("diverged", np.zeros(len(self.in_training["client"])))
+        found = None if self.checkpoint is None else self.checkpoint.ledger.get("diverged")
+        return np.empty(0) if found is None else found.values[:, 0]
+
     def frame(self, name: str = "metrics") -> Any:
         """Return metrics.csv, clients.csv or bytes.csv as a pandas.DataFrame; empty where there is no file.
 

@@ -87,7 +87,14 @@ class Driver:
         return up
 
     def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
-        """Update the server from a cohort's upload. Collective through the upload."""
+        """Update the server from a cohort's upload. Collective through the upload.
+
+        Where all members were left out, so that the cohort is empty, only the round ends.
+        """
+        if not len(cohort):
+            up.drain()
+            self.method.end_round(server, cohort)
+            return
         mean = self.method.mean_of_buffers(cohort) if self.method.averages_buffers else None
         if mean is not None:
             up.observe(lambda positions, block: mean.add(positions, block.rows[BUFFERS]))

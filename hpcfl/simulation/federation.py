@@ -36,6 +36,11 @@ class Delivery:
     sent: Message | None
     """What all members have, on the server; None elsewhere."""
 
+    def select(self, here: list[int], everywhere: list[int]) -> Delivery:
+        """Return the delivery to some members: by their positions on this rank, and in the cohort."""
+        sent = None if self.sent is None else self.sent.select(everywhere)
+        return Delivery(self.received.select(here), sent)
+
     def __or__(self, later: Delivery) -> Delivery:
         """Return both as one; where a name is in both, the later tensor."""
         sent = None if self.sent is None or later.sent is None else self.sent | later.sent
@@ -79,12 +84,6 @@ class Federation:
     def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
         """Return a cohort of given clients, in ascending order."""
         return Cohort(round, tuple(clients), self.method.context.num_samples[list(clients)])
-
-    @staticmethod
-    def only_first(cohort: Cohort) -> Cohort:
-        """Return the cohort of a cohort's first member."""
-        workers = None if cohort.workers is None else cohort.workers[:1]
-        return Cohort(cohort.round, cohort.clients[:1], cohort.num_samples[:1], workers)
 
     def placed(self, cohort: Cohort) -> Cohort:
         """Return the cohort with the workers that train its members, the same on every rank.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,7 @@ from hpcfl.communication.world import World, abort_saying
 from hpcfl.errors import BAD_INPUT
 from hpcfl.methods.base import State
 from hpcfl.simulation.device_memory import out_of_memory
+from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.experiment import Experiment
 from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
@@ -79,6 +80,8 @@ class LocalRound:
     train_s: float
     evaluate_s: float
     """Seconds of scoring them."""
+    diverged: dict[int, str]
+    """Members whose numbers are nan or infinite, and which of them are."""
 
 
 class Simulation:
@@ -109,6 +112,7 @@ class Simulation:
         self._started_s = time.monotonic()
         self._wall_before_s = 0.0
         self._longest_s = 0.0
+        self._divergence = Divergence(self.config, world, self.ledger, progress, folder)
 
     def run(self) -> Outcome:
         """Run all rounds that are not done yet. Collective.
@@ -132,6 +136,7 @@ class Simulation:
         train, run = self.config.train, self.config.run
         self._experiment.place_state()
         self.server, first = self._saver.start()
+        self._divergence.saved = first
         self._evaluator.try_welcome(self.server)
         if self._folder is not None and self._experiment.samples_by_class is not None:
             self._folder.write_partition(*self._experiment.samples_by_class)
@@ -188,12 +193,19 @@ class Simulation:
             down |= asked | self._federation.on_device(answer.received)
             sent, before = answer.sent, before | answer
         local = self._train(groups, down, is_evaluated)
-        upload = traffic.counting_up(self._federation.upload(local.up, cohort, sent, before))
+        diverged = self._divergence.judge_clients(local.diverged, self.server, cohort)
+        members, up, places = cohort, local.up, None
+        if diverged and self._divergence.leaves_out:
+            places = [n for n, client in enumerate(cohort.clients) if client not in diverged]
+            here = [n for n, client in enumerate(self._federation.own(cohort)) if client not in diverged]
+            members, up, before = cohort.select(places), up.select(here), before.select(here, places)
+            sent = None if sent is None else sent.select(places)
+        upload = traffic.counting_up(self._federation.upload(up, members, sent, before), places)
         if not self._world.is_server:
             upload.drain()
         self._federation.visits.end()
-        self._federation.on_server(lambda: driver.receive(self.server, cohort, upload))
-        return self._record(cohort, traffic, local)
+        self._federation.on_server(lambda: driver.receive(self.server, members, upload))
+        return self._record(cohort, traffic, local, diverged, places)
 
     def _negotiate(
         self, cohort: Cohort, groups: Groups, down: Message, traffic: RoundTraffic
@@ -213,32 +225,55 @@ class Simulation:
         losses, steps, scores = [nothing], [nothing], [nothing]
         uploads = Uploads(down.num_clients)
         driver, began_s, scoring_s = self._federation.driver, time.monotonic(), 0.0
+        diverged: dict[int, str] = {}
         for part, clients in groups:
             mine = down.select(part).to(clients.device)
             up = driver.work(clients, mine)
             steps.append(clients.steps.double())
-            losses.append(clients.loss_sum.cpu() / clients.steps.clamp(min=1))
+            figures = losses_and_extremes(clients, up).cpu()
+            losses.append(figures[0] / clients.steps.clamp(min=1))
+            bad = diverged_members(clients, up, figures)
+            diverged |= {clients.ids[place]: what for place, what in bad.items()}
             scoring_began_s = time.monotonic()
             model = driver.after_training(clients, mine, up) if is_evaluated else Message()
             scores.append(self._evaluator.scores(clients, model)[:, 0])
             scoring_s += time.monotonic() - scoring_began_s
             # brought to the CPU group by group, so that a GPU never holds a whole cohort's
             uploads.add(part, up)
-            clients.commit()
+            if bad and self._divergence.leaves_out:
+                self.method.leave_out(clients)
+                clients.commit([place for place in range(len(clients)) if place not in bad])
+            else:
+                clients.commit()
             self._world.sign_of_life()
         train_s = time.monotonic() - began_s - scoring_s
         return LocalRound(
-            uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores), train_s, scoring_s
+            *(uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores)),
+            *(train_s, scoring_s, diverged),
         )
 
-    def _record(self, cohort: Cohort, traffic: RoundTraffic, local: LocalRound) -> np.ndarray:
-        """Bring a round's figures to the server's ledger; return what `_round` does. Collective."""
+    def _record(
+        self,
+        cohort: Cohort,
+        traffic: RoundTraffic,
+        local: LocalRound,
+        diverged: Diverged,
+        places: Sequence[int] | None,
+    ) -> np.ndarray:
+        """Bring a round's figures to the server's ledger; return what `_round` does. Collective.
+
+        `places` are those in the cohort that are not left out of it; None: no member is.
+        """
         seconds_here = [torch.full_like(local.steps, spent) for spent in (local.train_s, local.evaluate_s)]
         rows = torch.stack([local.losses, local.steps, local.accuracy, *seconds_here], dim=1)
         figures = self._federation.channel.collect(cohort, rows)
         after_training = np.full(self._federation.num_clients, np.nan)
         if figures is not None:
             losses, steps, accuracy, seconds, evaluate_s = figures.T
+            if places is not None:
+                is_left_out = torch.ones(len(cohort), dtype=torch.bool)
+                is_left_out[list(places)] = False
+                losses, accuracy = losses[list(places)], accuracy.masked_fill(is_left_out, torch.nan)
             after_training[list(cohort.clients)] = accuracy.numpy()
             train_s = float(seconds.max())
             self.timing.train_s.append(train_s)
@@ -247,7 +282,9 @@ class Simulation:
             busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
             self.timing.idle_shares.append(1 - busy_s / (self._world.num_workers * train_s))
             moved = (traffic.down, traffic.up)
-            self.ledger.record_round(cohort, moved, float(steps.sum()), float(losses.mean()), train_s)
+            self.ledger.record_round(
+                *(cohort, moved, float(steps.sum()), float(losses.mean()), train_s), list(diverged)
+            )
         return after_training
 
     def _evaluate(self, done: int, after_training: np.ndarray) -> None:
@@ -278,7 +315,11 @@ class Simulation:
     def _record_evaluation(
         self, done: int, found: Evaluation, of_unseen: Evaluation, after_training: np.ndarray
     ) -> None:
-        """Enter an evaluation and the method's history in the ledger. Collective."""
+        """Enter an evaluation and the method's history in the ledger. Collective.
+
+        Raises DivergedError on all ranks where a model could not be scored and the run is to stop then.
+        """
+        self._divergence.judge_scores(np.concatenate([found.loss, of_unseen.loss]), self.server, done)
         of_clients = self._evaluator.client_history(done)
         if self._folder is None:
             return
@@ -297,10 +338,15 @@ class Simulation:
         self._folder.append_files(self.ledger)
 
     def _save(self, done: int, last: LastEvaluation | None = None) -> None:
-        """Write a checkpoint after `done` rounds. Collective."""
+        """Write a checkpoint after `done` rounds. Collective.
+
+        Raises DivergedError on all ranks, and writes none, where numbers of the server's are not finite.
+        """
         began_s = time.monotonic()
+        self._divergence.judge_server(self.server, done)
         self.ledger.wall_s = self._wall_s()
         self._saver.save(self.server, done, last)
+        self._divergence.saved = done
         self.timing.save_s.append(time.monotonic() - began_s)
         if last is None:
             self.ledger.spent["save_s"] += self.timing.save_s[-1]

@@ -48,6 +48,8 @@ class Progress:
     def round_done(self, done: int, ledger: Ledger) -> None:
         """Show that `done` rounds are complete."""
         accuracy = f"{ledger.last('accuracy_mean'):.2%}" if ledger.metrics else "-"
+        if ledger.diverged.any():
+            accuracy += f"  diverged {ledger.diverged.sum()}"
         if self._bar is not None:
             last = ledger.column("accuracy_mean")[-CURVE_WIDTH:]
             drawn = curve(last, CURVE_WIDTH, self._bar.console.encoding) if len(last) > 1 else ""

@@ -188,7 +188,7 @@ class Saver:
         cohort: one message per group, in client order.
         """
         federation = self._federation
-        alone = federation.only_first(cohort)
+        alone = cohort.select([0])
         names = json.dumps([name for model in models for name in model.shared]).encode()
         found = federation.world.gather_bytes(names if models else b"")
         told = next((text for text in found if text), b"[]") if found is not None else None

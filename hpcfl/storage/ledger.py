@@ -38,11 +38,12 @@ METRICS = (
     "train_s",
     "evaluate_s",
     "save_s",
+    "diverged",
 )
 UNSEEN_METRICS = ("accuracy_unseen", "accuracy_unseen_std", "loss_unseen")
 """More columns where clients take no part in training: plain mean and deviation of these clients' accuracies
 once they have adapted, and their mean loss."""
-WHOLE_NUMBERS = frozenset({"round"} | {name for name in METRICS if "bytes" in name})
+WHOLE_NUMBERS = frozenset({"round", "diverged"} | {name for name in METRICS if "bytes" in name})
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
 PENDING = ("steps", "steps_s", "train_loss", "wall_s", *SPENT)
@@ -83,6 +84,8 @@ class Ledger:
         self._bytes: list[np.ndarray] = []
         self.client_bytes = np.zeros((num_clients, len(DIRECTIONS)), np.int64)
         """Bytes of trainable numbers addressed to and sent by each client so far [N, 2]."""
+        self.diverged = np.zeros(num_clients, np.int64)
+        """In how many rounds each client has diverged so far [N]; a column of metrics.csv has the sum."""
         self._steps = 0.0
         self._train_s = 0.0
         self._train_loss = float("nan")
@@ -93,9 +96,19 @@ class Ledger:
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
 
     def record_round(
-        self, cohort: Cohort, traffic: Sequence[Traffic], steps: float, train_loss: float, train_s: float
+        self,
+        cohort: Cohort,
+        traffic: Sequence[Traffic],
+        steps: float,
+        train_loss: float,
+        train_s: float,
+        diverged: Sequence[int] = (),
     ) -> None:
-        """Add one round: its traffic down and up, training steps, mean training loss and training seconds."""
+        """Add one round: its traffic down and up, training steps, mean training loss and training seconds.
+
+        `diverged` are the members whose numbers were nan or infinite.
+        """
+        self.diverged[list(diverged)] += 1
         for moved in traffic:
             self._add_labels(self._label(name) for name in moved.others)
         others = self._labels[len(self._layers) : -2]
@@ -151,6 +164,7 @@ class Ledger:
             "loss_mean": loss.mean(),
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
+            "diverged": self.diverged.sum(),
         } | self.spent
         for direction, name in enumerate(DIRECTIONS):
             values[f"bytes_{name}"] = total[direction, :-2].sum()
@@ -208,6 +222,7 @@ class Ledger:
             ),
             "bytes": LedgerTable(np.concatenate([rounds, flat], axis=1), ["round", *names]),
             "client_bytes": LedgerTable(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
+            "diverged": LedgerTable(self.diverged.reshape(-1, 1), ["rounds"]),
             "pending": LedgerTable(pending, PENDING),
         }
 
@@ -237,6 +252,7 @@ class Ledger:
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
         self.client_bytes = tables["client_bytes"].values.copy()
+        self.diverged = tables["diverged"].values[:, 0].copy()
         pending = tables["pending"].values[0].tolist()
         self._steps, self._train_s, self._train_loss, self.wall_s, *spent = pending
         self.spent = dict(zip(SPENT, spent, strict=True))
@@ -269,7 +285,7 @@ class Ledger:
         """Write clients.csv: one row a client, from the newest evaluation.
 
         Clients that take no part in training come last, with 1 in a column `unseen`, which is there only if
-        they are. They have no bytes, and no accuracy at the other moments.
+        they are. They have no bytes, no rounds that diverged, and no accuracy at the other moments.
         """
         header = (
             "client",
@@ -280,9 +296,10 @@ class Ledger:
             "bytes_down",
             "bytes_up",
             *(f"accuracy_{moment}" for moment in MOMENTS),
+            "diverged",
         )
         scores, moments = [self.accuracy[-1], self.loss[-1]], [rows[-1] for rows in self.moments.values()]
-        of_bytes, is_unseen = list(self.client_bytes.T), []
+        of_bytes, diverged, is_unseen = list(self.client_bytes.T), self.diverged, []
         if self._num_unseen:
             header = (*header, "unseen")
             nothing = np.zeros(self._num_unseen, np.int64)
@@ -290,8 +307,9 @@ class Ledger:
             scores = [np.concatenate(both) for both in zip(scores, of_unseen, strict=True)]
             of_bytes = [np.concatenate([numbers, nothing]) for numbers in of_bytes]
             moments = [np.concatenate([of_clients, nothing + np.nan]) for of_clients in moments]
+            diverged = np.concatenate([diverged, nothing])
             is_unseen = [np.repeat([0, 1], [len(self.client_bytes), self._num_unseen])]
-        columns = (*scores, num_train, num_evaluated, *of_bytes, *moments, *is_unseen)
+        columns = (*scores, num_train, num_evaluated, *of_bytes, *moments, diverged, *is_unseen)
         rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
         _write_whole(folder / "clients.csv", [header, *rows])
 

@@ -92,11 +92,19 @@ class Clients:
     def __setitem__(self, name: str, value: Tensor) -> None:
         self._written[name] = value
 
-    def commit(self) -> None:
-        """Write the clients' state back to the rank's."""
+    @property
+    def kept(self) -> Tensors:
+        """What `commit` writes: all state [C, ...] that was read or written through this object."""
+        return self._written
+
+    def commit(self, members: Sequence[int] | None = None) -> None:
+        """Write the clients' state back to the rank's: of the group's `members`, or of all."""
         for name, rows in self._written.items():
             stored = self._workplace.state[name]
-            stored[self._local] = rows.to(stored.device)
+            if members is None:
+                stored[self._local] = rows.to(stored.device)
+            elif members:
+                stored[[self._local[n] for n in members]] = rows[list(members)].to(stored.device)
         self._written.clear()
 
     @property

@@ -29,8 +29,10 @@ def traffic(layers: list[list[int]], buffers: int = 0, indices: int = 0, **other
 def play(ledger: Ledger, folder: Path | None = None) -> None:
     """Record two rounds, an evaluation after the second, and one more round."""
     first, second = Cohort(0, (0, 2), torch.tensor([7, 9])), Cohort(1, (1,), torch.tensor([8]))
-    ledger.record_round(first, (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]])), 6, 0.75, 2.0)
-    ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), 4, 0.5, 3.0)
+    ledger.record_round(
+        first, (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]])), 6, 0.75, 2.0, [0, 2]
+    )
+    ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), 4, 0.5, 3.0, [1])
     accuracy, loss = np.array([0.5, 1.0, 0.75]), np.array([1.0, 2.0, 6.0])
     ledger.wall_s = 12.5
     ledger.spent["evaluate_s"] += 1.5
@@ -43,7 +45,7 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
     if folder is not None:
         ledger.append_files(folder)
     ledger.record_round(
-        Cohort(2, (0,), torch.tensor([7])), (traffic([[4, 8]]), traffic([[4, 8]])), 2, 0.25, 1
+        Cohort(2, (0,), torch.tensor([7])), (traffic([[4, 8]]), traffic([[4, 8]])), 2, 0.25, 1, [0]
     )
     if folder is not None:
         ledger.append_files(folder)
@@ -83,6 +85,7 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
         "train_s": 5.0,
         "evaluate_s": 1.5,
         "save_s": 0.25,
+        "diverged": 3,
     }
     assert {name: ledger.last(name) for name in METRICS} == pytest.approx(expected)
 
@@ -128,11 +131,11 @@ def test_files(ledger: Ledger, tmp_path: Path) -> None:
     assert read(tmp_path / "clients.csv") == [
         [
             *("client", "accuracy", "loss", "train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
-            *("accuracy_after_download", "accuracy_after_training"),
+            *("accuracy_after_download", "accuracy_after_training", "diverged"),
         ],
-        ["0", "0.5", "1.0", "7", "10", "24", "24", "0.25", "nan"],
-        ["1", "1.0", "2.0", "8", "10", "12", "12", "0.5", "0.125"],
-        ["2", "0.75", "6.0", "9", "20", "4", "12", "0.75", "nan"],
+        ["0", "0.5", "1.0", "7", "10", "24", "24", "0.25", "nan", "2"],
+        ["1", "1.0", "2.0", "8", "10", "12", "12", "0.5", "0.125", "1"],
+        ["2", "0.75", "6.0", "9", "20", "4", "12", "0.75", "nan", "1"],
     ]
 
 
@@ -167,14 +170,16 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
     for name in ("metrics.csv", "bytes.csv", "clients.csv"):
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
     assert restored.client_bytes.tolist() == [[48, 48], [24, 24], [8, 24]]
+    assert restored.diverged.tolist() == [4, 2, 2]
 
 
 def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger) -> None:
     restored = Ledger(3, LAYERS)
     restored.restore(ledger.tables(), ledger.history())
-    before = ledger.client_bytes.copy()
+    before = ledger.client_bytes.copy(), ledger.diverged.copy()
     play(restored)
-    assert np.array_equal(ledger.client_bytes, before)
+    assert np.array_equal(ledger.client_bytes, before[0])
+    assert np.array_equal(ledger.diverged, before[1])
 
 
 def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
