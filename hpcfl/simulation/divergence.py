@@ -127,6 +127,7 @@ class Divergence:
         clients = np.isnan(losses).nonzero()[0].tolist()
         if not self._world.maximum(len(clients)):
             return
+        clients = json.loads(self._world.broadcast_bytes(json.dumps(clients).encode()))
         self.judge_server(server, done)
         epochs = self._train.finetune_epochs
         tuned = f" after {epochs} epochs of fine-tuning" if epochs else ""
@@ -134,7 +135,7 @@ class Divergence:
         told = f"{named(clients)} diverged in the evaluation after round {done} ({what})"
         if self._policy == "stop":
             self._end(told, f"{_SKIP} to go on with such scores")
-        if clients and not self._told_of_scores and not self._ledger.diverged.any():
+        if not self._told_of_scores and not self._ledger.diverged.any():
             self._progress.warn(told)
         self._told_of_scores = True
 

@@ -1,0 +1,458 @@
+"""Clients whose numbers become nan or infinite: named, counted, and stopped at, left out, or gone on with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from bits import contents, differing, method_settings, run_here, tiny_settings, write_digits
+from conftest import REPOSITORY, Mpirun, run_tree
+from harness import make_network, make_place
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.errors import DIVERGED
+from hpcfl.main import FINISHED, STOPPED, main
+from hpcfl.methods import METHODS, Method
+from hpcfl.results.run import load_run
+from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, named, not_finite
+from hpcfl.simulation.federation import Federation
+from hpcfl.simulation.loop import Simulation
+from hpcfl.training.clients import Clients
+from hpcfl.training.settings import TrainConfig
+
+pytestmark = pytest.mark.usefixtures("own_code_forgotten")
+
+SKIP = "run.on_divergence=skip"
+
+POISONED = '''"""A method of which some clients send and keep in some rounds what is no number."""
+
+import torch
+
+from hpcfl.methods import METHODS
+
+WHO = {who}
+
+
+class Poisoned(METHODS["{method}"]):
+    def train(self, clients, down):
+        up = super().train(clients, down)
+        for number, client in enumerate(clients.ids):
+            if client in WHO.get(clients.round, ()):
+                for name in up.rows:
+                    if name != "paths":
+                        up.rows[name][number] = up.rows[name][number].clone()
+                        up.rows[name][number, :4] = torch.nan if client == 3 else -torch.inf
+                        up.rows[name][number, 7] = torch.inf
+                for name in list(clients.kept):
+                    if clients[name].is_floating_point():
+                        clients[name][number] = torch.nan
+        return up
+'''
+TOLD = "clients 3 and 5 diverged in round 3 (poisoned; client 3: theta has 4 nan and 1 infinite numbers)"
+
+
+def write_poisoned(path: Path, who: Mapping[int, Sequence[int]], method: str = "fedavg") -> str:
+    """Write a method of which some clients diverge, by round; return the setting that chooses it."""
+    path.write_text(POISONED.format(method=method, who=dict(who)))
+    return f"method.path={path}"
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def settings(digits: Path) -> list[str]:
+    return [*tiny_settings(digits), "run.report=false", "run.checkpoint_every=1"]
+
+
+@pytest.fixture
+def poisoned(tmp_path: Path, settings: list[str]) -> list[str]:
+    """Return the settings of four rounds of a method of which two clients diverge in the third."""
+    return [*settings, write_poisoned(tmp_path / "poisoned.py", {2: (3, 5)}), "train.rounds=4"]
+
+
+def metrics_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Return the lines on standard error since the last look."""
+    return capsys.readouterr().err.splitlines()
+
+
+# What the user reads
+
+
+def test_the_run_stops_and_goes_on_without_them(
+    poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    capsys.readouterr()
+    assert run_here(folder, poisoned) == DIVERGED
+    (line,) = said(capsys)
+    assert line == (
+        f"hpcfl: error: {TOLD}; the last good checkpoint is of round 2: start anew with a lower train.lr "
+        "(it is 0.05), or set run.on_divergence=skip in the same command to go on without such clients' "
+        "rounds"
+    )
+    assert (folder / "log.txt").read_text().splitlines()[-1].endswith(line.removeprefix("hpcfl: "))
+    before = contents(folder)
+    with h5py.File(folder / "checkpoint.h5", locking=False) as file:
+        assert file.attrs["round"] == 2
+        assert np.isfinite(file["server/theta"][()]).all()
+    # again, it stops at the same place
+    assert run_here(folder, poisoned) == DIVERGED
+    assert said(capsys) == [line]
+    assert contents(folder) == before
+    assert run_here(folder, [*poisoned, SKIP]) == FINISHED
+    assert said(capsys) == [f"hpcfl: warning: {TOLD}: left out of the round (run.on_divergence=skip)"]
+    assert run_here(whole, [*poisoned, SKIP]) == FINISHED
+    assert differing(whole, folder) == []
+    assert [row["diverged"] for row in metrics_of(folder)] == ["0", "0", "2", "2"]
+    assert load_run(folder).clients["diverged"].tolist() == [0, 0, 0, 1, 0, 1, 0]
+    # what they would have sent is not, and what they received was
+    up, down = (load_run(folder).clients[f"bytes_{way}"] for way in ("up", "down"))
+    assert (down == down[0]).all()
+    assert (up / down).tolist() == [1, 1, 1, 0.75, 1, 0.75, 1]
+
+
+def test_the_run_goes_on_with_their_numbers(
+    poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(tmp_path / "run", [*poisoned, "run.on_divergence=continue"]) == FINISHED
+    first, *others = said(capsys)
+    assert first.endswith("numbers): the run goes on with these numbers (run.on_divergence=continue)")
+    assert others == []
+    # all have them from round 4 on
+    assert [row["diverged"] for row in metrics_of(tmp_path / "run")] == ["0", "0", "2", "9"]
+    assert metrics_of(tmp_path / "run")[-1]["loss_mean"] == "nan"
+
+
+def test_too_large_a_step(
+    digits: Path, tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real divergence, on three ranks: one line, one exit code, no traceback."""
+    keys = [*tiny_settings(digits), "method.name=fedavg", "train.lr=1e6", "model.batchnorm=false"]
+    keys.append("train.local_epochs=4")
+    done = mpirun(3, "-m", "hpcfl.main", *keys, "--quiet", "--out", tmp_path / "ranks", check=False)
+    assert done.returncode == DIVERGED
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hpcfl")]
+    assert line.startswith("hpcfl: error: all 7 clients diverged in round 1 (fedavg; client 0: loss is nan; ")
+    assert "; there is no checkpoint yet: start anew with a lower train.lr (it is 1e+06), or set " in line
+    assert run_here(tmp_path / "alone", keys) == DIVERGED
+    assert said(capsys) == [line]
+
+
+def test_a_server_that_diverges_is_told_from_its_clients(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steep.py"
+    path.write_text(
+        "from hpcfl.methods.fedavg import FedAvg\n\n\n"
+        "class Steep(FedAvg):\n"
+        "    def aggregate(self, server, cohort, up):\n"
+        "        super().aggregate(server, cohort, up)\n"
+        "        if cohort.round == 1:\n"
+        "            server['theta'][:3] *= 1e30\n"
+        "            server['theta'][:3] *= 1e30\n"
+    )
+    for policy, every in (("stop", 1), ("skip", 1), ("stop", 3), ("skip", 3)):
+        folder = tmp_path / f"{policy}{every}"
+        keys = [f"method.path={path}", f"run.checkpoint_every={every}", f"run.on_divergence={policy}"]
+        capsys.readouterr()
+        assert run_here(folder, [*settings, *keys, "run.eval_every=3"]) == DIVERGED
+        kept = "the last good checkpoint is of round 1" if every == 1 else "there is no checkpoint yet"
+        assert said(capsys) == [
+            "hpcfl: error: the server's state is not finite after round 2 (steep; theta has 3 infinite "
+            f"numbers); {kept}: start anew with a lower train.lr (it is 0.05), or take smaller steps on the "
+            "server (hpcfl list keys method)"
+        ]
+        assert (folder / "checkpoint.h5").exists() == (every == 1)
+        assert not list(folder.glob("*tmp*"))
+
+
+def test_a_model_that_cannot_be_scored(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fine-tuning makes nan of a sound model; the last evaluation is part of a checkpoint."""
+    path = tmp_path / "tuned.py"
+    path.write_text(
+        "from hpcfl.methods.fedavg import FedAvg\n\n\n"
+        "class Tuned(FedAvg):\n"
+        "    def finetune(self, clients, down, epochs):\n"
+        "        tuned = super().finetune(clients, down, epochs)\n"
+        "        for number, client in enumerate(clients.ids):\n"
+        "            if clients.round >= 2 and client == 4:\n"
+        "                tuned.rows['theta'][number] *= float('nan')\n"
+        "        return tuned\n"
+    )
+    keys = [*settings, f"method.path={path}", "train.finetune_epochs=2", "train.rounds=2"]
+    what = "tuned; loss is nan after 2 epochs of fine-tuning"
+    told = f"client 4 diverged in the evaluation after round 2 ({what})"
+    capsys.readouterr()
+    assert run_here(tmp_path / "run", keys) == DIVERGED
+    assert said(capsys) == [
+        f"hpcfl: error: {told}; the last good checkpoint is of round 1: start anew with a lower train.lr "
+        "(it is 0.05), or set run.on_divergence=skip in the same command to go on with such scores"
+    ]
+    assert not list((tmp_path / "run").glob("*tmp*"))
+    assert [row["round"] for row in metrics_of(tmp_path / "run")] == ["1"]
+    assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
+    assert said(capsys) == [f"hpcfl: warning: {told}"]
+    assert metrics_of(tmp_path / "run")[-1]["diverged"] == "0"
+
+
+# Left out of a round
+
+
+CASES = {
+    **{name: method_settings(name) for name in METHODS},
+    **{name: method_settings(name) for name in ("fedavg-topk", "heurpfedla-topk")},
+    "fedmn-chain": [*method_settings("fedmn"), "method.order=chain"],
+    "pfedla-sharded": [*method_settings("pfedla"), "method.server=sharded"],
+}
+ROUNDED = ("fedamp", "heurpfedla", "heurpfedla-topk", "pfedhn", "pfedla", "pfedla-sharded")
+"""Products of a whole cohort have other last bits than those of a smaller one."""
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, kind: type[Method], clients: Sequence[int], round: int) -> None:
+    """Turn all that some clients send and keep after their training in a round into nan."""
+    train = kind.train
+
+    def spoilt(self: Method, group: Clients, down: Message) -> Message:
+        up = train(self, group, down)
+        places = [n for n, client in enumerate(group.ids) if group.round == round and client in clients]
+        for tensors in (up.rows, dict(group.kept)):
+            for name, rows in tensors.items():
+                if places and rows.is_floating_point():
+                    tensors[name] = rows.clone().index_fill_(0, torch.tensor(places), torch.nan)
+                    if tensors is not up.rows:
+                        group[name] = tensors[name]
+        return up
+
+    monkeypatch.setattr(kind, "train", spoilt)
+
+
+def never_there(monkeypatch: pytest.MonkeyPatch, client: int, round: int) -> None:
+    """Take a client out of the cohort of a round."""
+    cohort = Federation.cohort
+
+    def without(self: Federation, number: int) -> Cohort:
+        whole = cohort(self, number)
+        return whole.select([n for n, one in enumerate(whole.clients) if (number, one) != (round, client)])
+
+    monkeypatch.setattr(Federation, "cohort", without)
+
+
+def numbers_of(folder: Path) -> dict[str, np.ndarray]:
+    """Return the state of server and clients by name."""
+    found: dict[str, np.ndarray] = {}
+    with h5py.File(folder / "checkpoint.h5", locking=False) as file:
+        for group in ("server", "clients"):
+            file[group].visititems(
+                lambda name, item, group=group: (
+                    found.update({f"{group}/{name}": item[()]}) if isinstance(item, h5py.Dataset) else None
+                )
+            )
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.parametrize("case", CASES)
+def test_a_client_left_out_is_as_if_it_had_not_been_sampled(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    keys = [*settings, *CASES[case], "train.participation=0.6", "train.rounds=2", "run.seed=3", "data.seed=0"]
+    keys += ["run.eval_every=2", "run.checkpoint_every=2"]
+    with monkeypatch.context() as first:
+        spoil(first, METHODS[case.partition("-")[0]], [2], round=1)
+        assert run_here(tmp_path / "skipped", [*keys, SKIP]) == FINISHED
+    with monkeypatch.context() as second:
+        never_there(second, 2, round=1)
+        assert run_here(tmp_path / "absent", keys) == FINISHED
+    assert metrics_of(tmp_path / "skipped")[-1]["diverged"] == "1"
+    if case not in ROUNDED:
+        assert differing(tmp_path / "skipped", tmp_path / "absent", "server", "clients") == []
+        return
+    skipped, absent = (numbers_of(tmp_path / name) for name in ("skipped", "absent"))
+    assert list(skipped) == list(absent)
+    for name, values in skipped.items():
+        np.testing.assert_allclose(values, absent[name], rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "pfedla", "scaffold"])
+def test_a_round_without_a_client_changes_nothing(
+    settings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keys = [*settings, *method_settings(method)]
+    assert run_here(tmp_path / "one", [*keys, "train.rounds=1"]) == FINISHED
+    spoil(monkeypatch, METHODS[method], range(7), round=1)
+    capsys.readouterr()
+    assert run_here(tmp_path / "two", [*keys, "train.rounds=2", SKIP]) == FINISHED
+    assert said(capsys)[0].startswith("hpcfl: warning: all 7 clients diverged in round 2 (")
+    assert differing(tmp_path / "one", tmp_path / "two", "server", "clients", "personalised") == []
+    last = metrics_of(tmp_path / "two")[-1]
+    assert (last["diverged"], last["train_loss_mean"], last["accuracy_after_training"]) == ("7", "nan", "nan")
+
+
+def test_pretraining_ends_all_the_same(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = ["method.name=fedmn", "method.architecture=[2,1]", "method.pretrain_rounds=1", "train.rounds=2"]
+    for number in range(2):
+        spoil(monkeypatch, METHODS["fedmn"], range(7), round=number)
+    assert run_here(tmp_path / "run", [*settings, *keys, SKIP, "run.eval_every=2"]) == FINISHED
+    assert metrics_of(tmp_path / "run")[-1]["diverged"] == "14"
+    with h5py.File(tmp_path / "run" / "checkpoint.h5", locking=False) as file:
+        names = file["layout/parameters/names"].asstr()[()].tolist()
+        parts = np.split(file["server/theta"][()], file["layout/parameters/offsets"][1:])
+    weights = dict(zip(names, parts, strict=True))
+    first, second = ([w for n, w in weights.items() if n.startswith(f"encoder{k}.body")] for k in (1, 2))
+    assert len(first) == len(second) > 0
+    assert all(np.array_equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_others_of_a_group_keep_what_they_learnt(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Clients that train as one computation share a group."""
+    keys = [*settings, "method.name=local", "run.engine=batched", "run.clients_at_once=4", "train.rounds=1"]
+    assert run_here(tmp_path / "sound", keys) == FINISHED
+    spoil(monkeypatch, METHODS["local"], [2], round=0)
+    assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
+    found, sound = (numbers_of(tmp_path / name)["clients/theta"] for name in ("run", "sound"))
+    same = (found == sound).all(axis=1).tolist()
+    assert same == [True, True, False, True, True, True, True]
+    network = make_network(side=7, batchnorm=True)
+    assert np.isfinite(found).all()
+    assert found.shape[1] == sum(parameter.numel() for parameter in network.parameters())
+
+
+def test_what_a_codec_would_make_nan_of(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A number that float32 can hold, but not its difference to another one."""
+    keys = [*settings, "method.name=fedavg", "comm.codec=int8", "train.rounds=1", "model.batchnorm=false"]
+    train = METHODS["fedavg"].train
+
+    def steep(self: Method, group: Clients, down: Message) -> Message:
+        up = train(self, group, down)
+        if 4 in group.ids:
+            up.rows["theta"][group.ids.index(4), :2] = torch.tensor([2.0, -2.0]) * LARGEST
+        return up
+
+    monkeypatch.setattr(METHODS["fedavg"], "train", steep)
+    assert run_here(tmp_path / "run", [*keys, SKIP]) == FINISHED
+    assert load_run(tmp_path / "run").diverged.tolist() == [0, 0, 0, 0, 1, 0, 0]
+    assert np.isfinite(numbers_of(tmp_path / "run")["server/theta"]).all()
+
+
+# Any number of ranks
+
+
+POISONED_RUNS = {
+    "fedavg": ["comm.codec=topk"],
+    "heurpfedla": ["method.server=sharded", "method.k=2"],
+    "fedmn": ["method.architecture=[1,2,2]", "method.widths=[16,8]"],
+}
+
+
+def test_ranks_and_a_resume_give_the_same_bits(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mpirun_command: list[str]
+) -> None:
+    """Runs that one rank begins and three finish, with members of the cohort away from home."""
+    who = {0: (1,), 1: (2, 5), 2: (0, 1, 2, 3, 4, 5, 6), 3: (6, 1)}
+    runs, few = {}, ["train.participation=0.6", "train.rounds=4", "run.eval_every=2", SKIP]
+    for method, more in POISONED_RUNS.items():
+        choice = write_poisoned(tmp_path / f"own_{method}.py", who, method)
+        keys = [*settings, *more, choice, *few]
+        assert run_here(tmp_path / f"{method}-whole", keys) == FINISHED
+        with monkeypatch.context() as first:
+            first.setattr(Simulation, "_must_stop", lambda _: True)
+            assert run_here(tmp_path / f"{method}-parts", keys) == STOPPED
+        runs[str(tmp_path / f"{method}-parts")] = keys
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    script = REPOSITORY / "tests" / "run_matrix.py"
+    run_tree([*mpirun_command, "-n", "3", sys.executable, str(script), str(tmp_path / "runs.json")])
+    for method in POISONED_RUNS:
+        assert differing(tmp_path / f"{method}-whole", tmp_path / f"{method}-parts") == []
+        rows = metrics_of(tmp_path / f"{method}-parts")
+        assert [int(row["diverged"]) > 3 for row in rows] == [False, True]
+
+
+# Parts
+
+
+def test_what_is_wrong_with_each_member() -> None:
+    place = make_place(make_network(), [4] * 6, TrainConfig(), state={"own": torch.zeros(6, 2)})
+    clients = Clients(place, range(6), 0)
+    theta = torch.ones(6, 5)
+    theta[1, 2:] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    theta[5] = LARGEST
+    clients["own"] = torch.zeros(6, 2).index_fill(0, torch.tensor([2]), -1.5 * LARGEST)
+    clients.loss_sum[3], clients.loss_sum[4] = torch.inf, torch.nan
+    share = torch.tensor([1.0, 1.0, 1.0, 1.0, -torch.inf, 1.0])
+    up = Message(rows={"theta": theta, "share": share, "paths": torch.zeros(6, 1, dtype=torch.uint8)})
+    figures = losses_and_extremes(clients, up)
+    assert figures.shape == (2, 6)
+    assert diverged_members(clients, up, figures) == {
+        1: "theta has 1 nan and 2 infinite numbers",
+        2: "its own has 2 infinite numbers",
+        3: "loss is infinite",
+        4: "loss is nan; share has 1 infinite number",
+    }
+
+
+def test_what_is_wrong_with_the_server() -> None:
+    ids, nothing = torch.arange(3), torch.empty(0, 4)
+    assert not_finite({"theta": torch.ones(2, 3), "ids": ids, "nothing": nothing}) == ""
+    large = torch.full((2, 3), torch.finfo(torch.float32).max)
+    assert not_finite({"theta": large}) == ""
+    spoilt = {name: torch.tensor([1.0, torch.nan, -torch.inf]) for name in "abcde"}
+    each = "has 1 nan and 1 infinite numbers"
+    assert not_finite({"theta": large} | spoilt) == f"a {each}; b {each}; c {each}; 2 more"
+
+
+@pytest.mark.parametrize(
+    ("clients", "told"),
+    [
+        ([7], "client 7"),
+        ([1, 7], "clients 1 and 7"),
+        ([1, 7, 9], "clients 1, 7 and 9"),
+        (range(9), "clients 0, 1, 2 and 6 more"),
+    ],
+)
+def test_some_are_named(clients: Sequence[int], told: str) -> None:
+    assert named(clients) == told
+
+
+def test_a_table_says_which_cell(
+    poisoned: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = dict(word.split("=", 1) for word in poisoned if not word.startswith("data."))
+    path = tmp_path / "table.yaml"
+    path.write_text(
+        f"title: two\nseeds: [0]\nrows:\n  - {{label: own, method: {{path: {words['method.path']}}}}}\n"
+    )
+    overrides = [word for word in poisoned if not word.startswith("method.")]
+    assert main(["table", str(path), "--quiet", "--out", str(tmp_path / "cells"), *overrides]) == DIVERGED
+    (line,) = [line for line in said(capsys) if "diverged" in line]
+    assert line.startswith(f"hpcfl: error: {path}, row 1 (own)")
+    assert TOLD in line
