@@ -1,33 +1,120 @@
-"""`hpcfl plan`: what a run would do."""
+"""`hpcfl plan`: what a run would do, and what it would take."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, split_settings
+from hpcfl.commands.job_header import JobHeader, limit_of, seconds_of
 from hpcfl.communication.world import World
 from hpcfl.config import Config, load_config
-from hpcfl.data.partitions import class_table
+from hpcfl.data.partitions import ClientIndices, class_table
+from hpcfl.data.sources import Arrays
+from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
 from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.estimate import Estimate, Planner, Sizes, traffic
 from hpcfl.simulation.experiment import load_data, make_method
-from hpcfl.simulation.refusals import too_large
-from hpcfl.training.batches import minibatches
-from hpcfl.training.settings import TrainConfig
+from hpcfl.simulation.refusals import refuse_chain, refuse_single_samples, refuse_small_blocks, too_large
+from hpcfl.simulation.rehearsal import Rehearsal, rehearse
+from hpcfl.simulation.work import batches_of, evaluations, work_of
+
+USUAL_RANKS = 9
+"""Ranks of jobs/train.sbatch."""
+OTHER_RANKS = (1, 3, 5, 9, 17, 33, 65)
+A_PROCESS_BYTES = 300e6
+"""Assumed memory of a process without data, where the system does not tell."""
 
 
 def show_plan(arguments: Sequence[str], world: World) -> None:
-    """Show what a run would do without running it: clients by classes, the network, steps, memory."""
+    """Show what a run would do and take, without running it: clients by classes, network, work, memory;
+    then, after seconds of a rehearsal in this process, hours, disk, bytes on the network, and the head of
+    a SLURM script.
+
+    What is measured: a client's local pass, an evaluation, the server's part of a round, on one core (or
+    the GPU) of this machine. What is assumed stands with it.
+    """
     parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
-    config = load_config(*split_settings(parser.parse_args(arguments).settings))
+    parser.add_argument("--ranks", metavar="R", help="ranks of the run (default: those here, or 9)")
+    parser.add_argument(
+        "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
+    )
+    parser.add_argument("--no-timing", action="store_true", help="leave out all that a rehearsal tells")
+    options = parser.parse_intermixed_args(list(arguments))
+    ranks = _ranks(options.ranks, world)
+    if options.time is not None:
+        seconds_of(options.time)
+    config = load_config(*split_settings(options.settings))
+    program_bytes: float = _resident_bytes()
     arrays, parts = load_data(config)
+    data_bytes = arrays.x.nbytes + arrays.y.nbytes
+    # what the source imports stays, its images do not
+    program_bytes = max(program_bytes, _resident_bytes() - data_bytes) or A_PROCESS_BYTES
     method = make_method(config, arrays, parts)
-    print(f"{config.partition} partition of {config.data.source}: samples of each class")
+    print("\n".join([*_table(config, arrays, parts, method), *_describe(config, method)]), flush=True)
+    if reason := too_large(method):
+        print(reason)
+        return
+    if options.no_timing:
+        return
+    refuse_small_blocks(config, method)
+    refuse_single_samples(config, method)
+    if options.ranks is not None:
+        refuse_chain(method, ranks - 1)
+    elif method.chain is not None:
+        ranks = min(ranks, 2)
+    rehearsal = rehearse(_here(config), arrays, parts)
+    scored = [len(getattr(part, config.run.eval_split)) for part in parts]
+    planner = Planner(config, method, rehearsal, scored, data_bytes, program_bytes)
+    found = planner.on(ranks)
+    on_gpu = config.run.device == "cuda" or rehearsal.device == "cuda"
+    header = JobHeader(config, found, on_gpu, options.time)
+    lines = [
+        *_times(config, rehearsal, found),
+        _others(config, method, planner, ranks),
+        f"memory, estimated: rank 0 {_size(found.server_memory)}, a worker {_size(found.worker_memory)}"
+        if ranks > 1
+        else f"memory, estimated: {_size(found.server_memory)}",
+        _disk(planner.sizes),
+        *_network(method, rehearsal),
+        "",
+        *_job(header),
+    ]
+    print("\n".join(lines))
+
+
+def _ranks(asked: str | None, world: World) -> int:
+    """Return the ranks that are asked for: by the option, by mpirun, by SLURM, or as many as is usual."""
+    if asked is not None:
+        if not asked.isdecimal() or int(asked) < 1:
+            raise UserError(
+                f"--ranks {asked} is not possible; give a whole number from 1 on, such as --ranks 9"
+            )
+        return int(asked)
+    if world.size > 1:
+        return world.size
+    tasks = os.environ.get("SLURM_NTASKS", "")
+    return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
+
+
+def _here(config: Config) -> Config:
+    """Return the configuration as this machine can rehearse it."""
+    if config.run.device != "cuda" or torch.cuda.device_count():
+        return config
+    return replace(config, run=config.run.model_copy(update={"device": "cpu"}))
+
+
+def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], method: Method) -> Iterator[str]:
+    """Yield the lines of the clients by classes."""
+    yield f"{config.partition} partition of {config.data.source}: samples of each class"
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
     header = ["client", *map(str, range(arrays.num_classes)), "train", "val", "test"]
@@ -40,35 +127,124 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
     total = ["all", *map(str, counts.sum(axis=0))]
     widths = [max(map(len, column)) for column in zip(header, *rows, total, strict=True)]
     for cells in (header, *rows, total):
-        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
-    print("\n".join(_describe(config, method)))
+        yield "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
 def _describe(config: Config, method: Method) -> list[str]:
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
     train, num_train = config.train, method.context.num_samples
-    cohort = train.cohort_size(len(num_train))
-    gradients = np.mean(_steps_of_epoch(num_train, train)) * method.epochs_a_round
-    work = gradients * cohort * train.rounds
+    cohort, work = train.cohort_size(len(num_train)), work_of(config, method)
     lines = [
         f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})",
         f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, {train.local_epochs} local epochs: "
-        f"about {work:,.0f} gradients of mini-batches",
+        f"about {work.training:,.0f} gradients of mini-batches",
     ]
+    if work.finetuning:
+        lines.append(
+            f"fine-tuning for {train.finetune_epochs} epochs before each of {evaluations(config)} "
+            f"evaluations: about {work.finetuning:,.0f} beside those"
+        )
     unseen = method.context.num_samples_of_unseen
     if len(unseen):
-        epochs, times = train.of_unseen().local_epochs, math.ceil(train.rounds / config.run.eval_every)
+        epochs, times = train.of_unseen().local_epochs, evaluations(config)
         lines.append(
             f"{len(unseen)} unseen clients adapt for {epochs} epochs at each of {times} evaluations: "
-            f"{sum(_steps_of_epoch(unseen, train)) * epochs * times:,} mini-batches beside those"
+            f"{sum(batches_of(unseen, train)) * epochs * times:,} mini-batches beside those"
         )
     lines += [f"server memory, {part}: {count:,} bytes" for part, count in method.server_bytes().items()]
     for name, rows in Driver(method).initial_clients([0]).items():
         whole = rows.nbytes * (len(num_train) + len(unseen))
         lines.append(f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client")
-    return [*lines, reason] if (reason := too_large(method)) else lines
+    return lines
 
 
-def _steps_of_epoch(num_samples: Tensor, train: TrainConfig) -> list[int]:
-    """Return the mini-batches of each client in a local epoch."""
-    return [len(minibatches(n, train.batch_size, train.last_batch)) for n in num_samples.tolist()]
+def _times(config: Config, rehearsal: Rehearsal, found: Estimate) -> Iterator[str]:
+    """Yield what was measured, and what follows for the ranks that are asked for."""
+    on_cpu, threads = rehearsal.device == "cpu", config.run.threads
+    where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
+    missing = ", which has no GPU, as run.device=cuda wants" if on_cpu and config.run.device == "cuda" else ""
+    yield (
+        f"measured for {rehearsal.wall_s:.0f} s on {where} of this machine{missing}: "
+        f"{_seconds(rehearsal.gradient_s)} a gradient of a mini-batch in a local pass, "
+        f"{_seconds(rehearsal.score_s)} a sample in an evaluation, {_seconds(found.server_s)} a round on the "
+        "server"
+    )
+    busiest = f" (training on the busiest of {found.ranks - 1} workers {_seconds(found.train_s)})"
+    busiest = busiest if found.ranks > 2 else f" (training {_seconds(found.train_s)})"
+    yield (
+        f"time on {found.ranks} ranks, estimated: {_clock(found.total_s)} in all; a round "
+        f"{_seconds(found.round_s)}{busiest}, an evaluation {_seconds(found.evaluation_s)}, a checkpoint "
+        f"{_seconds(found.checkpoint_s)}"
+    )
+
+
+def _others(config: Config, method: Method, planner: Planner, ranks: int) -> str:
+    """Say what other numbers of ranks would take, and what stands behind the estimates."""
+    cohort = config.train.cohort_size(method.context.num_clients)
+    most = 2 if method.chain is not None else cohort + 1
+    others = [other for other in OTHER_RANKS if other != ranks and other <= max(3, most)]
+    times = ", ".join(f"{other} {_clock(planner.on(other).total_s)}" for other in others)
+    return (
+        f"on other numbers of ranks: {times} (more than {most} do not help); assumed: a core like this one "
+        "for each rank, a network of 1 GB/s, a disk of 100 MB/s"
+    )
+
+
+def _disk(found: Sizes) -> str:
+    return (
+        f"disk: a checkpoint {_size(found.checkpoint)}, the last one {_size(found.last_checkpoint)}; the run "
+        f"folder at most {_size(found.peak)}: the newest, the previous and the unfinished checkpoint, "
+        f"{_size(found.tables)} of CSV files and {_size(found.report)} of report"
+    )
+
+
+def _network(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
+    """Yield the bytes of messages as metrics.csv counts them, and what moves beside them."""
+    a_round, whole = traffic(rehearsal)
+    yield (
+        f"network: {a_round['bytes_down']:,.0f} bytes down and {a_round['bytes_up']:,.0f} up a round, "
+        f"{whole['bytes_down']:,.0f} and {whole['bytes_up']:,.0f} in all, as metrics.csv counts them"
+    )
+    for kind, called in (("buffer_", "running statistics"), ("index_", "indices")):
+        down, up = (whole[f"{kind}bytes_{way}"] for way in ("down", "up"))
+        if down or up:
+            yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up in all beside those"
+    num_clients = method.context.num_clients
+    yield (
+        f"network, not counted: at most {_size(num_clients * rehearsal.evaluation_row)} down an evaluation, "
+        f"{_size(num_clients * sum(rehearsal.stored.client_rows))} up a checkpoint, "
+        f"{_size(num_clients * sum(rehearsal.stored.models.rows))} more up the last one"
+    )
+
+
+def _job(header: JobHeader) -> Iterator[str]:
+    """Yield the head of a SLURM script."""
+    yield "for SLURM, in place of the head of jobs/train.sbatch:"
+    yield from header.lines()
+    if header.jobs > 1:
+        yield (
+            f"# about {header.jobs} jobs of {limit_of(header.limit_s)} one after the other: each stops "
+            f"{header.signal_s} s before its end, is requeued, and goes on"
+        )
+
+
+def _resident_bytes() -> int:
+    """Return the memory of this process; 0 where the system does not tell."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _clock(value: float) -> str:
+    return str(timedelta(seconds=round(value)))
+
+
+def _size(count: float) -> str:
+    """Return bytes in the unit that makes a number of them below a thousand."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count:.0f} bytes"

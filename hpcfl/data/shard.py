@@ -45,7 +45,7 @@ class Shard:
         cls,
         arrays: Arrays,
         parts: Sequence[ClientIndices],
-        clients: range,
+        clients: Sequence[int],
         mean: Channels,
         std: Channels,
         device: torch.device | str,

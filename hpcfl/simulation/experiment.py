@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -183,6 +184,27 @@ def build(config: Config, world: World) -> Experiment:
     clients = world.shard(num_clients)
     own_unseen = world.shard(len(parts) - num_clients)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
+    return assemble(config, world, device, method, data, arrays, parts, clients, unseen)
+
+
+def assemble(
+    config: Config,
+    world: World,
+    device: torch.device,
+    method: Method,
+    data: DataRecord,
+    arrays: Arrays,
+    parts: list[ClientIndices],
+    clients: Sequence[int],
+    unseen: Sequence[int],
+) -> Experiment:
+    """Put this rank's part of a run together. May raise UserError on any rank.
+
+    Args:
+        clients: ids of the clients in training that live here.
+        unseen: those of clients that take no part in training.
+    """
+    num_clients = method.context.num_clients
     many_at_once = is_batched(config, device)
     refuse_slow_precision(config, many_at_once or device.type != "cpu")
     try:

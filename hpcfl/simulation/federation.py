@@ -14,6 +14,7 @@ from hpcfl.communication.codecs import AS_IT_IS, UNSENT, Unsent, UploadCoding, c
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.world import World
+from hpcfl.config import Config
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.experiment import Experiment
@@ -75,11 +76,7 @@ class Federation:
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""
-        size = self.config.train.cohort_size(self.num_clients)
-        order = torch.randperm(
-            self.num_clients, generator=torch_stream(self.config.run.seed, "cohort", number)
-        )
-        return self.cohort_of(number, sorted(order[:size].tolist()))
+        return self.cohort_of(number, sampled(self.config, self.num_clients, number))
 
     def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
         """Return a cohort of given clients, in ascending order."""
@@ -216,6 +213,13 @@ class Federation:
     def own_rows(self, cohort: Cohort) -> list[int]:
         """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
         return [self.workplace.clients.index(client) for client in self.own(cohort)]
+
+
+def sampled(config: Config, num_clients: int, number: int) -> list[int]:
+    """Return the ids of the clients of round `number`, in ascending order."""
+    size = config.train.cohort_size(num_clients)
+    order = torch.randperm(num_clients, generator=torch_stream(config.run.seed, "cohort", number))
+    return sorted(order[:size].tolist())
 
 
 class Uploads:

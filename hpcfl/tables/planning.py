@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
-import torch
 
 from hpcfl.communication.world import World
 from hpcfl.config import Config
@@ -17,14 +12,12 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
-from hpcfl.simulation.experiment import batched_engine, is_batched, load_data, make_method
+from hpcfl.simulation.experiment import is_batched, load_data, make_method
 from hpcfl.simulation.refusals import refuse_chain
-from hpcfl.simulation.step_timing import seconds_of_step
+from hpcfl.simulation.work import step_seconds, work_of
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.figures import is_finished
-from hpcfl.training.batches import minibatches
-from hpcfl.training.engines import Engine, LoopEngine
 
 
 @dataclass(frozen=True)
@@ -36,7 +29,8 @@ class PlannedRun:
     cells: int
     finished: int
     gradients: float
-    """Gradients of mini-batches in one cell: those of training, and of fine-tuning before evaluations."""
+    """Gradients of mini-batches in one cell: those of training, and before evaluations those of fine-tuning
+    and of clients that take no part in training."""
     step_s: float
     """Seconds of one gradient of the network and the update with it, on this machine."""
 
@@ -75,10 +69,11 @@ def plan(table: Table) -> Document:
     notes = [
         *([table.size] if table.size else []),
         f"{len(table.cells)} cells, {total:,.0f} gradients of mini-batches, {hours:.1f} hours of one process "
-        f"on this machine, {left:.1f} hours for what is not finished. Gradients are those of training and of "
-        "fine-tuning before evaluations; hours are these times a gradient of the network timed here (fedmn: "
-        "of its modular one, all paths open and pretraining included), without evaluation, server and "
-        "messages, and whatever a method computes beside the network.",
+        f"on this machine, {left:.1f} hours for what is not finished. Gradients are those of training, and "
+        "before evaluations those of fine-tuning and of unseen clients; hours are these times a gradient of "
+        "the network timed here (fedmn: of its modular one, all paths open and pretraining included), without "
+        "evaluation, server and messages, and whatever a method computes beside the network (hpcfl plan "
+        "measures those of one run).",
     ]
     return Document(table.title, notes, grids)
 
@@ -92,7 +87,7 @@ def planned_runs(table: Table) -> Iterator[PlannedRun]:
         if key not in seconds:
             seconds[key] = step_seconds(config, method)
         finished = sum(map(is_finished, cells))
-        yield PlannedRun(cell, len(cells), finished, gradients(config, method), seconds[key])
+        yield PlannedRun(cell, len(cells), finished, work_of(config, method).total, seconds[key])
 
 
 def methods_of(cells: Iterable[Cell], num_workers: int) -> Iterator[tuple[Cell, Method]]:
@@ -121,33 +116,6 @@ def dealt_cells(cells: Iterable[Cell]) -> Iterator[tuple[Cell, Arrays, list[Clie
             except UserError as error:
                 raise UserError(f"{cell.place}: {error}") from error
         yield cell, *dealt
-
-
-def gradients(config: Config, method: Method) -> float:
-    """Return about how many gradients of mini-batches a run takes, over all clients and rounds."""
-    train, run = config.train, config.run
-    num_samples = method.context.num_samples.tolist()
-    batches = [len(minibatches(count, train.batch_size, train.last_batch)) for count in num_samples]
-    turns = train.rounds * train.cohort_size(len(num_samples))
-    tuned = math.ceil(train.rounds / run.eval_every) * len(num_samples)
-    finetuning = tuned * train.finetune_epochs * method.finetuning_gradients(method.params)
-    return float(np.mean(batches)) * (turns * method.epochs_a_round + finetuning)
-
-
-def step_seconds(config: Config, method: Method) -> float:
-    """Return the seconds of one client's gradient and update of the method's network, on random images.
-
-    That is the fastest of a few steps, as whatever else the machine does only slows them.
-    """
-    torch.set_num_threads(config.run.threads)
-    world = World()
-    device = world.device(config.run.device)
-    count = method.context.num_clients
-    network = copy.deepcopy(method.network).to(device)
-    engine: Engine = LoopEngine(network, method.layout, config.train.precision)
-    if is_batched(config, device):
-        engine, _ = batched_engine(config, method, network, device, world.workers_on_device, count)
-    return seconds_of_step(engine, method, device, min(engine.clients_at_once, count))
 
 
 def _timing_key(config: Config, method: Method) -> tuple[object, ...]:

@@ -16,7 +16,7 @@ from hpcfl.models import ConvNetOptions
 from hpcfl.simulation import refusals
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import load_data, make_method
-from hpcfl.tables.planning import step_seconds
+from hpcfl.simulation.work import step_seconds
 from hpcfl.training.settings import TrainConfig
 
 DIGITS_CNN = 160 + 4640 + 8256 + 650
@@ -24,7 +24,7 @@ DIGITS_CNN = 160 + 4640 + 8256 + 650
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    assert main(["plan", *words]) == FINISHED
+    assert main(["plan", "--no-timing", *words]) == FINISHED
     out, err = capsys.readouterr()
     assert err == ""
     return out.splitlines()

@@ -1,0 +1,85 @@
+"""The head of a SLURM script for a run: what it asks for, from an estimate."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hpcfl.config import Config
+from hpcfl.errors import UserError
+from hpcfl.simulation.estimate import START_S, Estimate
+
+MARGIN = 1.5
+"""How many times the estimated time a job asks for."""
+LONGEST_S = 24 * 3600
+"""Longest limit that is asked for where the user names none."""
+SHORTEST_S = 600
+LEAST_SIGNAL_S = 120
+MEMORY_MARGIN = 1.25
+MEMORY_STEP = 100
+
+
+def seconds_of(limit: str) -> int:
+    """Read HH:MM:SS or D-HH:MM:SS; UserError for anything else."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)", limit)
+    seconds = 0
+    if found:
+        days, hours, minutes, rest = (int(part or 0) for part in found.groups())
+        seconds = ((24 * days + hours) * 60 + minutes) * 60 + rest
+    if not seconds:
+        raise UserError(
+            f"--time {limit} is not possible; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"
+        )
+    return seconds
+
+
+def limit_of(seconds: int) -> str:
+    """Return a number of seconds as SLURM reads it."""
+    days, rest = divmod(seconds, 24 * 3600)
+    clock = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{clock}" if days else clock
+
+
+class JobHeader:
+    """The `#SBATCH` lines of a run that `jobs/train.sbatch` starts."""
+
+    def __init__(self, config: Config, estimate: Estimate, on_gpu: bool, limit: str | None = None) -> None:
+        """Choose what to ask for; UserError where no round fits the limit."""
+        self._config, self._estimate, self._on_gpu = config, estimate, on_gpu
+        self.signal_s = max(LEAST_SIGNAL_S, _up(estimate.stop_s, 30))
+        wanted_s = max(SHORTEST_S, _up(MARGIN * estimate.total_s + self.signal_s, 600))
+        self.limit_s = min(LONGEST_S, wanted_s) if limit is None else seconds_of(limit)
+        least_s = START_S + estimate.round_s + estimate.evaluation_s + self.signal_s
+        if self.limit_s < least_s:
+            shortest = limit_of(_up(least_s, 60))
+            raise UserError(
+                f"--time {limit_of(self.limit_s)} does not hold one round with its evaluation and "
+                f"checkpoint on {estimate.ranks} ranks; give --time {shortest} or more, or more --ranks"
+            )
+        of_a_job = self.limit_s - START_S - self.signal_s
+        self.jobs = max(1, math.ceil(estimate.total_s / of_a_job))
+        """How many jobs of this limit the run takes, one after the other."""
+
+    def lines(self) -> list[str]:
+        """Return the lines, ready to be pasted."""
+        config, estimate = self._config, self._estimate
+        threads = config.run.threads
+        memory = MEMORY_MARGIN * max(estimate.server_memory, estimate.worker_memory) / threads
+        options = [
+            f"--job-name={config.method}-{config.data.source}",
+            f"--ntasks={estimate.ranks}",
+            f"--cpus-per-task={threads}",
+            f"--mem-per-cpu={_up(memory / 2**20, MEMORY_STEP)}M",
+            f"--time={limit_of(self.limit_s)}",
+            *(["--gpus-per-node=1"] if self._on_gpu else []),
+            "--output=slurm-%j.out",
+            "--requeue",
+            "--open-mode=append",
+            f"--signal=B:USR1@{self.signal_s}",
+        ]
+        return [f"#SBATCH {option}" for option in options]
+
+
+def _up(value: float, step: int) -> int:
+    """Round up to a multiple."""
+    return math.ceil(value / step) * step
