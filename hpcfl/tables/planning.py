@@ -71,9 +71,9 @@ def plan(table: Table) -> Document:
         f"{len(table.cells)} cells, {total:,.0f} gradients of mini-batches, {hours:.1f} hours of one process "
         f"on this machine, {left:.1f} hours for what is not finished. Gradients are those of training, and "
         "before evaluations those of fine-tuning and of unseen clients; hours are these times a gradient of "
-        "the network timed here (fedmn: of its modular one, all paths open and pretraining included), without "
-        "evaluation, server and messages, and whatever a method computes beside the network (hpcfl plan "
-        "measures those of one run).",
+        "the network timed here (fedmn: of its modular one, all paths open and pretraining included), "
+        "without evaluation, server and messages, and whatever a method computes beside the network "
+        "(hpcfl plan measures those of one run).",
     ]
     return Document(table.title, notes, grids)
 
