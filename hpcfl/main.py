@@ -3,6 +3,7 @@
 mpirun -n 9 python -m hpcfl.main                                 pFedLA on the bundled digits
 mpirun -n 9 python -m hpcfl.main CONFIG.yaml key.sub=value ...   any run; without mpirun: serially
 hpcfl list | plan | data fetch | bench | watch | completion      other commands; each has --help
+mpirun -n 9 hpcfl doctor                                         is this machine fit for runs?
 hpcfl report | export | predict | compare RUN ...                runs as a page, and taken away
 mpirun -n 9 python -m hpcfl.main table TABLE.yaml                a whole comparison and its table
 

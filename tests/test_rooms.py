@@ -14,7 +14,7 @@ PACKAGE = REPOSITORY / "hpcfl"
 ROOMS = [
     ["main"],
     ["commands"],
-    ["benchmarks"],
+    ["benchmarks", "checks"],
     ["report"],
     ["tables"],
     ["results"],

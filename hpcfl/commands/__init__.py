@@ -13,6 +13,7 @@ Command = Callable[[Sequence[str], World], bool | None]
 COMMANDS = {
     "list": "list_everything",
     "plan": "show_plan",
+    "doctor": "check_everything",
     "data": "fetch_data",
     "report": "make_report",
     "export": "export_models",
@@ -25,7 +26,7 @@ COMMANDS = {
 }
 """The function of each, in the module of its name; a run, on all its ranks, imports none of them."""
 
-COLLECTIVE_COMMANDS = ("bench", "table")
+COLLECTIVE_COMMANDS = ("bench", "doctor", "table")
 """Commands that all ranks run; the others are rank 0's."""
 
 

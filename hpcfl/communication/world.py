@@ -160,6 +160,15 @@ class World:
         node.Free()
         return local_index, num_local
 
+    def library(self) -> str:
+        """Return name and version of the MPI that joins the ranks; empty in a serial world."""
+        if self._comm is None:
+            return ""
+        from mpi4py import MPI
+
+        # MPICH ends it with a null character
+        return MPI.Get_library_version().splitlines()[0].rstrip("\0").strip()
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a contiguous CPU tensor in place with rank 0's. Collective."""
         self._broadcast_array(_flat_array(tensor))

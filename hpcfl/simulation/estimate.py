@@ -1,7 +1,7 @@
 """What a run will take, from a rehearsal: hours, memory, checkpoints, disk, and bytes on the network.
 
-Measured are a mini-batch of training, a sample of an evaluation, and the server's part of a round, on a core (or
-the GPU) of this machine. Assumed are the constants below, and that ranks do not share cores.
+Measured are a mini-batch of training, a sample of an evaluation, and the server's part of a round, on a core
+or the GPU of this machine. Assumed are the constants below, and that ranks do not share cores.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ is timed. Everything else is the run's: its hooks, messages, server and state. N
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -141,7 +142,10 @@ def rehearse(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> 
     # a rehearsal ends at once, as any command does
     stop.restore()
     run = _Run(experiment, world, stop, Progress(), None)
-    return run.rehearse(began_s, numbers, cohorts, timed, list(unseen))
+    with warnings.catch_warnings():
+        # of clients cut short, which is no news of the run
+        warnings.simplefilter("ignore")
+        return run.rehearse(began_s, numbers, cohorts, timed, list(unseen))
 
 
 class _Run(Simulation):

@@ -1,0 +1,52 @@
+"""`hpcfl doctor`: whether this machine, its MPI and its file system are fit for a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcfl.checks.collectives import check_collectives
+from hpcfl.checks.finding import Checked, Finding, last_line
+from hpcfl.checks.folder import check_folder
+from hpcfl.checks.ranks import check_ranks
+from hpcfl.checks.sources import check_data
+from hpcfl.commands.arguments import SETTINGS_HELP, Parser, split_settings
+from hpcfl.communication.world import World, agreed
+from hpcfl.config import load_config
+from hpcfl.errors import UserError
+
+
+def check_everything(arguments: Sequence[str], world: World) -> None:
+    """Check what runs need here, alone or as the ranks of a run; leaves nothing behind.
+
+    Looks at versions, MPI and its launcher, cores, threads, memory and GPUs of each node, the SLURM job,
+    collectives and their speed, and the file system of the run folder; with keys, at their data too.
+    The last line is "fine", "fine, but mind: ..." (exit code 0), or what to mend and what to type (2).
+
+    For example: mpirun -n 9 hpcfl doctor CONFIG.yaml --out /scratch/me/runs
+    """
+    parser = Parser("hpcfl doctor", check_everything.__doc__)
+    parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", default=Path("runs"), help="where runs will be (default: runs)"
+    )
+    options = parser.parse_intermixed_args(list(arguments))
+    config = agreed(world, lambda: load_config(*split_settings(options.settings)))
+    findings: list[Finding] = []
+
+    def say(checked: Checked) -> None:
+        for line in checked.lines:
+            print(line, flush=True)
+        findings.extend(checked.findings)
+
+    say(check_ranks(world, config, os.environ))
+    say(check_collectives(world))
+    say(check_folder(world, options.out))
+    if options.settings:
+        say(check_data(world, config))
+    told = last_line(findings)
+    if any(finding.must_mend for finding in findings):
+        raise UserError(told)
+    if world.is_server:
+        print(told, flush=True)
