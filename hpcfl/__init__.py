@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from hpcfl.results.run import Run
@@ -12,8 +13,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load_run(path: str | Path) -> Run:
+def load_run(path: str | Path, own_code: Sequence[str | Path] = ()) -> Run:
     """Return the run in a folder, finished or going on: its configuration, figures and models.
+
+    Args:
+        own_code: Python files that may run if the run was made with them; no other code is run.
 
     Raises:
         hpcfl.errors.UserError: there is none.
@@ -21,4 +25,4 @@ def load_run(path: str | Path) -> Run:
     # every rank imports hpcfl, and none needs this
     from hpcfl.results.run import load_run
 
-    return load_run(path)
+    return load_run(path, own_code)

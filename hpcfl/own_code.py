@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 import sys
 import traceback
 import types
@@ -12,15 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from hpcfl.errors import UserError
+from hpcfl.plain_files import read_plain
 from hpcfl.settings import Settings
 
 OWN_MODULE = "hpcfl_own_"
 """How the names of their modules begin."""
 
+OWN_KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
+"""Keys that name such a file."""
+
 RESERVED_OPTIONS = ("name", "path", "code")
 """Keys of every group with a `name`; no option may have one of these names."""
 
 _added: set[tuple[str, str]] = set()
+
+_allowed: set[bytes] = set()
+"""SHA-256 of the texts that may run."""
+
+MOST_BYTES = 2**24
+"""Of a Python file."""
 
 
 def is_own(key: str, name: str) -> bool:
@@ -89,23 +100,44 @@ def digest(source: bytes) -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
+def allow(key: str, path: str) -> None:
+    """Let this process run a file as it is now, since the user has named it: in a command or as an argument.
+
+    What a configuration, a table or a run folder names may be a stranger's, and alone runs nothing.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    _allowed.add(hashlib.sha256(_read(key, path)).digest())
+
+
+def _read(key: str, path: str) -> bytes:
+    try:
+        return read_plain(Path(path), MOST_BYTES)
+    except OSError as error:
+        raise UserError(f"{key}={path}: {error.strerror}; give a Python file") from error
+
+
 def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
     """Run a file, once in a process for each text that it has.
 
     Raises:
-        UserError: there is no such file, its digest is not the expected one, or it does not run.
+        UserError: there is no such file, its digest is not the expected one, it is not allowed to run, or it
+            does not run.
     """
     place = f"{key}={path}"
-    try:
-        source = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(f"{place}: {error.strerror}; give a Python file") from error
+    source = _read(key, path)
     code = digest(source)
     if expected not in (None, code):
         group = key.rpartition(".")[0]
         raise UserError(
             f"{place} is not the file of this configuration: its code is {code}, not {expected}; drop "
             f"{group}.code to run the file as it is now"
+        )
+    if hashlib.sha256(source).digest() not in _allowed:
+        raise UserError(
+            f"{place} is a Python file that would be run, and a file is run only where you name it yourself: "
+            f"look at what it does, then add --own-code {shlex.quote(path)} (in Python: own_code=...)"
         )
     name = f"{OWN_MODULE}{Path(path).stem}_{code}"
     module = sys.modules.get(name)

@@ -67,17 +67,14 @@ def double() -> Iterator[None]:
 def own_code_forgotten() -> Iterator[None]:
     """Forget what a test adds in files of its own."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
-    known, modules, added = (
-        [dict(registry) for registry in registries],
-        set(sys.modules),
-        set(own_code._added),
-    )
+    known, modules = [dict(registry) for registry in registries], set(sys.modules)
+    added, allowed = set(own_code._added), set(own_code._allowed)
     yield
     for registry, before in zip(registries, known, strict=True):
         registry.clear()
         registry.update(before)
-    own_code._added.clear()
-    own_code._added.update(added)
+    own_code._added.intersection_update(added)
+    own_code._allowed.intersection_update(allowed)
     for name in set(sys.modules) - modules:
         if name.startswith(own_code.OWN_MODULE):
             del sys.modules[name]

@@ -11,6 +11,7 @@ from conftest import Mpirun
 
 from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.own_code import allow
 from hpcfl.tables.cells import Table
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
@@ -157,6 +158,7 @@ def test_an_edited_file_is_another_run_in_another_process(
 def test_options_go_with_the_method_that_knows_them(trimmed: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"method: {{path: {trimmed}, left_out: 2}}\ntrain: {{rounds: 3}}\n")
+    allow("--own-code", str(trimmed))
     assert load_config(mine, ["method.name=moon"]).method == "moon"
     whole = tmp_path / "whole.yaml"
     whole.write_text(load_config(mine, []).yaml())
@@ -169,6 +171,7 @@ def test_options_go_with_the_method_that_knows_them(trimmed: Path, tmp_path: Pat
 
 
 def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -> None:
+    allow("--own-code", str(trimmed))
     path = tmp_path / "two.yaml"
     rows = [{"method": {"path": str(trimmed)}}, {"method": {"name": "fedavg"}}]
     path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
@@ -206,6 +209,7 @@ def test_annotations_are_what_they_are_to_python(trimmed: Path) -> None:
 def test_naming_a_file_s_own_method_keeps_it_and_null_drops_it(trimmed: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"method: {{path: {trimmed}, left_out: 2}}\n")
+    allow("--own-code", str(trimmed))
     for _ in range(2):
         tree = load_config(mine, ["method.name=trimmed"]).tree()["method"]
         assert (tree["name"], tree["left_out"]) == ("trimmed", 2)

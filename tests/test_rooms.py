@@ -26,7 +26,7 @@ ROOMS = [
     ["communication", "data", "models"],
     ["parameters", "torchvision_parts"],
     ["own_code"],
-    ["pictures", "randomness", "settings"],
+    ["pictures", "plain_files", "randomness", "settings"],
     ["errors", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""

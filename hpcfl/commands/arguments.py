@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from hpcfl import __version__
 from hpcfl.errors import UserError
+from hpcfl.own_code import allow
 
 SETTINGS_HELP = "CONFIG.yaml | key.sub=value"
 
@@ -29,6 +30,23 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see {self.prog} --help")
+
+
+class _Allow(argparse.Action):
+    """Let the Python file that an option names run."""
+
+    def __call__(self, *arguments: Any, **_: Any) -> None:
+        allow("--own-code", str(arguments[2]))
+
+
+def add_own_code(parser: Parser) -> None:
+    """Add the option that names a Python file of the user's own."""
+    parser.add_argument(
+        "--own-code",
+        action=_Allow,
+        metavar="FILE.py",
+        help="may run where a configuration or a run names it; no other file does",
+    )
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,7 @@ def parse_run(arguments: Sequence[str], description: str | None) -> RunOptions:
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<name>)")
     parser.add_argument("--fresh", action="store_true", help="move the old run folder aside and start over")
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
+    add_own_code(parser)
     parser.add_argument("--version", action="version", version=f"hpcfl {__version__}")
     options = parser.parse_intermixed_args(list(arguments))
     config, overrides = split_settings(options.settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcfl.commands.arguments import Parser
+from hpcfl.commands.arguments import Parser, add_own_code
 from hpcfl.communication.world import World
 from hpcfl.results.comparison import compare
 from hpcfl.results.run import load_run
@@ -16,8 +16,9 @@ def compare_runs(arguments: Sequence[str], world: World) -> None:
 
     Runs are of the same clients with the same samples. Several seeds of the same configurations, such as
     A-s0 B-s0 A-s1 B-s1, are taken together.
-    Python files that a run's config.yaml names are run: look at a stranger's folder before.
+    Python files that a run's config.yaml names are run only where --own-code names them, too.
     """
     parser = Parser("hpcfl compare", compare_runs.__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, two or more")
+    add_own_code(parser)
     print(compare([load_run(path) for path in parser.parse_args(arguments).runs]))

@@ -72,7 +72,7 @@ _hpcfl_files() {{
         *.path=* | data.reader=*) echo '*.py'; return ;;
     esac
     case $3,$2 in
-        {own_files}) echo '*.py' ;;
+        {own_files} | *,--own-code) echo '*.py' ;;
         predict,*) echo '*.npz' ;;
         # folders alone
         {without_keys}) echo '*/' ;;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcfl.commands.arguments import Parser, client_of
+from hpcfl.commands.arguments import Parser, add_own_code, client_of
 from hpcfl.communication.world import World
 from hpcfl.results.export import ALL
 from hpcfl.results.models import GLOBAL
@@ -17,7 +17,7 @@ def export_models(arguments: Sequence[str], world: World) -> None:
 
     A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors and client3.json;
     FILE.pt or FILE.safetensors is one model. model.py builds the network with PyTorch alone.
-    Python files that the run's config.yaml names are run: look at a stranger's folder before.
+    Python files that the run's config.yaml names are run only where --own-code names them, too.
     """
     parser = Parser("hpcfl export", export_models.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
@@ -25,6 +25,7 @@ def export_models(arguments: Sequence[str], world: World) -> None:
         "--client", required=True, help="a client's number, all, or global (the server's model)"
     )
     parser.add_argument("--out", type=Path, required=True, help="a folder, FILE.pt or FILE.safetensors")
+    add_own_code(parser)
     options = parser.parse_args(arguments)
     client = client_of(options.client, GLOBAL, ALL)
     for path in load_run(options.run).export(client, options.out):

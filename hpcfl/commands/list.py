@@ -15,6 +15,7 @@ from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, add_own_method
 from hpcfl.models import MODELS, add_own_model
+from hpcfl.own_code import allow
 
 OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
     "method": ("method.path", add_own_method),
@@ -47,6 +48,7 @@ def list_everything(arguments: Sequence[str], world: World) -> None:
         raise UserError("--markdown is for keys; type hpcfl list keys --markdown")
     for kind, (_, add_own) in OWN_FILES.items():
         if (path := getattr(options, kind)) is not None:
+            allow(f"--{kind}", path)
             add_own(path)
     if options.words:
         found = _chosen(options.words[1:])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hpcfl.commands.arguments import SETTINGS_HELP, Parser, split_settings
+from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.commands.job_header import JobHeader, limit_of, seconds_of
 from hpcfl.communication.world import World
 from hpcfl.config import Config, load_config
@@ -48,6 +48,7 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
         "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
     )
     parser.add_argument("--no-timing", action="store_true", help="leave out all that a rehearsal tells")
+    add_own_code(parser)
     options = parser.parse_intermixed_args(list(arguments))
     ranks = _ranks(options.ranks, world)
     if options.time is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfl.commands.arguments import Parser, client_of
+from hpcfl.commands.arguments import Parser, add_own_code, client_of
 from hpcfl.communication.world import World
 from hpcfl.data.npz import read_arrays
 from hpcfl.errors import UserError
@@ -22,7 +22,7 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     """Label images with a client's model: array x of IMAGES.npz, as the run's data set stores them.
 
     Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with a line an image.
-    Python files that the run's config.yaml names are run: look at a stranger's folder before.
+    Python files that the run's config.yaml names are run only where --own-code names them, too.
     """
     parser = Parser("hpcfl predict", predict_images.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
@@ -36,6 +36,7 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"
     )
+    add_own_code(parser)
     options = parser.parse_args(arguments)
     client = client_of(options.client, GLOBAL)
     out: Path = options.out

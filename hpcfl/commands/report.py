@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcfl.commands.arguments import Parser
+from hpcfl.commands.arguments import Parser, add_own_code
 from hpcfl.communication.world import World
 from hpcfl.errors import UserError
 from hpcfl.report.page import REPORT_NAME, write_report
@@ -20,7 +20,7 @@ def make_report(arguments: Sequence[str], world: World) -> None:
     """Write one self-contained HTML page of a run, or of several side by side.
 
     A run may still be going on; of a table's folder, and of any folder of runs, all finished ones are
-    shown. Python files that a run's config.yaml names are run: look at a stranger's folder before.
+    shown. Python files that a run's config.yaml names are run only where --own-code names them, too.
     For example:
       hpcfl report runs/pfedla-digits-s0-7b13d73d runs/fedavg-digits-s0-f8e9fb8a --out both.html
     """
@@ -32,6 +32,7 @@ def make_report(arguments: Sequence[str], world: World) -> None:
         metavar="FILE",
         help=f"the page, NAME.html (default: {REPORT_NAME} in the folder; of several folders, in this one)",
     )
+    add_own_code(parser)
     options = parser.parse_args(arguments)
     if options.out and options.out.suffix != PAGE_SUFFIX:
         page = options.out / REPORT_NAME if options.out.is_dir() else options.out.with_suffix(PAGE_SUFFIX)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
-from hpcfl.commands.arguments import Parser, RunOptions, command_line, split_settings
+from hpcfl.commands.arguments import Parser, RunOptions, add_own_code, command_line, split_settings
 from hpcfl.commands.run import run
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
@@ -64,6 +64,7 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
     )
     parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
+    add_own_code(parser)
     options = parser.parse_intermixed_args(list(arguments))
     path, overrides = split_settings(options.settings)
     if path is None:

@@ -10,14 +10,17 @@ from typing import Any
 import yaml
 
 from hpcfl.config.choices import CHOICES, DEFAULT_SOURCE, default_name
+from hpcfl.config.plain_yaml import MOST_BYTES, plain_yaml
 from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
+from hpcfl.own_code import OWN_KEYS, allow
+from hpcfl.plain_files import read_plain
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the nested keys of a YAML file; UserError where there are none."""
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = plain_yaml(read_plain(path, MOST_BYTES).decode())
     except OSError as error:
         raise UserError(
             f"cannot read configuration file {path}: {error.strerror}; "
@@ -34,11 +37,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def lay_over(tree: Mapping[str, Any], more: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
     """Return nested keys, overridden by other nested keys or by `key.sub=value` words.
 
-    If these choose another method, partition, model or source, the options that the new one does not have are
-    dropped, so the user need not unset them.
+    A Python file of the user's own that a word names may run (see `own_code.allow`), one that nested keys
+    name may not. If they choose another method, partition, model or source, the options that the new one does
+    not have are dropped, so the user need not unset them.
     """
     changed = copy.deepcopy(dict(tree))
-    pairs = flatten(more).items() if isinstance(more, Mapping) else [_split(override) for override in more]
+    if isinstance(more, Mapping):
+        pairs = list(flatten(more).items())
+    else:
+        pairs = [_split(override) for override in more]
+        for key, value in pairs:
+            if key in OWN_KEYS and value is not None:
+                allow(key, str(value))
     for key, value in pairs:
         _drop_foreign_options(changed, key, str(value))
     for key, value in pairs:
@@ -68,7 +78,7 @@ def _split(override: str) -> tuple[str, Any]:
     if not key:
         raise UserError(f"{override!r} names no key; settings are key=value, such as train.rounds=50")
     try:
-        return key, yaml.safe_load(text)
+        return key, plain_yaml(text)
     except (yaml.YAMLError, ValueError):
         return key, text
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config, resolve
 from hpcfl.errors import UserError
-from hpcfl.own_code import digest
+from hpcfl.own_code import MOST_BYTES, OWN_KEYS, allow, digest
+from hpcfl.plain_files import read_plain
 from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
@@ -28,24 +29,26 @@ if TYPE_CHECKING:
     from hpcfl.results.comparison import Comparison
 
 TABLES = ("metrics", "clients", "bytes")
-OWN_KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
-"""Keys that name the user's own code."""
-
 Columns = dict[str, np.ndarray]
 """Columns of a CSV file: float64, or text where an entry is no number."""
 
 
-def load_run(path: str | Path) -> Run:
+def load_run(path: str | Path, own_code: Sequence[str | Path] = ()) -> Run:
     """Return the run in a folder, which may still be going on.
 
-    The Python files that its config.yaml names, of a method of one's own for example, are run: look at a
-    stranger's folder before.
+    Args:
+        path: the folder; a stranger's can be looked at as well as one's own.
+        own_code: Python files that may run if the run was made with them, such as that of a method of one's
+            own. No other code is run, whatever the folder says, but what this process has run already.
 
     Raises:
-        UserError: there is no run, it is damaged, or a file of its own code is not there or has changed.
+        UserError: there is no run, it is damaged, or a file of its own code is not there, has changed, or is
+            not among those that may run.
     """
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"load_run({path!r}) is not possible; give the folder of a run, such as 'runs/NAME'")
+    for file in own_code:
+        allow("own_code", str(file))
     return Run(Path(path))
 
 
@@ -253,7 +256,7 @@ def _refuse_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
         if not isinstance(keys, dict) or not keys.get(name) or not keys.get("code"):
             continue
         try:
-            found = digest(Path(str(keys[name])).read_bytes())
+            found = digest(read_plain(Path(str(keys[name])), MOST_BYTES))
             said = f"is another version now ({found})"
         except OSError as error:
             found, said = "", f"cannot be read ({error.strerror})"

@@ -9,7 +9,9 @@ from typing import Any
 
 import yaml
 
+from hpcfl.config.plain_yaml import MOST_BYTES, plain_yaml
 from hpcfl.errors import UserError
+from hpcfl.plain_files import open_plain, read_plain
 
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
@@ -29,7 +31,7 @@ def read_record(folder: Path, if_damaged: str = "name the folder of another run"
     """
     path = folder / "config.yaml"
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = plain_yaml(read_plain(path, MOST_BYTES).decode())
     except OSError as error:
         raise UserError(
             f"{folder} is no run folder: {error.strerror}: {path}; name one that a run has made, such as "
@@ -52,10 +54,12 @@ def _is_record(tree: object) -> bool:
 def whole_lines(path: Path, most_bytes: int | None = None) -> str:
     """Return the lines of a file that have their end, or those in its last bytes; "" where it is not."""
     try:
-        with path.open("rb") as file:
-            if most_bytes is not None:
+        if most_bytes is None:
+            found = read_plain(path)
+        else:
+            with open_plain(path) as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
-            found = file.read()
+                found = file.read(most_bytes)
     except FileNotFoundError:
         return ""
     return found[: found.rfind(b"\n") + 1].decode(errors="replace")

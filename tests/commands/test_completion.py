@@ -90,7 +90,7 @@ def test_keys_are_those_of_the_method_that_the_line_names(capsys: pytest.Capture
 def test_commands_have_words_and_options_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     path = script(capsys, "bash")
     assert completed(path, "watch", "--") == ["--help", "--every", "--once"]
-    assert completed(path, "--o") == ["--out"]
+    assert completed(path, "--o") == ["--out", "--own-code"]
     assert completed(path, "train.lr", "=", "1", "--fr") == ["--fresh"]
     assert completed(path, "list", "ke") == ["keys"]
     assert completed(path, "list", "keys", "method.pfedl") == ["method.pfedla"]
@@ -111,6 +111,7 @@ def test_files_are_those_that_the_place_takes(capsys: pytest.CaptureFixture[str]
         assert completed(path, key, "=", "rul") == ["rule.py"]
     for kind in ("method", "source", "partition", "model"):
         assert completed(path, "list", f"--{kind}", "rul") == ["rule.py"]
+    assert completed(path, "report", "--own-code", "rul") == ["rule.py"]
     assert completed(path, "plan", "rul") == ["ruler.yaml"]
     for command in ("report", "watch", "compare", "export", "predict"):
         assert completed(path, command, "r") == ["runs/"]

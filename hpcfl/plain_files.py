@@ -1,0 +1,58 @@
+"""Files that somebody else may have made: what they are, and how much of them is read.
+
+A name in a folder may stand for a pipe, which never ends, or for a file whose size is a lie.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading, in binary and without a buffer.
+
+    Raises:
+        OSError: it cannot be opened, or is no file, such as a folder, a pipe or a device.
+    """
+    try:
+        # a pipe without a writer would wait for one
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"no possible name of a file: {error}", str(path)) from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        said = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "it is a pipe or a device, and no file"
+        raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, said, str(path))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_plain(path: Path, most_bytes: int | None = None) -> bytes:
+    """Return what is in a file.
+
+    Args:
+        most_bytes: a larger file is refused; default: what is free of this machine's memory.
+
+    Raises:
+        OSError: as `open_plain`, or the file is larger.
+    """
+    with open_plain(path) as file:
+        size, most = os.fstat(file.fileno()).st_size, most_bytes or free_bytes()
+        if size > most:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, allowed: {most:,}", str(path))
+        found = file.read(size + 1)
+    return found[:size]
+
+
+def free_bytes() -> int:
+    """Return the bytes of memory that are free here; a great many where the system does not tell."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            told = dict(line.split(":", 1) for line in file)
+        return int(told["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 2**62
