@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from typing import ClassVar
+from unicodedata import category
 
 BAD_INPUT = 2
 """Exit code after a UserError."""
@@ -57,6 +58,28 @@ class SilentRanks(Exception):
     """Ranks that this one waited for and has not heard of for `run.timeout` seconds; it ends all ranks."""
 
     exit_code: ClassVar[int] = 1
+
+
+MOST_CHARACTERS = 2000
+"""Of an error that is printed."""
+
+
+def printable(text: str) -> str:
+    """Return a text whose characters a terminal shows: others, which may be commands to it, are escaped."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or category(one) == "Zs" else _escaped(one) for one in text)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+def for_terminal(error: Exception) -> str:
+    """Return what is printed of an error: one line, of no more characters than somebody reads."""
+    said = printable(" ".join(str(error).splitlines()))
+    half = MOST_CHARACTERS // 2
+    return said if len(said) <= MOST_CHARACTERS else f"{said[:half]} ... {said[-half:]}"
 
 
 def one_line(error: BaseException) -> str:

@@ -32,7 +32,7 @@ with quick_imports():
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
     from hpcfl.errors import BAD_INPUT as BAD_INPUT
-    from hpcfl.errors import StorageFault, UserError
+    from hpcfl.errors import StorageFault, UserError, for_terminal
     from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return STOPPED if stopped else FINISHED
     except (UserError, StorageFault) as error:
         if speaks:
-            print_line(f"hpcfl: error: {' '.join(str(error).splitlines())}", sys.stderr)
+            print_line(f"hpcfl: error: {for_terminal(error)}", sys.stderr)
         return error.exit_code
 
 

@@ -10,9 +10,8 @@ import contextlib
 import io
 import json
 import pickle
+import pickletools
 import re
-import zipfile
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcfl.data.archives import DAMAGES, array_header, member, opened
 from hpcfl.data.npz import as_labels, as_pixels
 from hpcfl.errors import UserError, one_line
+from hpcfl.plain_files import read_plain
 
 FEMNIST_CLASSES = 62
 _SIDE = 28
@@ -147,13 +148,15 @@ def _read_leaf_files(folder: Path, part: str, path: str) -> dict[str, Samples]:
 
 def _read_leaf_file(file: Path, where: str) -> dict[str, Samples]:
     try:
-        with file.open(encoding="utf-8") as stream:
-            content = json.load(stream, object_hook=_lists_as_arrays, parse_float=_Floats().__getitem__)
-    except (OSError, ValueError, RecursionError) as error:
+        text = read_plain(file).decode()
+        content = json.loads(text, object_hook=_lists_as_arrays, parse_float=_Floats().__getitem__)
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{where}: cannot be read as JSON ({one_line(error)}); {_MAKE_LEAF}") from error
     users, user_data = _field(content, "users", where), _field(content, "user_data", where)
     if not isinstance(users, list) or not all(isinstance(user, str) for user in users):
         raise UserError(f"{where}: users must be a list of the writers' ids; {_MAKE_LEAF}")
+    if not users:
+        raise UserError(f"{where}: users names no writer; {_MAKE_LEAF}")
     # LEAF's split leaves writers with too few samples in user_data, empty and unlisted.
     return {user: _writer(_field(user_data, user, f"{where}: user_data"), where, user) for user in users}
 
@@ -186,12 +189,20 @@ def _divided(pixels: np.ndarray) -> np.ndarray:
 def _lists_as_arrays(fields: dict[str, Any]) -> dict[str, Any]:
     """Turn a writer's lists into arrays while the file is parsed: a number of Python's takes 32 bytes."""
     for key in ("x", "y"):
-        if isinstance(fields.get(key), list):
+        if isinstance(fields.get(key), list) and _holds_numbers(fields[key]):
             # Lists that are no arrays stay lists, and are refused where the writer is known.
             with contextlib.suppress(ValueError, OverflowError), np.errstate(over="ignore"):
                 numbers = np.asarray(fields[key])
                 fields[key] = numbers.astype(np.float32) if key == "x" and _is_number(numbers) else numbers
     return fields
+
+
+def _holds_numbers(values: list[Any]) -> bool:
+    """Whether a list is of numbers, or of lists of numbers: as an array, a text would be as long as the longest."""
+    kinds = set(map(type, values))
+    if kinds == {list}:
+        kinds = set().union(*(map(type, row) for row in values))
+    return kinds <= {int, float}
 
 
 class _Floats(dict[str, float]):
@@ -221,13 +232,13 @@ def _field(fields: Any, key: str, where: str) -> Any:
 def _read_client(file: Path, where: str) -> Samples:
     """Read x and y of one client's part."""
     try:
-        with zipfile.ZipFile(file) as archive:
-            fields = _read_pickled_dict(archive.read("data.npy"), where)
+        with opened(file) as archive, member(archive, "data.npy") as (stream, size):
+            fields = _read_pickled_dict(stream.read(size), where)
         x, y = (
             value.rebuilt() if isinstance(value := _field(fields, key, where), _PickledArray) else value
             for key in ("x", "y")
         )
-    except _DAMAGES as error:
+    except DAMAGES as error:
         raise UserError(f"{where}: cannot be read ({one_line(error)}); {_MAKE_PFLLIB}") from error
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)
     if x.ndim != 4 or x.size == 0:
@@ -235,32 +246,40 @@ def _read_client(file: Path, where: str) -> Samples:
     return as_pixels(x, where), as_labels(y, where, len(x))
 
 
-_DAMAGES = (
-    OSError,
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.PickleError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
-
-
 def _read_pickled_dict(npy: bytes, where: str) -> Any:
     """Return the dict that numpy.savez saved as an array of one object; its arrays are not yet rebuilt."""
     stream = io.BytesIO(npy)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("data.npy is of another version than 1.0")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    shape, _, dtype = array_header(stream)
     if shape != () or dtype != np.dtype(object):
         raise ValueError(f"data is {dtype} of shape {shape}, not one dict of x and y")
+    _refuse_traps(npy[stream.tell() :])
     (fields,) = _NumpyUnpickler(stream, where).load().content
     return fields
+
+
+def _refuse_traps(pickled: bytes) -> None:
+    """Raise ValueError for a pickle that takes memory or time beyond that of the arrays in it."""
+    for number, (operation, argument, _) in enumerate(pickletools.genops(pickled)):
+        if number == _MOST_OPERATIONS:
+            raise ValueError(f"a pickle of more than {_MOST_OPERATIONS} operations")
+        if operation.name not in _OPERATIONS:
+            raise ValueError(f"a pickle with {operation.name}, which no dict of arrays has")
+        # unpickling makes a table of so many places
+        if operation.name.endswith("PUT") and argument > _MOST_OPERATIONS:
+            raise ValueError(f"a pickle that remembers something at place {argument}")
+
+
+_MOST_OPERATIONS = 10_000
+
+_OPERATIONS = frozenset(
+    (
+        "PROTO FRAME STOP MARK POP MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE "
+        "BUILD NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 FLOAT BINFLOAT BINBYTES SHORT_BINBYTES "
+        "BINBYTES8 STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE "
+        "TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS"
+    ).split()
+)
+"""By which dicts of arrays, numbers and texts are written, whatever the protocol."""
 
 
 class _PickledDtype:
@@ -294,7 +313,9 @@ class _PickledArray:
 
 def _encoded(text: str, encoding: str) -> bytes:
     """Stand in for _codecs.encode, by which protocol 2 writes bytes."""
-    return text.encode(encoding)
+    if encoding != "latin1":
+        raise ValueError(f"bytes in the encoding {encoding!r}")
+    return text.encode("latin1")
 
 
 _STAND_INS: dict[str, Any] = {

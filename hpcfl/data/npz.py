@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from hpcfl.errors import UserError
+from hpcfl.data.archives import DAMAGES, opened, read_array
+from hpcfl.errors import UserError, one_line
+
+
+MOST_NAMES = 10
+"""Arrays of a file that an error names."""
 
 
 def read_npz(path: str, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
@@ -70,21 +73,18 @@ def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]
     keywords = ", ".join(f"{name}={name}" for name in names)
     not_npz = f"{where}: cannot be read as an npz file; write it with numpy.savez(FILE, {keywords})"
     try:
-        with file.open("rb") as stream:
-            archive = np.load(stream, allow_pickle=False)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise UserError(not_npz)
-            absent = [name for name in names if name not in archive]
+        with opened(file) as archive:
+            there = [name.removesuffix(".npy") for name in archive.namelist()]
+            absent = [name for name in names if f"{name}.npy" not in archive.namelist()]
             if absent:
+                more = f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else ""
                 raise UserError(
-                    f"{where}: has no array '{absent[0]}' (it holds {', '.join(archive.files)}); "
+                    f"{where}: has no array '{absent[0]}' (it holds {', '.join(there[:MOST_NAMES])}{more}); "
                     f"needed: {' and '.join(names)}"
                 )
-            return [archive[name] for name in names]
-    # what NumPy says to it recommends to load it unsafely
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        reason = f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
-        raise UserError(f"{not_npz}{reason}") from error
+            return [read_array(archive, name) for name in names]
+    except DAMAGES as error:
+        raise UserError(f"{not_npz} ({getattr(error, 'strerror', None) or one_line(error)})") from error
 
 
 def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndarray:

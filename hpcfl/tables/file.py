@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, printable
 from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
 from hpcfl.tables.schema import (
     ColumnEntry,
@@ -90,7 +90,9 @@ def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
     tree = read_yaml(path)
     base = None
     if isinstance(tree.get("extends"), str):
-        below = path.parent / tree["extends"]
+        if (name := tree["extends"]) != printable(name):
+            raise UserError(f"{path}: extends={printable(name)} is no file's name; name a table file")
+        below = path.parent / name
         if below.resolve() in {file.resolve() for file in (path, *seen)}:
             raise UserError(f"{path}: extends={tree['extends']} leads back to this file; name another")
         if not below.is_file():

@@ -19,11 +19,15 @@ from pydantic import (
 )
 
 from hpcfl.config import GROUPS
+from hpcfl.errors import printable
+
+
+MOST_CHARACTERS = 1000
 
 
 def _one_line(text: str) -> str:
-    if len(text.splitlines()) != 1 or not text.strip():
-        raise ValueError("it must be one line of text")
+    if text != printable(text) or not text.strip() or len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it must be one line of text, of at most {MOST_CHARACTERS} characters")
     return text.strip()
 
 
@@ -254,7 +258,7 @@ def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
             kind, keys = DRAWINGS[str(keys[2])], keys[3:]
     if keys and keys[0] == "sweep" and len(keys) > 1:
         place, keys, kind = f"{place}, sweep", keys[1:], SweepEntry
-    key = ".".join(map(str, keys)) or what
+    key = ".".join(map(str, keys)) if keys else what
     allowed = ", ".join(kind.model_fields)
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, kind.model_fields, n=1)
