@@ -1,0 +1,84 @@
+"""What a run keeps of each round: the rows of its ledger, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tracemalloc
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from bits import method_settings, tiny_settings, write_digits
+
+from hpcfl.communication.world import World
+from hpcfl.config import load_config
+from hpcfl.simulation.experiment import build
+from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.runfolder import RunFolder
+
+FIRST, LAST = 10, 25
+"""Rounds between which growth is taken: the first ones fill what is kept for good."""
+BYTES_A_ROUND, OBJECTS_A_ROUND = 12000, 10
+"""Above what is measured, 7500 and 3: rows of the ledger, and what torch gathers in its first rounds."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What this process has."""
+
+    tensors: int
+    objects: int
+    """Those that the garbage collector knows; tensors are among them."""
+    traced_bytes: int
+    """Python's memory since tracing began, NumPy's included; torch's is not."""
+    open_files: int
+
+
+class Counting(Progress):
+    """Counts what there is after the rounds FIRST and LAST."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Kept] = []
+
+    def round_done(self, done: int, ledger: Ledger) -> None:
+        super().round_done(done, ledger)
+        if done == FIRST:
+            tracemalloc.start()
+        if done in (FIRST, LAST):
+            gc.collect()
+            traced_bytes, _ = tracemalloc.get_traced_memory()
+            objects = gc.get_objects()
+            tensors = sum(type(found) is torch.Tensor for found in objects)
+            self.kept.append(Kept(tensors, len(objects), traced_bytes, len(os.listdir("/proc/self/fd"))))
+
+
+def test_rounds_leave_nothing_but_rows_of_the_ledger(tmp_path: Path) -> None:
+    """State on server and clients; evaluations and checkpoints in every round."""
+    write_digits(tmp_path / "digits.npz")
+    keys = [f"train.rounds={LAST + 1}", "train.participation=0.3", "run.checkpoint_every=1"]
+    settings = [*tiny_settings(tmp_path / "digits.npz"), *method_settings("heurpfedla"), *keys]
+    config = load_config(None, settings)
+    counting, stop = Counting(), StopFlag()
+    try:
+        with ExitStack() as at_exit:
+            at_exit.callback(stop.restore)
+            experiment = build(config, World())
+            folder = RunFolder(tmp_path / "run", config)
+            folder.open(False, experiment.method.layout, [], at_exit)
+            simulation = Simulation(experiment, World(), stop, counting, folder)
+            assert simulation.run() == "finished"
+    finally:
+        tracemalloc.stop()
+    before, after = counting.kept
+    rounds = LAST - FIRST
+    # each entry of a method's history is the memory of a tensor
+    assert after.tensors - before.tensors == rounds * len(simulation.ledger.of_method)
+    assert after.objects - before.objects < OBJECTS_A_ROUND * rounds
+    assert after.traced_bytes - before.traced_bytes < BYTES_A_ROUND * rounds
+    assert after.open_files == before.open_files
