@@ -4,7 +4,8 @@
 
 A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
 <!-- results/pfedmb_table1_evening_differences.csv --> or
-<!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->.
+<!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->. What is of no table file, but of
+the long run, is shown as it is: <!-- results/long_run.csv -->.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def with_tables(page: str) -> str:
     def table(found: re.Match[str]) -> str:
         with (RESULTS / f"{found[2]}.csv").open(newline="") as file:
             lines = list(csv.DictReader(file))
+        if found[2].startswith("long_run"):
+            return found[1] + as_markdown(list(lines[0]), [list(line.values()) for line in lines])
         names = [name.strip() for name in (found[3] or "").split(",") if name.strip()]
         if found[2].endswith("_diagnostics"):
             return found[1] + "\n".join(diagnostics_from(lines, name) for name in names)
