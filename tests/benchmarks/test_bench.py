@@ -138,7 +138,8 @@ def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
     measure = (
         "from hpcfl.benchmarks import runs; from hpcfl.main import main; "
-        "runs.ROUND_SAMPLES = runs.METHOD_SAMPLES = 20; main(['bench', '--parts', 'start,rounds'])"
+        "runs.ROUND_SAMPLES = runs.METHOD_SAMPLES = 20; "
+        "main(['bench', '--parts', 'start,rounds,scale', '--clients', '20', '--repeats', '1'])"
     )
     shown = mpirun(3, "-c", measure, cwd=tmp_path).stdout
     assert "slowest of 3 ranks" in shown
@@ -149,6 +150,7 @@ def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
     # less than a thousandth of it tells the ranks what comes
     assert moved.split("messages ")[1].split()[0] == "1"
     assert "10 of 20 clients on 2 workers, 0 is the least possible" in shown
+    assert re.search(r"server [0-9.e-]+, workers [0-9.e-]+ sharded", shown)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -187,10 +189,8 @@ def test_mistakes_get_one_line(words: list[str], said: str, capsys: pytest.Captu
     assert said in lines[0]
 
 
-def test_the_servers_round_is_measured_on_one_rank_and_on_more(mpirun: Mpirun) -> None:
+def test_the_servers_round_is_measured_on_one_rank() -> None:
     measured = scale.server_rounds(World(), [20], 1)
     (alone,) = measured
     assert alone.name == "server round, pFedLA, N=20, full heads: sharded / whole"
     assert "workers" not in alone.detail
-    shown = mpirun(3, "-m", "hpcfl.main", "bench", "--parts", "scale", "--clients", "20", "--repeats", "1")
-    assert re.search(r"server [0-9.e-]+, workers [0-9.e-]+ sharded", shown.stdout)
