@@ -12,8 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import differing, run_here
-from conftest import Mpirun
+from bits import run_here
 from harness import SMALL, UNEQUAL, Run, paths_by_hand
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -422,18 +421,19 @@ def test_running_statistics_go_along_the_chain() -> None:
     assert (run.server[BUFFERS] - start).norm() > 1.5 * (alone - start).norm()
 
 
-def test_a_chain_gives_the_same_bits_on_two_ranks_and_is_refused_on_three(
-    tmp_path: Path, mpirun: Mpirun
+@pytest.mark.mpi(min_size=3)
+def test_a_chain_is_refused_on_three_ranks_and_more(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    """On two, tests/simulation/test_bits.py runs it."""
     keys = (*SMALL, *WITH_BATCHNORM, "method.architecture=[1,2,2]", "method.order=chain", "train.rounds=2")
-    assert run_here(tmp_path / "serial", [*keys]) == FINISHED
-    command = ("-m", "hpcfl.main", *keys, "--out")
-    mpirun(2, *command, tmp_path / "parallel")
-    assert not differing(tmp_path / "serial", tmp_path / "parallel")
-    refused = mpirun(3, *command, tmp_path / "refused", check=False)
-    assert refused.returncode == BAD_INPUT
-    assert "method.order=chain trains a round's clients one after the other, and 2 workers" in refused.stderr
-    assert "start one or two ranks, or drop it" in refused.stderr
+    assert run_here(tmp_path / "refused", keys) == BAD_INPUT
+    told = capfd.readouterr().err
+    assert told.count("hpcfl: error: ") == world.is_server
+    if world.is_server:
+        workers = f"and {world.num_workers} workers"
+        assert f"method.order=chain trains a round's clients one after the other, {workers}" in told
+        assert "start one or two ranks, or drop it" in told
 
 
 # Decisions

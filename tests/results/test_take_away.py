@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from bits import CODED, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from conftest import Mpirun, clean_environment
+from conftest import clean_environment
 
 import hpcfl
 from hpcfl.config import load_config
@@ -210,19 +210,6 @@ def test_a_models_tensors_are_those_of_the_checkpoint(place: Place) -> None:
     assert torch.equal(torch.cat(trained), theta)
     assert torch.equal(torch.cat(running), buffers)
     assert run.network(4).load_state_dict(found)
-
-
-def test_models_do_not_hang_on_the_number_of_ranks(place: Place, tmp_path: Path, mpirun: Mpirun) -> None:
-    one = place.run("fedmn")
-    settings = [*tiny_settings(place.digits), *MEETS_ALL_SOON, *method_settings("fedmn")]
-    words = ["--quiet", "--out", tmp_path / "three", *settings, "train.participation=0.6"]
-    mpirun(3, "-m", "hpcfl.main", *words)
-    three = hpcfl.load_run(tmp_path / "three")
-    for client in range(NUM_CLIENTS):
-        first, second = one.model(client), three.model(client)
-        assert list(first) == list(second)
-        assert all(torch.equal(first[name], second[name]) for name in first)
-    assert one.models.data == three.models.data
 
 
 def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from torch import Tensor
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.methods import METHODS
+from hpcfl.results.run import load_run
 from hpcfl.simulation.experiment import build, load_data, make_method
 
 RANKS = (2, 3, 5)
@@ -79,7 +80,9 @@ def variant_cases() -> dict[str, list[str]]:
     return {name: [*case, "train.participation=0.6"] for name, case in cases.items()}
 
 
-SERIAL_CASES = common_cases() | variant_cases()
+CHAIN = {"fedmn-chain": [*method_settings("fedmn"), "method.order=chain"]}
+"""What more than one worker refuses."""
+SERIAL_CASES = common_cases() | variant_cases() | CHAIN
 
 
 def cases_of(ranks: int) -> dict[str, list[str]]:
@@ -87,8 +90,9 @@ def cases_of(ranks: int) -> dict[str, list[str]]:
     if ranks == MANY_RANKS:
         return {name: case for name, case in common_cases().items() if name.split("-")[0] in AMONG_MANY_RANKS}
     if ranks == SMALL_BLOCKS_RANKS:
-        return SERIAL_CASES
-    return {name: case for name, case in common_cases().items() if name.endswith(PARTICIPATION[ranks])}
+        return {name: case for name, case in SERIAL_CASES.items() if name not in CHAIN}
+    cases = {name: case for name, case in common_cases().items() if name.endswith(PARTICIPATION[ranks])}
+    return cases | CHAIN if ranks == 2 else cases
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +154,17 @@ def test_rank_counts_and_small_blocks_give_the_same_bits(
     serial: Folders, parallel: Callable[[int], Path], ranks: int, case: str
 ) -> None:
     assert not differing(serial(case), parallel(ranks) / case)
+
+
+def test_a_clients_model_does_not_hang_on_the_number_of_ranks(
+    serial: Folders, parallel: Callable[[int], Path]
+) -> None:
+    one, three = load_run(serial("fedmn-some")), load_run(parallel(3) / "fedmn-some")
+    for client in range(7):
+        first, second = one.model(client), three.model(client)
+        assert list(first) == list(second)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert one.models.data == three.models.data
 
 
 @pytest.mark.parametrize("case", [*(f"{method}-some" for method in METHODS), *VARIANTS])
