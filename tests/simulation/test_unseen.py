@@ -47,7 +47,7 @@ CASES = [*METHODS, *VARIANTS]
 LOCAL_BUFFERS = ["fedavg", "fedper", "fedmn", "pfedmb", "fedrod", "ifca", "clustered_fl"]
 """Methods whose newcomers find running statistics of their own with `train.buffers=local`."""
 OTHER_BUFFERS = ["pfedla-mixed", "pfedla-average", "heurpfedla-mixed", "lg_fedavg-average"]
-RANKS = {2: ["fedavg", "pfedla", "local"], 3: CASES, 9: ["fedem", "pfedhn", "fedafk"]}
+RANKS = {2: ["fedavg", "pfedla", "local"], 3: CASES, 7: ["fedem", "pfedhn", "fedafk"]}
 """Cases by number of ranks: unseen clients on one worker, on several, and on fewer than there are."""
 ROUNDS = 3
 
