@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, run_tree
+from conftest import REPOSITORY, run_forked, run_tree
 from readme_tables import MARK, PAGES, RESULTS, with_tables
 
 from hpcfl.main import main
@@ -96,11 +96,11 @@ def test_every_command_and_script_runs_in_the_order_of_the_page(
                 continue
             if words[0] == "mpirun":
                 command = [*mpirun_command, *words[1:3], sys.executable, *words[4:]]
+                run_tree(command, cwd=tmp_path)
             elif words[0] == "hpcfl":
-                command = [sys.executable, "-m", "hpcfl.main", *words[1:]]
+                run_forked(words[1:], cwd=tmp_path)
             else:
-                command = [sys.executable, *words[1:]]
-            run_tree(command, cwd=tmp_path)
+                run_tree([sys.executable, *words[1:]], cwd=tmp_path)
             run_lines += 1
     assert left_out == set(ELSEWHERE)
     assert run_lines >= 15

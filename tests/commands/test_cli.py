@@ -19,7 +19,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from conftest import REPOSITORY, Mpirun, clean_environment, read_all, run_tree
+from conftest import REPOSITORY, Mpirun, clean_environment, read_all, run_forked
 
 from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
@@ -263,28 +263,12 @@ def test_a_folder_in_use_by_another_process_is_refused(
 @pytest.mark.parametrize("launcher", [{"SLURM_STEP_NUM_TASKS": "4"}, {"PMI_SIZE": "4"}])
 def test_one_of_several_single_worlds_is_refused(launcher: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
-    command = [sys.executable, "-m", "hpcfl.main", *TINY, "--out", str(tmp_path / "run")]
-    done = run_tree(command, env=launcher, check=False, timeout=60)
+    done = run_forked([*TINY, "--out", str(tmp_path / "run")], env=launcher, check=False, timeout=60)
     assert done.returncode == BAD_INPUT
     assert done.stderr.startswith("hpcfl: error: the launcher started 4 ranks")
     assert "srun --mpi=pmix" in done.stderr
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
     assert not (tmp_path / "run").exists()
-
-
-RANKS_PROGRAM = """
-import json, sys
-from pathlib import Path
-from hpcfl.main import main
-from hpcfl.communication.world import open_world
-codes = []
-for words in json.loads(sys.argv[1]):
-    try:
-        codes.append(main(words))
-    except SystemExit as leaving:
-        codes.append(leaving.code)
-Path(f"codes{open_world().rank}.json").write_text(json.dumps(codes))
-"""
 
 
 def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
@@ -307,7 +291,13 @@ def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
     ]
     good = [["--help"], ["list"], ["plan", *TINY], [*TINY, "--quiet", "--out", "run"]]
     before = contents(finished)
-    done = mpirun(3, "-c", RANKS_PROGRAM, json.dumps([*mistakes, *good]), cwd=tmp_path, timeout=60)
+    done = mpirun(
+        3,
+        REPOSITORY / "tests" / "world_commands.py",
+        json.dumps([*mistakes, *good]),
+        cwd=tmp_path,
+        timeout=60,
+    )
     expected = [BAD_INPUT] * len(mistakes) + [FINISHED] * len(good)
     for rank in range(3):
         assert json.loads((tmp_path / f"codes{rank}.json").read_text()) == expected

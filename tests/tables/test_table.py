@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import Mpirun, run_tree
+from conftest import REPOSITORY, Mpirun, run_tree
 
 from hpcfl.config import ENVIRONMENT
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
@@ -82,7 +83,7 @@ def table(folder: Path, *words: str) -> int:
 
 
 def changed(words: list[str]) -> str:
-    """Return what the title says of `words`: nothing of the file, where the data lie, the device and the page."""
+    """Return what the title says of `words`: nothing of the file, the data's place, device and page."""
     return f"with {', '.join(words[4:-2])}"
 
 
@@ -621,27 +622,30 @@ def test_three_ranks_make_the_same_table(
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
     assert [row | SPEEDS for row in figures(tmp_path / "out")] == [row | SPEEDS for row in figures(whole)]
-    planned = mpirun(2, *command, "--plan").stdout.splitlines()
-    assert [line.split()[:3] for line in planned if line.startswith("fedavg ")] == [["fedavg", "2", "2"]]
-    wrong = mpirun(3, *command, "train.lr=9", check=False)
-    assert wrong.returncode == BAD_INPUT
-    assert (wrong.stdout, wrong.stderr.count("\n")) == ("", 1)
-    assert "train.lr: 0.05 there, 9.0 here" in wrong.stderr
 
 
-def test_clients_one_after_the_other_are_refused_before_any_cell_runs(
-    words: list[str], tmp_path: Path, mpirun: Mpirun
+def test_three_ranks_plan_once_and_are_refused_once(
+    words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun
 ) -> None:
-    path = tmp_path / "chain.yaml"
-    path.write_text(TABLE.replace("{name: heurpfedla, k: 2}", "{name: fedmn, order: chain}"))
-    command = ["-m", "hpcfl.main", "table", str(path), *words[1:], "--out", str(tmp_path / "out")]
-    wrong = mpirun(3, *command, check=False)
-    assert wrong.returncode == BAD_INPUT
-    assert (wrong.stdout, wrong.stderr.count("\n")) == ("", 1)
-    assert (
-        "row 2 (HeurpFedLA, k = 2), seed 0: method.order=chain trains a round's clients one" in wrong.stderr
-    )
-    assert list(tmp_path.iterdir()) == [path]
+    chain = tmp_path / "chain.yaml"
+    chain.write_text(TABLE.replace("{name: heurpfedla, k: 2}", "{name: fedmn, order: chain}"))
+    plan = ["table", *words, "--out", str(whole), "--plan"]
+    other = ["table", *words, "--out", str(whole), "train.lr=9"]
+    one_after_the_other = ["table", str(chain), *words[1:], "--out", str(tmp_path / "out")]
+    before = files(whole)
+    program, commands = REPOSITORY / "tests" / "world_commands.py", [plan, other, one_after_the_other]
+    (tmp_path / "codes").mkdir()
+    done = mpirun(3, program, json.dumps(commands), cwd=tmp_path / "codes")
+    for rank in range(3):
+        codes = json.loads((tmp_path / "codes" / f"codes{rank}.json").read_text())
+        assert codes == [FINISHED, BAD_INPUT, BAD_INPUT]
+    planned = [line.split()[:3] for line in done.stdout.splitlines()]
+    assert [line for line in planned if line[:1] == ["fedavg"]] == [["fedavg", "2", "2"]]
+    of_other, of_chain = done.stderr.splitlines()
+    assert "train.lr: 0.05 there, 9.0 here" in of_other
+    assert "row 2 (HeurpFedLA, k = 2), seed 0: method.order=chain trains a round's clients one" in of_chain
+    assert files(whole) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chain.yaml", "codes"]
 
 
 def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: Path, mpirun: Mpirun) -> None:
@@ -650,7 +654,7 @@ def test_ranks_stop_together_and_go_on(words: list[str], whole: Path, tmp_path: 
     stopped = mpirun(2, *command, check=False, env=end)
     assert stopped.returncode == STOPPED
     assert stopped.stdout.splitlines()[-1].startswith("  mpirun -n 2 python -m hpcfl.main table ")
-    assert mpirun(2, *command).returncode == FINISHED
+    assert table(tmp_path / "out", *words, "--part", "1/4") == FINISHED
     assert not differing(whole / "fedavg-s0", tmp_path / "out" / "fedavg-s0")
 
 
