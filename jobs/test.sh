@@ -9,8 +9,8 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" mpich,test
 
-# A file's tests stay together, since they share runs.
-python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile "$@"
+# A file's tests stay together, since they share runs; tests/conftest.py has the longest files first.
+python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
 [ $# -eq 0 ] || exit 0
 
 echo "hpcfl: the collective tests, as 3 MPI ranks; rank 0 prints, the others only if a rank fails"

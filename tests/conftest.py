@@ -41,6 +41,16 @@ QUICK = {
 """Files whose tests take under a second each, for `-m quick`."""
 
 
+LONGEST = [
+    f"test_{name}"
+    for name in (
+        *("bits", "resume", "readme", "unseen", "sharded_runs", "table", "under_mpirun", "take_away"),
+        *("methods", "bench", "fedmn", "fedafk"),
+    )
+]
+"""Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""
+
+
 Mpirun = Callable[..., subprocess.CompletedProcess[str]]
 """What the fixture `mpirun` returns."""
 
@@ -248,11 +258,17 @@ def kill_tree(pid: int) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark quick tests; leave out soak tests unless `-m` names them, and, among MPI ranks, what needs one."""
+    """Bring the longest files to the front and mark quick tests.
+
+    Soak tests are left out unless `-m` names them; in an MPI world, tests that are not collective are left to
+    a world of one rank.
+    """
     if "soak" not in config.option.markexpr:
         soak = [item for item in items if item.get_closest_marker("soak")]
         items[:] = [item for item in items if item not in soak]
         config.hook.pytest_deselected(items=soak)
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     alone = pytest.mark.skip(reason="not collective: a plain pytest runs it")
     for item in items:
         starts_ranks = {"mpirun", "mpirun_command"} & set(getattr(item, "fixturenames", ()))

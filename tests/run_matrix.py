@@ -9,7 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from bits import run_here
+from hpcfl.startup import quick_imports
+
+with quick_imports():
+    from bits import run_here
 
 
 def run_all(runs: dict[str, list[str]]) -> None:
