@@ -36,7 +36,8 @@ def run(
     with ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
         at_exit.enter_context(telling_where_memory_ends(config, world))
-        world.give_up_after(config.run.timeout)
+        watched = at_exit.enter_context(ExitStack())
+        watched.enter_context(world.giving_up_after(config.run.timeout))
         noted: list[str] = []
         warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
         _refuse_other_code(config, world)
@@ -58,6 +59,8 @@ def run(
             (folder.log if folder and is_cell else progress.say)(text)
         simulation = Simulation(experiment, world, stop, progress, folder)
         outcome = simulation.run()
+        # the server may write a page for long, and nobody waits for it
+        watched.close()
         progress.close()
         if folder is not None and not is_cell:
             suggestion = next_command(options, config, world.size)

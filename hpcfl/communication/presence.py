@@ -24,6 +24,7 @@ SIGN_TAG = 1
 _FIRST_SIGN_S = 0.5
 _SIGN_EVERY_S = 10.0
 _LONGEST_LOOK_S = 1.0
+_PAUSE_S = 1e-3
 
 _LOOK_AT_LAUNCHER_EVERY_S = 1.0
 # What only a rank has in its environment; SLURM_PROCID is not among them, for a batch script has it, too.
@@ -43,8 +44,9 @@ class SignsOfLife:
         self._comm, self._hosts, self._timeout_s = comm, hosts, timeout_s
         rank = comm.Get_rank()
         self._others = list(range(1, comm.Get_size())) if rank == 0 else [0]
-        self._sign = np.array([rank], np.int64)
-        self._going: dict[int, MPI.Request] = {}
+        self._sign, self._last = np.array([rank], np.int64), np.array([-1 - rank], np.int64)
+        self._others_ended: set[int] = set()
+        self._going: dict[int, Any] = {}
         self._every_s = min(_SIGN_EVERY_S, timeout_s / 4)
         self._given_s = time.monotonic()
         self.begin()
@@ -61,20 +63,12 @@ class SignsOfLife:
 
         Raises SilentRanks, which names them and the stage.
         """
-        now_s = time.monotonic()
-        self._waited_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
-        self._looked_s = now_s
+        self._pass_time()
         if self._waited_s < self._next_s:
             return
         self._next_s = self._waited_s + self._every_s
-        self._give(now_s)
-        came = np.empty(1, np.int64)
-        while self._comm.Iprobe(tag=SIGN_TAG):
-            self._comm.Recv([came, "i8"], tag=SIGN_TAG)
-            self._heard_s[int(came[0])] = self._waited_s
-        silent = [rank for rank, heard_s in self._heard_s.items() if self._silent(heard_s)]
-        if silent:
-            raise SilentRanks(self._told(silent, stage))
+        self._give(self._looked_s)
+        self._take(stage)
 
     def give(self) -> None:
         """Give a sign of life in the midst of work, at most every few seconds."""
@@ -89,8 +83,38 @@ class SignsOfLife:
             if rank not in self._going or self._going[rank].Test():
                 self._going[rank] = self._comm.Isend([self._sign, "i8"], rank, tag=SIGN_TAG)
 
-    def _silent(self, heard_s: float) -> bool:
-        return self._waited_s - heard_s >= self._timeout_s
+    def end(self, stage: str) -> None:
+        """Take all signs that are on their way: MPI may crash where it ends with messages that nobody took.
+
+        Nobody gives signs from then on. Collective. Raises SilentRanks as `look` does.
+        """
+        self.begin()
+        # messages between two ranks keep their order
+        last = [self._comm.Isend([self._last, "i8"], rank, tag=SIGN_TAG) for rank in self._others]
+        while self._heard_s or not all(going.Test() for going in (*last, *self._going.values())):
+            time.sleep(_PAUSE_S)
+            self._pass_time()
+            self._take(stage)
+
+    def _pass_time(self) -> None:
+        now_s = time.monotonic()
+        self._waited_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
+        self._looked_s = now_s
+
+    def _take(self, stage: str) -> None:
+        came = np.empty(1, np.int64)
+        while self._comm.Iprobe(tag=SIGN_TAG):
+            self._comm.Recv([came, "i8"], tag=SIGN_TAG)
+            if came[0] >= 0:
+                self._heard_s[int(came[0])] = self._waited_s
+            else:
+                self._others_ended.add(int(-1 - came[0]))
+        for rank in self._others_ended:
+            self._heard_s.pop(rank, None)
+        late_s = self._waited_s - self._timeout_s
+        silent = [rank for rank, heard_s in self._heard_s.items() if heard_s <= late_s]
+        if silent:
+            raise SilentRanks(self._told(silent, stage))
 
     def _told(self, silent: Sequence[int], stage: str) -> str:
         names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in silent)

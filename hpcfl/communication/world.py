@@ -84,16 +84,27 @@ class World:
         """What the ranks are at, in words that end a sentence."""
         self._signs: SignsOfLife | None = None
 
-    def give_up_after(self, timeout_s: float | None) -> None:
+    @contextmanager
+    def giving_up_after(self, timeout_s: float | None) -> Iterator[None]:
         """Have a rank that waits raise SilentRanks once another is silent for so long; None: never.
 
-        A rank is heard of while it waits, and whenever it calls `sign_of_life`. Collective.
+        A rank is heard of while it waits, and whenever it calls `sign_of_life`. Collective, also at the end
+        and after a UserError, which must be raised on all ranks.
         """
-        self._signs = None
         if self._comm is None or timeout_s is None:
+            yield
             return
         hosts = self.broadcast_bytes(b"\n".join(self.gather_bytes(self.host.encode()) or []))
-        self._signs = SignsOfLife(self._comm, hosts.decode().split("\n"), timeout_s)
+        signs = SignsOfLife(self._comm, hosts.decode().split("\n"), timeout_s)
+        self._signs = signs
+        try:
+            yield
+        except UserError:
+            self._signs = None
+            signs.end(self.stage)
+            raise
+        self._signs = None
+        signs.end(self.stage)
 
     def sign_of_life(self) -> None:
         """Let the others know that this rank is at work; costs next to nothing."""

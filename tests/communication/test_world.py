@@ -242,6 +242,18 @@ def test_waiting_leaves_the_cores_to_others(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+def test_a_rank_at_work_that_gives_signs_of_life_is_waited_for() -> None:
+    world = open_world()
+    with world.giving_up_after(1.2):
+        for busy in (world.size - 1, 0):
+            began_s = time.monotonic()
+            while world.rank == busy and time.monotonic() - began_s < 1.8:
+                time.sleep(0.2)
+                world.sign_of_life()
+            world.barrier()
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("num_gpus", "of_four"),
     [
