@@ -24,6 +24,8 @@ SIGN_EVERY_S = 5.0
 """Seconds between an owner's signs of life."""
 WATCHED_S = 30.0
 """How long a newcomer waits for a sign of life from an owner that it cannot see."""
+MOST_BYTES = 1000
+"""Of a lock file that are read."""
 _HELD_ERRORS = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -123,11 +125,14 @@ class FolderLock:
 
     def _named(self) -> str:
         """Return the owner that the file names."""
-        return _first_line(os.pread(self._descriptor, 1000, 0))
+        return _first_line(os.pread(self._descriptor, MOST_BYTES, 0))
 
     def _write(self, text: str) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        written = os.pwrite(self._descriptor, text.encode(), 0)
+        # not before: nobody is to see a lock without a name in the meantime
+        os.ftruncate(self._descriptor, written)
+        if written < len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _give_signs(self) -> None:
         number = 0
@@ -171,7 +176,7 @@ def holder(folder: Path) -> Holder:
         return Holder(_owner(), True)
     with path.open("rb") as file:
         is_locked = _is_locked(file.fileno())
-        return Holder(_first_line(file.read()), is_locked is True, is_locked is not None)
+        return Holder(_first_line(file.read(MOST_BYTES)), is_locked is True, is_locked is not None)
 
 
 def _watch(folder: Path) -> None:
@@ -184,10 +189,10 @@ def _watch(folder: Path) -> None:
     if not found.owner or found.is_seen or found.is_gone:
         return
     path = folder / LOCK_NAME
-    before, began_s = path.read_bytes(), time.monotonic()
+    before, began_s = _read(path), time.monotonic()
     while time.monotonic() - began_s < WATCHED_S:
         time.sleep(min(1.0, SIGN_EVERY_S / 2))
-        now = path.read_bytes()
+        now = _read(path)
         if not _first_line(now):
             return
         if now != before:
@@ -229,8 +234,15 @@ def _text(owner: str, number: int) -> str:
     return f"{owner}\nsign of life {number:012d}\n"
 
 
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(MOST_BYTES)
+
+
 def _first_line(content: bytes) -> str:
-    return content.decode(errors="replace").partition("\n")[0].strip()
+    """Return the first line; "" where it has no end, as of a name that could not be written whole."""
+    line, end, _ = content.decode(errors="replace").partition("\n")
+    return line.strip() if end else ""
 
 
 def _in_use(folder: Path, owner: str) -> str:

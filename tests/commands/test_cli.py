@@ -196,10 +196,14 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(finished, folder)
+    # which would tell the configuration as well
+    (folder / "checkpoint.h5").unlink()
+    (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
     for text in ("train: {rounds: 3\n", "- 1\n", "train: 3\n"):
         (folder / "config.yaml").write_text(text)
-        assert "config.yaml is damaged; --fresh moves the folder aside" in refused(
-            capsys, *TINY, "--out", folder
+        message = refused(capsys, *TINY, "--out", folder)
+        assert (
+            "config.yaml is damaged; bring it back from a copy, or add --fresh to move the folder" in message
         )
     assert main([*TINY, "--quiet", "--fresh", "--out", str(folder)]) == FINISHED
     assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"
