@@ -13,6 +13,8 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,12 +22,13 @@ import h5py
 import numpy as np
 import pytest
 from bits import differing, run_here, start_run, tiny_settings, write_digits
-from conftest import Mpirun, run_tree
+from conftest import REPOSITORY, Mpirun, run_tree
 
 from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, STORAGE_FAULT, UserError
 from hpcfl.main import FINISHED, main
 from hpcfl.methods import METHODS, Method
+from hpcfl.storage import lock
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.runfolder import RunFolder
 
@@ -387,6 +390,97 @@ def test_a_folder_that_is_deleted(
     assert not differing(undisturbed, folder)
 
 
+# Two runs in one folder
+
+FOREIGN = "pid 7 on another-node, job 12345"
+
+
+@pytest.mark.filterwarnings("always:.*gave no sign of life")
+def test_a_lock_of_a_dead_job_on_another_node(
+    settings: list[str],
+    undisturbed: Path,
+    copied: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lock, "WATCHED_S", 0.1)
+    (copied / ".lock").write_text(f"{FOREIGN}\nsign of life 000000000017\n")
+    assert run_here(copied, settings) == FINISHED
+    (warning,) = capfd.readouterr().err.splitlines()
+    assert warning.startswith(
+        f"hpcfl: warning: {copied} has the lock of {FOREIGN}, which gave no sign of life"
+    )
+    assert (copied / ".lock").read_text() == ""
+    assert not differing(undisturbed, copied)
+
+
+def test_a_run_whose_folder_another_has_taken_over_ends(
+    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was taken for dead, as of a node that did not answer for a while."""
+    folder = tmp_path / "run"
+
+    def disturb() -> None:
+        (folder / ".lock").write_text(f"{FOREIGN}\n")
+
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    assert the_error(capfd).startswith(
+        f"hpcfl: error: {folder} was taken over by {FOREIGN} while this run wrote it; the last good checkpoint "
+        "is of round 2; "
+    )
+    assert (folder / ".lock").read_text() == f"{FOREIGN}\n"
+    assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
+    # the line of round 3 would be in the other's files
+    assert len((folder / "metrics.csv").read_text().splitlines()) == 3
+
+
+# Clocks, and places for passing files
+
+
+def test_clocks_and_times_of_files_that_jump(
+    settings: list[str],
+    undisturbed: Path,
+    copied: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node's clock is set forward and back by days while a run goes on; files are from other clocks."""
+    true_time, day_s = time.time, 86_400
+    jumps = iter(range(1_000_000))
+    for number, path in enumerate(sorted(copied.iterdir())):
+        os.utime(path, (0, true_time() + (-1) ** number * 300 * day_s))
+    monkeypatch.setattr(time, "time", lambda: true_time() + (-1) ** next(jumps) * 3 * day_s)
+    assert main(["watch", str(copied)]) == FINISHED
+    assert run_here(copied, [*settings, "run.tensorboard=true"]) == FINISHED
+    assert main(["watch", str(copied)]) == FINISHED
+    assert next(jumps) > 10
+    assert capfd.readouterr().err == ""
+    assert not differing(undisturbed, copied)
+
+
+def test_no_place_for_passing_files(settings: list[str], undisturbed: Path, tmp_path: Path) -> None:
+    """TMPDIR does not exist, and /tmp, /var/tmp and the working folder take no file."""
+    if shutil.which("unshare") is None or any(str(p).startswith("/tmp/") for p in (REPOSITORY, sys.prefix)):
+        pytest.skip("/tmp cannot be hidden here")
+    program = next(word for word in settings if word.startswith("data.path=")).removeprefix("data.path=")
+    shutil.copy(program, tmp_path / "digits.npz")
+    keys = [word for word in settings if not word.startswith("data.path=")]
+    mpirun = Path(sys.executable).parent / "mpirun"
+    launcher = f"{mpirun} -n 2 " if mpirun.exists() else ""
+    script = f"""
+        mount --bind {tmp_path} /mnt && mount -t tmpfs -o nr_inodes=1 tmpfs /tmp || exit 99
+        mount -t tmpfs -o nr_inodes=1 tmpfs /var/tmp || exit 99
+        cd /tmp && export TMPDIR=/nonexistent && ! touch x 2>/dev/null || exit 98
+        ! {sys.executable} -c 'import tempfile; tempfile.gettempdir()' 2>/dev/null || exit 97
+        {launcher}{sys.executable} -m hpcfl.main --quiet --out /mnt/run data.path=/mnt/digits.npz {" ".join(keys)}
+    """
+    ended = run_tree(["unshare", "--mount", "bash", "-c", script], check=False)
+    if "unshare failed" in ended.stderr or ended.returncode == 99:
+        pytest.skip("/tmp cannot be hidden here")
+    assert (ended.returncode, ended.stderr) == (FINISHED, "")
+    assert not differing(undisturbed, tmp_path / "run")
+
+
 # Cut and damaged files
 
 
@@ -420,13 +514,13 @@ def test_all_files_but_the_older_checkpoint_are_cut(
     assert all(len(re.findall(stamp, line)) <= 1 for line in lines)
 
 
-@pytest.mark.filterwarnings("always:.*damaged")
 def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], copied: Path) -> None:
     whole = (copied / "config.yaml").read_bytes()
     config = load_config(None, settings)
     for length in range(0, len(whole), 97):
         (copied / "config.yaml").write_bytes(whole[:length])
-        RunFolder(copied, config).check(fresh=False)
+        with warnings.catch_warnings(action="ignore"):
+            RunFolder(copied, config).check(fresh=False)
     for name in CHECKPOINTS:
         (copied / name).unlink()
     (copied / "config.yaml").write_bytes(whole[: len(whole) // 2])
