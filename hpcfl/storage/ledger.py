@@ -239,8 +239,13 @@ class Ledger:
         return of_method | {name: np.array(rows, np.float64).reshape(shape) for name, rows in known.items()}
 
     def restore(self, tables: Mapping[str, LedgerTable], history: Mapping[str, np.ndarray]) -> None:
-        """Take over the tables of a checkpoint and its `history`."""
-        self.metrics = [list(row) for row in tables["metrics"].values]
+        """Take over the tables of a checkpoint and its `history`.
+
+        In a checkpoint of an earlier version nobody has diverged.
+        """
+        known = dict(zip(tables["metrics"].columns, tables["metrics"].values.T, strict=True))
+        nothing = np.zeros(len(tables["metrics"].values))
+        self.metrics = np.stack([known.get(name, nothing) for name in self._columns], axis=1).tolist()
         self.accuracy, self.loss = list(history["accuracy"]), list(history["loss"])
         self.moments = {moment: list(history[f"accuracy_{moment}"]) for moment in MOMENTS}
         self.of_unseen = {name: list(history.get(name, ())) for name in self.of_unseen}
@@ -252,7 +257,8 @@ class Ledger:
         self._rounds = bytes_table[:, 0].tolist()
         self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
         self.client_bytes = tables["client_bytes"].values.copy()
-        self.diverged = tables["diverged"].values[:, 0].copy()
+        if "diverged" in tables:
+            self.diverged = tables["diverged"].values[:, 0].copy()
         pending = tables["pending"].values[0].tolist()
         self._steps, self._train_s, self._train_loss, self.wall_s, *spent = pending
         self.spent = dict(zip(SPENT, spent, strict=True))

@@ -27,10 +27,12 @@ def make_run(
     eval_every: int = 1,
     unseen: np.ndarray | None = None,
     derived: Mapping[str, np.ndarray] | None = None,
+    diverged: Sequence[int] = (),
 ) -> Path:
     """Write a finished run with these accuracies [E, N], of unseen clients [E, U], and history [E, ...].
 
-    `derived` is what the checkpoint has of the server for readers.
+    `derived` is what the checkpoint has of the server for readers; `diverged` are clients that diverge in
+    every round.
     """
     evaluations, in_training = accuracy.shape
     num_unseen = 0 if unseen is None else unseen.shape[1]
@@ -48,7 +50,7 @@ def make_run(
     cohort = Cohort(0, everyone, torch.ones(in_training))
     for number in range(rounds):
         object.__setattr__(cohort, "round", number)
-        ledger.record_round(cohort, (moved, moved), 10.0, 1 / (number + 1), 0.5)
+        ledger.record_round(cohort, (moved, moved), 10.0, 1 / (number + 1), 0.5, diverged)
         if (number + 1) % eval_every == 0:
             at = number // eval_every
             ledger.wall_s = 0.8 * (number + 1)

@@ -381,3 +381,24 @@ def test_a_name_cannot_end_the_block_of_data(tmp_path: Path) -> None:
     assert "<b>" not in text
     assert "&lt;b&gt; &amp; co" in text
     assert data_of(folder / "report.html")["runs"][0]["label"] == "fedavg <b> & co"
+
+
+def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
+    keys = ["run.on_divergence=skip"]
+    some = make_run(tmp_path / "pfedla", rising(3, 6), keys, diverged=[1, 4])
+    none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
+    told = "6 rounds in which numbers were nan or infinite of clients 1 and 4; the run left them out"
+    for is_finished in (True, False):
+        if not is_finished:
+            (some / "clients.csv").unlink()
+        assert load_run(some).diverged.tolist() == [0, 3, 0, 0, 3, 0]
+        page = tmp_path / "page.html"
+        assert main(["report", str(some), str(none), "--out", str(page)]) == FINISHED
+        runs = data_of(page)["runs"]
+        assert [run["warnings"] for run in runs] == [[f"{told} (run.on_divergence)."], []]
+        figures = [{entry["name"]: entry["value"] for entry in run["headline"]} for run in runs]
+        assert [of_run["Diverged"] for of_run in figures] == [6, 0]
+        assert f'<p class="warning">{told}' in page.read_text()
+    # a page without such a run has no figure of it
+    assert main(["report", str(none), "--out", str(tmp_path / "none.html")]) == FINISHED
+    assert "Diverged" not in (tmp_path / "none.html").read_text()

@@ -52,6 +52,11 @@ def test_differences_intervals_and_keys_are_as_by_hand(
         for line in text.splitlines()
     )
     assert text.splitlines()[-2].split() == ["method.name", "fedavg", "local"]
+    assert "diverged" not in text
+    other.clients["diverged"][1:] += 2
+    header, *rows = (line.split() for line in str(one.compare(other)).splitlines()[:3])
+    assert header[-2:] == ["diverged", "scored"]
+    assert [row[3] for row in rows] == ["0", "6"]
 
     three = scored(made(tmp_path, "A-s1", "method.name=fedavg", "run.seed=1"), 0.5, 0.5, 0.5, 0.5)
     four = scored(made(tmp_path, "B-s1", "method.name=local", "train.lr=0.1", "run.seed=1"), *[0.2] * 4)

@@ -27,6 +27,7 @@ from hpcfl.main import FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.simulation.divergence import diverged_members, losses_and_extremes
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.loop import Simulation
 from hpcfl.training.batches import Batch
@@ -394,6 +395,19 @@ def test_the_order_of_a_local_round_is_its_only_transfer(marked: Marked, sizes: 
     assert marked.waits.total() == 0
     assert trained.steps.device == CPU
     assert trained.theta.device == clients.loss_sum.device == DEVICE
+
+
+def test_the_end_of_a_local_round_is_one_transfer(marked: Marked) -> None:
+    """Losses and what says whether a client has diverged go to the host together."""
+    place, theta, buffers = place_of([8, 8, 8])
+    clients = Clients(place, range(3), 0)
+    clients.buffers = buffers
+    up = Message(rows={"theta": clients.sgd(theta).theta, BUFFERS: clients.buffers})
+    marked.transfers.clear()
+    figures = losses_and_extremes(clients, up).cpu()
+    assert diverged_members(clients, up, figures) == {}
+    assert marked.transfers == Counter({"to host": 1})
+    assert marked.waits.total() == 0
 
 
 def test_a_step_has_few_operators(marked: Marked) -> None:
