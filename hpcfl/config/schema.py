@@ -102,10 +102,9 @@ class RunConfig(Settings):
     on_divergence: Literal["stop", "skip", "continue"] = "stop"
     """What happens when a client's training loss, or a number that it sends or keeps, is nan or infinite.
     stop: the run ends with exit code 3, and its newest checkpoint stays; so it does where the loss of a model
-    that is scored is nan. skip: the client's round is undone
-    and left out, as if the client had not been in the cohort; the run still stops where the server's own
-    numbers are nan or infinite. continue: these numbers go where they go. A run may go on with another
-    value."""
+    that is scored is nan. skip: the client's round is undone and left out, as if the client had not been in
+    the cohort; the run still stops where the server's own numbers are nan or infinite. continue: these
+    numbers go where they go. A run may go on with another value."""
     threads: int = Field(1, ge=1)
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
