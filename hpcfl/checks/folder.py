@@ -116,8 +116,8 @@ def _tried(folder: Path, out: Path, checked: Checked, at_exit: ExitStack) -> Non
     rates = [4 * MANY / seconds for seconds in (write_s, read_s)]
     checked.lines.append(
         f"folder: {out}: {_kind(folder)}, {usage.free / 1e9:.3g} GB free; a checkpoint of "
-        f"{4 * MANY / 1e6:.0f} MB written, synced, verified and renamed at {rates[0] / 1e6:.0f} MB/s, read at "
-        f"{rates[1] / 1e6:.0f} MB/s"
+        f"{4 * MANY / 1e6:.0f} MB written, synced, verified and renamed at {rates[0] / 1e6:.0f} MB/s, read "
+        f"at {rates[1] / 1e6:.0f} MB/s"
     )
     if usage.free < LEAST_FREE_BYTES:
         checked.mend(

@@ -141,8 +141,8 @@ def _world(told: Sequence[Told], checked: Checked, environment: Mapping[str, str
     others = [rank for rank in told if rank["mpi"] != told[0]["mpi"]]
     if others:
         checked.mend(
-            f"{_place(others[0])} has {others[0]['mpi']}, rank 0 {told[0]['mpi']}: load the same MPI on every "
-            "node"
+            f"{_place(others[0])} has {others[0]['mpi']}, rank 0 {told[0]['mpi']}: load the same MPI on "
+            "every node"
         )
 
 

@@ -172,9 +172,10 @@ def _times(config: Config, rehearsal: Rehearsal, found: Estimate) -> Iterator[st
     )
     busiest = f" (training on the busiest of {found.ranks - 1} workers {_seconds(found.train_s)})"
     busiest = busiest if found.ranks > 2 else f" (training {_seconds(found.train_s)})"
+    ranks = f"{found.ranks} rank{'s' if found.ranks > 1 else ''}"
     yield (
-        f"time on {found.ranks} ranks, estimated: {_clock(found.total_s)} in all; a round "
-        f"{_seconds(found.round_s)}{busiest}, an evaluation {_seconds(found.evaluation_s)}, a checkpoint "
+        f"time on {ranks}, estimated: {_clock(found.total_s)} in all; a round {_seconds(found.round_s)}"
+        f"{busiest}, an evaluation {_seconds(found.evaluation_s)}, a checkpoint "
         f"{_seconds(found.checkpoint_s)}"
     )
 
@@ -202,8 +203,11 @@ def _disk(found: Sizes) -> str:
 def _network(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
     """Yield the bytes of messages as metrics.csv counts them, and what moves beside them."""
     a_round, whole = traffic(rehearsal)
+    # which layers travel depends on the data
+    is_chosen = method.negotiates(method.context.train.rounds) or whole["index_bytes_down"]
+    about = "about " if is_chosen else ""
     yield (
-        f"network: {a_round['bytes_down']:,.0f} bytes down and {a_round['bytes_up']:,.0f} up a round, "
+        f"network: {about}{a_round['bytes_down']:,.0f} bytes down and {a_round['bytes_up']:,.0f} up a round, "
         f"{whole['bytes_down']:,.0f} and {whole['bytes_up']:,.0f} in all, as metrics.csv counts them"
     )
     for kind, called in (("buffer_", "running statistics"), ("index_", "indices")):

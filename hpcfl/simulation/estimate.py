@@ -36,12 +36,14 @@ FILE_BYTES, DATASET_BYTES = 4_600, 460
 """What HDF5 adds to the numbers of a checkpoint: once, and for a dataset."""
 NODE_ROWS, FULL_NODE_ROWS, NODE_BYTES = 64, 57, 2_800
 """What it adds for a dataset of a row a client: nodes of a tree, of so many rows."""
-METRICS_ROW_BYTES, TRAFFIC_ROW_BYTES = 330, 30
+METRICS_ROW_BYTES, TRAFFIC_ROW_BYTES = 330, 20
 CLIENT_LINE_BYTES, CLASS_LINE_BYTES = 90, 12
-REPORT_BYTES, SHOWN_NUMBER_BYTES = 120_000, 9
+REPORT_BYTES, SHOWN_NUMBER_BYTES = 60_000, 3
 
 SAMPLED_COHORTS = 50
 """Rounds whose cohorts are dealt to the workers to find the busiest."""
+SERVER_COPIES = 2
+"""Of the server's state: a step's, or that of the report, which reads the last checkpoint."""
 COPIES = 3
 """Of a client's model in a round: sent, received and decoded."""
 
@@ -192,7 +194,7 @@ class Planner:
         cohort = min(
             config.train.cohort_size(method.context.num_clients), max(1, config.run.max_elements // row)
         )
-        at_work = rehearsal.server_bytes + cohort * a_client
+        at_work = SERVER_COPIES * rehearsal.server_bytes + cohort * a_client
         samples = deal.samples_of_largest_shard() * (4 * math.prod(method.context.image_shape) + 8)
         own = samples + sum(rehearsal.stored.client_rows) * deal.largest_shard
         training = deal.most_members() * a_client + bytes_of_client(method)

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
+import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from bits import method_settings, run_here, tiny_settings, write_digits
+from conftest import REPOSITORY
 
+from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
 from hpcfl.simulation import refusals
 from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.estimate import Planner
 from hpcfl.simulation.experiment import load_data, make_method
-from hpcfl.simulation.work import step_seconds
+from hpcfl.simulation.placement import balanced
+from hpcfl.simulation.rehearsal import TRAFFIC, Models, Phase, Rehearsal, Stored
+from hpcfl.simulation.work import adapting_a_batch, step_seconds, work_of
 from hpcfl.training.settings import TrainConfig
 
 DIGITS_CNN = 160 + 4640 + 8256 + 650
@@ -205,3 +214,226 @@ def test_fedmn_is_timed_with_its_own_network_in_all_its_shapes() -> None:
     plain = load_config(None, [*sizes, "method.name=fedavg"])
     # encoders, blocks and a router of 2,048 numbers in place of one network
     assert min(seconds) > 2 * step_seconds(plain, make_method(plain, *load_data(plain)))
+
+
+# What a rehearsal tells
+
+
+CHOSEN = {"heurpfedla": 0.35, "fedmn": 0.35}
+"""Cases whose traffic depends on the layers that clients choose, and by how much a plan may be off."""
+
+
+SEVENTY = ["data.clients=70", "data.subset_per_class=140", "data.partition.name=iid"]
+"""More clients than a node of HDF5's trees has rows."""
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["plan", *words]) == FINISHED
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def size(text: str) -> float:
+    """Read "1.5 MB"."""
+    number, unit = text.split()
+    return float(number) * {"bytes": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+
+
+def found(pattern: str, text: str) -> tuple[str, ...]:
+    match = re.search(pattern, text)
+    assert match, f"{pattern} is not in\n{text}"
+    return match.groups()
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [
+        ("fedavg", []),
+        ("pfedla", ["train.participation=0.6"]),
+        ("heurpfedla", []),
+        ("scaffold", ["train.participation=0.6"]),
+        ("fedavg-int8", []),
+        ("ditto-topk", ["comm.codec=topk", "train.rounds=2", *SEVENTY]),
+        ("fedbabu", ["data.unseen_clients=0.3"]),
+        ("fedmn", ["method.pretrain_rounds=1", "data.unseen_clients=0.3"]),
+    ],
+)
+def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
+    case: str, more: list[str], digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*tiny_settings(digits), *method_settings(case), "run.checkpoint_every=1", *more]
+    text = told(capsys, *words)
+    assert list(tmp_path.iterdir()) == []
+    assert run_here(tmp_path / "run", [*words, "run.report=false"]) == FINISHED
+    said = found(
+        r"disk: a checkpoint ([\d.]+ \w+), the last one ([\d.]+ \w+); .* at most ([\d.]+ \w+):", text
+    )
+    real = [(tmp_path / "run" / name).stat().st_size for name in ("checkpoint.prev.h5", "checkpoint.h5")]
+    assert size(said[0]) == pytest.approx(real[0], rel=0.02)
+    assert size(said[1]) == pytest.approx(real[1], rel=0.02)
+    tables = sum(path.stat().st_size for path in (tmp_path / "run").glob("*.csv"))
+    assert size(said[2]) > 2 * real[0] + real[1] + tables
+    with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
+        last = list(csv.DictReader(file))[-1]
+    numbers = found(r"network: .* a round, ([\d,]+) and ([\d,]+) in all", text)
+    moved = [int(number.replace(",", "")) for number in numbers]
+    exact = [int(last["bytes_down"]), int(last["bytes_up"])]
+    assert moved == (pytest.approx(exact, rel=CHOSEN[case]) if case in CHOSEN else exact)
+    assert ("network: about " in text) == (case in CHOSEN)
+    buffers = [int(last[f"buffer_bytes_{way}"]) for way in ("down", "up")]
+    line = f"running statistics: {buffers[0]:,} bytes down and {buffers[1]:,} up in all"
+    assert line in text if any(buffers) else "running statistics" not in text
+
+
+def test_fedavgs_bytes_by_hand_and_the_head_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["method.name=fedavg", "data.per_client=40", "data.clients=5", "train.participation=0.6"]
+    text = told(capsys, *words, "--ranks", "4", "train.rounds=10", "run.device=cpu", "run.threads=1")
+    a_round = 3 * 4 * DIGITS_CNN
+    assert f"network: {a_round:,} bytes down and {a_round:,} up a round, " in text
+    assert f"{10 * a_round:,} and {10 * a_round:,} in all, as metrics.csv counts them" in text
+    assert "time on 4 ranks, estimated: 0:00:1" in text
+    assert "on other numbers of ranks: 1 0:00:1" in text
+    assert "(more than 4 do not help)" in text
+    assert re.search(r"measured for \d+ s on one core of this machine: [\d.]+ ms a gradient", text)
+    memory = [size(part) for part in found(r"memory, estimated: rank 0 (\d+ MB), a worker (\d+ MB)", text)]
+    assert all(100e6 < part < 2e9 for part in memory)
+    head = dict(
+        line.removeprefix("#SBATCH --").split("=", 1) if "=" in line else (line[10:], "")
+        for line in text.splitlines()
+        if line.startswith("#SBATCH --")
+    )
+    script = (REPOSITORY / "jobs" / "train.sbatch").read_text()
+    there = set(re.findall(r"^#SBATCH --([\w-]+)", script, re.MULTILINE))
+    assert there <= set(head) | {"job-name"}
+    assert set(head) - there <= {"mem-per-cpu"}
+    assert (head["ntasks"], head["cpus-per-task"], head["signal"]) == ("4", "1", "B:USR1@120")
+    assert head["time"] == "00:10:00"
+    assert (
+        1.2 * max(memory) / 2**20
+        < int(head["mem-per-cpu"].removesuffix("M"))
+        < 1.5 * max(memory) / 2**20 + 100
+    )
+
+
+def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.device_count():
+        pytest.skip("says what is said where there is no GPU")
+    words = [
+        "method.name=fedavg",
+        "data.per_client=40",
+        "train.rounds=20000",
+        "train.local_epochs=100",
+    ]
+    text = told(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
+    assert "of this machine, which has no GPU, as run.device=cuda wants: " in text
+    for line in ("--ntasks=9", "--cpus-per-task=1", "--gpus-per-node=1", "--time=1-00:10:00"):
+        assert f"\n#SBATCH {line}\n" in text
+    jobs, signal_s = found(r"# about (\d+) jobs of 1-00:10:00 one after the other: each stops (\d+) s", text)
+    assert f"\n#SBATCH --signal=B:USR1@{signal_s}\n" in text
+    days, hours, minutes, seconds = found(r"ranks, estimated: (\d+) days?, (\d+):(\d+):(\d+) in all", text)
+    total_s = ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)
+    assert int(jobs) == math.ceil(total_s / (24 * 3600 + 600 - int(signal_s) - 10))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "--ranks 0 is not possible; give a whole number from 1 on, such as --ranks 9"),
+        (["--time", "4h"], "--time 4h is not possible; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
+        (
+            ["--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
+            "--time 00:00:30 does not hold one round with its evaluation and checkpoint on 9 ranks; give "
+            "--time 00:03:00 or more, or more --ranks",
+        ),
+        (
+            ["--ranks", "3", "data.per_client=40", "method.name=fedmn", "method.order=chain"],
+            "method.order=chain trains a round's clients one after the other, and 2 workers",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *words]) == BAD_INPUT
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+
+
+def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
+    words = [
+        *tiny_settings(digits),
+        "method.name=ditto",
+        "data.unseen_clients=0.3",
+        "train.finetune_epochs=2",
+    ]
+    config = load_config(None, [*words, "train.rounds=7", "run.eval_every=3", "run.checkpoint_every=2"])
+    arrays, parts = load_data(config)
+    method = make_method(config, arrays, parts)
+    known = Rehearsal(
+        wall_s=1.0,
+        device="cpu",
+        gradient_s=0.5,
+        adapting_s=0.25,
+        score_s=0.01,
+        send_s=0.0,
+        phases=[Phase(1, 9.0, dict.fromkeys(TRAFFIC, 1e9)), Phase(6, 3.0, dict.fromkeys(TRAFFIC, 1e9))],
+        stored=Stored(10**6, [1000], Models([], [2000]), Models([], [3000]), 800, 80, 0, 10),
+        evaluation_row=0,
+        server_bytes=10**6,
+    )
+    scored = [len(part.test) for part in parts]
+    planner = Planner(config, method, known, scored, 0, 0.0)
+    batches = [math.ceil(len(part.train) / 12) for part in parts]
+    seen, unseen = batches[:5], batches[5:]
+    assert len(unseen) == 2
+    alone, spread = planner.on(1), planner.on(4)
+    # Ditto trains both models for an epoch; an evaluation fine-tunes for two, newcomers adapt for one
+    assert alone.train_s == pytest.approx(0.5 * 2 * sum(seen))
+    assert alone.round_s == pytest.approx(alone.train_s + 3.0)
+    adapting = adapting_a_batch(method)
+    expected = 0.01 * (sum(scored) + sum(scored)) + 0.5 * 2 * sum(seen) + 0.25 * adapting * sum(unseen)
+    assert alone.evaluation_s == pytest.approx(expected)
+    assert alone.total_s == pytest.approx(
+        10
+        + 7 * alone.round_s
+        + 3 * alone.evaluation_s
+        + (3 * planner.sizes.checkpoint + planner.sizes.last_checkpoint) / 100e6
+    )
+    samples = [len(part.train) for part in parts[:5]]
+    workers = balanced(samples, World().homes(range(5), 5), 3)
+    assert max(workers) == 2
+    loads = [0, 0, 0]
+    for client, worker in enumerate(balanced(samples, [0, 0, 1, 1, 2], 3)):
+        loads[worker] += batches[client]
+    assert spread.train_s == pytest.approx(0.5 * 2 * max(loads))
+    assert spread.round_s == pytest.approx(spread.train_s + 3.0 + 6.0)
+    assert planner.sizes.last_checkpoint - planner.sizes.checkpoint == pytest.approx(
+        80 + 800 + 5 * 2000 + 2 * 3000, abs=6000
+    )
+
+
+def test_what_unseen_clients_compute_is_in_both_plans(
+    digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["data.unseen_clients=0.3", "train.unseen_epochs=4", "run.eval_every=2"]
+    words = [*tiny_settings(digits), *settings]
+    config = load_config(None, [*words, "method.name=fedavg"])
+    method = make_method(config, *load_data(config))
+    counts = [math.ceil(int(n) / 12) for n in method.context.num_samples_of_unseen]
+    work = work_of(config, method)
+    assert work.unseen == sum(counts) * 4 * 2
+    path = tmp_path / "table.yaml"
+    path.write_text("title: T\nseeds: [0]\nrows: [{method: {name: fedavg}}]\n")
+    assert main(["table", str(path), "--plan", *words]) == FINISHED
+    assert f"1 cells, {work.total:,.0f} gradients of mini-batches, " in " ".join(
+        capsys.readouterr().out.split()
+    )
