@@ -6,13 +6,13 @@ A name in a folder may stand for a pipe, which never ends, or for a file whose s
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO
 
 
-def open_plain(path: Path) -> BinaryIO:
+def open_plain(path: Path) -> io.FileIO:
     """Open a file for reading, in binary and without a buffer.
 
     Raises:
@@ -28,7 +28,7 @@ def open_plain(path: Path) -> BinaryIO:
         os.close(descriptor)
         said = os.strerror(errno.EISDIR) if stat.S_ISDIR(mode) else "it is a pipe or a device, and no file"
         raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, said, str(path))
-    return os.fdopen(descriptor, "rb", buffering=0)
+    return io.FileIO(descriptor)
 
 
 def read_plain(path: Path, most_bytes: int | None = None) -> bytes:

@@ -34,7 +34,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {
     "mpi4py": ["communication/world.py"],
-    "h5py": ["storage/hdf5.py"],
+    "h5py": ["storage/foreign.py", "storage/hdf5.py"],
     "matplotlib": ["tables/drawing.py"],
 }
 """Which files import a library."""

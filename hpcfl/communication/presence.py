@@ -46,7 +46,7 @@ class SignsOfLife:
         self._others = list(range(1, comm.Get_size())) if rank == 0 else [0]
         self._sign, self._last = np.array([rank], np.int64), np.array([-1 - rank], np.int64)
         self._others_ended: set[int] = set()
-        self._going: dict[int, Any] = {}
+        self._going: dict[int, MPI.Request] = {}
         self._every_s = min(_SIGN_EVERY_S, timeout_s / 4)
         self._given_s = time.monotonic()
         self.begin()

@@ -42,7 +42,7 @@ DAMAGES = (
 @contextmanager
 def opened(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open an archive; raises one of DAMAGES where it is none, as all that reads it does."""
-    with io.BufferedReader(open_plain(path)) as file, zipfile.ZipFile(file) as archive:  # type: ignore[arg-type]
+    with io.BufferedReader(open_plain(path)) as file, zipfile.ZipFile(file) as archive:
         yield archive
 
 
@@ -84,7 +84,7 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         if min(shape, default=0) < 0 or stream.tell() + count * dtype.itemsize != size:
             raise ValueError(f"{name} is {dtype} of shape {shape}, which its {size:,} bytes are not")
         raw = np.empty(count * dtype.itemsize, np.uint8)
-        view, filled = memoryview(raw), 0
+        view, filled = raw.data, 0
         while filled < len(raw):
             got = stream.readinto(view[filled:])  # type: ignore[attr-defined]
             if not got:

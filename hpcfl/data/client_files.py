@@ -265,7 +265,7 @@ def _refuse_traps(pickled: bytes) -> None:
         if operation.name not in _OPERATIONS:
             raise ValueError(f"a pickle with {operation.name}, which no dict of arrays has")
         # unpickling makes a table of so many places
-        if operation.name.endswith("PUT") and argument > _MOST_OPERATIONS:
+        if operation.name.endswith("PUT") and int(argument or 0) > _MOST_OPERATIONS:
             raise ValueError(f"a pickle that remembers something at place {argument}")
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING
 
+from hpcfl.errors import printable
 from hpcfl.simulation.curves import curve
 from hpcfl.storage.ledger import Ledger
 
@@ -90,7 +91,7 @@ class Progress:
 
 def print_warning(text: str) -> None:
     """Print a warning to standard error."""
-    print_line(f"hpcfl: warning: {text}", sys.stderr)
+    print_line(f"hpcfl: warning: {printable(' '.join(text.splitlines()))}", sys.stderr)
 
 
 def print_line(text: str, stream: IO[str]) -> None:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcfl.errors import UserError
-from hpcfl.storage.hdf5 import LoadedCheckpoint, find_damage, write_snapshot
+from hpcfl.storage.hdf5 import ForeignError, LoadedCheckpoint, find_damage, write_snapshot
 from hpcfl.storage.snapshot import Snapshot
 
 
@@ -72,7 +72,11 @@ class CheckpointStore:
             if damage := find_damage(path):
                 complaints.append(f"{path} {damage}")
                 continue
-            loaded = LoadedCheckpoint(path)
+            try:
+                loaded = LoadedCheckpoint(path)
+            except ForeignError as error:
+                complaints.append(f"{path} {error}")
+                continue
             self._newest_is_good = path == self._newest
             self.last_round = loaded.header.round
             for complaint in complaints:

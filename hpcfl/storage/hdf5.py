@@ -1,4 +1,4 @@
-"""Snapshots as HDF5 files that plain h5py reads: the only module that knows HDF5.
+"""Snapshots as HDF5 files that plain h5py reads: all that knows HDF5, with `foreign.py`.
 
 A file's first 512 bytes, HDF5's user block, hold a line of text with the SHA-256 of everything after them, so
 that no flipped bit goes unnoticed. Client rows are written and read in blocks, so that memory for all clients
@@ -13,7 +13,8 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ import numpy as np
 import torch
 
 from hpcfl import __version__
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
+from hpcfl.plain_files import open_plain
+from hpcfl.storage.foreign import MISFITS, finite, refuse_foreign, whole
 from hpcfl.storage.snapshot import (
     Block,
     DataRecord,
@@ -43,21 +46,35 @@ USER_BLOCK_BYTES = 512
 HASH_BLOCK_BYTES = 4 * 2**20
 
 
+class ForeignError(Exception):
+    """A file that no run has written, though it is whole; says why, to be put behind the file's name."""
+
+
 class LoadedCheckpoint:
     """A verified checkpoint, open for reading; names come in the order in which they were saved."""
 
     def __init__(self, path: Path) -> None:
+        """Open the file; raise ForeignError where it has parts that no run writes, or not those it writes."""
         self.path = path
         # by a file of our own: a user's script may have HDF5 open the same path, in its own way, meanwhile
-        raw = path.open("rb", buffering=0)
+        raw = open_plain(path)
         self._file = h5py.File(raw, "r")
         # also where nobody calls it
         self.close = weakref.finalize(self, _close, self._file, raw)
         """Close the file; what was not read yet cannot be read any more."""
+        try:
+            refuse_foreign(self._file, os.fstat(raw.fileno()).st_size)
+            self._read()
+        except MISFITS as error:
+            self.close()
+            raise ForeignError(f"holds what no run writes ({one_line(error)})") from error
+
+    def _read(self) -> None:
+        """Read all that is small; raises one of MISFITS where it is not as it was written."""
         attributes = self._file.attrs
         self.schema = int(attributes["schema"])
         self.header = Header(
-            attributes["method"].decode(), int(attributes["round"]), attributes["config"].decode()
+            attributes["method"].decode(), whole(attributes["round"], 0), attributes["config"].decode()
         )
         self.layout = LayoutRecord(
             _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
@@ -69,6 +86,22 @@ class LoadedCheckpoint:
             name: LedgerTable(data[()], _decode(data.attrs["columns"]))
             for name, data in _datasets(self._file["ledger"]).items()
         }
+        for table in self.ledger.values():
+            if table.values.shape[1:] != (len(table.columns),):
+                raise ValueError("a table of the ledger has not the columns that it names")
+        for name in {"accuracy", "accuracy_unseen" if "accuracy_unseen" in self.history else "accuracy"}:
+            if self.history[name].ndim != 2:
+                raise ValueError(f"the history's {name} is not by evaluation and client")
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raise ValueError where there are not as many rows as clients."""
+        for group, count in (("personalised", self.num_clients), ("unseen", self.num_unseen)):
+            for name, data in _datasets(self._file[group]).items() if group in self._file else ():
+                if len(data) not in (1, count):
+                    raise ValueError(f"{group}/{name} has {len(data)} rows for {count} clients")
+        for group in ("server", "clients"):
+            _datasets(self._file[group])
 
     @property
     def num_clients(self) -> int:
@@ -83,11 +116,13 @@ class LoadedCheckpoint:
     @cached_property
     def server(self) -> dict[str, torch.Tensor]:
         """The server's state, read when it is first asked for, before `close`."""
-        return {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
+        with self._told():
+            return {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
 
     def newest(self, name: str) -> np.ndarray | None:
         """Read a quantity of the server, derived ones too, as the last round left it; None without it."""
-        return self._file["server"][name][()] if name in self._file["server"] else None
+        with self._told():
+            return self._file["server"][name][()] if name in self._file["server"] else None
 
     @property
     def has_models(self) -> bool:
@@ -110,8 +145,9 @@ class LoadedCheckpoint:
             known = self.num_clients + self.num_unseen
             raise ValueError(f"{self.path} has models of {known} clients, asked for client {client}")
         parts = _datasets(self._file[group])
-        # a part that all clients share has one row
-        return {name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()}
+        with self._told():
+            # a part that all clients share has one row
+            return {name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()}
 
     def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Read the rows [stop - start, ...] of clients start to stop - 1, by name.
@@ -123,7 +159,18 @@ class LoadedCheckpoint:
         for name, data in datasets.items():
             if not 0 <= start <= stop <= len(data):
                 raise ValueError(f"{self.path} has {len(data)} rows of {name!r}, asked for {start} to {stop}")
-        return {name: torch.from_numpy(data[start:stop]) for name, data in datasets.items()}
+        with self._told():
+            return {name: torch.from_numpy(data[start:stop]) for name, data in datasets.items()}
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise UserError where numbers cannot be read, though all that describes them could."""
+        try:
+            yield
+        except (KeyError, OSError) as error:
+            raise UserError(
+                f"{self.path} is damaged (it cannot be read: {error}); bring it back from a copy"
+            ) from error
 
 
 def _close(file: h5py.File, raw: io.FileIO) -> None:
@@ -229,8 +276,8 @@ def _write_layout(group: h5py.Group, records: Sequence[TensorRecord]) -> None:
 
 def _read_layout(group: h5py.Group) -> tuple[TensorRecord, ...]:
     names, layers = _decode(group["names"][()]), _decode(group["layers"][()])
-    shapes = (tuple(size for size in shape if size >= 0) for shape in group["shapes"][()].tolist())
-    offsets = group["offsets"][()].tolist()
+    shapes = (tuple(whole(size, 0) for size in shape if size >= 0) for shape in group["shapes"][()].tolist())
+    offsets = [whole(offset, 0) for offset in group["offsets"][()].tolist()]
     return tuple(TensorRecord(*record) for record in zip(names, shapes, offsets, layers, strict=True))
 
 
@@ -243,15 +290,24 @@ def _write_data(group: h5py.Group, record: DataRecord) -> None:
 
 def _read_data(group: h5py.Group) -> DataRecord:
     found = group.attrs
-    channels, height, width = found["image_shape"].tolist()
+    channels, height, width = (whole(size, 1) for size in found["image_shape"].tolist())
+    dtype = found["dtype"].decode()
+    # the text of an exported model.py has these in it
+    if dtype not in ("uint8", "float32"):
+        raise ValueError(f"images of type {dtype!r}")
+    scale, mean, std = (
+        [finite(value) for value in np.ravel(found[name]).tolist()] for name in ("scale", "mean", "std")
+    )
+    if [len(scale), len(mean), len(std)] != [1, channels, channels]:
+        raise ValueError(f"a scale and a mean and a deviation a channel, of {channels}")
     return DataRecord(
         (channels, height, width),
-        found["dtype"].decode(),
-        float(found["scale"]),
-        tuple(found["mean"].tolist()),
-        tuple(found["std"].tolist()),
-        int(found["num_classes"]),
-        tuple(group["num_samples"][()].tolist()),
+        dtype,
+        scale[0],
+        tuple(mean),
+        tuple(std),
+        whole(found["num_classes"], 1),
+        tuple(whole(count, 0) for count in group["num_samples"][()].tolist()),
     )
 
 
@@ -342,7 +398,10 @@ def _check_name(name: str) -> None:
 
 def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:
     """Return the datasets of a group that are loaded again, in the order in which they were saved."""
-    return {name: group[name] for name in _decode(group.attrs["names"])}
+    found = {name: group[name] for name in _decode(group.attrs["names"])}
+    if any(isinstance(data, h5py.Group) or data.dtype.kind not in "biuf" for data in found.values()):
+        raise ValueError(f"{group.name} names what are no numbers")
+    return found
 
 
 def _read_tensor(data: h5py.Dataset, row: int | None = None) -> torch.Tensor:
@@ -375,12 +434,12 @@ def find_damage(path: Path) -> str | None:
         UserError: it is whole, but a newer hpcfl wrote it.
     """
     try:
-        with path.open("rb", buffering=0) as raw:
+        with open_plain(path) as raw:
             user_block = raw.read(USER_BLOCK_BYTES)
             if user_block != _user_block(_sha256_after_user_block(raw)):
                 return "is damaged (its bytes do not match the SHA-256 at its start)"
-        with h5py.File(path, "r", locking=False) as file:
-            schema = int(file.attrs.get("schema", 0))
+        with open_plain(path) as raw, h5py.File(raw, "r") as file:
+            schema = whole(file.attrs.get("schema", 0), 0)
             if schema > SCHEMA:
                 raise UserError(
                     f"{path} has checkpoint schema {schema}, this hpcfl {__version__} reads up to {SCHEMA}; "
@@ -390,7 +449,7 @@ def find_damage(path: Path) -> str | None:
                 return "is damaged (it was not written to its end)"
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
+    except MISFITS as error:
         return f"is damaged (it cannot be read: {error})"
     return None
 
