@@ -31,6 +31,14 @@ def open_plain(path: Path) -> io.FileIO:
     return io.FileIO(descriptor)
 
 
+def is_plain(path: Path) -> bool:
+    """Whether a name stands for a file, or for nothing yet; opens nothing."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
 def read_plain(path: Path, most_bytes: int | None = None) -> bytes:
     """Return what is in a file.
 

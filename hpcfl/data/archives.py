@@ -51,14 +51,14 @@ def member(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[IO[bytes], int
     """Open a member for reading; yields its bytes and how many there are.
 
     Raises:
-        ValueError: it is packed as no npz file is, or with a size that cannot be, or that memory does not hold.
+        ValueError: it is packed as no npz file is, or its size cannot be, or is more than memory holds.
     """
     info = archive.getinfo(name)
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(f"{name} is packed by method {info.compress_type}; allowed: none, deflate")
     times = MOST_TIMES if info.compress_type == zipfile.ZIP_DEFLATED else 1
     if info.file_size > times * min(info.compress_size, _size(archive)):
-        raise ValueError(f"{name} is of {info.compress_size:,} bytes and says that it holds {info.file_size:,}")
+        raise ValueError(f"{name} says that its {info.compress_size:,} bytes hold {info.file_size:,}")
     if info.file_size > free_bytes():
         raise ValueError(f"{name} holds {info.file_size:,} bytes, more than the memory that is free")
     with archive.open(info) as stream:

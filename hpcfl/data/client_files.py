@@ -198,7 +198,7 @@ def _lists_as_arrays(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _holds_numbers(values: list[Any]) -> bool:
-    """Whether a list is of numbers, or of lists of numbers: as an array, a text would be as long as the longest."""
+    """Whether a list is of numbers, or of lists of them: an array gives each text the room of the longest."""
     kinds = set(map(type, values))
     if kinds == {list}:
         kinds = set().union(*(map(type, row) for row in values))
@@ -272,12 +272,16 @@ def _refuse_traps(pickled: bytes) -> None:
 _MOST_OPERATIONS = 10_000
 
 _OPERATIONS = frozenset(
-    (
-        "PROTO FRAME STOP MARK POP MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL REDUCE "
-        "BUILD NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 FLOAT BINFLOAT BINBYTES SHORT_BINBYTES "
-        "BINBYTES8 STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE "
-        "TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM SETITEMS"
-    ).split()
+    {
+        *("PROTO", "FRAME", "STOP", "MARK", "POP", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
+        *("MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
+        *("NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1"),
+        *("FLOAT", "BINFLOAT", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING"),
+        *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+        *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
+        *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS"),
+    }
 )
 """By which dicts of arrays, numbers and texts are written, whatever the protocol."""
 

@@ -10,7 +10,6 @@ import numpy as np
 from hpcfl.data.archives import DAMAGES, opened, read_array
 from hpcfl.errors import UserError, one_line
 
-
 MOST_NAMES = 10
 """Arrays of a file that an error names."""
 

@@ -21,7 +21,7 @@ from hpcfl.data.npz import as_pixels
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.data.sources import Arrays
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
 from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
 from hpcfl.simulation.experiment import describe, load_data, method_of
@@ -95,7 +95,13 @@ class TrainedModels:
                 f"method.name={self._config.method} predicts by a rule of its own (predict) and does not say "
                 "it as a network (network_of); use `hpcfl predict`, or the tensors of `hpcfl export`"
             )
-        return self.method.network_of(self.saved(client)).eval()
+        try:
+            return self.method.network_of(self.saved(client)).eval()
+        except (LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self._path} holds no model of method.name={self._config.method}: its parts do not fit "
+                f"({one_line(error)}); bring it back from a copy, or name the folder of another run"
+            ) from error
 
     @property
     def is_network(self) -> bool:

@@ -29,6 +29,14 @@ if TYPE_CHECKING:
     from hpcfl.results.comparison import Comparison
 
 TABLES = ("metrics", "clients", "bytes")
+MOST_CELLS = 2**27
+"""Clients times classes of a run."""
+
+_NO_CHECKPOINT = (
+    "its models and histories are lost, the figures in its CSV files are not; bring the checkpoint "
+    "back from a copy, or name the folder of another run"
+)
+
 Columns = dict[str, np.ndarray]
 """Columns of a CSV file: float64, or text where an entry is no number."""
 
@@ -138,7 +146,11 @@ class Run:
     @cached_property
     def partition(self) -> Columns:
         """Columns of partition.csv: samples of each client by class, where there are any."""
-        return read_columns(self.path / "partition.csv")
+        path = self.path / "partition.csv"
+        found = read_columns(path)
+        if found and int(found["client"].max() + 1) * int(found["class"].max() + 1) > MOST_CELLS:
+            raise damaged(path, 2 + int(max(found["client"].argmax(), found["class"].argmax())))
+        return found
 
     @property
     def is_finished(self) -> bool:
@@ -152,10 +164,11 @@ class Run:
         Raises:
             UserError: all there are, are damaged.
         """
-        return CheckpointStore(self.path).load(
-            "its models and histories are lost, the figures in its CSV files are not; bring the checkpoint "
-            "back from a copy, or name the folder of another run"
-        )
+        loaded = CheckpointStore(self.path).load(_NO_CHECKPOINT)
+        if loaded is not None and not _goes_together(loaded):
+            loaded.close()
+            raise UserError(f"{loaded.path} holds parts that do not go together; {_NO_CHECKPOINT}")
+        return loaded
 
     def close(self) -> None:
         """Let go of the checkpoint and its history, which are read again if they are asked for."""
@@ -246,6 +259,16 @@ class Run:
         from hpcfl.results.comparison import compare
 
         return compare([self, *others])
+
+
+def _goes_together(checkpoint: LoadedCheckpoint) -> bool:
+    """Whether a checkpoint has its ledger's tables, and of all histories an entry an evaluation."""
+    metrics, of_bytes = (checkpoint.ledger.get(name) for name in ("metrics", "bytes"))
+    if metrics is None or of_bytes is None or "round" not in metrics.columns:
+        return False
+    rounds = metrics.values[:, list(metrics.columns).index("round")]
+    is_whole = np.isfinite(rounds).all() and (rounds == np.floor(rounds)).all()
+    return bool(is_whole) and all(len(values) == len(rounds) for values in checkpoint.history.values())
 
 
 def _refuse_other_files(folder: Path, tree: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ class CheckpointStore:
             try:
                 loaded = LoadedCheckpoint(path)
             except ForeignError as error:
-                complaints.append(f"{path} {error}")
+                complaints.append(str(error))
                 continue
             self._newest_is_good = path == self._newest
             self.last_round = loaded.header.round

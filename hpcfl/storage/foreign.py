@@ -7,7 +7,16 @@ from typing import Any
 
 import h5py
 
-MISFITS = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+MISFITS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 """What h5py, NumPy and our own reading raise where a file is not as it was written."""
 
 MOST_DEPTH = 20

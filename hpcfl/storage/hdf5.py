@@ -46,8 +46,8 @@ USER_BLOCK_BYTES = 512
 HASH_BLOCK_BYTES = 4 * 2**20
 
 
-class ForeignError(Exception):
-    """A file that no run has written, though it is whole; says why, to be put behind the file's name."""
+class ForeignError(UserError):
+    """A file that no run has written, though it is whole."""
 
 
 class LoadedCheckpoint:
@@ -67,7 +67,7 @@ class LoadedCheckpoint:
             self._read()
         except MISFITS as error:
             self.close()
-            raise ForeignError(f"holds what no run writes ({one_line(error)})") from error
+            raise ForeignError(f"{path} holds what no run writes ({one_line(error)})") from error
 
     def _read(self) -> None:
         """Read all that is small; raises one of MISFITS where it is not as it was written."""
@@ -147,7 +147,9 @@ class LoadedCheckpoint:
         parts = _datasets(self._file[group])
         with self._told():
             # a part that all clients share has one row
-            return {name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()}
+            return {
+                name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()
+            }
 
     def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Read the rows [stop - start, ...] of clients start to stop - 1, by name.

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from hpcfl.config.plain_yaml import MOST_BYTES, plain_yaml
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, printable
 from hpcfl.plain_files import open_plain, read_plain
 
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
 _OF_TEXT = ("direction", "layer")
 """Columns of a run's CSV files whose cells need be no numbers."""
+_WHOLE = ("round", "client", "class", "unseen")
+_MOST_DIGITS = 15
+"""Of a whole number, which a float holds exactly."""
+_COLUMNS = {
+    "metrics.csv": (
+        *("round", "wall_s", "accuracy_mean", "accuracy_std", "accuracy_weighted", "loss_mean"),
+        *("train_loss_mean", "client_steps_per_s", "bytes_down", "bytes_up"),
+    ),
+    "clients.csv": (
+        "client",
+        "accuracy",
+        "loss",
+        "train_samples",
+        "evaluated_samples",
+        "bytes_down",
+        "bytes_up",
+    ),
+    "bytes.csv": ("round", "direction", "layer", "bytes"),
+    "partition.csv": ("client", "class", "train_samples", "evaluated_samples"),
+}
+"""Columns that these files have in every run."""
 
 
 def read_record(folder: Path, if_damaged: str = "name the folder of another run") -> dict[str, Any]:
@@ -69,8 +92,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the whole rows of a run's CSV file by column; none where there is no file.
 
     Raises:
-        UserError: a row has not the header's columns, a cell of a column of numbers is none, or the file
-            cannot be read.
+        UserError: columns that the file has in every run are not there, a row has not the header's columns, a
+            cell is none of its column's values, or the file cannot be read.
     """
     try:
         lines = whole_lines(path).splitlines()
@@ -79,12 +102,18 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     rows = csv.reader(lines)
     try:
         header = next(rows, [])
-        is_text = [name in _OF_TEXT for name in header]
+        if lines and (len(set(header)) < len(header) or not set(_COLUMNS.get(path.name, ())) <= set(header)):
+            raise damaged(path, 1)
+        checks = [_check_of(name) for name in header]
         found = []
         for row in rows:
-            if len(row) != len(header) or not all(map(_is_sound, row, is_text)):
+            if len(row) != len(header) or not all(
+                check(cell) for check, cell in zip(checks, row, strict=True)
+            ):
                 raise damaged(path, rows.line_num)
             found.append(dict(zip(header, row, strict=True)))
+            if path.name == "metrics.csv" and not _follows(found):
+                raise damaged(path, rows.line_num)
     except csv.Error as error:
         raise damaged(path, rows.line_num) from error
     return found
@@ -97,12 +126,37 @@ def damaged(path: Path, line: int) -> UserError:
     )
 
 
-def _is_sound(cell: str, is_text: bool) -> bool:
-    if is_text:
-        # what was no UTF-8
-        return "\ufffd" not in cell
+def _check_of(name: str) -> Callable[[str], bool]:
+    """Return what tells whether a cell is a value of a column, by the column's name."""
+    if name in _OF_TEXT:
+        # what was no UTF-8, and what a terminal takes for a command
+        return lambda cell: "\ufffd" not in cell and cell == printable(cell)
+    if name in _WHOLE or "bytes" in name or name.endswith("_samples"):
+        return lambda cell: cell.isascii() and cell.isdecimal() and len(cell) <= _MOST_DIGITS
+    if name.endswith("_s"):
+        return lambda cell: _lies_within(cell, 10.0**_MOST_DIGITS, math.inf)
+    if name.startswith("accuracy") or name == "coverage":
+        # a mean may be above 1 by its last bits
+        return lambda cell: _lies_within(cell, 1 + 1e-9, 0.0)
+    return _is_number
+
+
+def _lies_within(cell: str, most: float, if_nan: float) -> bool:
+    """Whether a cell is a number from 0 to `most`; one that is nan counts as another."""
+    if not _is_number(cell):
+        return False
+    number = float(cell)
+    return 0 <= (if_nan if math.isnan(number) else number) <= most
+
+
+def _is_number(cell: str) -> bool:
     try:
         float(cell)
     except ValueError:
         return False
     return True
+
+
+def _follows(rows: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the last row's round comes after that of the row before."""
+    return int(rows[-1]["round"]) > (int(rows[-2]["round"]) if len(rows) > 1 else 0)

@@ -293,6 +293,7 @@ class RunFolder:
     def _take(self, fresh: bool, at_exit: ExitStack) -> None:
         """Make the folder if need be, and lock it."""
         self.path.mkdir(parents=True, exist_ok=True)
+        _refuse_links(self.path)
         self._lock = lock = at_exit.enter_context(FolderLock(self.path))
         if fresh and not self._is_empty():
             aside = _free_name(self.path)
@@ -351,6 +352,16 @@ class RunFolder:
 
 def _megabytes(count: int) -> str:
     return f"{count / 1e6:.3g} MB"
+
+
+def _refuse_links(path: Path) -> None:
+    """Raise UserError where a file of a run is another one, elsewhere, which writing would change."""
+    for entry in os.scandir(path):
+        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+            raise UserError(
+                f"{entry.path} is a link, a pipe or a device, which no run makes, and would be written to; "
+                "remove it, or name another folder with --out DIR"
+            )
 
 
 def _free_name(path: Path) -> Path:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hpcfl.config import ENVIRONMENT
-from hpcfl.errors import UserError
-from hpcfl.storage.lock import Holder, holder
+from hpcfl.config import ENVIRONMENT, flatten
+from hpcfl.errors import UserError, printable
+from hpcfl.plain_files import is_plain
+from hpcfl.storage.lock import LOCK_NAME, Holder, holder
 from hpcfl.storage.reading import read_record, read_rows, whole_lines
 
 LOG_BYTES = 10_000
@@ -22,7 +23,7 @@ State = Literal["running", "finished", "stopped", "killed", "out of sight"]
 ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
 
 # How far the run was at a line of the log; a start, which names the clients, begins at round 0.
-_ROUND = re.compile(r" round (\d+)/\d+ | resuming after round (\d+) of | clients, in ")
+_ROUND = re.compile(r" round (\d{1,15})/\d+ | resuming after round (\d{1,15}) of | clients, in ")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class RunView:
     @property
     def command(self) -> str:
         """What was typed to start the run."""
-        return str((self.config.get(ENVIRONMENT) or {}).get("command", "the same command"))
+        return printable(str((self.config.get(ENVIRONMENT) or {}).get("command", "the same command")))
 
     @property
     def done(self) -> int:
@@ -73,17 +74,39 @@ class RunView:
 def view(path: Path) -> RunView:
     """Look at a run folder; raise UserError where there is none."""
     try:
+        if not is_plain(path / LOCK_NAME):
+            raise UserError(f"{path / LOCK_NAME} is no file; remove it, or name the folder of another run")
         return RunView(
             path,
-            read_record(path),
+            _record(path),
             [{name: float(value) for name, value in row.items()} for row in read_rows(path / "metrics.csv")],
-            whole_lines(path / "log.txt", LOG_BYTES).splitlines(),
-            holder(path),
+            [printable(line) for line in whole_lines(path / "log.txt", LOG_BYTES).splitlines()],
+            _holder(path),
             (path / "clients.csv").exists(),
             max(_changed_s(path / name) for name in ("config.yaml", "metrics.csv", "log.txt")),
         )
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}: {error.filename}") from error
+
+
+def _holder(path: Path) -> Holder:
+    """Return who has the lock, by a name that a terminal can show."""
+    found = holder(path)
+    return replace(found, owner=printable(found.owner))
+
+
+def _record(path: Path) -> dict[str, Any]:
+    """Return the nested keys of config.yaml; UserError where those that are shown are not there."""
+    tree = read_record(path)
+    keys = flatten(tree)
+    texts = [keys.get(f"{group}.name") for group in ("method", "data.partition", "model")]
+    texts.append(keys.get("data.source"))
+    counts = [keys.get("train.rounds"), keys.get("run.seed"), keys.get("data.clients") or 0]
+    if not all(isinstance(text, str) and text == printable(text) for text in texts) or not all(
+        isinstance(count, int) and count >= 0 for count in counts
+    ):
+        raise UserError(f"{path / 'config.yaml'} is damaged; name the folder of another run")
+    return tree
 
 
 def _changed_s(path: Path) -> float:

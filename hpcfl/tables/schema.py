@@ -21,7 +21,6 @@ from pydantic import (
 from hpcfl.config import GROUPS
 from hpcfl.errors import printable
 
-
 MOST_CHARACTERS = 1000
 
 

@@ -1,7 +1,7 @@
 """Seeded damage to bytes and to trees of values, and what becomes of those who read it.
 
-Cases run in forked processes, many in each: a crash names its seed and costs one process, a loop without end is
-cut off by an alarm, and what asks for more memory than a small machine has is told so.
+Cases run in forked processes, many in each: a crash names its seed and costs one process, an alarm cuts off a
+loop without end, and what asks for more memory than a small machine has is told so.
 """
 
 from __future__ import annotations
@@ -31,7 +31,24 @@ MOST_BYTES = 3 * 2**30
 MOST_ENTRIES = 10
 """Of a list, that are changed."""
 
-NUMBERS = (0, 1, 2, 7, 127, 128, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63 - 1, 2**64 - 1)
+NUMBERS = (
+    0,
+    1,
+    2,
+    7,
+    127,
+    128,
+    255,
+    256,
+    2**15,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**40,
+    2**62,
+    2**63 - 1,
+    2**64 - 1,
+)
 
 
 def damaged_bytes(whole: bytes, draw: random.Random, start: int = 0) -> bytes:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-import shutil
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-import pytest
 from bits import run_here
 from mutations import NUMBERS, Read, damaged_bytes
 
-from hpcfl.errors import UserError
 from hpcfl.storage.checkpoint import CheckpointStore
 
 SMALL = (
@@ -38,11 +35,35 @@ def signed(content: bytes) -> bytes:
 
 ARRAYS: tuple[Any, ...] = (
     *(np.zeros(0), np.zeros((3, 0)), np.zeros((2, 3)), np.full((2, 3), np.nan), np.full((2, 3), np.inf)),
-    *(np.array([-1, 5]), np.array([2**62]), np.zeros((3, 7), np.float32), np.zeros((1, 47)), np.int64(3), 0.5),
-    *(np.array([b"a", b"b"]), np.array(b"\xff"), "text", ["a", "b"], np.array([True]), np.zeros((2, 3), complex)),
+    *(
+        np.array([-1, 5]),
+        np.array([2**62]),
+        np.zeros((3, 7), np.float32),
+        np.zeros((1, 47)),
+        np.int64(3),
+        0.5,
+    ),
+    *(
+        np.array([b"a", b"b"]),
+        np.array(b"\xff"),
+        "text",
+        ["a", "b"],
+        np.array([True]),
+        np.zeros((2, 3), complex),
+    ),
     *(np.array([(1, 2.0)], dtype="i4,f4"), np.zeros(3, ">f4"), np.zeros((2, 3), np.float16), -1, 2**62),
 )
-TEXTS = ("", "../../x", "pfedla", "nothing", "\x1b[2J", "</script>", "a: &a [*a]", "uint8", '"""\nimport os\n"""')
+TEXTS = (
+    "",
+    "../../x",
+    "pfedla",
+    "nothing",
+    "\x1b[2J",
+    "</script>",
+    "a: &a [*a]",
+    "uint8",
+    '"""\nimport os\n"""',
+)
 
 
 def change(file: h5py.File, draw: random.Random) -> None:
@@ -130,7 +151,9 @@ def checkpoint_reader(folder: Path) -> Read:
         loaded = CheckpointStore(folder / "one").load()
         assert loaded is not None
         try:
-            models = [loaded.model(client) for client in range(loaded.num_clients)] if loaded.has_models else []
+            models = (
+                [loaded.model(client) for client in range(loaded.num_clients)] if loaded.has_models else []
+            )
             return models, loaded.server, loaded.newest("alpha"), loaded.data, loaded.layout
         finally:
             loaded.close()

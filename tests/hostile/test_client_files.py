@@ -24,15 +24,43 @@ LEAF = {
     "hierarchies": [],
 }
 LEAF_VALUES: tuple[Any, ...] = (
-    *(None, True, 0, -1, 62, 0.5, 1e308, float("nan"), float("inf"), 10**40, -(2**63), 2**64 - 1, "a", "", "\u2028"),
-    *("\x1b[2J", "x" * 3000, [], [[]], {}, [IMAGE], [IMAGE, IMAGE[1:]], [["a" * 1000] + [""] * 1000], [0, "1"]),
+    *(
+        None,
+        True,
+        0,
+        -1,
+        62,
+        0.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        10**40,
+        -(2**63),
+        2**64 - 1,
+        "a",
+        "",
+        "\u2028",
+    ),
+    *(
+        "\x1b[2J",
+        "x" * 3000,
+        [],
+        [[]],
+        {},
+        [IMAGE],
+        [IMAGE, IMAGE[1:]],
+        [["a" * 1000] + [""] * 1000],
+        [0, "1"],
+    ),
     *([[[0.0] * 784]], {"x": [IMAGE], "y": [0]}, [10**30], [True], [None], ["a", "a"], {"a": 1}),
 )
 
 
 def hostile_leaf(draw: random.Random) -> bytes:
     if draw.random() < 0.05:
-        return draw.choice((b"[" * 50_000, b'{"a":' * 50_000, b"1" * 10_000, b'"' + b"\\u0000" * 99, b"\xff", b""))
+        return draw.choice(
+            (b"[" * 50_000, b'{"a":' * 50_000, b"1" * 10_000, b'"' + b"\\u0000" * 99, b"\xff", b"")
+        )
     tree = LEAF if draw.random() < 0.3 else damaged_tree(LEAF, draw, LEAF_VALUES)
     text = json.dumps(tree, ensure_ascii=draw.random() < 0.5, default=str).encode()
     return text if tree is not LEAF else damaged_bytes(text, draw)
@@ -53,8 +81,19 @@ NPY_HEADER = io.BytesIO()
 np.lib.format.write_array_header_1_0(NPY_HEADER, {"descr": "|O", "fortran_order": False, "shape": ()})
 PFLLIB_VALUES: tuple[Any, ...] = (
     *(None, True, -1, 2**70, 0.5, "a", b"", [], {}, (), PART["x"], PART["y"], np.array(1.0), np.array([])),
-    *(np.array(["a"]), np.array([None]), np.zeros((0, 10**9)), np.array([1 + 2j]), np.array([2**63], np.uint64)),
-    *(np.array([(1, 2.0)], dtype="i4,f4"), np.array(["2001-01-01"], "M8[D]"), PART["x"].astype(">f2"), [[[[0.0]]]]),
+    *(
+        np.array(["a"]),
+        np.array([None]),
+        np.zeros((0, 10**9)),
+        np.array([1 + 2j]),
+        np.array([2**63], np.uint64),
+    ),
+    *(
+        np.array([(1, 2.0)], dtype="i4,f4"),
+        np.array(["2001-01-01"], "M8[D]"),
+        PART["x"].astype(">f2"),
+        [[[[0.0]]]],
+    ),
     *(np.array([0, -1]), np.array([0, 10**9]), np.array([np.nan, 0.0]), np.float32(1), np.dtype("f4")),
 )
 
@@ -76,8 +115,14 @@ def hostile_pickle(draw: random.Random) -> bytes:
     if kind == 2:
         number = draw.choice(NUMBERS)
         put = b"r" + (number % 2**32).to_bytes(4, "little")
-        large = draw.choice((b"B\xff\xff\xff\x7f", b"\x8e" + number.to_bytes(8, "little"), b"\x96" + b"\xff" * 5 + bytes(3)))
-        return whole[:2] + draw.choice((b"N" + put + b"0", large, b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n", b"(" * 3000)) + whole[2:]
+        large = draw.choice(
+            (b"B\xff\xff\xff\x7f", b"\x8e" + number.to_bytes(8, "little"), b"\x96" + b"\xff" * 5 + bytes(3))
+        )
+        return (
+            whole[:2]
+            + draw.choice((b"N" + put + b"0", large, b"\x8b\xff\xff\xff\x7f", b"cos\nsystem\n", b"(" * 3000))
+            + whole[2:]
+        )
     return whole
 
 

@@ -31,7 +31,23 @@ def zipped(members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes
 X, Y = np.arange(6 * 4 * 4, dtype=np.uint8).reshape(6, 4, 4), np.arange(6) % 3
 
 SHAPES = ("(6, 4, 4)", "(6,)", "()", "(-6, 4, 4)", "(6, 4, 4, 1)", "6", "(6.0, 4)", "(True, 4, 4)", "None")
-DTYPES = ("|u1", "<i8", "<f4", ">f8", "|O", "<U7", "|S0", "|V8", "<M8[s]", "<c16", "|b1", "<f2", "<f16", "x", "")
+DTYPES = (
+    "|u1",
+    "<i8",
+    "<f4",
+    ">f8",
+    "|O",
+    "<U7",
+    "|S0",
+    "|V8",
+    "<M8[s]",
+    "<c16",
+    "|b1",
+    "<f2",
+    "<f16",
+    "x",
+    "",
+)
 
 
 def header(draw: random.Random) -> bytes:
@@ -42,9 +58,16 @@ def header(draw: random.Random) -> bytes:
     order = draw.choice(("False", "True", "0", "[]"))
     text = f"{{'descr': {descr!r}, 'fortran_order': {order}, 'shape': {shape}, }}"
     if draw.random() < 0.1:
-        text = draw.choice(("(" * 5000, "{" * 300, "1" * 9000, "{'descr'", "\xff", text * 2, "__import__('os')"))
+        text = draw.choice(
+            ("(" * 5000, "{" * 300, "1" * 9000, "{'descr'", "\xff", text * 2, "__import__('os')")
+        )
     encoded = text.encode("latin1") + b"\n"
-    return b"\x93NUMPY" + bytes(draw.choice(((1, 0), (1, 0), (2, 0), (3, 0)))) + len(encoded).to_bytes(2, "little") + encoded
+    return (
+        b"\x93NUMPY"
+        + bytes(draw.choice(((1, 0), (1, 0), (2, 0), (3, 0))))
+        + len(encoded).to_bytes(2, "little")
+        + encoded
+    )
 
 
 def hostile_npz(draw: random.Random) -> bytes:

@@ -12,7 +12,9 @@ from mutations import Read, damaged_bytes, damaged_tree
 from hpcfl.config import load_config
 from hpcfl.tables.cells import Table
 
-CONFIG = load_config(None, ["data.clients=3", "method.name=pfedla"]).tree() | {"environment": {"ranks": ["a cpu"]}}
+CONFIG = load_config(None, ["data.clients=3", "method.name=pfedla"]).tree() | {
+    "environment": {"ranks": ["a cpu"]}
+}
 TABLE: dict[str, Any] = {
     "title": "A small table",
     "size": "small",
@@ -20,12 +22,23 @@ TABLE: dict[str, Any] = {
     "seeds": [0, 1],
     "config": "base.yaml",
     "settings": {"train": {"rounds": 2}},
-    "columns": [{"label": "few", "data": {"clients": 3}}, {"sweep": {"key": "train.lr", "values": [0.1, 0.2]}}],
+    "columns": [
+        {"label": "few", "data": {"clients": 3}},
+        {"sweep": {"key": "train.lr", "values": [0.1, 0.2]}},
+    ],
     "rows": [
         {"method": {"name": "pfedla"}, "published": {"few": 61.4}, "tuned": "train.lr"},
-        {"label": "alone", "method": {"name": "local"}, "without": ["lr = 0.2"], "published_bytes": {"few": 9}},
+        {
+            "label": "alone",
+            "method": {"name": "local"},
+            "without": ["lr = 0.2"],
+            "published_bytes": {"few": 9},
+        },
     ],
-    "compare": [["pfedla", "alone"], {"rows": ["pfedla", "alone"], "columns": ["few"], "at": "after_training"}],
+    "compare": [
+        ["pfedla", "alone"],
+        {"rows": ["pfedla", "alone"], "columns": ["few"], "at": "after_training"},
+    ],
     "show": ["accuracy"],
     "figure": [
         {"draw": "heat_maps", "quantity": "alpha", "layers": {"few": ["conv1"]}, "rounds": [1, "last"]},
@@ -58,7 +71,7 @@ TEXTS = (
     "\ufeffa: 1",
     "a: b: c",
     "\x00",
-    "run: &a [x, x, x, x, x, x, x, x]\ndata: &b [*a, *a, *a, *a, *a, *a, *a, *a]\ntrain: [*b, *b, *b, *b, *b, *b]",
+    "\n".join(["a: &a0 [x, x]", *(f"a{n}: &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]" for n in range(30))]),
 )
 
 
@@ -74,7 +87,9 @@ def hostile_yaml(tree: dict[str, Any], draw: random.Random) -> bytes:
 
 
 def _dump(tree: Any, **style: Any) -> bytes:
-    text: str = yaml.dump(tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, **style)
+    text: str = yaml.dump(
+        tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False, **style
+    )
     return text.encode()
 
 
@@ -93,7 +108,9 @@ def table_reader(folder: Path) -> Read:
 
     def read(seed: int) -> object:
         draw = random.Random(seed)
-        tree = {"extends": "under.yaml", "rows": ["alone", *TABLE["rows"][:1]]} if draw.random() < 0.2 else TABLE
+        tree = (
+            {"extends": "under.yaml", "rows": ["alone", *TABLE["rows"][:1]]} if draw.random() < 0.2 else TABLE
+        )
         (folder / "table.yaml").write_bytes(hostile_yaml(tree, draw))
         table = Table(folder / "table.yaml", [], folder / "runs")
         for cell in table.cells:
