@@ -8,7 +8,7 @@ import re
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,18 +16,24 @@ from hpcfl.commands.arguments import Parser, RunOptions, add_own_code, command_l
 from hpcfl.commands.run import run
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
+from hpcfl.simulation.loop import Outcome
+from hpcfl.simulation.progress import print_warning
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.tables.cells import Shrinking, Table
+from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
 from hpcfl.tables.paper_figures import refuse_parts_not_there
 from hpcfl.tables.planning import methods_of, plan
 from hpcfl.tables.quantities import QUANTITIES
-from hpcfl.tables.writing import FromHistories, write, write_from_histories, write_results
+from hpcfl.tables.writing import FromHistories, in_turn, write, write_from_histories, write_results
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
+
+MOST_NAMED = 12
+"""Of the cells that are missing, so many are named."""
 
 
 def run_table(arguments: Sequence[str], world: World) -> bool:
@@ -85,23 +91,33 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
 
         say(f"{len(own) - len(pending)} of {len(own)} cells are finished, in {whole.folder}")
         command = command_line(["table", *arguments], world.size)
-        stopped = _run_cells(whole, pending, world, stop, command, options.quiet)
-        text, missing = agreed(world, lambda: write(whole) if world.is_server else ("", 0))
+        stopped, failed = _run_cells(whole, pending, world, stop, command, options.quiet)
+        text, told, missing = agreed(world, lambda: _write_all(whole) if world.is_server else ("", None, []))
         say(f"\n{text}\nin {whole.folder}: table.md, table.tex and CSV files")
-        told = agreed(world, lambda: write_from_histories(whole) if world.is_server else None)
         if told is not None:
             _say_drawn(say, told)
         if options.write_results:
             written = agreed(world, lambda: write_results(whole, told) if told is not None else [])
             say(f"results: {', '.join(map(str, written))}")
         if missing:
-            say(f"{missing} of {len(whole.cells)} cells are missing")
+            _say_missing(say, whole, missing)
         if stopped:
             say(f"stopped early with a checkpoint; go on with\n  {command}")
         elif missing:
             rest = command_line(["table", *_without_part(arguments)], world.size)
             say(f"unless other parts are at them, go on with\n  {rest}")
+        if failed and not stopped:
+            raise _all_of(failed)
         return stopped
+
+
+def _all_of(errors: Sequence[UserError]) -> UserError:
+    """Return one error that says what several do, of their kind if they have one in common."""
+    if len(errors) == 1:
+        return errors[0]
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else UserError
+    return kind(f"{len(errors)} cells failed: {'; '.join(map(str, errors))}")
 
 
 def _run_cells(
@@ -111,27 +127,71 @@ def _run_cells(
     stop: StopFlag,
     command: str,
     quiet: bool,
-) -> bool:
-    """Run cells, each a number and whether it starts over; return whether they stopped early. Collective."""
+) -> tuple[bool, list[UserError]]:
+    """Run cells, each a number and whether it starts over. Collective.
+
+    Returns whether they stopped early, and what went wrong with cells that could not be run.
+    """
     began_s = time.monotonic()
+    failed: list[UserError] = []
     for done, (number, fresh) in enumerate(pending):
         cell = whole.cells[number]
         left = ""
         if done:
             if _must_stop(world, stop):
-                return True
+                return True, failed
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {timedelta(seconds=round(left_s))}"
         _speech(quiet)(f"cell {number + 1}/{len(whole.cells)}: {whole.name(cell)} seed {cell.seed}{left}")
         options = RunOptions(None, (), cell.folder, fresh, quiet)
+        if world.is_server:
+            _note_begun(cell)
         try:
-            outcome = run(cell.config, options, world, stop, command, is_cell=True)
+            outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
         except UserError as error:
-            raise type(error)(f"{cell.place}: {error}") from error
+            outcome = None
+            failed.append(type(error)(f"{cell.place}: {error}"))
+            if world.is_server and done + 1 < len(pending):
+                print_warning(f"{failed[-1]}; going on with the other cells")
         if outcome == "stopped":
-            return True
-        agreed(world, lambda: write(whole) if world.is_server else None)
-    return False
+            return True, failed
+        if outcome is not None:
+            agreed(world, lambda: _write(whole) if world.is_server else None)
+    return False, failed
+
+
+def _note(cell: Cell) -> Path:
+    """Return the file that is there while a cell runs, and outlives a fault that ends the process."""
+    return cell.folder.with_name(f".{cell.folder.name}.running")
+
+
+def _note_begun(cell: Cell) -> None:
+    # a folder that cannot be written is told by the run itself
+    with suppress(OSError):
+        cell.folder.parent.mkdir(parents=True, exist_ok=True)
+        _note(cell).touch()
+    tell_script("cell", str(cell.folder))
+
+
+def _write(whole: Table) -> str:
+    """Write the table, while no other part does, and return it as text: the last part to end has seen all."""
+    with in_turn(whole.folder):
+        return write(whole)[0]
+
+
+def _write_all(whole: Table) -> tuple[str, FromHistories, list[Cell]]:
+    """Write the table and what is made of checkpoints, and return both and the cells that are missing."""
+    with in_turn(whole.folder):
+        text, _ = write(whole)
+        return text, write_from_histories(whole), [cell for cell in whole.cells if not is_finished(cell)]
+
+
+def _say_missing(say: Callable[[str], None], whole: Table, missing: Sequence[Cell]) -> None:
+    say(f"{len(missing)} of {len(whole.cells)} cells are missing")
+    for cell in missing[:MOST_NAMED]:
+        say(f"  {whole.name(cell)} seed {cell.seed}, in {cell.folder}")
+    if len(missing) > MOST_NAMED:
+        say(f"  and {len(missing) - MOST_NAMED} more")
 
 
 def _say_drawn(say: Callable[[str], None], told: FromHistories) -> None:
@@ -169,6 +229,8 @@ def _pending(whole: Table, own: range, fresh: bool, world: World) -> list[tuple[
             starts_over = True
         if number in own:
             pending.append((number, starts_over))
+    # what ended the process last time may do so again, and is tried when the others are done
+    pending.sort(key=lambda entry: _note(whole.cells[entry[0]]).exists())
     unfinished = {(whole.cells[number].row, whole.cells[number].column) for number, _ in pending}
     firsts = [cell for cell in whole.firsts() if (cell.row, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is told now, not after hours

@@ -14,6 +14,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
+from hpcfl.storage.job import tell_script
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
@@ -97,6 +98,7 @@ class Saver:
                     unseen,
                 )
             )
+            tell_script("saved", f"{self._folder.path} {done}")
         self._federation.world.barrier()
 
     def _forget_off_schedule(self, done: int) -> None:

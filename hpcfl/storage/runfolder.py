@@ -27,6 +27,7 @@ from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.events import EventFile
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
+from hpcfl.storage.job import job
 from hpcfl.storage.ledger import Ledger, goes_on_from, write_partition
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
@@ -51,6 +52,8 @@ class RunFolder:
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method} on {config.data.source}, {clients}, in {path}"]
         """What the user is told at the start."""
+        if started_by := job():
+            self.notes.append(f"SLURM job {started_by}")
         self.store = CheckpointStore(path)
         self.checkpoint: LoadedCheckpoint | None = None
         """Where the run goes on; None at round 0."""
@@ -380,6 +383,7 @@ def _environment(ranks: Sequence[str], command: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "processor": _processor(),
         "command": command,
+        **({"job": started_by} if (started_by := job()) else {}),
         "workers": ", ".join(sorted(workers)),
         "ranks": list(ranks),
     }

@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
+import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
+from hpcfl.storage.lock import FolderLock
 from hpcfl.storage.replacing import replace_file
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, Line, diagnostics
@@ -76,6 +79,36 @@ CLIENT_COLUMNS = ("label", "column", "seed", "client", "accuracy")
 
 MOST_CLIENT_LINES = 20_000
 """Largest number of lines (about 800 kB) for which `write_results` writes every client's accuracy."""
+
+
+LONGEST_TURN_S = 120
+"""How long a part of a table waits for another one that is writing."""
+
+_LOOK_EVERY_S = 0.2
+
+
+@contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Hold the lock of a table's folder, which other parts of the table wait for.
+
+    What they have finished is seen by the one that writes last. Where a lock is not to be had, because the
+    file system has none or its holder hangs, the files may lack a cell, but are whole.
+    """
+    with ExitStack() as at_exit, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*this file system has no locks")
+        end_s = time.monotonic() + LONGEST_TURN_S
+        while True:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                at_exit.enter_context(FolderLock(folder))
+            except UserError:
+                if time.monotonic() < end_s:
+                    time.sleep(_LOOK_EVERY_S)
+                    continue
+            except OSError as error:
+                raise _cannot_write(folder, error) from error
+            break
+        yield
 
 
 def write(table: Table) -> tuple[str, int]:
@@ -248,6 +281,8 @@ def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
         for name, content in files.items():
             replace_file(folder / name, content)
     except OSError as error:
-        raise UserError(
-            f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR"
-        ) from error
+        raise _cannot_write(folder, error) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> UserError:
+    return UserError(f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR")

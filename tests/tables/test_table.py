@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,14 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, Mpirun, run_tree
+from conftest import REPOSITORY, Mpirun, clean_environment, run_tree
 
 from hpcfl.config import ENVIRONMENT
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.methods import METHODS
+from hpcfl.tables import writing
 from hpcfl.tables.cells import Table
-from hpcfl.tables.writing import COLUMNS
+from hpcfl.tables.writing import COLUMNS, in_turn
 
 ROUNDS = 3
 TABLE = """
@@ -52,7 +55,7 @@ ALONE = {
     "heurpfedla-k-2-s1": [*HEURPFEDLA, "run.seed=1"],
 }
 """What the cells are, in their order, when typed as single runs."""
-OUTPUTS = ["diagnostics.csv", "table.csv", "table.md", "table.tex"]
+OUTPUTS = [".lock", "diagnostics.csv", "table.csv", "table.md", "table.tex"]
 COHORTS = {"fedavg": 7, "heurpfedla-k-2": 4}
 SPEEDS = dict.fromkeys(("client_steps_per_s", "wall_s"))
 
@@ -359,6 +362,7 @@ def test_two_parts_make_the_whole(
         "| HeurpFedLA, k = 2 | missing | after download |  |  |  | 0 |  |  | 1 |  | train.lr of 0.05, 0.1 |\n"
     ) in markdown
     assert "2 of 4 cells are missing\n" in out
+    assert f"  HeurpFedLA, k = 2 seed 1, in {folder / 'heurpfedla-k-2-s1'}\n" in out
     assert (
         out.splitlines()[-1]
         == f"  python -m hpcfl.main {shlex.join(['table', *words, '--out', str(folder)])}"
@@ -385,6 +389,70 @@ def test_parts_run_at_the_same_time(words: list[str], whole: Path, tmp_path: Pat
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*ALONE, *OUTPUTS])
     for name in ALONE:
         assert not differing(whole / name, tmp_path / "out" / name)
+
+
+def test_a_cell_that_fails_does_not_lose_the_others(
+    words: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, damaged = copied, copied / "fedavg-s0"
+    (damaged / "clients.csv").unlink()
+    (damaged / "checkpoint.h5").write_bytes(b"half a file")
+    (damaged / "checkpoint.prev.h5").unlink(missing_ok=True)
+    shutil.rmtree(copied / "heurpfedla-k-2-s1")
+    assert table(folder, *words) == BAD_INPUT
+    out, err = capsys.readouterr()
+    assert "1 of 4 cells are missing\n" in out
+    assert f"  fedavg seed 0, in {damaged}\n" in out
+    warning, error = err.splitlines()
+    told = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
+    assert warning.startswith(f"hpcfl: warning: {told}")
+    assert warning.endswith("; going on with the other cells")
+    assert error.startswith(f"hpcfl: error: {told}")
+    assert [row["seeds"] for row in figures(folder)] == ["1", "2"]
+    shutil.rmtree(damaged)
+    assert table(folder, *words, "--quiet") == FINISHED
+    assert [row["seeds"] for row in figures(folder)] == ["2", "2"]
+
+
+def test_a_cell_whose_run_died_is_tried_after_the_others(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
+        shutil.rmtree(copied / name)
+
+    def dies(*arguments: Any) -> None:
+        raise RuntimeError("of a mistake of its own")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(METHODS["fedavg"], "aggregate", dies)
+        with pytest.raises(RuntimeError, match="mistake of its own"):
+            table(copied, *words)
+    assert "cell 4/4" not in capsys.readouterr().out
+    assert table(copied, *words) == FINISHED
+    out = capsys.readouterr().out
+    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 4/4:", "cell 1/4:"]
+    assert not list(copied.glob(".*.running"))
+
+
+def test_parts_write_in_turn(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from hpcfl.storage.lock import FolderLock\n"
+        "with FolderLock(Path(sys.argv[1])): print(flush=True); time.sleep(1); Path(sys.argv[2]).touch()"
+    )
+    wrote = tmp_path / "wrote"
+    command = [sys.executable, "-c", script, str(tmp_path), str(wrote)]
+    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with in_turn(tmp_path):
+            assert wrote.exists()
+    assert other.returncode == 0
+
+
+def test_a_part_that_hangs_does_not_hang_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "LONGEST_TURN_S", 0)
+    with in_turn(tmp_path), in_turn(tmp_path):
+        pass
 
 
 def test_the_suggested_command_finishes_the_table(

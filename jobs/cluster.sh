@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# What the job scripts have in common; they source it. Needs SLURM, and hpcfl in .venv or in the loaded modules' Python.
+#
+#     source jobs/cluster.sh
+#     launch WORDS OF hpcfl ...; end_job $?
+#
+# LAUNCHER    mpirun (the default where there is one), srun, or a whole launcher such as LAUNCHER="mpiexec -n 9".
+# COMEBACKS   how often in a row a job comes back without a new round being saved (3).
+
+cd "${SLURM_SUBMIT_DIR:-.}" || exit
+export PATH="$PWD/.venv/bin:$PATH" PYTHONNOUSERSITE=1 OMP_NUM_THREADS=1
+# srun gives a rank one core unless it is told again
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
+
+job=$SLURM_JOB_ID
+script=${SLURM_JOB_NAME:-hpcfl}
+most_comebacks=${COMEBACKS:-3}
+stop_wanted=
+launcher_pid=
+
+# hpcfl says in `saved` which round it has saved, and in `cell` which cell of a table it has begun.
+export HPCFL_JOB_NOTES="$PWD/runs/.jobs/$job"
+mkdir -p "$HPCFL_JOB_NOTES" || exit
+
+say() { echo "hpcfl job $job: $*"; }
+
+note() { cat "$HPCFL_JOB_NOTES/$1" 2>/dev/null; }
+
+# Count the starts in a row without a new round; those that SLURM requeued by itself count too.
+count_start() {
+    comebacks=0
+    if [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ]; then
+        # SLURM may have given the number before
+        rm -f "$HPCFL_JOB_NOTES"/*
+    elif [ "$(note saved)" = "$(note saved_before)" ]; then
+        comebacks=$(($(note comebacks) + 1))
+    fi
+    saved_before=$(note saved)
+    echo "$saved_before" >"$HPCFL_JOB_NOTES/saved_before"
+    echo "$comebacks" >"$HPCFL_JOB_NOTES/comebacks"
+    if [ "$comebacks" -gt "$most_comebacks" ]; then
+        give_up
+        exit 1
+    fi
+}
+
+give_up() {
+    say "came back $comebacks times in a row without a new round, and ends: a round and its checkpoint may take" \
+        "longer than the job may run. Give it more time (--time), and submit the same command again to resume" >&2
+}
+
+# SLURM before 23.02 does not say when the time is up; hpcfl stops by itself before that.
+tell_end_time() {
+    local end
+    end=$(squeue --noheader --jobs="$job" --format=%e 2>/dev/null)
+    if [ -z "${SLURM_JOB_END_TIME:-}" ] && end=$(date --date="$end" +%s 2>/dev/null); then
+        export SLURM_JOB_END_TIME=$end
+    fi
+}
+
+# Print the --mpi type of srun that fits the MPI of mpi4py.
+mpi_type() {
+    local listed wanted type
+    listed=" $(srun --mpi=list 2>&1 | tr -c 'a-z0-9_' ' ') "
+    case $(python -m mpi4py --mpi-lib-version) in
+        *"Open MPI"*) wanted="pmix" ;;
+        *) wanted="pmi2 pmix" ;;
+    esac
+    for type in $wanted; do
+        case $listed in *" $type "*) echo "$type"; return ;; esac
+    done
+    say "srun knows none of $wanted, which this MPI needs; use LAUNCHER=mpirun" >&2
+    return 1
+}
+
+# MPICH names its shared memory after the job's step, and would meet what a killed step of the same number has left.
+skip_steps() {
+    local n
+    for ((n = $(note steps); n > 0; n--)); do srun --ntasks=1 --nodes=1 true; done
+}
+
+choose_launcher() {
+    local type
+    if [ -z "${LAUNCHER:-}" ]; then
+        if command -v mpirun >/dev/null; then LAUNCHER=mpirun; else LAUNCHER=srun; fi
+    fi
+    case $LAUNCHER in
+        mpirun) launcher=(mpirun -n "${SLURM_NTASKS:-1}") ;;
+        srun)
+            type=$(mpi_type) || exit
+            # A rank that dies leaves the others waiting; ranks that stop orderly do not end at the same moment.
+            launcher=(srun --mpi="$type" --kill-on-bad-exit=0 --wait=30)
+            skip_steps
+            ;;
+        *) read -r -a launcher <<<"$LAUNCHER" ;;
+    esac
+}
+
+# mpirun passes SIGUSR1 on to the ranks with mpich and with openmpi (mpich dies of SIGUSR2, openmpi kills the ranks
+# at SIGTERM), and so does srun. SIGTERM is left alone: scancel sends it, and a cancelled job must not come back.
+stop_soon() {
+    stop_wanted=yes
+    say "asked to stop at the end of the round"
+    if [ -n "$launcher_pid" ]; then kill -USR1 "$launcher_pid" 2>/dev/null; fi
+}
+
+# Run hpcfl with these words on all ranks; return its exit code.
+launch() {
+    local exit_code
+    trap stop_soon USR1
+    if [ -n "$stop_wanted" ]; then return 75; fi
+    echo $(($(note steps) + 1)) >"$HPCFL_JOB_NOTES/steps"
+    "${launcher[@]}" python -m hpcfl.main "$@" &
+    launcher_pid=$!
+    # No trap may meet the `wait` for the launcher: bash loses the exit code when both happen at once.
+    while kill -0 "$launcher_pid" 2>/dev/null; do sleep 1; done
+    trap '' USR1
+    wait "$launcher_pid"
+    exit_code=$?
+    launcher_pid=
+    return "$exit_code"
+}
+
+# End the job script with this exit code of hpcfl; at 75 the job is requeued.
+end_job() {
+    local exit_code=$1
+    if [ "$exit_code" -eq 0 ]; then rm -rf "$HPCFL_JOB_NOTES"; fi
+    if [ "$exit_code" -ne 75 ]; then exit "$exit_code"; fi
+    if [ "$(note saved)" = "$saved_before" ] && [ "$comebacks" -ge "$most_comebacks" ]; then
+        give_up
+        exit 75
+    fi
+    # scancel and SLURM's own requeue have taken the job over before the ranks have stopped
+    if [ "$(squeue --noheader --jobs="$job" --format=%T 2>/dev/null)" = RUNNING ]; then
+        say "stopped at a checkpoint (exit code 75), comes back"
+        scontrol requeue "$job" && exit 0
+    fi
+    say "stopped at a checkpoint (exit code 75), not requeued; submit the same command again to resume" >&2
+    exit 75
+}
+
+trap stop_soon USR1
+count_start
+tell_end_time
+choose_launcher
+say "$script, start $((${SLURM_RESTART_COUNT:-0} + 1)) on ${SLURM_JOB_NODELIST:-?}: ${launcher[*]} python -m hpcfl.main"

@@ -1,0 +1,257 @@
+"""A SLURM of one node on this machine, for the job scripts: its own daemons, ports, key and state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from conftest import clean_environment
+
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel", "setpriv")
+CORES = 16
+"""What the node says it has, so that jobs never wait for each other."""
+
+PATIENCE_S = 300.0
+KILL_WAIT_S = 2
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+
+# cred_expire is also how long a requeued job waits: two minutes by default, and no less than these 5 s
+CONFIGURATION = """
+ClusterName=hpcfl-tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+FirstJobId={first_job}
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+KillWait={kill_wait}
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} CoresPerSocket={cores} State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait until something is true; the test fails when it takes too long."""
+    end_s = time.monotonic() + patience_s
+    while not true():
+        if time.monotonic() > end_s:
+            pytest.fail(f"{what}: not after {patience_s:.0f} s", pytrace=False)
+        time.sleep(0.2)
+
+
+class Slurm:
+    """A SLURM that runs; `folder` is where its jobs are submitted, with the repository's jobs/ in it."""
+
+    def __init__(self, configuration: Path, folder: Path) -> None:
+        self.folder = folder
+        self._configuration = configuration
+
+    def environment(self) -> dict[str, str]:
+        """Return a clean environment whose SLURM is this one, and whose python runs the tests."""
+        clean = clean_environment()
+        path = os.pathsep.join([str(Path(sys.executable).parent), clean.get("PATH", os.defpath)])
+        return {**clean, "PATH": path, "SLURM_CONF": str(self._configuration)}
+
+    def call(self, *words: str | Path, env: Mapping[str, str] | None = None) -> str:
+        """Run a program of SLURM's in the submit folder and return what it prints; the test fails with it."""
+        found = self.try_call(*words, env=env)
+        if found.returncode:
+            pytest.fail(f"{words}: exit code {found.returncode}\n{found.stdout}{found.stderr}", pytrace=False)
+        return found.stdout
+
+    def try_call(
+        self, *words: str | Path, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*map(str, words)],
+            cwd=self.folder,
+            env={**self.environment(), **(env or {})},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
+
+    def submit(self, *words: str | Path, **env: str) -> Job:
+        """Submit with these words behind `sbatch`; return the job."""
+        number = self.call("sbatch", "--parsable", *words, env=env).strip()
+        return Job(self, number)
+
+
+class Job:
+    """A job, or a task of an array as `12_1`."""
+
+    def __init__(self, slurm: Slurm, number: str) -> None:
+        self._slurm = slurm
+        self.number = number
+
+    def task(self, number: int) -> Job:
+        return Job(self._slurm, f"{self.number}_{number}")
+
+    def told(self, key: str) -> str:
+        """Return what `scontrol show job` says, as of JobState, Restarts or ExitCode."""
+        lines = self._slurm.call("scontrol", "--oneliner", "show", "job", self.number)
+        return next(word.partition("=")[2] for word in lines.split() if word.startswith(f"{key}="))
+
+    @property
+    def state(self) -> str:
+        return self.told("JobState")
+
+    @property
+    def exit_code(self) -> int:
+        """The batch script's."""
+        return int(self.told("ExitCode").partition(":")[0])
+
+    @property
+    def output(self) -> str:
+        path = Path(self.told("StdOut"))
+        return path.read_text() if path.exists() else ""
+
+    def wait(self, *states: str) -> None:
+        """Wait until the job has one of these states, or has ended."""
+        self.until(lambda: self.state in (states or ENDED), " or ".join(states or ["its end"]))
+
+    def until(self, true: Callable[[], object], what: str) -> None:
+        """Wait until something is true that the job brings about; a failure shows the job."""
+        try:
+            until(true, f"job {self.number}: {what}")
+        except pytest.fail.Exception as failure:
+            shown = self._slurm.call("scontrol", "show", "job", self.number)
+            pytest.fail(f"{failure}\n{shown}\n{self.output}", pytrace=False)
+
+    def come_back(self, restarts: int) -> None:
+        """Wait until the job has been requeued so often, and start it without the wait of a requeued job."""
+        self.until(lambda: self.told("Restarts") == str(restarts), f"requeue {restarts}")
+        self.wait("PENDING", "RUNNING")
+        # it may have started in between
+        self._slurm.try_call("scontrol", "update", f"jobid={self.number}", "starttime=now")
+
+    def wait_for_start(self, number: int) -> None:
+        """Wait until the job script runs for the `number`-th time."""
+        self.until(lambda: self.output.count("start ") >= number, f"start {number}")
+
+
+@contextlib.contextmanager
+def one_node(submit_folder: Path) -> Iterator[Slurm]:
+    """Run a SLURM of one node until the block is left; skip the test, with the reason, where it cannot be."""
+    missing = [
+        name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
+    if missing:
+        pytest.skip(f"no SLURM here: {', '.join(missing)} not found (packages slurm-wlm and munge)")
+    if os.geteuid() != 0:
+        pytest.skip("only root can run a SLURM of its own")
+    # a socket's path has at most 107 characters, and those of pytest's folders may be longer
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    configuration = folder / "slurm.conf"
+    # MPICH names shared memory after the job: what a killed one has left would meet the next of its number
+    first_job = random.randrange(1000, 50_000_000)
+    host = socket.gethostname().partition(".")[0]
+    configuration.write_text(
+        CONFIGURATION.format(
+            host=host,
+            folder=folder,
+            ports=_free_ports(),
+            first_job=first_job,
+            kill_wait=KILL_WAIT_S,
+            cores=CORES,
+        )
+    )
+    slurm = Slurm(configuration, submit_folder)
+    daemons: list[subprocess.Popen[bytes]] = []
+    try:
+        _start(slurm, folder, daemons)
+        yield slurm
+    finally:
+        with contextlib.suppress(Exception):
+            slurm.try_call("scancel", "--user=root")
+            until(lambda: not slurm.try_call("squeue", "--noheader").stdout, "no job left", 3 * KILL_WAIT_S)
+        for daemon in reversed(daemons):
+            daemon.kill()
+            daemon.wait()
+        _kill_all_of(configuration)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(slurm: Slurm, folder: Path, daemons: list[subprocess.Popen[bytes]]) -> None:
+    """Start the daemons and wait for the node; skip the test where they do not come up."""
+    munge = folder / "munge"
+    for name in ("munge", "state", "spool"):
+        (folder / name).mkdir(mode=0o700)
+    (munge / "key").touch(mode=0o600)
+    (munge / "key").write_bytes(os.urandom(128))
+    of_munge = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
+    log = folder / "daemons.log"
+    # --force: the folder of the socket is closed to other users, and all jobs here are root's
+    for command, ready in (
+        (
+            ["munged", "--foreground", "--force", f"--socket={munge}/socket", *of_munge],
+            (munge / "socket").exists,
+        ),
+        (["slurmctld", "-D", "-i"], lambda: "UP" in slurm.try_call("scontrol", "ping").stdout),
+        (["slurmd", "-D"], lambda: "idle" in slurm.try_call("sinfo", "--noheader", "--format=%T").stdout),
+    ):
+        with log.open("ab") as output:
+            # with the tests their daemons go, even if these are killed
+            daemon = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                env={**slurm.environment(), "PATH": f"{slurm.environment()['PATH']}:/usr/sbin"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        daemons.append(daemon)
+        end_s = time.monotonic() + 30
+        while not ready():
+            if daemon.poll() is not None or time.monotonic() > end_s:
+                told = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
+                pytest.skip(f"{command[0]} does not start here: {told}")
+            time.sleep(0.05)
+
+
+def _free_ports() -> list[int]:
+    """Return two ports that nothing listens on."""
+    with socket.socket() as first, socket.socket() as second:
+        for one in (first, second):
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in (first, second)]
+
+
+def _kill_all_of(configuration: Path) -> None:
+    """Kill what is left of jobs: every process whose environment names this SLURM."""
+    wanted = f"SLURM_CONF={configuration}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if int(path.parent.name) != os.getpid() and wanted in path.read_bytes().split(b"\0"):
+                os.kill(int(path.parent.name), signal.SIGKILL)

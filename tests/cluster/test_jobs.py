@@ -1,0 +1,239 @@
+"""The job scripts on a real SLURM: whatever ends a job, its run ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from bits import differing, run_here, tiny_settings, write_digits
+from conftest import REPOSITORY, in_mpi_world
+from one_node import Job, Slurm, one_node
+
+from hpcfl.main import BAD_INPUT, FINISHED
+
+pytestmark = pytest.mark.usefixtures("own_code_forgotten")
+
+GATED = '''"""FedAvg that waits in a round while there is a file `closed-ROUND` in the folder GATES."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hpcfl.communication.messages import Message
+from hpcfl.methods.base import Params
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.training.clients import Clients
+
+
+class GatedParams(Params):
+    fails: bool = False
+    """Whether the second round raises, until there is a file `mended`."""
+
+
+class Gated(FedAvg):
+    name = "gated"
+    summary = "FedAvg that waits"
+    Params: ClassVar[Any] = GatedParams
+
+    def train(self, clients: Clients, down: Message) -> Message:
+        gates = Path(os.environ["GATES"])
+        (gates / f"reached-{clients.round}").touch()
+        if self.params.fails and clients.round == 1 and not (gates / "mended").exists():
+            raise RuntimeError("a mistake of one's own")
+        end_s = time.monotonic() + 120
+        while (gates / f"closed-{clients.round}").exists() and time.monotonic() < end_s:
+            time.sleep(0.02)
+        return super().train(clients, down)
+'''
+
+TABLE = """
+title: A table with a cell that fails
+seeds: [0]
+rows:
+  - {label: broken, method: {path: %s, fails: true}}
+  - {method: {name: fedavg}}
+  - {method: {name: local}}
+  - {method: {name: ditto}}
+"""
+
+
+class Gates:
+    """Where runs of the method above wait, round by round from 0."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.env = {"GATES": str(folder)}
+
+    def close(self, *rounds: int) -> None:
+        for number in rounds:
+            (self.folder / f"closed-{number}").touch()
+
+    def open(self, number: int) -> None:
+        (self.folder / f"closed-{number}").unlink()
+
+    def wait(self, number: int, job: Job) -> None:
+        """Wait until a job's run is in a round; the next wait is for another run."""
+        job.until((self.folder / f"reached-{number}").exists, f"round {number}")
+        (self.folder / f"reached-{number}").unlink()
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    if in_mpi_world():
+        pytest.skip("an MPI world cannot start another one")
+    folder = tmp_path_factory.mktemp("submit")
+    (folder / "jobs").symlink_to(REPOSITORY / "jobs")
+    with one_node(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("settings")
+    write_digits(folder / "digits.npz")
+    (folder / "gated.py").write_text(GATED)
+    return [*tiny_settings(folder / "digits.npz"), "run.checkpoint_every=1", "run.report=false"]
+
+
+@pytest.fixture(scope="module")
+def gated(settings: list[str]) -> list[str]:
+    digits = next(word for word in settings if word.startswith("data.path="))
+    return [*settings, f"method.path={Path(digits.partition('=')[2]).with_name('gated.py')}"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GATES", str(Gates(base / "gates").folder))
+        assert run_here(base / "run", gated) == FINISHED
+    return base / "run"
+
+
+@pytest.fixture
+def gates(tmp_path: Path) -> Gates:
+    return Gates(tmp_path / "gates")
+
+
+@pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 3), ("srun", 2)])
+def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
+    slurm: Slurm, gated: list[str], gates: Gates, undisturbed: Path, tmp_path: Path, launcher: str, ranks: int
+) -> None:
+    folder = tmp_path / "run"
+    gates.close(1, 2)
+    command = ["--job-name=train", f"--ntasks={ranks}", "jobs/train.sbatch", *gated, "--out", folder]
+    job = slurm.submit(*command, **gates.env, LAUNCHER=launcher)
+    gates.wait(1, job)
+    slurm.call("scancel", "--signal=USR1", "--batch", job.number)
+    job.until(lambda: "asked to stop" in job.output, "the signal")
+    gates.open(1)
+    job.come_back(1)
+    assert f"stopped early with a checkpoint in {folder}" in job.output
+
+    gates.wait(2, job)
+    slurm.call("scontrol", "requeue", job.number)
+    job.come_back(2)
+    gates.open(2)
+    job.wait()
+    assert (job.state, job.exit_code) == ("COMPLETED", FINISHED)
+    assert not differing(folder, undisturbed)
+
+    starts = [f"SLURM job train {job.number}, start {number}, on " for number in (1, 2, 3)]
+    log = (folder / "log.txt").read_text()
+    for start in starts:
+        assert log.count(start) == job.output.count(start) == 1
+    resumed = "resuming after round 2 of 3"
+    assert job.output.count(resumed) == log.count(resumed) == 2
+    environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
+    assert environment["job"].startswith(starts[-1].removeprefix("SLURM job "))
+    assert not (slurm.folder / "runs" / ".jobs" / job.number).exists()
+
+
+def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back(
+    slurm: Slurm,
+    gated: list[str],
+    gates: Gates,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "run"
+    gates.close(1)
+    command = ["--ntasks=2", "jobs/train.sbatch", *gated, "--out", folder]
+    job = slurm.submit(*command, **gates.env)
+    gates.wait(1, job)
+
+    second = slurm.submit(*command, **gates.env)
+    second.wait()
+    assert (second.state, second.exit_code, second.told("Restarts")) == ("FAILED", BAD_INPUT, "0")
+    assert f"hpcfl: error: {folder} is in use by pid " in second.output
+    assert job.state == "RUNNING"
+    assert f"SLURM job hpcfl {second.number}" not in (folder / "log.txt").read_text()
+
+    slurm.call("scancel", job.number)
+    job.wait()
+    job.until(
+        lambda: not slurm.call("squeue", "--noheader", f"--jobs={job.number}"), "the end of its processes"
+    )
+    assert (job.state, job.told("Restarts")) == ("CANCELLED", "0")
+    assert (folder / "checkpoint.h5").exists()
+    gates.open(1)
+    monkeypatch.setenv("GATES", gates.env["GATES"])
+    assert run_here(folder, gated) == FINISHED
+    assert "resuming after round 1 of 3" in (folder / "log.txt").read_text()
+    assert not differing(folder, undisturbed)
+
+
+def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
+    slurm: Slurm, gated: list[str], gates: Gates, tmp_path: Path
+) -> None:
+    gates.close(0)
+    words = ["--ntasks=2", "jobs/train.sbatch", *gated, "--out", tmp_path / "run"]
+    job = slurm.submit(*words, **gates.env, COMEBACKS="1")
+    for start in (1, 2):
+        job.wait_for_start(start)
+        slurm.call("scontrol", "requeue", job.number)
+        job.come_back(start)
+    job.wait()
+    assert (job.state, job.exit_code, job.told("Restarts")) == ("FAILED", 1, "2")
+    assert "came back 2 times in a row without a new round, and ends" in job.output
+    assert job.output.count("start ") == 2
+
+
+def test_a_plain_srun_is_refused_with_what_to_type(slurm: Slurm, gated: list[str], gates: Gates) -> None:
+    command = ["python", "-m", "hpcfl.main", *gated, "--out", "plain"]
+    refused = slurm.try_call("srun", "--ntasks=2", "--mpi=none", *command, env=gates.env)
+    assert refused.returncode == BAD_INPUT
+    assert "the launcher started 2 ranks, but each is alone in its MPI world" in refused.stderr
+    assert "`srun --mpi=" in refused.stderr
+    assert not (slurm.folder / "plain").exists()
+
+
+def test_an_array_loses_no_cell_but_the_one_that_fails(
+    slurm: Slurm, settings: list[str], gated: list[str], gates: Gates, tmp_path: Path
+) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text(TABLE % gated[-1].partition("=")[2])
+    out = tmp_path / "out"
+    words = ["jobs/table.sbatch", path, *settings, "--out", out]
+    array = slurm.submit("--array=1-2", "--ntasks=1", *words, **gates.env)
+    broken, whole = array.task(1), array.task(2)
+    for task in (broken, whole):
+        task.wait()
+    assert (broken.state, whole.state) == ("FAILED", "COMPLETED")
+    assert broken.output.count("RuntimeError: a mistake of one's own") == 2
+    assert "a fault (exit code 1); going on with the other cells" in broken.output
+    with (out / "table.csv").open(newline="") as lines:
+        missing = {row["label"]: row["missing_seeds"] for row in csv.DictReader(lines)}
+    assert missing == {"broken": "1", "fedavg": "0", "local": "0", "ditto": "0"}
+    assert f"  broken seed 0, in {out / 'broken-s0'}\n" in whole.output
+    for name in ("fedavg", "local", "ditto"):
+        assert run_here(tmp_path / name, [*settings, f"method.name={name}"]) == FINISHED
+        assert not differing(tmp_path / name, out / f"{name}-s0")
+        log = (out / f"{name}-s0" / "log.txt").read_text()
+        assert f"({array.number}_{1 if name == 'local' else 2}), start 1, on " in log

@@ -1,0 +1,73 @@
+"""What a run says of its SLURM job, and tells its script."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hpcfl.main import FINISHED, main
+from hpcfl.storage.job import job, tell_script
+
+TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*filter(lambda name: name.startswith(("SLURM_", "HPCFL_")), os.environ)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({}, None),
+        ({"SLURM_JOB_NAME": "sh"}, None),
+        ({"SLURM_JOB_ID": "17"}, "job 17, start 1"),
+        (
+            {"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "train", "SLURM_JOB_NODELIST": "node[3-4]"},
+            "train 17, start 1, on node[3-4]",
+        ),
+        ({"SLURM_JOB_ID": "17", "SLURM_JOB_NAME": "t", "SLURM_RESTART_COUNT": "2"}, "t 17, start 3"),
+        (
+            {"SLURM_JOB_ID": "18", "SLURM_ARRAY_JOB_ID": "16", "SLURM_ARRAY_TASK_ID": "2"},
+            "job 18 (16_2), start 1",
+        ),
+    ],
+)
+def test_a_job_has_a_name_an_id_and_starts(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str | None
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert job() == said
+
+
+def test_the_run_folder_names_the_job_and_the_script_is_told_of_saved_rounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, notes = tmp_path / "run", tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_JOB_NAME", "train")
+    monkeypatch.setenv("HPCFL_JOB_NOTES", str(notes))
+    assert main([*TINY, "--out", str(folder)]) == FINISHED
+    assert " SLURM job train 17, start 1\n" in (folder / "log.txt").read_text()
+    assert yaml.safe_load((folder / "config.yaml").read_text())["environment"]["job"] == "train 17, start 1"
+    assert (notes / "saved").read_text() == f"{folder} 2\n"
+
+
+def test_without_a_job_nothing_is_said(tmp_path: Path) -> None:
+    assert main([*TINY, "--out", str(tmp_path / "run")]) == FINISHED
+    assert "job" not in yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["environment"]
+    assert "SLURM" not in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_notes_that_cannot_be_written_do_not_end_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HPCFL_JOB_NOTES", str(tmp_path / "gone"))
+    tell_script("saved", "runs/a 3")
+    assert not list(tmp_path.iterdir())
