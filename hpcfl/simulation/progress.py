@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING
 
@@ -69,11 +68,11 @@ class Progress:
                 self._log(line)
 
     def say(self, text: str) -> None:
-        """Print a line (unless silent) and log it."""
+        """Print a line (unless silent) and log it; a run goes on where nobody takes it, as on a full disk."""
         if self._log is not None:
             self._log(text)
         if self._console is not None:
-            with _dropped_if_refused(self._console.file):
+            with suppress(OSError):
                 self._console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
@@ -95,21 +94,9 @@ def print_warning(text: str) -> None:
 
 
 def print_line(text: str, stream: IO[str]) -> None:
-    """Print a line at once, unless the stream takes no more."""
-    with _dropped_if_refused(stream):
+    """Print a line at once; where nobody takes it, such as a file on a full disk, it is dropped."""
+    with suppress(OSError):
         print(text, file=stream, flush=True)
-
-
-@contextmanager
-def _dropped_if_refused(stream: IO[str]) -> Iterator[None]:
-    """Go on in silence where a stream takes no more, such as a file on a full disk: a run needs no words."""
-    try:
-        yield
-    except OSError:
-        # what the stream still holds would fail again when Python ends, and change the exit code
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
 
 
 def console() -> Console:
