@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from mutations import NUMBERS, Read, damaged_bytes, damaged_tree
-from test_npz import zipped
+from test_hostile_npz import zipped
 
 from hpcfl.data.client_files import read_leaf, read_pfllib
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import yaml
 from mutations import NUMBERS, Read, damaged_bytes
-from test_checkpoint import hostile_checkpoint, make_run
-from test_yaml import hostile_yaml
+from test_hostile_checkpoint import hostile_checkpoint, make_run
+from test_hostile_yaml import hostile_yaml
 
 from hpcfl.errors import UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
