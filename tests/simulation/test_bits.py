@@ -181,7 +181,7 @@ def test_evaluations_and_finetuning_change_no_state(
 def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], case: str) -> None:
     place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), World()).workplace
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
-        expected = file["history/loss"][-1]
+        expected = file["history/loss"][-1].tolist()
     models = saved_models(serial(case), "personalised", len(expected))
     assert sorted({*models} - {"theta", "buffers"}) == PARTS.get(case.partition("-")[0], [])
     assert losses_of(models, place) == pytest.approx(expected, rel=1e-9)

@@ -164,7 +164,7 @@ def test_the_checkpoint_holds_the_models_that_were_scored(
 ) -> None:
     place = build(load_config(None, [*settings, *keys_of(case)]), World()).unseen.workplace
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
-        expected = file["history/loss_unseen"][-1]
+        expected = file["history/loss_unseen"][-1].tolist()
         assert file["history/accuracy_unseen"].shape == (2, UNSEEN)
     models = saved_models(serial(case), "unseen", UNSEEN)
     assert losses_of(models, place) == pytest.approx(expected, rel=1e-9)
