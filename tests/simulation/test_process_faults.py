@@ -58,7 +58,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "method.name=heurpfedla",
         "train.participation=0.6",
         "run.checkpoint_every=2",
-        f"run.timeout={TIMEOUT_S}",
     ]
 
 
@@ -153,11 +152,11 @@ def launch(settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> La
     """Return a context manager that starts a run, or goes on with it, on some ranks, and may strike it."""
 
     @contextmanager
-    def started(ranks: int, rounds: int, strike: Strike | None = None) -> Iterator[Launch]:
+    def started(ranks: int, rounds: int, strike: Strike | None = None, *keys: str) -> Iterator[Launch]:
         folder = tmp_path / "run"
         words = ["-m", "hpcfl.main"] if strike is None else replace(strike, above=os.getpid()).words()
-        keys = ["--quiet", "--out", str(folder), *settings, f"train.rounds={rounds}"]
-        running = Launch([*mpirun_command, "-n", str(ranks), sys.executable, *words, *keys], folder)
+        words += ["--quiet", "--out", str(folder), *settings, f"train.rounds={rounds}", *keys]
+        running = Launch([*mpirun_command, "-n", str(ranks), sys.executable, *words], folder)
         try:
             yield running
         finally:
@@ -354,7 +353,8 @@ def test_a_rank_that_stops_answering_is_named(
 ) -> None:
     """A job that is suspended as a whole, for longer than the timeout, goes on before."""
     folder, mark = tmp_path / "run", tmp_path / "struck"
-    with launch(ranks, LONG_ROUNDS, Strike("stop", "gather", 150, silent, mark=str(mark))) as running:
+    strike = Strike("stop", "gather", 150, silent, mark=str(mark))
+    with launch(ranks, LONG_ROUNDS, strike, f"run.timeout={TIMEOUT_S}") as running:
         if silent:
             running.wait_for_rounds(2)
             suspended = running.pids()
