@@ -199,7 +199,8 @@ class RunFolder:
         with self._writing(f"the checkpoint of round {snapshot.header.round}"):
             self.store.save(snapshot)
             was_tight, self._is_tight = self._is_tight, self._free_bytes() < self.store.newest_bytes
-        if self._is_tight and not was_tight:
+        is_last = snapshot.header.round == self._config.train.rounds
+        if self._is_tight and not was_tight and not is_last:
             warnings.warn(
                 f"{self.path}: the disk has no room for the next checkpoint; {self._make_room()}, or the run "
                 f"ends there, to go on from round {self.store.last_round}",
