@@ -20,8 +20,8 @@ from hpcfl.errors import UserError
 def check_everything(arguments: Sequence[str], world: World) -> None:
     """Check what runs need here, alone or as the ranks of a run; leaves nothing behind.
 
-    Looks at versions, MPI and its launcher, cores, threads, memory and GPUs of each node, the SLURM job,
-    collectives and their speed, and the file system of the run folder; with keys, at their data too.
+    Looks at versions, MPI and its launcher, cores, threads, memory and GPUs of each node, the SLURM
+    job, collectives and their speed, and the run folder's file system; with keys, at their data too.
     The last line is "fine", "fine, but mind: ..." (exit code 0), or what to mend and what to type (2).
 
     For example: mpirun -n 9 hpcfl doctor CONFIG.yaml --out /scratch/me/runs

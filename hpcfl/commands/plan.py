@@ -34,12 +34,12 @@ A_PROCESS_BYTES = 300e6
 
 
 def show_plan(arguments: Sequence[str], world: World) -> None:
-    """Show what a run would do and take, without running it: clients by classes, network, work, memory;
-    then, after seconds of a rehearsal in this process, hours, disk, bytes on the network, and the head of
-    a SLURM script.
+    """Show what a run would do and take, without running it.
 
-    What is measured: a client's local pass, an evaluation, the server's part of a round, on one core (or
-    the GPU) of this machine. What is assumed stands with it.
+    First clients by classes, network, work and memory; then, after seconds of a rehearsal in this
+    process, hours, disk, bytes on the network, and the head of a SLURM script. Measured are a client's
+    local pass, an evaluation and the server's part of a round, on one core or the GPU of this machine;
+    what is assumed stands with it.
     """
     parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
