@@ -125,6 +125,8 @@ def partition(
     """
     if name not in PARTITIONS:
         raise UserError(f"data.partition.name={name}: unknown; allowed: {', '.join(PARTITIONS)}")
+    if num_clients is not None and num_clients > MOST_CLIENTS:
+        raise UserError(f"data.clients={num_clients} are more than {MOST_CLIENTS}; lower it")
     kind = PARTITIONS[name]
     chosen = options if isinstance(options, PartitionOptions) else _validated(kind, options)
     split = Split(test_fraction, val_fraction, seed)
@@ -259,6 +261,10 @@ PARTITIONS: dict[str, Partition] = {
         f"{_SPLIT}, or leave such clients out of the source",
     ),
 }
+
+
+MOST_CLIENTS = 10_000_000
+"""More would not be refused for want of samples, but for want of memory."""
 
 
 def add_own_partition(path: str, expected: str | None = None) -> tuple[str, str]:

@@ -1,11 +1,14 @@
 """Networks with a body and a head, by name, and the hypernetworks that mix them."""
 
+from functools import cache
+
 import torch
 
 from hpcfl.errors import UserError
 from hpcfl.models.networks import ConvNet, ConvNetOptions, ImageShape, Mlp, Model, Network, NetworkOptions
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18
 from hpcfl.own_code import run_own_file
+from hpcfl.plain_files import free_bytes
 from hpcfl.randomness import stream_seed
 
 MODELS: dict[str, Model] = {
@@ -40,9 +43,34 @@ def build_network(
             f"model.name={name} needs images of {model.smallest_side}x{model.smallest_side} or larger, not "
             f"{height}x{width}; allowed: {', '.join(allowed)}"
         )
+    _refuse_beyond_memory(name, shape, num_classes, options.model_dump_json())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
         return model.build(shape, num_classes, options)
+
+
+@cache
+def _refuse_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: str) -> None:
+    """Raise UserError where a network's numbers have no room in the memory that is free; makes none."""
+    model = MODELS[name]
+    chosen = model.options.model_validate_json(options)
+    if getattr(chosen, "weights", None) is not None:
+        chosen = chosen.model_copy(update={"weights": None})
+    try:
+        with torch.device("meta"):
+            network = model.build(shape, num_classes, chosen)
+        count = sum(parameter.numel() for parameter in network.parameters())
+    # a user's own model may need tensors with values
+    except (NotImplementedError, RuntimeError) as error:
+        if "overflow" not in str(error):
+            return
+        count = 2**63
+    free = free_bytes()
+    if 4 * count > free:
+        raise UserError(
+            f"model.name={name} with {options} takes {4e-9 * count:.3g} GB for images of {list(shape)} and "
+            f"{num_classes} classes, and {free / 1e9:.3g} GB of memory are free; choose a smaller model"
+        )
 
 
 def add_own_model(path: str, expected: str | None = None) -> tuple[str, str]:

@@ -131,9 +131,9 @@ def _check_of(name: str) -> Callable[[str], bool]:
     if name in _OF_TEXT:
         # what was no UTF-8, and what a terminal takes for a command
         return lambda cell: "\ufffd" not in cell and cell == printable(cell)
-    if name in _WHOLE or "bytes" in name or name.endswith("_samples"):
+    if name in _WHOLE:
         return lambda cell: cell.isascii() and cell.isdecimal() and len(cell) <= _MOST_DIGITS
-    if name.endswith("_s"):
+    if name.endswith(("_s", "_samples")) or "bytes" in name:
         return lambda cell: _lies_within(cell, 10.0**_MOST_DIGITS, math.inf)
     if name.startswith("accuracy") or name == "coverage":
         # a mean may be above 1 by its last bits

@@ -74,8 +74,6 @@ class RunView:
 def view(path: Path) -> RunView:
     """Look at a run folder; raise UserError where there is none."""
     try:
-        if not is_plain(path / LOCK_NAME):
-            raise UserError(f"{path / LOCK_NAME} is no file; remove it, or name the folder of another run")
         return RunView(
             path,
             _record(path),
@@ -91,6 +89,8 @@ def view(path: Path) -> RunView:
 
 def _holder(path: Path) -> Holder:
     """Return who has the lock, by a name that a terminal can show."""
+    if not is_plain(path / LOCK_NAME):
+        raise UserError(f"{path / LOCK_NAME} is no file; remove it, or name the folder of another run")
     found = holder(path)
     return replace(found, owner=printable(found.owner))
 

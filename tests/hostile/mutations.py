@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from hpcfl.errors import UserError
 
 Read = Callable[[int], object]
@@ -135,6 +137,26 @@ class Outcome:
     """What was said, a case each."""
     failures: dict[int, str] = field(default_factory=dict)
     """By seed: a traceback, an end by a signal, a refusal in several lines."""
+
+
+SEEDS, MORE_SEEDS = range(500), range(500, 5500)
+"""Of each format: those of every test run, and those of a long one."""
+
+sweep = pytest.mark.parametrize(
+    "seeds", [SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.soak)], ids=["few", "many"]
+)
+"""Runs a test with the one and the others."""
+
+
+def assert_refused_or_read(read: Read, seeds: Sequence[int], least: int = 10) -> Outcome:
+    """Fail with the seeds of cases that end otherwise, or where hardly any case is refused, or read."""
+    outcome = survey(read, seeds)
+    assert not outcome.failures, "\n\n".join(
+        f"seed {seed}: {said}" for seed, said in list(outcome.failures.items())[:3]
+    )
+    assert outcome.counts.total() == len(seeds)
+    assert min(outcome.counts["read"], outcome.counts["refused"]) >= least, outcome.counts
+    return outcome
 
 
 def survey(read: Read, seeds: Sequence[int]) -> Outcome:

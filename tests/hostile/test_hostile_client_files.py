@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import pickletools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mutations import NUMBERS, Read, damaged_bytes, damaged_tree
+import pytest
+from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 from test_hostile_npz import zipped
 
 from hpcfl.data.client_files import read_leaf, read_pfllib
+from hpcfl.errors import UserError
 
 IMAGE = [0.0, 0.25, 1, 0.5] * 196
 LEAF = {
@@ -142,3 +146,66 @@ def pfllib_reader(folder: Path) -> Read:
         return read_pfllib(str(folder / "pfllib"))
 
     return read
+
+
+@sweep
+def test_leaf_s_files_are_read_or_refused(seeds: Sequence[int], tmp_path: Path) -> None:
+    assert_refused_or_read(leaf_reader(tmp_path), seeds)
+
+
+@sweep
+def test_pfllib_s_files_are_read_or_refused(seeds: Sequence[int], tmp_path: Path) -> None:
+    assert_refused_or_read(pfllib_reader(tmp_path), seeds)
+
+
+@pytest.mark.parametrize(
+    ("operations", "said"),
+    [
+        # a table of 2**31 places for what is remembered: 16 GB
+        (b"Nr\xff\xff\xff\x7f0", "a pickle that remembers something at place 2147483647"),
+        (b"\x96" + (2**40).to_bytes(8, "little"), "expected 1099511627776 bytes in a bytearray8"),
+        (b"\x96" + (4).to_bytes(8, "little") + bytes(4), "a pickle with BYTEARRAY8"),
+        (b"cbuiltins\neval\n", "wants to run code"),
+        (b"\x82\x01", "a pickle with EXT1"),
+        (b"N0" * 6000, "more than 10000 operations"),
+        (b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x04\x00\x00\x00idnatR0", "bytes in the encoding 'idna'"),
+    ],
+)
+def test_a_pickle_takes_no_more_than_its_arrays(operations: bytes, said: str, tmp_path: Path) -> None:
+    pfllib_reader(tmp_path)
+    whole = pickle.dumps(np.array(PART, dtype=object), 2)
+    content = NPY_HEADER.getvalue() + whole[:2] + operations + whole[2:]
+    (tmp_path / "pfllib" / "train" / "0.npz").write_bytes(zipped({"data.npy": content}))
+    with pytest.raises(UserError, match=f"train/0.npz: (cannot be read|refused).*{said}"):
+        read_pfllib(str(tmp_path / "pfllib"))
+
+
+def leaf(folder: Path, content: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "all_data_0.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_texts_make_no_array_as_wide_as_the_longest(tmp_path: Path) -> None:
+    """One of a million characters among a hundred thousand short ones: 400 GB."""
+    x = ["a" * 10**6, *[""] * 10**5]
+    path = leaf(tmp_path / "leaf", {"users": ["a"], "user_data": {"a": {"x": x, "y": [0]}}})
+    with pytest.raises(UserError, match="writer a: x is not an array of numbers"):
+        read_leaf(path)
+
+
+def test_a_file_of_no_writers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="users names no writer"):
+        read_leaf(leaf(tmp_path / "leaf", {"users": [], "user_data": {}}))
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "all_data_0.json")
+    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
+        read_leaf(str(tmp_path))
+
+
+def test_a_file_that_is_all_hole_takes_no_memory(tmp_path: Path) -> None:
+    os.truncate(leaf(tmp_path / "leaf", {}) + "/all_data_0.json", 2**42)
+    with pytest.raises(UserError, match=r"it has 4,398,046,511,104 bytes, allowed: "):
+        read_leaf(str(tmp_path / "leaf"))

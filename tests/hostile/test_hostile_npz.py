@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import random
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mutations import NUMBERS, Read, damaged_bytes
+import pytest
+from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, sweep
 
 from hpcfl.data.npz import read_npz
+from hpcfl.errors import UserError
 
 
 def npy(array: np.ndarray) -> bytes:
@@ -96,3 +99,69 @@ def npz_reader(folder: Path) -> Read:
         return read_npz(str(file), "NCHW")
 
     return read
+
+
+@sweep
+def test_an_npz_is_read_or_refused(seeds: Sequence[int], tmp_path: Path) -> None:
+    assert_refused_or_read(npz_reader(tmp_path), seeds)
+
+
+def lying(shape: str, descr: str = "'|u1'", version: tuple[int, int] = (1, 0)) -> bytes:
+    """Return an array whose header says what follows has a shape and a type."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode("latin1")
+    return b"\x93NUMPY" + bytes(version) + len(text).to_bytes(2, "little") + text + bytes(96)
+
+
+@pytest.mark.parametrize(
+    ("member", "said"),
+    [
+        (lying("(1000000000000,)"), "which its 162 bytes are not"),
+        (lying("(2147483647,)", "'<f2'"), "which its 160 bytes are not"),
+        (lying("(1099511627776, 1099511627776)"), "bytes are not"),
+        (lying("(-6, -16)"), "bytes are not"),
+        (lying("(96,)", "'|O'"), "x is an array of object, and not of numbers"),
+        (lying("(96,)", "[('a', '|O')]"), "and not of numbers"),
+        (lying("(96,)", "'|S0'"), "and not of numbers"),
+        (lying("(96,)", version=(3, 0)), "an array of version"),
+        (lying("(96,), 'more': 1"), "Header does not contain the correct keys"),
+        (lying("__import__('os').mkdir('created')"), "cannot be read"),
+        (lying("(" * 3000), "cannot be read"),
+        (b"no array", "the magic string is not correct"),
+        (b"", "EOF: reading magic string"),
+    ],
+)
+def test_an_array_is_no_larger_than_its_member(member: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "lying.npz").write_bytes(zipped({"x.npy": member, "y.npy": npy(Y)}))
+    with pytest.raises(UserError, match=f"lying.npz: cannot be read as an npz file.*{said}"):
+        read_npz(str(tmp_path / "lying.npz"), "NCHW")
+    assert not Path("created").exists()
+
+
+def test_a_member_that_is_no_array_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "raw.npz").write_bytes(zipped({"x": npy(X), "y.npy": npy(Y)}))
+    with pytest.raises(UserError, match="has no array 'x'"):
+        read_npz(str(tmp_path / "raw.npz"), "NCHW")
+    (tmp_path / "many.npz").write_bytes(zipped({f"{n}.npy": npy(Y) for n in range(99)}))
+    with pytest.raises(UserError, match=r"it holds 0, 1, 2, .*, 9 and 89 more\)"):
+        read_npz(str(tmp_path / "many.npz"), "NCHW")
+
+
+def test_a_member_is_no_larger_than_it_can_be(tmp_path: Path) -> None:
+    whole = zipped({"x.npy": npy(X), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED)
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        size = archive.getinfo("x.npy").file_size.to_bytes(4, "little")
+    # both in front of the member and in the directory at the end
+    (tmp_path / "lying.npz").write_bytes(whole.replace(size, (2**31).to_bytes(4, "little")))
+    with pytest.raises(UserError, match=r"x.npy says that its \d+ bytes hold 2,147,483,648"):
+        read_npz(str(tmp_path / "lying.npz"), "NCHW")
+
+
+def test_what_is_packed_for_more_memory_than_there_is_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "large.npz").write_bytes(
+        zipped({"x.npy": npy(np.zeros((1, 1000, 1000))), "y.npy": npy(Y)}, 8)
+    )
+    monkeypatch.setattr("hpcfl.data.archives.free_bytes", lambda: 7_000_000)
+    with pytest.raises(UserError, match="x.npy holds 8,000,128 bytes, more than the memory that is free"):
+        read_npz(str(tmp_path / "large.npz"), "NCHW")

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
-from mutations import Read, damaged_bytes, damaged_tree
+from mutations import Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
 from hpcfl.config import load_config
+from hpcfl.errors import MOST_CHARACTERS, UserError, for_terminal
+from hpcfl.main import BAD_INPUT, main
 from hpcfl.tables.cells import Table
 
 CONFIG = load_config(None, ["data.clients=3", "method.name=pfedla"]).tree() | {
@@ -119,3 +124,91 @@ def table_reader(folder: Path) -> Read:
         return table
 
     return read
+
+
+@sweep
+def test_a_configuration_is_read_or_refused(seeds: Sequence[int], tmp_path: Path) -> None:
+    assert_refused_or_read(config_reader(tmp_path), seeds)
+
+
+@sweep
+def test_a_table_is_read_or_refused(seeds: Sequence[int], tmp_path: Path) -> None:
+    assert_refused_or_read(table_reader(tmp_path), seeds)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: !!python/object/apply:os.mkdir [created]", "could not determine a constructor"),
+        ("a: !!bool x", "a value that is none of its kind"),
+        ("a: !!timestamp x", "a value that is none of its kind"),
+        ("a: !!int ''", "a value that is none of its kind"),
+        ("a: 2001-99-99", "month must be in 1..12"),
+        ("run: {seed: 0x" + "f" * 20 + "}", "is a number beyond 64 bits"),
+        ("run: {seed: 0x" + "f" * 9000 + "}", "a number of 9002 digits"),
+        ("run: {seed: 1" + ":1" * 9000 + "}", "a number of 18001 digits"),
+        ("&a [*a]", "nested more than 20 deep"),
+        ("run: &a {seed: *a}", "nested more than 20 deep"),
+        ("[" * 9000, "nested more than 20 deep"),
+        (TEXTS[-1], "more than 20000 values"),
+        ("a: 1\n" * 30_000, "more than 20000 values"),
+        ("run: {seed: 1}\nrun: {seed: 2}", "line 1: run is there twice; keep one"),
+        ("\x00", "unacceptable character"),
+    ],
+)
+def test_yaml_that_says_much_in_little_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match=f"config.yaml is not YAML: .*{said}"):
+        load_config(tmp_path / "config.yaml", [])
+    assert not Path("created").exists()
+
+
+def test_a_large_file_or_none_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(UserError, match=r"it has 1,048,577 bytes, allowed: 1,048,576"):
+        load_config(path, [])
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
+        load_config(path, [])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"extends": "a\0b"}, r"extends=a\\x00b is no file's name"),
+        ({"": 1}, ": is an unknown key|:  is an unknown key"),
+        ({"title": "\x1b[2J"}, "must be one line of text"),
+        ({"rows": [{"label": "a" * 2000, "method": {"name": "local"}}]}, "at most 1000 characters"),
+        ({"extends": "table.yaml"}, "leads back to this file"),
+    ],
+)
+def test_mistakes_of_a_table_that_had_no_words(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("")
+    (tmp_path / "table.yaml").write_bytes(_dump({**TABLE, **change}))
+    with pytest.raises(UserError, match=said):
+        Table(tmp_path / "table.yaml", [], tmp_path / "runs")
+
+
+def test_an_error_is_one_line_that_a_terminal_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text('method: {name: "a\\e[2Jb\\u2028c\\u202e"}\n')
+    assert main(["plan", str(tmp_path / "config.yaml")]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert r"method.name=a\x1b[2Jb c\u202e is unknown" in line
+    assert len(for_terminal(UserError("a" * 10**6))) < MOST_CHARACTERS + 10
+
+
+@pytest.mark.parametrize("words", ["model.hidden=[2000000000]", f"model.hidden=[{2**62}]"])
+def test_a_network_that_memory_does_not_hold_is_refused(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "model.name=mlp", words]) == BAD_INPUT
+    assert "GB of memory are free; choose a smaller model" in capsys.readouterr().err
+
+
+def test_clients_beyond_counting_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "data.clients=1000000000000"]) == BAD_INPUT
+    assert "data.clients=1000000000000 are more than 10000000; lower it" in capsys.readouterr().err
