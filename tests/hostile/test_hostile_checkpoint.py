@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pytest
 from bits import run_here
-from mutations import NUMBERS, Read, damaged_bytes
+from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, sweep
 
+from hpcfl.errors import UserError
+from hpcfl.main import BAD_INPUT, main
 from hpcfl.storage.checkpoint import CheckpointStore
 
 SMALL = (
@@ -159,3 +165,144 @@ def checkpoint_reader(folder: Path) -> Read:
             loaded.close()
 
     return read
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("hostile") / "made")
+
+
+@sweep
+def test_a_checkpoint_is_read_or_refused(seeds: Sequence[int], made: Path) -> None:
+    assert_refused_or_read(checkpoint_reader(made.parent), seeds)
+
+
+def replaced(name: str, **how: Any) -> Callable[[h5py.File], None]:
+    def replace(file: h5py.File) -> None:
+        del file[name]
+        file.create_dataset(name, **how)
+
+    return replace
+
+
+def linked(link: Any) -> Callable[[h5py.File], None]:
+    def replace(file: h5py.File) -> None:
+        del file["server/theta"]
+        file["server/theta"] = link
+
+    return replace
+
+
+def text(name: str, key: str, value: Any) -> Callable[[h5py.File], None]:
+    return lambda file: file[name].attrs.__setitem__(key, value)
+
+
+def virtual(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout(shape=(3, 47), dtype="f4")
+    layout[:] = h5py.VirtualSource("/etc/passwd", "server/theta", shape=(3, 47))
+    del file["server/theta"]
+    file.create_virtual_dataset("server/theta", layout)
+
+
+HOLE = {"shape": (10**6, 10**6), "dtype": "f4", "chunks": (1, 1000)}
+OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (linked(h5py.ExternalLink("/etc/passwd", "/")), "'theta' is a link to another place"),
+        (linked(h5py.SoftLink("/server/alpha")), "'theta' is a link to another place"),
+        (virtual, "'/server/theta' is in another file, or packed"),
+        (
+            replaced("server/theta", shape=(9,), dtype="u1", external=[("/etc/passwd", 0, 9)]),
+            "'/server/theta' is in another file, or packed",
+        ),
+        (replaced("server/theta", data=np.zeros((3, 47)), compression="gzip"), "in another file, or packed"),
+        # zeros that are nowhere: 4 TB in memory
+        (replaced("server/theta", **HOLE), r"'/server/theta' has the shape \(1000000, 1000000\) and 0 bytes"),
+        (replaced("server/theta", data=["a"]), "'/server/theta' is of type object"),
+        (replaced("server/theta", data=np.zeros(3, ">f4")), "'/server/theta' is of type >f4"),
+        (
+            lambda file: file["server"].__setitem__("again", file["/"]),
+            "is neither a group nor numbers|than the file",
+        ),
+        (lambda file: file.__delitem__("ledger"), "KeyError"),
+        (text("/", "round", -1), "whole number from 0 on"),
+        (text("/", "round", np.nan), "cannot convert float NaN"),
+        (text("/", "method", 3), "has no attribute 'decode'"),
+        # this text stands in the source of an exported model, which is run to try it
+        (text("data", "dtype", OWN_CODE), "images of type"),
+        (text("data", "image_shape", np.array([b"1", b"8", b"8"])), "TypeError|ValueError"),
+        (text("data", "image_shape", np.array([1, 0, 8])), "whole number from 1 on"),
+        (text("data", "mean", np.array([np.nan])), "where there is a number"),
+        (text("data", "num_classes", 2.5), "whole number from 1 on"),
+        (replaced("ledger/metrics", data=np.zeros((2, 3))), "KeyError|columns"),
+        (replaced("history/accuracy", data=np.zeros(3)), "not by evaluation and client"),
+        (replaced("personalised/theta", data=np.zeros((2, 47), np.float32)), "has 2 rows for 3 clients"),
+    ],
+)
+def test_what_no_run_writes_is_refused(
+    make: Callable[[h5py.File], None],
+    said: str,
+    made: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = shutil.copytree(made, tmp_path / "run")
+    with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
+        make(file)
+    (folder / "checkpoint.h5").write_bytes(signed((folder / "checkpoint.h5").read_bytes()))
+    (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=f"checkpoint.h5 holds what no run writes .*({said})"):
+        CheckpointStore(folder).load()
+    assert main(["export", str(folder), "--client", "0", "--out", "out"]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "holds what no run writes" in line
+    assert not Path("created").exists()
+
+
+def test_the_one_before_takes_the_place_of_a_foreign_checkpoint(made: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(made, tmp_path / "run")
+    whole = (folder / "checkpoint.h5").read_bytes()
+    (folder / "checkpoint.prev.h5").write_bytes(whole)
+    with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
+        del file["server"]
+    (folder / "checkpoint.h5").write_bytes(signed((folder / "checkpoint.h5").read_bytes()))
+    with pytest.warns(UserWarning, match="holds what no run writes .*; going on from .*checkpoint.prev.h5"):
+        loaded = CheckpointStore(folder).load()
+    assert loaded is not None
+    loaded.close()
+
+
+def test_models_of_another_size_are_no_models_of_the_run(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(made, tmp_path / "run")
+    with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
+        replaced("personalised/theta", data=np.zeros((3, 7), np.float32))(file)
+    (folder / "checkpoint.h5").write_bytes(signed((folder / "checkpoint.h5").read_bytes()))
+    assert main(["export", str(folder), "--client", "0", "--out", str(tmp_path / "out")]) == BAD_INPUT
+    assert "holds no model of method.name=pfedla: its parts do not fit" in capsys.readouterr().err
+
+
+def test_numbers_that_are_not_where_they_should_be(made: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(made, tmp_path / "run")
+    path = folder / "checkpoint.h5"
+    with h5py.File(path, locking=False) as file:
+        offset = file["server/theta"].id.get_offset() - 512
+    whole = path.read_bytes()
+    # the address of contiguous numbers stands in the file once
+    place = offset.to_bytes(8, "little")
+    assert whole.count(place) == 1
+    path.write_bytes(signed(whole.replace(place, (2**45).to_bytes(8, "little"))))
+    with pytest.raises(UserError, match=r"checkpoint.h5 (is damaged|holds what no run writes)"):
+        CheckpointStore(folder).load().server  # type: ignore[union-attr]  # noqa: B018
+
+
+def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "checkpoint.h5")
+    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
+        CheckpointStore(tmp_path).load()
