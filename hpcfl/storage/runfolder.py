@@ -360,10 +360,10 @@ def _megabytes(count: int) -> str:
 
 def _refuse_links(path: Path) -> None:
     """Raise UserError where a file of a run is another one, elsewhere, which writing would change."""
-    for entry in os.scandir(path):
+    for entry in path.iterdir():
         if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
             raise UserError(
-                f"{entry.path} is a link, a pipe or a device, which no run makes, and would be written to; "
+                f"{entry} is a link, a pipe or a device, which no run makes, and would be written to; "
                 "remove it, or name another folder with --out DIR"
             )
 

@@ -179,8 +179,8 @@ def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
         (line,) = capsys.readouterr().err.splitlines()
         place = "table.yaml, row 1 (own): " if command[0] == "table" else ""
         assert line == (
-            f"hpcfl: error: {place}method.path={own} is a Python file that would be run, and a file is run only "
-            "where you name it yourself: look at what it does, then add "
+            f"hpcfl: error: {place}method.path={own} is a Python file that would be run, and a file is run "
+            "only where you name it yourself: look at what it does, then add "
             f"--own-code {own} (in Python: own_code=...)"
         )
     with pytest.raises(UserError, match="is run only where you name it yourself"):
@@ -276,7 +276,7 @@ def test_nobody_waits_for_a_pipe_in_a_run_folder(
         ("metrics.csv", lambda text: text.replace("\n2,", "\n2,1e300"), "watch"),
         ("clients.csv", lambda text: text.replace("accuracy,", "nothing,"), "compare"),
         ("bytes.csv", lambda text: text.replace("direction", "way"), "report"),
-        ("bytes.csv", lambda text: text.replace("head", "\x1b[2J"), "report"),
+        ("bytes.csv", lambda text: text.replace("fc1", "\x1b[2J"), "report"),
         # 8 GB of zeros
         ("partition.csv", lambda text: text.replace("\n0,0,", "\n0,999999999,"), "report"),
         ("partition.csv", lambda text: text.replace("\n2,", "\n2000000000,"), "report"),
