@@ -16,9 +16,9 @@ job=$SLURM_JOB_ID
 script=${SLURM_JOB_NAME:-hpcfl}
 most_comebacks=${COMEBACKS:-3}
 stop_wanted=
-launcher_pid=
+signals=0
 
-# hpcfl says in `saved` which round it has saved, and in `cell` which cell of a table it has begun.
+# hpcfl says in `ready` that a signal stops it, in `saved` which round it has saved, and in `cell` which cell of a table it has begun.
 export HPCFL_JOB_NOTES="$PWD/runs/.jobs/$job"
 mkdir -p "$HPCFL_JOB_NOTES" || exit
 
@@ -100,24 +100,35 @@ choose_launcher() {
 # at SIGTERM), and so does srun. SIGTERM is left alone: scancel sends it, and a cancelled job must not come back.
 stop_soon() {
     stop_wanted=yes
+    signals=$((signals + 1))
     say "asked to stop at the end of the round"
-    if [ -n "$launcher_pid" ]; then kill -USR1 "$launcher_pid" 2>/dev/null; fi
+}
+
+# Ranks that still start die of a signal, so it waits for them.
+pass_signals_on() {
+    if [ "$signals" -gt 0 ] && [ -e "$HPCFL_JOB_NOTES/ready" ]; then
+        signals=$((signals - 1))
+        kill -USR1 "$1" 2>/dev/null
+    fi
 }
 
 # Run hpcfl with these words on all ranks; return its exit code.
 launch() {
-    local exit_code
+    local launcher_pid exit_code
     trap stop_soon USR1
     if [ -n "$stop_wanted" ]; then return 75; fi
     echo $(($(note steps) + 1)) >"$HPCFL_JOB_NOTES/steps"
+    rm -f "$HPCFL_JOB_NOTES/ready"
     "${launcher[@]}" python -m hpcfl.main "$@" &
     launcher_pid=$!
     # No trap may meet the `wait` for the launcher: bash loses the exit code when both happen at once.
-    while kill -0 "$launcher_pid" 2>/dev/null; do sleep 1; done
+    while kill -0 "$launcher_pid" 2>/dev/null; do
+        pass_signals_on "$launcher_pid"
+        sleep 1
+    done
     trap '' USR1
     wait "$launcher_pid"
     exit_code=$?
-    launcher_pid=
     return "$exit_code"
 }
 

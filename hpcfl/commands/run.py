@@ -17,6 +17,7 @@ from hpcfl.simulation.loop import Outcome, Simulation
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.events import require_writer
+from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
 
 
@@ -41,6 +42,9 @@ def run(
         noted: list[str] = []
         warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
         _refuse_other_code(config, world)
+        if world.is_server:
+            # all ranks have come here, with their handlers: a signal would have killed them before
+            tell_script("ready", "a signal stops the run")
         agreed(world, lambda: require_writer(config.run.tensorboard and world.is_server))
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None

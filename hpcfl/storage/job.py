@@ -32,8 +32,8 @@ def job() -> str | None:
 def tell_script(name: str, text: str) -> None:
     """Replace a file of notes to the job script, if one asked for them.
 
-    `saved` has the folder and the rounds of the newest checkpoint, `cell` the folder of the cell of a table
-    that began last.
+    `ready` is there once all ranks stop at a signal and do not die of it; `saved` has the folder and the
+    rounds of the newest checkpoint, `cell` the folder of the cell of a table that began last.
     """
     notes = os.environ.get(NOTES_VARIABLE)
     if notes:

@@ -139,8 +139,19 @@ class Job:
         return path.read_text() if path.exists() else ""
 
     def wait(self, *states: str) -> None:
-        """Wait until the job has one of these states, or has ended."""
-        self.until(lambda: self.state in (states or ENDED), " or ".join(states or ["its end"]))
+        """Wait until the job has one of these states; without any, until it has ended for good."""
+        if states:
+            self.until(lambda: self.state in states, " or ".join(states))
+        else:
+            self.until(self._has_ended, "its end")
+
+    def _has_ended(self) -> bool:
+        before = self.state
+        if before not in ENDED:
+            return False
+        # while it is requeued it has failed for a moment
+        time.sleep(1.5)
+        return self.state == before
 
     def until(self, true: Callable[[], object], what: str) -> None:
         """Wait until something is true that the job brings about; a failure shows the job."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ class Gated(FedAvg):
 
     def train(self, clients: Clients, down: Message) -> Message:
         gates = Path(os.environ["GATES"])
-        (gates / f"reached-{clients.round}").touch()
+        (gates / f"reached-{clients.round}").write_text(os.environ.get("SLURM_JOB_END_TIME", "not told"))
         if self.params.fails and clients.round == 1 and not (gates / "mended").exists():
             raise RuntimeError("a mistake of one's own")
         end_s = time.monotonic() + 120
@@ -76,10 +77,14 @@ class Gates:
     def open(self, number: int) -> None:
         (self.folder / f"closed-{number}").unlink()
 
-    def wait(self, number: int, job: Job) -> None:
-        """Wait until a job's run is in a round; the next wait is for another run."""
-        job.until((self.folder / f"reached-{number}").exists, f"round {number}")
-        (self.folder / f"reached-{number}").unlink()
+    def wait(self, number: int, job: Job) -> str:
+        """Wait until a job's run is in a round, and return when it thinks that its time is up."""
+        reached = self.folder / f"reached-{number}"
+        job.until(lambda: reached.exists() and reached.read_text(), f"round {number}")
+        end_time = reached.read_text()
+        # the next wait is for another start
+        reached.unlink()
+        return end_time
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +125,25 @@ def gates(tmp_path: Path) -> Gates:
     return Gates(tmp_path / "gates")
 
 
+@pytest.mark.soak
+def test_a_job_whose_time_is_nearly_up_comes_back(
+    slurm: Slurm, gated: list[str], gates: Gates, undisturbed: Path, tmp_path: Path
+) -> None:
+    gates.close(1)
+    limit = ["--time=1", "--signal=B:USR1@45"]
+    command = [*limit, "--ntasks=2", "jobs/train.sbatch", *gated, "--out", tmp_path / "run"]
+    job = slurm.submit(*command, **gates.env)
+    gates.wait(1, job)
+    job.until(lambda: "asked to stop" in job.output, "the signal")
+    gates.open(1)
+    # its other rounds may need another start
+    job.until(lambda: "round 3/3" in job.output, "the last round")
+    job.wait()
+    assert (job.state, job.exit_code) == ("COMPLETED", FINISHED)
+    assert "start 2" in job.output
+    assert not differing(tmp_path / "run", undisturbed)
+
+
 @pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 3), ("srun", 2)])
 def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
     slurm: Slurm, gated: list[str], gates: Gates, undisturbed: Path, tmp_path: Path, launcher: str, ranks: int
@@ -139,6 +163,7 @@ def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
     slurm.call("scontrol", "requeue", job.number)
     job.come_back(2)
     gates.open(2)
+    job.until(lambda: "round 3/3" in job.output, "the last round")
     job.wait()
     assert (job.state, job.exit_code) == ("COMPLETED", FINISHED)
     assert not differing(folder, undisturbed)
@@ -166,7 +191,8 @@ def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_b
     gates.close(1)
     command = ["--ntasks=2", "jobs/train.sbatch", *gated, "--out", folder]
     job = slurm.submit(*command, **gates.env)
-    gates.wait(1, job)
+    end_time = gates.wait(1, job)
+    assert int(end_time) == datetime.fromisoformat(job.told("EndTime")).timestamp()
 
     second = slurm.submit(*command, **gates.env)
     second.wait()
@@ -177,9 +203,6 @@ def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_b
 
     slurm.call("scancel", job.number)
     job.wait()
-    job.until(
-        lambda: not slurm.call("squeue", "--noheader", f"--jobs={job.number}"), "the end of its processes"
-    )
     assert (job.state, job.told("Restarts")) == ("CANCELLED", "0")
     assert (folder / "checkpoint.h5").exists()
     gates.open(1)
@@ -199,9 +222,10 @@ def test_a_job_that_saves_no_round_does_not_come_back_for_ever(
         job.wait_for_start(start)
         slurm.call("scontrol", "requeue", job.number)
         job.come_back(start)
+    job.until(lambda: "and ends" in job.output, "giving up")
     job.wait()
     assert (job.state, job.exit_code, job.told("Restarts")) == ("FAILED", 1, "2")
-    assert "came back 2 times in a row without a new round, and ends" in job.output
+    assert "came back 2 times in a row without a new round, and ends: a round and its" in job.output
     assert job.output.count("start ") == 2
 
 

@@ -57,6 +57,7 @@ def test_the_run_folder_names_the_job_and_the_script_is_told_of_saved_rounds(
     assert " SLURM job train 17, start 1\n" in (folder / "log.txt").read_text()
     assert yaml.safe_load((folder / "config.yaml").read_text())["environment"]["job"] == "train 17, start 1"
     assert (notes / "saved").read_text() == f"{folder} 2\n"
+    assert (notes / "ready").exists()
 
 
 def test_without_a_job_nothing_is_said(tmp_path: Path) -> None:
