@@ -1,4 +1,4 @@
-"""Processes that die, stop, are told to stop, run out of memory, or whose clock jumps; and the bits after all.
+"""Processes that die, stop, are told to stop, lack memory, or whose clock jumps; and the bits after all.
 
 Each fault says what the user reads and with which exit code the run ends; the same command then goes on, and
 ends with the bits of an undisturbed run.
@@ -40,8 +40,10 @@ COUNTS = {
     SERVER: {"gather": (8, 30), "write": (1, 90), "fsync": (1, 5), "rename": (1, 6), "csv": (2, 5)},
     WORKER: {"gather": (8, 30), "step": (4, 20)},
 }
-"""Points that a rank passes, and the first and last of their calls in a start at which it is struck: a round
-has 5 messages and a worker's 4 mini-batches, and every second one a checkpoint of 34 datasets and 2 renames."""
+"""Points that a rank passes, and the first and last of their calls in a start at which it is struck.
+
+A round has 5 messages and a worker's 4 mini-batches, every second one a checkpoint of 34 datasets and 2
+renames."""
 
 IN_A_ROUND = Strike("kill", "step", 20)
 IN_A_CHECKPOINT = Strike("kill", "write", 50)
@@ -448,7 +450,7 @@ def test_a_clock_that_jumps_changes_neither_numbers_nor_durations(
     table = np.genfromtxt(tmp_path / "run" / "metrics.csv", delimiter=",", names=True)
     durations = [table[name] for name in METRICS if name in SECONDS]
     assert len(durations) > 3
-    assert all((0 <= column).all() and (column < 3600).all() for column in durations)
+    assert all((column >= 0).all() and (column < 3600).all() for column in durations)
 
 
 def test_a_clock_that_jumps_back_does_not_hide_the_end_of_the_job(
