@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         speaks = world.is_server
         with abort_on_exception(world), ExitStack() as at_exit:
             if world.size > 1:
-                at_exit.enter_context(ending_with_launcher(world.is_server))
+                at_exit.enter_context(ending_with_launcher())
             if not speaks:
                 at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
             at_exit.enter_context(warnings.catch_warnings())

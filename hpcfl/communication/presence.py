@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -128,12 +127,13 @@ class SignsOfLife:
 
 
 @contextmanager
-def ending_with_launcher(is_server: bool) -> Iterator[None]:
+def ending_with_launcher() -> Iterator[None]:
     """Have this process end within seconds of its launcher's death, which may leave it behind.
 
     A rank left behind would hold the run folder's lock, and might wait for ever. The launcher is the nearest
     process above that is not a part of the rank, such as a script around it: mpirun, or what acts for it on
-    this node. The server says what happened. Nothing is done where the system does not show that process.
+    this node. What a rank prints goes through the launcher, so there is nobody to tell. Nothing is done where
+    the system does not show that process.
     """
     launcher = _launcher()
     birth = _birth(launcher)
@@ -141,14 +141,8 @@ def ending_with_launcher(is_server: bool) -> Iterator[None]:
 
     def watch() -> None:
         while not ended.wait(_LOOK_AT_LAUNCHER_EVERY_S):
-            if _birth(launcher) == birth:
-                continue
-            if is_server:
-                _say_last(
-                    f"hpcfl: error: the launcher of the ranks (process {launcher}) is gone, so they end; the "
-                    "last checkpoint stays, and the same command goes on from it\n"
-                )
-            os._exit(1)
+            if _birth(launcher) != birth:
+                os._exit(1)
 
     if birth is None:
         yield
@@ -191,12 +185,3 @@ def _birth(pid: int) -> str | None:
 def _status(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; the name before them may hold anything."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
-def _say_last(text: str) -> None:
-    """Write to standard error, which may have gone with the launcher."""
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:
-        pass

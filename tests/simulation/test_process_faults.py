@@ -1,4 +1,4 @@
-"""Processes that die, stop, are told to stop, lack memory, or whose clock jumps; and the bits after all.
+"""Processes that die, stop, are told to stop or run out of memory, clocks that jump; and the bits after.
 
 Each fault says what the user reads and with which exit code the run ends; the same command then goes on, and
 ends with the bits of an undisturbed run.
@@ -34,16 +34,15 @@ from hpcfl.training.engines import LoopEngine
 BRIEF_ROUNDS, LONG_ROUNDS = 8, 60
 PATIENCE_S = 120
 TIMEOUT_S = 3
+GONE_WITHIN_S = 10
 SERVER, WORKER = "server", "worker"
 
 COUNTS = {
     SERVER: {"gather": (8, 30), "write": (1, 90), "fsync": (1, 5), "rename": (1, 6), "csv": (2, 5)},
     WORKER: {"gather": (8, 30), "step": (4, 20)},
 }
-"""Points that a rank passes, and the first and last of their calls in a start at which it is struck.
-
-A round has 5 messages and a worker's 4 mini-batches, every second one a checkpoint of 34 datasets and 2
-renames."""
+"""Points that a rank passes, and the first and last of their calls in a start at which it is struck: a round
+has 5 messages and a worker's 4 mini-batches, every second one a checkpoint of 34 datasets and 2 renames."""
 
 IN_A_ROUND = Strike("kill", "step", 20)
 IN_A_CHECKPOINT = Strike("kill", "write", 50)
@@ -142,6 +141,13 @@ class Launch:
                 found.append(int(file.parent.name))
         return found
 
+    def is_gone(self) -> bool:
+        """Whether none of its processes is left a few seconds from now; a killed one takes a moment to die."""
+        deadline_s = time.monotonic() + GONE_WITHIN_S
+        while self.pids() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return not self.pids()
+
     def rows(self) -> int:
         return self._metrics.read_text().count("\n") - 1 if self._metrics.exists() else 0
 
@@ -212,7 +218,7 @@ def test_server_worker_and_mpirun_killed_at_eight_moments(
         with launch(ranks, LONG_ROUNDS, strike) as running:
             said = running.end()
             assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED), (strike, said)
-            assert running.pids() == []
+            assert running.is_gone()
         told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
         if fault == "kill_launchers":
             assert len(told) == 1
@@ -324,7 +330,7 @@ def test_a_second_signal_to_mpirun_stops_all_ranks_at_once(
             time.sleep(1.2 * stopping.SAME_REQUEST_S)
         said = running.end()
         assert running.process.returncode == 128 + signal.SIGUSR1
-        assert running.pids() == []
+        assert running.is_gone()
     assert said.count(STOPPED_AT_ONCE.format("SIGUSR1")) == said.count("hpcfl: ") == 1
     assert "Traceback" not in said
     assert good(folder) == before
@@ -369,7 +375,7 @@ def test_a_rank_that_stops_answering_is_named(
         said = running.end()
         assert time.monotonic() - began_s < TIMEOUT_S + 20
         assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
-        assert running.pids() == []
+        assert running.is_gone()
     told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
     place = f"rank {silent} on {socket.gethostname()}"
     opening = f"hpcfl: error: {place} has not been heard of for {TIMEOUT_S} s (run.timeout) in round "
@@ -404,7 +410,7 @@ def test_a_worker_without_memory_ends_all(launch: Launcher, tmp_path: Path, goes
     with launch(2, BRIEF_ROUNDS, Strike("no_memory_for_torch", "step", 20, rank=1)) as running:
         said = running.end()
         assert running.process.returncode == BAD_INPUT
-        assert running.pids() == []
+        assert running.is_gone()
     assert said.count(f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks") == 1
     assert "Traceback" not in said
     assert rounds_in(tmp_path / "run") > 0
@@ -448,7 +454,7 @@ def test_a_clock_that_jumps_changes_neither_numbers_nor_durations(
     clock_jumps(jump_s)
     goes_on(BRIEF_ROUNDS)
     table = np.genfromtxt(tmp_path / "run" / "metrics.csv", delimiter=",", names=True)
-    durations = [table[name] for name in METRICS if name in SECONDS]
+    durations = [table[name] for name in METRICS if name in SECONDS - {"client_steps_per_s"}]
     assert len(durations) > 3
     assert all((column >= 0).all() and (column < 3600).all() for column in durations)
 
