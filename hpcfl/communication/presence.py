@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from hpcfl.errors import SilentRanks
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+Communicator = Any
+"""MPI's, which only `world` imports."""
 
 SIGN_TAG = 1
 """Tag of a sign of life; all other messages have another one."""
@@ -38,14 +38,14 @@ class SignsOfLife:
     after a job has been suspended as a whole, no rank is blamed for the time in which none could move.
     """
 
-    def __init__(self, comm: MPI.Intracomm, hosts: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, comm: Communicator, hosts: Sequence[str], timeout_s: float) -> None:
         """Know the hosts of all ranks, and after how many seconds a silent rank is given up."""
         self._comm, self._hosts, self._timeout_s = comm, hosts, timeout_s
         rank = comm.Get_rank()
         self._others = list(range(1, comm.Get_size())) if rank == 0 else [0]
         self._sign, self._last = np.array([rank], np.int64), np.array([-1 - rank], np.int64)
         self._others_ended: set[int] = set()
-        self._going: dict[int, MPI.Request] = {}
+        self._going: dict[int, Any] = {}
         self._every_s = min(_SIGN_EVERY_S, timeout_s / 4)
         self._given_s = time.monotonic()
         self.begin()

@@ -197,6 +197,7 @@ def test_the_run_name_tells_configurations_apart() -> None:
         "run.report",
         "run.state",
         "run.tensorboard",
+        "run.timeout",
     }
 
 

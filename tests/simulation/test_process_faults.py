@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -142,7 +141,7 @@ class Launch:
         return found
 
     def is_gone(self) -> bool:
-        """Whether none of its processes is left a few seconds from now; a killed one takes a moment to die."""
+        """Whether none of its processes is left a few seconds from now: dying takes a moment."""
         deadline_s = time.monotonic() + GONE_WITHIN_S
         while self.pids() and time.monotonic() < deadline_s:
             time.sleep(0.05)
@@ -219,12 +218,6 @@ def test_server_worker_and_mpirun_killed_at_eight_moments(
             said = running.end()
             assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED), (strike, said)
             assert running.is_gone()
-        told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
-        if fault == "kill_launchers":
-            assert len(told) == 1
-            assert re.match(
-                r"hpcfl: error: the launcher of the ranks \(process \d+\) is gone, so they", told[0]
-            )
         assert "Traceback" not in said
         assert done <= (done := rounds_in(folder)) < LONG_ROUNDS
     assert done > len(victims) / 2

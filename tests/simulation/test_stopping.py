@@ -8,13 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from hpcfl.errors import StoppedAtOnce
+from hpcfl.simulation import stopping
 from hpcfl.simulation.stopping import StopFlag
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
 
 @pytest.fixture
-def flag() -> Iterator[StopFlag]:
+def flag(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopFlag]:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     stop_flag = StopFlag()
     yield stop_flag
     stop_flag.restore()
@@ -27,12 +30,37 @@ def test_a_signal_requests_a_stop(flag: StopFlag, number: signal.Signals) -> Non
     assert flag.requested
 
 
-def test_only_a_second_sigint_interrupts(flag: StopFlag) -> None:
-    signal.raise_signal(signal.SIGTERM)
-    signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+@pytest.mark.parametrize("first", STOP_SIGNALS)
+@pytest.mark.parametrize("second", STOP_SIGNALS)
+def test_a_second_signal_stops_at_once(
+    flag: StopFlag, monkeypatch: pytest.MonkeyPatch, first: signal.Signals, second: signal.Signals
+) -> None:
+    signal.raise_signal(first)
+    # as a terminal and a launcher deliver it, and a launcher may turn it into another
+    for again in (first, second):
+        signal.raise_signal(again)
+    assert flag.requested
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
+    with pytest.raises(StoppedAtOnce, match=f"by a second signal, {second.name};") as stopped:
+        signal.raise_signal(second)
+    assert stopped.value.code == 128 + second
+
+
+def test_in_a_slurm_job_the_time_limit_is_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM after the warning, as the whole job gets it: twice, from its launcher and from SLURM."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.05)
+    flag = StopFlag()
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        time.sleep(0.06)
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        time.sleep(0.06)
+        with pytest.raises(StoppedAtOnce):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        flag.restore()
 
 
 def test_restore_brings_the_old_handlers_back() -> None:
@@ -55,6 +83,19 @@ def test_time_is_short_before_the_end_of_the_job(
     flag = StopFlag()
     flag.restore()
     assert flag.time_is_short(needed_s) is short
+
+
+@pytest.mark.parametrize("jump_s", [-86400.0, 86400.0])
+def test_a_clock_that_jumps_does_not_move_the_end_of_the_job(
+    monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 100))
+    flag = StopFlag()
+    flag.restore()
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
+    assert flag.time_is_short(150)
+    assert not flag.time_is_short(50)
 
 
 def test_an_unreadable_end_time_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
