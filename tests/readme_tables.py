@@ -4,8 +4,8 @@
 
 A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
 <!-- results/pfedmb_table1_evening_differences.csv --> or
-<!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->. What is of no table file, but
-of the long run, is shown as it is: <!-- results/long_run.csv -->.
+<!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
+are shown as they are: <!-- results/long_run.csv -->.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ SCHEMA = 2
 """Raised with every change after which an older checkpoint is not gone on with: other names or columns."""
 HDF5_VERSION: str = h5py.version.hdf5_version
 USER_BLOCK_BYTES = 512
-HASH_BLOCK_BYTES = 4 * 2**20
+HASH_BLOCK_BYTES = 2**18
+"""Small: one of megabytes, made anew at each checkpoint, scatters the memory of a long run."""
 
 
 class ForeignError(UserError):

@@ -198,6 +198,7 @@ def test_the_run_name_tells_configurations_apart() -> None:
         "run.state",
         "run.tensorboard",
         "run.timeout",
+        "run.timeout",
     }
 
 
