@@ -198,7 +198,6 @@ def test_the_run_name_tells_configurations_apart() -> None:
         "run.state",
         "run.tensorboard",
         "run.timeout",
-        "run.timeout",
     }
 
 
