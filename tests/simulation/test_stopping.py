@@ -43,7 +43,7 @@ def test_a_second_signal_stops_at_once(
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
     with pytest.raises(StoppedAtOnce, match=f"by a second signal, {second.name};") as stopped:
         signal.raise_signal(second)
-    assert stopped.value.code == 128 + second
+    assert stopped.value.exit_code == 128 + second
 
 
 def test_in_a_slurm_job_the_time_limit_is_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
