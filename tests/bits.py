@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import signal
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,6 +130,9 @@ def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None]
             code = run_here(folder, settings)
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
+        except BaseException:
+            # leaving at once would lose it
+            traceback.print_exc()
         finally:
             os._exit(code)
     return child
