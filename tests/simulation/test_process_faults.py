@@ -328,7 +328,9 @@ def test_a_second_signal_to_mpirun_stops_all_ranks_at_once(
         said = running.end()
         assert running.process.returncode == 128 + signal.SIGUSR1
         assert running.is_gone()
-    assert said.count(STOPPED_AT_ONCE.format("SIGUSR1")) == said.count("hpcfl: ") == 1
+    told = {line for line in said.splitlines(keepends=True) if line.startswith("hpcfl: ")}
+    # Open MPI takes a while to end ranks, in which the next one may say the same
+    assert told == {STOPPED_AT_ONCE.format("SIGUSR1")}
     assert "Traceback" not in said
     assert good(folder) == before
     goes_on(BRIEF_ROUNDS)
