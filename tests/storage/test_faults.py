@@ -189,6 +189,13 @@ def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
     assert not differing(undisturbed, folder)
 
 
+def test_after_the_last_checkpoint_no_room_is_needed(
+    settings: list[str], small_disk: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(small_disk / "run", [*settings, "train.rounds=2"]) == FINISHED
+    assert capfd.readouterr().err == ""
+
+
 def test_a_run_cannot_go_on_where_not_even_its_lock_has_room(
     settings: list[str],
     undisturbed: Path,
