@@ -9,6 +9,8 @@
 
 cd "${SLURM_SUBMIT_DIR:-.}" || exit
 export PATH="$PWD/.venv/bin:$PATH" PYTHONNOUSERSITE=1 OMP_NUM_THREADS=1
+# Open MPI gives ranks a terminal, and a bar on it would fill the job's output.
+export TTY_COMPATIBLE=0
 # srun gives a rank one core unless it is told again
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}
 
@@ -101,7 +103,6 @@ choose_launcher() {
 stop_soon() {
     stop_wanted=yes
     signals=$((signals + 1))
-    say "asked to stop at the end of the round"
 }
 
 # Ranks that still start die of a signal, so it waits for them.
@@ -109,6 +110,7 @@ pass_signals_on() {
     if [ "$signals" -gt 0 ] && [ -e "$HPCFL_JOB_NOTES/ready" ]; then
         signals=$((signals - 1))
         kill -USR1 "$1" 2>/dev/null
+        say "asked to stop at the end of the round"
     fi
 }
 

@@ -26,7 +26,8 @@ PATIENCE_S = 300.0
 KILL_WAIT_S = 2
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
-# cred_expire is also how long a requeued job waits: two minutes by default, and no less than these 5 s
+# cred_expire is also how long a requeued job waits: two minutes by default, and no less than these 5 s;
+# started earlier, it would be taken for ended when its old processes are
 CONFIGURATION = """
 ClusterName=hpcfl-tests
 SlurmctldHost={host}(127.0.0.1)
@@ -162,11 +163,8 @@ class Job:
             pytest.fail(f"{failure}\n{shown}\n{self.output}", pytrace=False)
 
     def come_back(self, restarts: int) -> None:
-        """Wait until the job has been requeued so often, and start it without the wait of a requeued job."""
+        """Wait until the job has been requeued so often. SLURM lets it wait some seconds before it starts."""
         self.until(lambda: self.told("Restarts") == str(restarts), f"requeue {restarts}")
-        self.wait("PENDING", "RUNNING")
-        # it may have started in between
-        self._slurm.try_call("scontrol", "update", f"jobid={self.number}", "starttime=now")
 
     def wait_for_start(self, number: int) -> None:
         """Wait until the job script runs for the `number`-th time."""

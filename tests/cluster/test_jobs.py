@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -144,39 +145,47 @@ def test_a_job_whose_time_is_nearly_up_comes_back(
     assert not differing(tmp_path / "run", undisturbed)
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("mpirun", 3), ("srun", 2)])
 def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
-    slurm: Slurm, gated: list[str], gates: Gates, undisturbed: Path, tmp_path: Path, launcher: str, ranks: int
+    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    gates.close(1, 2)
-    command = ["--job-name=train", f"--ntasks={ranks}", "jobs/train.sbatch", *gated, "--out", folder]
-    job = slurm.submit(*command, **gates.env, LAUNCHER=launcher)
-    gates.wait(1, job)
-    slurm.call("scancel", "--signal=USR1", "--batch", job.number)
-    job.until(lambda: "asked to stop" in job.output, "the signal")
-    gates.open(1)
-    job.come_back(1)
-    assert f"stopped early with a checkpoint in {folder}" in job.output
+    """Once with mpirun and once with srun, at the same time."""
+    jobs: list[tuple[Job, Gates, Path]] = []
+    for launcher, ranks in (("mpirun", 3), ("srun", 2)):
+        gates, folder = Gates(tmp_path / f"gates-{launcher}"), tmp_path / launcher
+        gates.close(1, 2)
+        command = ["--job-name=train", f"--ntasks={ranks}", "jobs/train.sbatch", *gated, "--out", folder]
+        jobs.append((slurm.submit(*command, **gates.env, LAUNCHER=launcher), gates, folder))
+    for job, gates, _ in jobs:
+        gates.wait(1, job)
+        slurm.call("scancel", "--signal=USR1", "--batch", job.number)
+    for job, gates, _ in jobs:
+        job.until(lambda job=job: "asked to stop" in job.output, "the signal")
+        # the script passes the signal on within a second or two, and a round takes less
+        time.sleep(2.5)
+        gates.open(1)
+    for job, _, folder in jobs:
+        job.come_back(1)
+        assert f"stopped early with a checkpoint in {folder}" in job.output
+    for job, gates, _ in jobs:
+        gates.wait(2, job)
+        slurm.call("scontrol", "requeue", job.number)
+    for job, gates, folder in jobs:
+        job.come_back(2)
+        gates.open(2)
+        job.until(lambda job=job: "round 3/3" in job.output, "the last round")
+        job.wait()
+        assert (job.state, job.exit_code) == ("COMPLETED", FINISHED)
+        assert not differing(folder, undisturbed)
 
-    gates.wait(2, job)
-    slurm.call("scontrol", "requeue", job.number)
-    job.come_back(2)
-    gates.open(2)
-    job.until(lambda: "round 3/3" in job.output, "the last round")
-    job.wait()
-    assert (job.state, job.exit_code) == ("COMPLETED", FINISHED)
-    assert not differing(folder, undisturbed)
-
-    starts = [f"SLURM job train {job.number}, start {number}, on " for number in (1, 2, 3)]
-    log = (folder / "log.txt").read_text()
-    for start in starts:
-        assert log.count(start) == job.output.count(start) == 1
-    resumed = "resuming after round 2 of 3"
-    assert job.output.count(resumed) == log.count(resumed) == 2
-    environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
-    assert environment["job"].startswith(starts[-1].removeprefix("SLURM job "))
-    assert not (slurm.folder / "runs" / ".jobs" / job.number).exists()
+        starts = [f"SLURM job train {job.number}, start {number}, on " for number in (1, 2, 3)]
+        log = (folder / "log.txt").read_text()
+        for start in starts:
+            assert log.count(start) == job.output.count(start) == 1
+        resumed = "resuming after round 2 of 3"
+        assert job.output.count(resumed) == log.count(resumed) == 2
+        environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
+        assert environment["job"].startswith(starts[-1].removeprefix("SLURM job "))
+        assert not (slurm.folder / "runs" / ".jobs" / job.number).exists()
 
 
 def test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back(
