@@ -203,9 +203,11 @@ def one_node(submit_folder: Path) -> Iterator[Slurm]:
         _start(slurm, folder, daemons)
         yield slurm
     finally:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
             slurm.try_call("scancel", "--user=root")
-            until(lambda: not slurm.try_call("squeue", "--noheader").stdout, "no job left", 3 * KILL_WAIT_S)
+            end_s = time.monotonic() + 3 * KILL_WAIT_S
+            while slurm.try_call("squeue", "--noheader").stdout and time.monotonic() < end_s:
+                time.sleep(0.2)
         for daemon in reversed(daemons):
             daemon.kill()
             daemon.wait()
