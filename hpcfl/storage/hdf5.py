@@ -44,7 +44,7 @@ SCHEMA = 2
 HDF5_VERSION: str = h5py.version.hdf5_version
 USER_BLOCK_BYTES = 512
 HASH_BLOCK_BYTES = 2**18
-"""Small: one of megabytes, made anew at each checkpoint, scatters the memory of a long run."""
+"""Small: one of megabytes, made anew at each checkpoint, can scatter the memory of a long run."""
 
 
 class ForeignError(UserError):
