@@ -106,6 +106,119 @@ def test_every_command_and_script_runs_in_the_order_of_the_page(
     assert run_lines >= 15
 
 
+FAULTS = {
+    "the job's time is nearly up, or SIGUSR1": [
+        "cluster/test_jobs.py::test_a_job_whose_time_is_nearly_up_comes_back",
+        "cluster/test_jobs.py::test_signalled_and_preempted_in_mid_round_a_job_comes_back",
+        "simulation/test_resume.py::test_stopped_or_prolonged_at_every_round_boundary",
+        "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
+    ],
+    "pre-emption, `scontrol requeue`, a rank or mpirun killed": [
+        "cluster/test_jobs.py::test_signalled_and_preempted_in_mid_round_a_job_comes_back",
+        "simulation/test_process_faults.py::test_one_rank_killed_at_twelve_moments",
+        "simulation/test_process_faults.py::test_server_worker_and_mpirun_killed_at_eight_moments",
+        "soak/test_long_run.py::test_preempted_20_times_on_changing_numbers_of_ranks",
+    ],
+    "mpirun dies, its ranks do not": [
+        "simulation/test_process_faults.py::test_server_worker_and_mpirun_killed_at_eight_moments",
+    ],
+    "a second stop signal, a second or more later": [
+        "simulation/test_process_faults.py::test_a_second_signal_stops_at_once",
+        "simulation/test_process_faults.py::test_a_second_signal_to_mpirun_stops_all_ranks_at_once",
+    ],
+    "`scancel`": [
+        "cluster/test_jobs.py::"
+        "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back",
+    ],
+    "no new round in three comebacks": [
+        "cluster/test_jobs.py::test_a_job_that_saves_no_round_does_not_come_back_for_ever",
+    ],
+    "a second run on a folder": [
+        "cluster/test_jobs.py::"
+        "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back",
+        "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
+        "storage/test_lock.py::test_an_owner_elsewhere_that_gives_signs_is_left_alone",
+    ],
+    "the lock of a job that died on another node": [
+        "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
+    ],
+    "a plain `srun`, each rank alone": [
+        "cluster/test_jobs.py::test_a_plain_srun_is_refused_with_what_to_type",
+    ],
+    "a rank that stops answering, a dead node": [
+        "simulation/test_process_faults.py::test_a_rank_that_stops_answering_is_named",
+    ],
+    "a rank out of memory": [
+        "simulation/test_process_faults.py::test_memory_that_ends_is_told",
+        "simulation/test_process_faults.py::test_a_worker_without_memory_ends_all",
+    ],
+    "a full disk or a quota, at a checkpoint or a CSV file": [
+        "storage/test_faults.py::test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint",
+        "storage/test_faults.py::test_a_disk_that_takes_no_more_lines",
+        "storage/test_faults.py::test_a_quota_at_a_checkpoint",
+        "storage/test_faults.py::test_a_quota_in_the_middle_of_a_line",
+        "storage/test_faults.py::test_a_run_cannot_go_on_where_not_even_its_lock_has_room",
+    ],
+    "no room for log.txt, TensorBoard, the page, the terminal": [
+        "storage/test_faults.py::test_what_no_number_hangs_on_is_given_up_with_a_warning",
+        "storage/test_faults.py::test_a_run_needs_nobody_to_take_its_words",
+    ],
+    "a folder read-only, moved, deleted or taken over": [
+        "storage/test_faults.py::test_a_folder_that_becomes_read_only",
+        "storage/test_faults.py::test_a_folder_that_is_moved",
+        "storage/test_faults.py::test_a_folder_that_is_deleted",
+        "storage/test_faults.py::test_a_run_whose_folder_another_has_taken_over_ends",
+    ],
+    "a checkpoint damaged, cut or gone": [
+        "storage/test_faults.py::test_a_flipped_byte_in_any_group_falls_back",
+        "simulation/test_resume.py::test_a_damaged_checkpoint_falls_back_to_the_previous",
+    ],
+    "other files of the run cut or gone": [
+        "storage/test_faults.py::test_all_files_but_the_older_checkpoint_are_cut",
+        "storage/test_faults.py::test_config_yaml_cut_anywhere_is_read_or_made_up_for",
+    ],
+    "a checkpoint of another run, method, model or version": [
+        "storage/test_faults.py::test_a_checkpoint_of_another_run_is_refused",
+        "storage/test_faults.py::test_an_unfinished_run_of_an_older_schema_is_refused",
+        "storage/test_checkpoint.py::test_a_newer_schema_is_refused_without_falling_back",
+    ],
+    "a client's numbers become nan or infinite": [
+        "simulation/test_divergence.py::test_the_run_stops_and_goes_on_without_them",
+        "simulation/test_divergence.py::test_a_client_left_out_is_as_if_it_had_not_been_sampled",
+        "simulation/test_divergence.py::test_too_large_a_step",
+    ],
+    "one cell of a table fails": [
+        "cluster/test_jobs.py::test_an_array_loses_no_cell_but_the_one_that_fails",
+        "tables/test_table.py::test_a_cell_that_fails_does_not_lose_the_others",
+    ],
+    "the machine's clock is set, /tmp is full or gone": [
+        "simulation/test_process_faults.py::test_a_clock_that_jumps_changes_neither_numbers_nor_durations",
+        "storage/test_faults.py::test_clocks_and_times_of_files_that_jump",
+        "storage/test_faults.py::test_no_place_for_passing_files",
+    ],
+    "a file of a stranger: run folder, checkpoint, npz, LEAF, PFLlib, YAML, table": [
+        "hostile/test_hostile_run_folder.py::test_a_run_folder_is_read_or_refused",
+        "hostile/test_hostile_run_folder.py::test_a_run_s_own_code_is_run_only_where_the_user_names_it",
+        "hostile/test_hostile_checkpoint.py::test_a_checkpoint_is_read_or_refused",
+        "hostile/test_hostile_npz.py::test_an_npz_is_read_or_refused",
+        "hostile/test_hostile_client_files.py::test_leaf_s_files_are_read_or_refused",
+        "hostile/test_hostile_client_files.py::test_pfllib_s_files_are_read_or_refused",
+        "hostile/test_hostile_yaml.py::test_a_configuration_is_read_or_refused",
+        "hostile/test_hostile_yaml.py::test_a_table_is_read_or_refused",
+    ],
+}
+"""The tests of each line of the README's table of faults, by what happens."""
+
+
+def test_every_fault_of_the_table_has_its_tests() -> None:
+    table = README.partition("### When something goes wrong")[2].partition("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[1:]] == list(FAULTS)
+    for place in sum(FAULTS.values(), []):
+        file, _, name = place.partition("::")
+        assert f"\ndef {name}(" in (REPOSITORY / "tests" / file).read_text(), place
+
+
 def test_the_readme_shows_pictures_that_exist() -> None:
     shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
     assert len(shown) >= 3
