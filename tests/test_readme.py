@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -214,7 +215,7 @@ def test_every_fault_of_the_table_has_its_tests() -> None:
     table = README.partition("### When something goes wrong")[2].partition("\n## ")[0]
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[1:]] == list(FAULTS)
-    for place in sum(FAULTS.values(), []):
+    for place in chain.from_iterable(FAULTS.values()):
         file, _, name = place.partition("::")
         assert f"\ndef {name}(" in (REPOSITORY / "tests" / file).read_text(), place
 
