@@ -139,20 +139,23 @@ def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None]
 
 
 def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> None:
-    """Run in a process of its own, which is killed once the last of all clients has trained in a round."""
-    method = METHODS[load_config(None, settings).method]
-    child = start_run(folder, settings, lambda: _die_in_round(number, method))
+    """Run in a process of its own, which is killed once the last member of a round's cohort has trained."""
+    config = load_config(None, settings)
+    members = config.train.cohort_size(config.data.clients)
+    child = start_run(folder, settings, lambda: _die_in_round(number, METHODS[config.method], members))
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-def _die_in_round(number: int, method: type[Method]) -> None:
-    """Have this process killed once the last client of a round has trained."""
-    train = method.train
+def _die_in_round(number: int, method: type[Method], members: int) -> None:
+    """Have this process killed once so many clients have trained in a round."""
+    train, trained = method.train, 0
 
     def deadly(self: Method, clients: Clients, down: Message) -> Message:
+        nonlocal trained
         up = train(self, clients, down)
-        if clients.round == number and self.context.num_clients - 1 in clients.ids:
+        trained += len(clients) if clients.round == number else 0
+        if trained == members:
             os.kill(os.getpid(), signal.SIGKILL)
         return up
 

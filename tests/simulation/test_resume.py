@@ -62,39 +62,33 @@ def short(method: str) -> list[str]:
     return [*method_settings(method), *SPECIAL.get(method, []), "train.participation=0.6", "run.eval_every=2"]
 
 
-# Stops at every round boundary
+# Every round boundary
 
 
 @pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED, *SPECIAL])
-def test_stopped_or_prolonged_at_every_round_boundary(
+def test_killed_and_then_stopped_or_prolonged(
     undisturbed: Callable[[str], Path],
     settings: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     method: str,
 ) -> None:
-    """The last boundary is the end of a shorter run, where a method can be prolonged."""
-    expected = undisturbed(method)
+    """It goes on from either boundary of its rounds.
+
+    SIGKILL comes while the last member of a cohort trains, after a checkpoint like those of stops. The last
+    boundary is the end of a shorter run, where a method can be prolonged.
+    """
+    keys = [*settings, *short(method), "run.checkpoint_every=1"]
     uses_rounds = METHODS[method.partition("-")[0]].schedule_uses_rounds
-    shorter = ROUNDS if uses_rounds else ROUNDS - 1
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-    for done in range(1, ROUNDS):
-        code = run_here(tmp_path / "run", [*settings, *short(method), f"train.rounds={shorter}"])
-        assert code == (FINISHED if done == shorter else STOPPED)
-        assert completed_rounds(tmp_path / "run") == done
-    assert run_here(tmp_path / "run", [*settings, *short(method)]) == FINISHED
-    assert not differing(expected, tmp_path / "run")
-
-
-@pytest.mark.parametrize("method", [*METHODS, *VARIANTS, *REMEMBERED, "heurpfedla-sharded"])
-def test_killed_in_the_middle_of_the_last_round(settings: list[str], tmp_path: Path, method: str) -> None:
-    """SIGKILL while the last of all clients trains, under full participation."""
-    keys = [*settings, *short(method), "train.participation=1", "run.checkpoint_every=1"]
-    run_killed_in_round(ROUNDS - 1, tmp_path / "run", keys)
-    assert completed_rounds(tmp_path / "run") == ROUNDS - 1
-    for folder in ("run", "undisturbed"):
-        assert run_here(tmp_path / folder, keys) == FINISHED
-    assert not differing(tmp_path / "undisturbed", tmp_path / "run")
+    shorter = [*keys, f"train.rounds={ROUNDS if uses_rounds else 2}"]
+    run_killed_in_round(1, tmp_path / "run", shorter)
+    assert completed_rounds(tmp_path / "run") == 1
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
+        assert run_here(tmp_path / "run", shorter) == (STOPPED if uses_rounds else FINISHED)
+    assert completed_rounds(tmp_path / "run") == 2
+    assert run_here(tmp_path / "run", keys) == FINISHED
+    assert not differing(undisturbed(method), tmp_path / "run")
 
 
 def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
