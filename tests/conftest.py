@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
+import json
 import os
+import runpy
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +19,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +55,8 @@ LONGEST = [
 ]
 """Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""
 
+
+RANKS_PATIENCE_S = 600.0
 
 Mpirun = Callable[..., subprocess.CompletedProcess[str]]
 """What the fixture `mpirun` returns."""
@@ -186,13 +193,15 @@ def run_forked(
 
     The process is a copy of this one, which has imported all of it.
     """
+
+    def program() -> int:
+        os.chdir(cwd or REPOSITORY)
+        sys.argv = ["hpcfl", *words]
+        return main(list(words))
+
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-        with warnings.catch_warnings():
-            # of threads, which newer Pythons warn of: those of linear algebra are idle
-            warnings.simplefilter("ignore", DeprecationWarning)
-            child = os.fork()
-        if child == 0:
-            _run_in_child(words, (stdout, stderr), cwd or REPOSITORY, {**clean_environment(), **(env or {})})
+        files = {1: stdout.fileno(), 2: stderr.fileno()}
+        child = _forked(program, files, {**clean_environment(), **(env or {})})
         give_up_s, status = time.monotonic() + timeout, (0, 0)
         while time.monotonic() < give_up_s and not status[0]:
             time.sleep(0.01)
@@ -209,20 +218,99 @@ def run_forked(
     return done
 
 
-def _run_in_child(
-    words: Sequence[str], streams: Sequence[IO[str]], cwd: Path, env: Mapping[str, str]
-) -> None:
-    """Do what a started program does, and leave the process."""
+def run_forked_ranks(mpirun_command: list[str], ranks: int, script: Path, *arguments: str) -> None:
+    """Run a script under mpirun, which must end well, without the seconds of each rank's imports.
+
+    mpirun starts small programs, which pass their place in the world on to copies of this process. Open MPI's
+    gives no place that could be passed on, and starts the script itself.
+    """
+    if "--oversubscribe" in mpirun_command:
+        command = [*mpirun_command, "-n", str(ranks), sys.executable, str(script), *arguments]
+        run_tree(command, timeout=RANKS_PATIENCE_S)
+        return
+
+    def program() -> int:
+        sys.argv = [str(script), *arguments]
+        runpy.run_path(str(script), run_name="__main__")
+        sys.modules["mpi4py.MPI"].Finalize()
+        sys.stdout.flush()
+        # the launcher is told of the end by what C calls at an exit
+        ctypes.CDLL(None).exit(0)
+        return 0
+
+    name = f"hpcfl-{os.getpid()}-{time.monotonic_ns()}"
+    stand_in = [sys.executable, "-I", "-S", str(REPOSITORY / "tests" / "forked_rank.py"), name]
+    places: dict[int, socket.socket] = {}
+    deadline_s = time.monotonic() + RANKS_PATIENCE_S
+    with socket.socket(socket.AF_UNIX) as door, tempfile.TemporaryFile("w+") as printed:
+        door.bind("\0" + name)
+        door.listen(ranks)
+        door.settimeout(0.02)
+        launcher = subprocess.Popen(
+            [*mpirun_command, "-n", str(ranks), *stand_in],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env=clean_environment(),
+        )
+        try:
+            while launcher.poll() is None and time.monotonic() < deadline_s:
+                with contextlib.suppress(TimeoutError):
+                    place = door.accept()[0]
+                    place.settimeout(RANKS_PATIENCE_S)
+                    places[_forked_rank(program, place)] = place
+                for child in list(places):
+                    if (status := os.waitpid(child, os.WNOHANG))[0]:
+                        with places.pop(child) as place, contextlib.suppress(BrokenPipeError):
+                            place.send(str(abs(os.waitstatus_to_exitcode(status[1]))).encode())
+        finally:
+            # the launcher has ended the others' stand-ins where a rank failed
+            for child, place in places.items():
+                kill_tree(child)
+                os.waitpid(child, 0)
+                place.close()
+            if launcher.poll() is None:
+                kill_tree(launcher.pid)
+            code = launcher.wait()
+        if code != 0:
+            printed.seek(0)
+            pytest.fail(f"exit code {code}: {ranks} ranks, {script} {arguments}\n{printed.read()}", False)
+
+
+def _forked_rank(program: Callable[[], int], place: socket.socket) -> int:
+    """Start a process in the place that a stand-in passes on, and return its id."""
+    text, files, *_ = socket.recv_fds(place, 1 << 20, 8)
+    while more := place.recv(1 << 20):
+        text += more
+    numbers, environment = json.loads(text)
+    try:
+        return _forked(program, dict(zip(numbers, files, strict=True)), environment)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _forked(program: Callable[[], int], files: Mapping[int, int], env: Mapping[str, str]) -> int:
+    """Start a copy of this process that does a program as a started one does, and return its id.
+
+    `files` are this process's open files, by the number that they have there.
+    """
+    with warnings.catch_warnings():
+        # of threads, which newer Pythons warn of: those of linear algebra are idle
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return child
     code: Any = 1
     try:
-        for number, stream in enumerate(streams, start=1):
-            os.dup2(stream.fileno(), number)
+        # out of the way of the numbers that they are to have
+        aside = {number: fcntl.fcntl(file, fcntl.F_DUPFD, 200) for number, file in files.items()}
+        for number, file in aside.items():
+            os.dup2(file, number)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         os.environ.clear()
         os.environ.update(env)
-        os.chdir(cwd)
-        sys.argv = ["hpcfl", *words]
-        code = main(list(words))
+        code = program()
     except SystemExit as leaving:
         code = leaving.code
     except BaseException:

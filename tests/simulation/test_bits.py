@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from bits import (
     tiny_settings,
     write_digits,
 )
-from conftest import REPOSITORY, run_tree
+from conftest import REPOSITORY, run_forked_ranks
 from torch import Tensor
 
 from hpcfl.communication.world import World
@@ -140,8 +139,7 @@ def parallel(
         runs = {str(folder / name): [*settings, *case] for name, case in cases.items()}
         (folder / "runs.json").write_text(json.dumps(runs))
         script = REPOSITORY / "tests" / "run_matrix.py"
-        command = [*mpirun_command, "-n", str(ranks), sys.executable, str(script), str(folder / "runs.json")]
-        run_tree(command, timeout=600)
+        run_forked_ranks(mpirun_command, ranks, script, str(folder / "runs.json"))
         return folder
 
     return base

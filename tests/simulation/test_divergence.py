@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bits import contents, differing, method_settings, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, Mpirun, run_tree
+from conftest import REPOSITORY, Mpirun, run_forked_ranks
 from harness import make_network, make_place
 
 from hpcfl.communication.messages import Cohort, Message
@@ -390,7 +389,7 @@ def test_ranks_and_a_resume_give_the_same_bits(
         runs[str(tmp_path / f"{method}-parts")] = keys
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     script = REPOSITORY / "tests" / "run_matrix.py"
-    run_tree([*mpirun_command, "-n", "3", sys.executable, str(script), str(tmp_path / "runs.json")])
+    run_forked_ranks(mpirun_command, 3, script, str(tmp_path / "runs.json"))
     for method in POISONED_RUNS:
         assert differing(tmp_path / f"{method}-whole", tmp_path / f"{method}-parts") == []
         rows = metrics_of(tmp_path / f"{method}-parts")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import sharded_matrix
 import torch
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, run_tree
+from conftest import REPOSITORY, run_forked_ranks
 from harness import Run
 
 from hpcfl.communication import sharded
@@ -66,8 +65,7 @@ def parallel(
         runs = {str(folder / name): [*settings, *case, *more] for name, case in CASES.items()}
         (folder / "runs.json").write_text(json.dumps(runs))
         script = REPOSITORY / "tests" / "sharded_matrix.py"
-        command = [*mpirun_command, "-n", str(ranks), sys.executable, str(script), str(folder / "runs.json")]
-        run_tree(command, timeout=300)
+        run_forked_ranks(mpirun_command, ranks, script, str(folder / "runs.json"))
         folders[ranks] = folder
     return folders
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -27,7 +26,7 @@ from bits import (
     tiny_settings,
 )
 from bits import write_digits as write_images
-from conftest import REPOSITORY, run_tree
+from conftest import REPOSITORY, run_forked_ranks
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
@@ -130,8 +129,7 @@ def parallel(
         runs = {str(folder / case): [*settings, *keys_of(case)] for case in RANKS[ranks]}
         (folder / "runs.json").write_text(json.dumps(runs))
         script = REPOSITORY / "tests" / "run_matrix.py"
-        command = [*mpirun_command, "-n", str(ranks), sys.executable, str(script), str(folder / "runs.json")]
-        run_tree(command, timeout=600)
+        run_forked_ranks(mpirun_command, ranks, script, str(folder / "runs.json"))
         return folder
 
     return base
