@@ -253,26 +253,29 @@ def run_forked_ranks(mpirun_command: list[str], ranks: int, script: Path, *argum
             stderr=subprocess.STDOUT,
             env=clean_environment(),
         )
+        failed = False
         try:
-            while launcher.poll() is None and time.monotonic() < deadline_s:
+            while launcher.poll() is None and not failed and time.monotonic() < deadline_s:
                 with contextlib.suppress(TimeoutError):
                     place = door.accept()[0]
-                    place.settimeout(RANKS_PATIENCE_S)
                     places[_forked_rank(program, place)] = place
                 for child in list(places):
                     if (status := os.waitpid(child, os.WNOHANG))[0]:
+                        failed = failed or status[1] != 0
                         with places.pop(child) as place, contextlib.suppress(BrokenPipeError):
-                            place.send(str(abs(os.waitstatus_to_exitcode(status[1]))).encode())
+                            place.send(b"1" if status[1] else b"0")
         finally:
-            # the launcher has ended the others' stand-ins where a rank failed
+            # those left wait for ranks that are gone, and hold what the launcher reads to its end
             for child, place in places.items():
                 kill_tree(child)
                 os.waitpid(child, 0)
                 place.close()
-            if launcher.poll() is None:
+            try:
+                code = launcher.wait(timeout=20 if failed else 1)
+            except subprocess.TimeoutExpired:
                 kill_tree(launcher.pid)
-            code = launcher.wait()
-        if code != 0:
+                code = launcher.wait()
+        if failed or code != 0:
             printed.seek(0)
             pytest.fail(f"exit code {code}: {ranks} ranks, {script} {arguments}\n{printed.read()}", False)
 
