@@ -49,8 +49,8 @@ QUICK = {
 LONGEST = [
     f"test_{name}"
     for name in (
-        *("bits", "resume", "readme", "unseen", "sharded_runs", "table", "under_mpirun", "take_away"),
-        *("methods", "bench", "fedmn", "fedafk"),
+        *("bits", "readme", "unseen", "paper_figures", "process_faults", "take_away", "resume", "methods"),
+        *("table", "under_mpirun", "sharded_runs", "divergence", "bench", "fedmn", "fedafk"),
     )
 ]
 """Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""
