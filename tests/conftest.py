@@ -88,18 +88,27 @@ def double() -> Iterator[None]:
 @pytest.fixture
 def own_code_forgotten() -> Iterator[None]:
     """Forget what a test adds in files of its own."""
+    with forgetting_own_code():
+        yield
+
+
+@contextlib.contextmanager
+def forgetting_own_code() -> Iterator[None]:
+    """Forget in the end what is added inside in files of one's own."""
     registries: list[dict[str, Any]] = [METHODS, MODELS, PARTITIONS, SOURCES]
     known, modules = [dict(registry) for registry in registries], set(sys.modules)
     added, allowed = set(own_code._added), set(own_code._allowed)
-    yield
-    for registry, before in zip(registries, known, strict=True):
-        registry.clear()
-        registry.update(before)
-    own_code._added.intersection_update(added)
-    own_code._allowed.intersection_update(allowed)
-    for name in set(sys.modules) - modules:
-        if name.startswith(own_code.OWN_MODULE):
-            del sys.modules[name]
+    try:
+        yield
+    finally:
+        for registry, before in zip(registries, known, strict=True):
+            registry.clear()
+            registry.update(before)
+        own_code._added.intersection_update(added)
+        own_code._allowed.intersection_update(allowed)
+        for name in set(sys.modules) - modules:
+            if name.startswith(own_code.OWN_MODULE):
+                del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

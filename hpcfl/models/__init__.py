@@ -1,7 +1,5 @@
 """Networks with a body and a head, by name, and the hypernetworks that mix them."""
 
-from functools import cache
-
 import torch
 
 from hpcfl.errors import UserError
@@ -28,6 +26,9 @@ MODELS: dict[str, Model] = {
     "mobilenetv2": MOBILENETV2,
 }
 
+_fitting: set[tuple[str, ImageShape, int, str]] = set()
+"""Networks that memory holds: name, image, classes and options."""
+
 
 def build_network(
     name: str, shape: ImageShape, num_classes: int, options: NetworkOptions, seed: int, client: int = -1
@@ -43,19 +44,20 @@ def build_network(
             f"model.name={name} needs images of {model.smallest_side}x{model.smallest_side} or larger, not "
             f"{height}x{width}; allowed: {', '.join(allowed)}"
         )
-    _refuse_beyond_memory(name, shape, num_classes, options.model_dump_json())
+    told = options.model_dump_json()
+    if (name, shape, num_classes, told) not in _fitting:
+        _refuse_beyond_memory(name, shape, num_classes, options)
+        _fitting.add((name, shape, num_classes, told))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
         return model.build(shape, num_classes, options)
 
 
-@cache
-def _refuse_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: str) -> None:
+def _refuse_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: NetworkOptions) -> None:
     """Raise UserError where a network's numbers have no room in the memory that is free; makes none."""
-    model = MODELS[name]
-    chosen = model.options.model_validate_json(options)
-    if getattr(chosen, "weights", None) is not None:
-        chosen = chosen.model_copy(update={"weights": None})
+    model, chosen = MODELS[name], options
+    if getattr(options, "weights", None) is not None:
+        chosen = options.model_copy(update={"weights": None})
     try:
         with torch.device("meta"):
             network = model.build(shape, num_classes, chosen)
@@ -68,8 +70,9 @@ def _refuse_beyond_memory(name: str, shape: ImageShape, num_classes: int, option
     free = free_bytes()
     if 4 * count > free:
         raise UserError(
-            f"model.name={name} with {options} takes {4e-9 * count:.3g} GB for images of {list(shape)} and "
-            f"{num_classes} classes, and {free / 1e9:.3g} GB of memory are free; choose a smaller model"
+            f"model.name={name} with {options.model_dump_json()} takes {4e-9 * count:.3g} GB for images of "
+            f"{list(shape)} and {num_classes} classes, and {free / 1e9:.3g} GB of memory are free; choose a "
+            "smaller model"
         )
 
 

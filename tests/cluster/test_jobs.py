@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, in_mpi_world
+from conftest import REPOSITORY, forgetting_own_code, in_mpi_world
 from one_node import Job, Slurm, one_node
 
 from hpcfl.main import BAD_INPUT, FINISHED
@@ -115,7 +115,7 @@ def gated(settings: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tmp_path_factory.mktemp("undisturbed")
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forgetting_own_code():
         patch.setenv("GATES", str(Gates(base / "gates").folder))
         assert run_here(base / "run", gated) == FINISHED
     return base / "run"

@@ -291,6 +291,8 @@ RESULTS = [
     path
     for path in sorted((FOLDER / "tables" / "results").glob("*.csv"))
     if not path.stem.endswith(("_clients", "_differences", "_diagnostics"))
+    # what tests/soak measured
+    and not path.stem.startswith("long_run")
 ]
 
 

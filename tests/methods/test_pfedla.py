@@ -751,8 +751,11 @@ def test_retained_layers_are_the_clients_own_and_the_others_are_mixed() -> None:
 
 
 def test_a_client_trains_from_its_own_retained_layers_not_from_what_arrives() -> None:
+    # the server's step, scaled by so small updates, makes weights that are of no use
     keys = ("train.rounds=2", "train.lr=1e-12", "method.initial_models=own", "method.head_init=default")
-    run = Run(*keys, "method.name=heurpfedla", "method.k=1", kind=retaining("conv2"))
+    run = Run(
+        *keys, "run.on_divergence=continue", "method.name=heurpfedla", "method.k=1", kind=retaining("conv2")
+    )
     own = run.method.context.initial_parameters(range(4), own=True)
     part = slice(160, 160 + 4640)
     torch.testing.assert_close(run.clients["theta"][:, part], own[:, part], rtol=0, atol=1e-7)

@@ -623,7 +623,8 @@ def test_mistakes_are_told_in_one_line(
     images.write_text("no zip file")
     words = ["predict", run, "--client", "0", images]
     assert said(capsys, *words).endswith(
-        "cannot be read as an npz file; write it with numpy.savez(FILE, x=x)"
+        "cannot be read as an npz file; write it with numpy.savez(FILE, x=x) "
+        "(BadZipFile: File is not a zip file)"
     )
     before = (run / "clients.csv").read_bytes()
     assert "is in the folder of a run" in said(capsys, *words, "--out", run / "clients.csv")

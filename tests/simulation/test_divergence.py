@@ -451,7 +451,8 @@ def test_a_table_says_which_cell(
         f"title: two\nseeds: [0]\nrows:\n  - {{label: own, method: {{path: {words['method.path']}}}}}\n"
     )
     overrides = [word for word in poisoned if not word.startswith("method.")]
-    assert main(["table", str(path), "--quiet", "--out", str(tmp_path / "cells"), *overrides]) == DIVERGED
+    options = ["--own-code", words["method.path"], "--quiet", "--out", str(tmp_path / "cells")]
+    assert main(["table", str(path), *options, *overrides]) == DIVERGED
     (line,) = [line for line in said(capsys) if "diverged" in line]
     assert line.startswith(f"hpcfl: error: {path}, row 1 (own)")
     assert TOLD in line

@@ -48,10 +48,10 @@ ACCURACIES = {
 """Of the four clients in column `easy` by seed; nothing else is finished."""
 
 
-def finish(cell: Cell, accuracies: list[float], **last: object) -> None:
+def finish(cell: Cell, accuracies: list[float], *, rounds: int = 8, **last: object) -> None:
     """Write the folder of a run to its last round, with two evaluations, of which the first is the better."""
     cell.folder.mkdir(parents=True)
-    (cell.folder / "config.yaml").write_text(cell.config.yaml())
+    (cell.folder / "config.yaml").write_text(cell.config.yaml() + "environment: {ranks: [here cpu loop]}\n")
     mean = float(np.mean(accuracies))
     line = dict.fromkeys(METRICS, 0.0) | {
         "accuracy_mean": mean,
@@ -66,14 +66,15 @@ def finish(cell: Cell, accuracies: list[float], **last: object) -> None:
         "index_bytes_up": 8 * 4 * 2,
     }
     rows = [
-        line | last | {"round": 4, "accuracy_mean": mean + 0.01, "client_steps_per_s": 30},
-        line | {"round": 8} | last,
+        line | last | {"round": rounds // 2, "accuracy_mean": mean + 0.01, "client_steps_per_s": 30},
+        line | {"round": rounds} | last,
     ]
     write_csv(cell.folder / "metrics.csv", rows)
     write_csv(
         cell.folder / "clients.csv",
         [
-            {"client": n, "accuracy": value}
+            {"client": n, "accuracy": value, "loss": 0.5, "train_samples": 28, "evaluated_samples": 12}
+            | {"bytes_down": 1000, "bytes_up": 10}
             | {"accuracy_after_download": math.nan, "accuracy_after_training": value / 2 if n else math.nan}
             for n, value in enumerate(accuracies)
         ],
@@ -285,7 +286,8 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
     shutil.rmtree(cell.folder)
     finish(cell, accuracies, accuracy_unseen=0.25)
     rows = [row | {"unseen": 0} for row in read_csv(cell.folder / "clients.csv")]
-    new: dict[str, Any] = {"client": 4, "accuracy": 0.25, "unseen": 1}
+    counts = dict.fromkeys(("train_samples", "evaluated_samples", "bytes_down", "bytes_up"), 0)
+    new: dict[str, Any] = counts | {"client": 4, "accuracy": 0.25, "unseen": 1}
     write_csv(cell.folder / "clients.csv", [*rows, dict.fromkeys(rows[0], math.nan) | new])
     (entry,) = [entry for entry in entries(table) if entry.row.label == "ours_1" and entry.column == "easy"]
     assert entry.of_clients == without.of_clients
@@ -314,7 +316,7 @@ def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(TABLE)
     table = Table(path, [], tmp_path / "out", Shrinking(rounds=3, seeds=(1,)))
-    finish(table.cells[0], [0.25] * 4, round=3)
+    finish(table.cells[0], [0.25] * 4, rounds=3)
     write(table)
     assert write_results(table, FromHistories([], {}, []))[0].name == "two-3rounds-seeds1.csv"
     line = read_csv(tmp_path / "results" / "two-3rounds-seeds1.csv")[0]
