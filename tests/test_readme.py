@@ -111,7 +111,7 @@ FAULTS = {
     "the job's time is nearly up, or SIGUSR1": [
         "cluster/test_jobs.py::test_a_job_whose_time_is_nearly_up_comes_back",
         "cluster/test_jobs.py::test_signalled_and_preempted_in_mid_round_a_job_comes_back",
-        "simulation/test_resume.py::test_stopped_or_prolonged_at_every_round_boundary",
+        "simulation/test_resume.py::test_killed_and_then_stopped_or_prolonged",
         "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
     ],
     "pre-emption, `scontrol requeue`, a rank or mpirun killed": [
