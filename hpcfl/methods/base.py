@@ -142,6 +142,8 @@ class Method:
     """Defaults under `train.*` that differ from everybody's."""
     scored_moment: ClassVar[Literal["download", "training"]] = "download"
     """Whether the models that `personalised` returns exist after a download, or only after local training."""
+    growing_state: ClassVar[frozenset[str]] = frozenset()
+    """Tensors of the server's state whose shapes change with rounds; all others keep those of the start."""
     schedule_uses_rounds: ClassVar[bool] = False
     """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {}

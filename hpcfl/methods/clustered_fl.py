@@ -71,6 +71,7 @@ class ClusteredFL(Method):
     name = "clustered_fl"
     summary = "FedAvg that splits its clients in two where their updates disagree"
     Params = ClusteredFLParams
+    growing_state = frozenset({"theta", BUFFERS})
     history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"cluster": ("client",)}
     pictures = (
         Picture(

@@ -11,6 +11,8 @@ from functools import partial
 import numpy as np
 
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.world import agreed
+from hpcfl.errors import UserError, one_line
 from hpcfl.methods.base import State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
@@ -42,15 +44,19 @@ class Saver:
         self._method, self._driver, self._config = federation.method, federation.driver, federation.config
 
     def start(self) -> tuple[State, int]:
-        """Go on from a checkpoint, or begin; return the server's state and the rounds done. Collective."""
+        """Go on from a checkpoint, or begin; return the server's state and the rounds done. Collective.
+
+        Raises UserError on all ranks where the checkpoint has not the parts of this run.
+        """
         checkpoint = self._folder.checkpoint if self._folder is not None else None
-        done = self._federation.world.maximum(checkpoint.header.round if checkpoint is not None else 0)
+        world = self._federation.world
+        agreed(world, lambda: None if checkpoint is None else self._refuse_other_parts(checkpoint))
+        done = world.maximum(checkpoint.header.round if checkpoint is not None else 0)
         server: State = {}
         if checkpoint is not None:
             server = checkpoint.server
-            self._ledger.restore(checkpoint.ledger, checkpoint.history)
             self._forget_off_schedule(done)
-        elif self._federation.world.is_server:
+        elif world.is_server:
             server = self._driver.initial_server()
         if done:
             self._restore_clients(checkpoint)
@@ -100,6 +106,39 @@ class Saver:
             )
             tell_script("saved", f"{self._folder.path} {done}")
         self._federation.world.barrier()
+
+    def _refuse_other_parts(self, checkpoint: LoadedCheckpoint) -> None:
+        """Restore the ledger; raise UserError unless it and all state are as this run would leave them."""
+        try:
+            wrong = self._other_parts(checkpoint)
+            self._ledger.restore(checkpoint.ledger, checkpoint.history)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            wrong = [one_line(error)]
+        if wrong:
+            raise UserError(
+                f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong[0]}); "
+                "bring this run's own back, or add --fresh to move the folder aside and start over"
+            )
+
+    def _other_parts(self, checkpoint: LoadedCheckpoint) -> list[str]:
+        """Name what of the state is missing or of another shape; more may be there, such as a codec's."""
+        count = self._federation.num_clients
+        own = {
+            name: RowShape(count, tuple(rows.shape[1:]), rows.dtype)
+            for name, rows in self._driver.initial_clients([0]).items()
+        }
+        found = checkpoint.client_shapes
+        wrong = [f"clients/{name}" for name, shape in found.items() if own.get(name, shape) != shape]
+        wrong += [f"clients/{name}" for name, shape in found.items() if shape.rows != count]
+        wrong += [f"clients/{name}" for name in own.keys() - found.keys()]
+        at_first = {name: (rows.shape, rows.dtype) for name, rows in self._driver.initial_server().items()}
+        server = {name: (rows.shape, rows.dtype) for name, rows in checkpoint.server.items()}
+        changing = self._method.growing_state & server.keys()
+        return wrong + [
+            f"server/{name}"
+            for name, shape in at_first.items()
+            if name not in changing and server.get(name) != shape
+        ]
 
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""

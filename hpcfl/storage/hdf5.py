@@ -152,6 +152,15 @@ class LoadedCheckpoint:
                 name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()
             }
 
+    @property
+    def client_shapes(self) -> dict[str, RowShape]:
+        """Rows, shape and type of the clients' state, by name."""
+        with self._told():
+            return {
+                name: RowShape(len(data), data.shape[1:], torch.from_numpy(np.empty(0, data.dtype)).dtype)
+                for name, data in _datasets(self._file["clients"]).items()
+            }
+
     def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:
         """Read the rows [stop - start, ...] of clients start to stop - 1, by name.
 

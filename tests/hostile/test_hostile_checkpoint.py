@@ -288,6 +288,40 @@ def test_models_of_another_size_are_no_models_of_the_run(
     assert "holds no model of method.name=pfedla: its parts do not fit" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("server/theta", np.zeros((2, 47), np.float32)),
+        ("server/theta", np.zeros((3, 47))),
+        ("server/theta", np.zeros((3, 47), ">f4")),
+        ("server/hypernetworks/embedding", None),
+        ("ledger/client_bytes", np.zeros((3, 1), np.int64)),
+        ("ledger/pending", np.zeros((0, 7))),
+        ("history/accuracy_after_training", None),
+    ],
+)
+def test_a_run_does_not_go_on_from_parts_that_are_not_its_own(
+    part: str, values: np.ndarray | None, made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(made, tmp_path / "run")
+    group, _, name = part.partition("/")
+    with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
+        columns = dict(file[part].attrs)
+        del file[part]
+        if values is None:
+            file[group].attrs["names"] = [one for one in file[group].attrs["names"] if one != name.encode()]
+        else:
+            file[part] = values
+            file[part].attrs.update(columns)
+    (folder / "checkpoint.h5").write_bytes(signed((folder / "checkpoint.h5").read_bytes()))
+    (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
+    assert run_here(folder, [*SMALL, "run.report=false", "train.rounds=4"]) == BAD_INPUT
+    error = capfd.readouterr().err
+    assert error.startswith("hpcfl: error: ")
+    assert error.count("\n") == 1
+    assert "--fresh" in error
+
+
 def test_numbers_that_are_not_where_they_should_be(made: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(made, tmp_path / "run")
     path = folder / "checkpoint.h5"
