@@ -36,7 +36,7 @@ with quick_imports():
     from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag
 
-FINISHED, STOPPED = 0, 75
+FINISHED, STOPPED, INTERRUPTED = 0, 75, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if speaks:
             print_line(f"hpcfl: error: {for_terminal(error)}", sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _run(arguments: Sequence[str], world: World, at_exit: ExitStack) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +20,7 @@ from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
+from hpcfl.simulation.device_memory import telling_where_memory_ends
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.estimate import Estimate, Planner, Sizes, traffic
 from hpcfl.simulation.experiment import load_data, make_method
@@ -54,6 +56,11 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
     if options.time is not None:
         seconds_of(options.time)
     config = load_config(*split_settings(options.settings))
+    with telling_where_memory_ends(config, world):
+        _tell(config, ranks, options)
+
+
+def _tell(config: Config, ranks: int, options: Namespace) -> None:
     program_bytes: float = _resident_bytes()
     arrays, parts = load_data(config)
     data_bytes = arrays.x.nbytes + arrays.y.nbytes

@@ -20,7 +20,7 @@ from conftest import Mpirun, clean_environment, run_tree
 
 from hpcfl.checks.finding import Checked, Finding, last_line, ranges
 from hpcfl.checks.ranks import _devices, _family, _memory, _slurm, _versions, _world
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.main import BAD_INPUT, FINISHED, INTERRUPTED, main
 
 SECTIONS = ("versions: ", "MPI: ", "cores: ", "threads: ", "devices: ", "folder: ")
 
@@ -161,9 +161,9 @@ def test_an_interrupted_doctor_leaves_nothing(tmp_path: Path) -> None:
             time.sleep(0.001)
         met = bool(list(tmp_path.iterdir()))
         doctor.send_signal(signal.SIGTERM)
-        doctor.communicate(timeout=60)
+        said = doctor.communicate(timeout=60)[1]
     assert met
-    assert doctor.returncode != FINISHED
+    assert (doctor.returncode, said) == (INTERRUPTED, b"")
     assert list(tmp_path.iterdir()) == []
 
 
