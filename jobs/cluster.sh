@@ -19,14 +19,36 @@ script=${SLURM_JOB_NAME:-hpcfl}
 most_comebacks=${COMEBACKS:-3}
 stop_wanted=
 signals=0
+steps=0
 
-# hpcfl says in `ready` that a signal stops it, in `saved` which round it has saved, and in `cell` which cell of a table it has begun.
-export HPCFL_JOB_NOTES="$PWD/runs/.jobs/$job"
+# hpcfl says in `ready` that a signal stops it, in `saved` which round it has saved, and in `cell` which cell of a
+# table it has begun, and nothing once all have had their turn.
+all_notes="$PWD/runs/.jobs"
+export HPCFL_JOB_NOTES="$all_notes/$job"
 mkdir -p "$HPCFL_JOB_NOTES" || exit
 
 say() { echo "hpcfl job $job: $*"; }
 
 note() { cat "$HPCFL_JOB_NOTES/$1" 2>/dev/null; }
+
+# SLURM's controller may be away for a while, as when it is started anew: ask it again.
+patiently() {
+    local pause
+    for pause in 1 2 4 8 16; do
+        "$@" && return
+        sleep "$pause"
+    done
+    "$@"
+}
+
+# Notes are needed while a job may start again, also after a fault and by hand; they go once SLURM has forgotten it.
+forget_old_jobs() {
+    local known folder
+    known=$(squeue --noheader --states=all --array --format=%A 2>/dev/null) || return 0
+    for folder in $(find "$all_notes" -mindepth 1 -maxdepth 1 -mtime +6 -printf '%f\n'); do
+        grep --quiet --word-regexp --fixed-strings "$folder" <<<"$job $known" || rm -rf "${all_notes:?}/$folder"
+    done
+}
 
 # Count the starts in a row without a new round; those that SLURM requeued by itself count too.
 count_start() {
@@ -54,10 +76,10 @@ give_up() {
 # SLURM before 23.02 does not say when the time is up; hpcfl stops by itself before that.
 tell_end_time() {
     local end
-    end=$(squeue --noheader --jobs="$job" --format=%e 2>/dev/null)
-    if [ -z "${SLURM_JOB_END_TIME:-}" ] && end=$(date --date="$end" +%s 2>/dev/null); then
-        export SLURM_JOB_END_TIME=$end
-    fi
+    if [ -n "${SLURM_JOB_END_TIME:-}" ]; then return; fi
+    end=$(patiently squeue --noheader --jobs="$job" --format=%e)
+    # to date, no words at all are this morning
+    if [ -n "$end" ] && end=$(date --date="$end" +%s 2>/dev/null); then export SLURM_JOB_END_TIME=$end; fi
 }
 
 # Print the --mpi type of srun that fits the MPI of mpi4py.
@@ -76,9 +98,9 @@ mpi_type() {
 }
 
 # MPICH names its shared memory after the job's step, and would meet what a killed step of the same number has left.
+# `steps` is how many may have left something.
 skip_steps() {
-    local n
-    for ((n = $(note steps); n > 0; n--)); do srun --ntasks=1 --nodes=1 true; done
+    for ((; steps < $(note steps) + 0; steps++)); do srun --ntasks=1 --nodes=1 true; done
 }
 
 choose_launcher() {
@@ -116,10 +138,12 @@ pass_signals_on() {
 
 # Run hpcfl with these words on all ranks; return its exit code.
 launch() {
-    local launcher_pid exit_code
+    local launcher_pid exit_code clean_steps
     trap stop_soon USR1
     if [ -n "$stop_wanted" ]; then return 75; fi
-    echo $(($(note steps) + 1)) >"$HPCFL_JOB_NOTES/steps"
+    clean_steps=$(($(note steps) + 0))
+    steps=$((steps + 1))
+    echo "$steps" >"$HPCFL_JOB_NOTES/steps"
     rm -f "$HPCFL_JOB_NOTES/ready"
     "${launcher[@]}" python -m hpcfl.main "$@" &
     launcher_pid=$!
@@ -131,28 +155,33 @@ launch() {
     trap '' USR1
     wait "$launcher_pid"
     exit_code=$?
+    case $exit_code in 0 | 2 | 3 | 75) echo "$clean_steps" >"$HPCFL_JOB_NOTES/steps" ;; esac
     return "$exit_code"
 }
 
 # End the job script with this exit code of hpcfl; at 75 the job is requeued.
 end_job() {
     local exit_code=$1
-    if [ "$exit_code" -eq 0 ]; then rm -rf "$HPCFL_JOB_NOTES"; fi
+    # where nothing is saved, there is nothing to remember
+    if [ "$exit_code" -eq 0 ] || { [ "$exit_code" -ne 75 ] && [ -z "$(note saved)" ]; }; then
+        rm -rf "$HPCFL_JOB_NOTES"
+    fi
     if [ "$exit_code" -ne 75 ]; then exit "$exit_code"; fi
     if [ "$(note saved)" = "$saved_before" ] && [ "$comebacks" -ge "$most_comebacks" ]; then
         give_up
         exit 75
     fi
     # scancel and SLURM's own requeue have taken the job over before the ranks have stopped
-    if [ "$(squeue --noheader --jobs="$job" --format=%T 2>/dev/null)" = RUNNING ]; then
+    if [ "$(patiently squeue --noheader --jobs="$job" --format=%T)" = RUNNING ]; then
         say "stopped at a checkpoint (exit code 75), comes back"
-        scontrol requeue "$job" && exit 0
+        patiently scontrol requeue "$job" && exit 0
     fi
     say "stopped at a checkpoint (exit code 75), not requeued; submit the same command again to resume" >&2
     exit 75
 }
 
 trap stop_soon USR1
+forget_old_jobs
 count_start
 tell_end_time
 choose_launcher

@@ -45,7 +45,7 @@ def add_own_code(parser: Parser) -> None:
         "--own-code",
         action=_Allow,
         metavar="FILE.py",
-        help="may run where a configuration or a run names it; no other file does",
+        help="Python of one's own that may run if it is named",
     )
 
 

@@ -7,15 +7,15 @@ import json
 import re
 import textwrap
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 from hpcfl.commands.arguments import Parser, RunOptions, add_own_code, command_line, split_settings
 from hpcfl.commands.run import run
 from hpcfl.communication.world import World, agreed
-from hpcfl.errors import UserError
+from hpcfl.errors import StoppedAtOnce, StorageFault, UserError
 from hpcfl.simulation.loop import Outcome
 from hpcfl.simulation.progress import print_warning
 from hpcfl.simulation.stopping import StopFlag
@@ -41,7 +41,6 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
     .tex, .csv, diagnostics.csv, figure.png. The same command goes on. key.sub=value is for all cells.
-
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
     published numbers), size (a line on top), extends (a file to change, by labels), figure (drawn).
@@ -56,7 +55,7 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
     after_training; `figure`: heat_maps, curves, bars or points, as in configs/tables/*_figure*.yaml.
     """
     quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
-    parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n\n{quantities}")
+    parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n{quantities}")
     parser.add_argument("settings", nargs="*", metavar="TABLE.yaml | key.sub=value")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
     parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
@@ -144,10 +143,9 @@ def _run_cells(
             left = f"  time left {timedelta(seconds=round(left_s))}"
         _speech(quiet)(f"cell {number + 1}/{len(whole.cells)}: {whole.name(cell)} seed {cell.seed}{left}")
         options = RunOptions(None, (), cell.folder, fresh, quiet)
-        if world.is_server:
-            _note_begun(cell)
         try:
-            outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
+            with _noted(cell, world):
+                outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
         except UserError as error:
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
@@ -157,6 +155,8 @@ def _run_cells(
             return True, failed
         if outcome is not None:
             agreed(world, lambda: _write(whole) if world.is_server else None)
+    if world.is_server:
+        tell_script("cell", "")
     return False, failed
 
 
@@ -165,12 +165,28 @@ def _note(cell: Cell) -> Path:
     return cell.folder.with_name(f".{cell.folder.name}.running")
 
 
-def _note_begun(cell: Cell) -> None:
+@contextmanager
+def _noted(cell: Cell, world: World) -> Iterator[None]:
+    """Have the note there while a cell runs, and after a fault that may be the cell's own."""
+    if not world.is_server:
+        yield
+        return
     # a folder that cannot be written is told by the run itself
     with suppress(OSError):
         cell.folder.parent.mkdir(parents=True, exist_ok=True)
         _note(cell).touch()
     tell_script("cell", str(cell.folder))
+    try:
+        yield
+    except (UserError, StorageFault, StoppedAtOnce, KeyboardInterrupt):
+        _forget(cell)
+        raise
+    _forget(cell)
+
+
+def _forget(cell: Cell) -> None:
+    with suppress(OSError):
+        _note(cell).unlink()
 
 
 def _write(whole: Table) -> str:

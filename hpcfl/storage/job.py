@@ -33,7 +33,8 @@ def tell_script(name: str, text: str) -> None:
     """Replace a file of notes to the job script, if one asked for them.
 
     `ready` is there once all ranks stop at a signal and do not die of it; `saved` has the folder and the
-    rounds of the newest checkpoint, `cell` the folder of the cell of a table that began last.
+    rounds of the newest checkpoint, `cell` the folder of the cell of a table that began last, and nothing
+    once all have had their turn.
     """
     notes = os.environ.get(NOTES_VARIABLE)
     if notes:

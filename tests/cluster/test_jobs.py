@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +20,7 @@ pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 GATED = '''"""FedAvg that waits in a round while there is a file `closed-ROUND` in the folder GATES."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,6 +48,8 @@ class Gated(FedAvg):
             raise RuntimeError("a mistake of one's own")
         end_s = time.monotonic() + 120
         while (gates / f"closed-{clients.round}").exists() and time.monotonic() < end_s:
+            if signal.getsignal(signal.SIGUSR1).__self__.requested:
+                (gates / "signalled").touch()
             time.sleep(0.02)
         return super().train(clients, down)
 '''
@@ -86,6 +88,11 @@ class Gates:
         # the next wait is for another start
         reached.unlink()
         return end_time
+
+    def wait_for_signal(self, job: Job) -> None:
+        """Wait until the script has passed a signal on, and it has come to a rank that waits here."""
+        job.until((self.folder / "signalled").exists, "the signal")
+        assert "asked to stop" in job.output
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +142,7 @@ def test_a_job_whose_time_is_nearly_up_comes_back(
     command = [*limit, "--ntasks=2", "jobs/train.sbatch", *gated, "--out", tmp_path / "run"]
     job = slurm.submit(*command, **gates.env)
     gates.wait(1, job)
-    job.until(lambda: "asked to stop" in job.output, "the signal")
+    gates.wait_for_signal(job)
     gates.open(1)
     # its other rounds may need another start
     job.until(lambda: "round 3/3" in job.output, "the last round")
@@ -159,9 +166,7 @@ def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
         gates.wait(1, job)
         slurm.call("scancel", "--signal=USR1", "--batch", job.number)
     for job, gates, _ in jobs:
-        job.until(lambda job=job: "asked to stop" in job.output, "the signal")
-        # the script passes the signal on within a second or two, and a round takes less
-        time.sleep(2.5)
+        gates.wait_for_signal(job)
         gates.open(1)
     for job, _, folder in jobs:
         job.come_back(1)
@@ -251,9 +256,10 @@ def test_an_array_loses_no_cell_but_the_one_that_fails(
     slurm: Slurm, settings: list[str], gated: list[str], gates: Gates, tmp_path: Path
 ) -> None:
     path = tmp_path / "table.yaml"
-    path.write_text(TABLE % gated[-1].partition("=")[2])
+    method = gated[-1].partition("=")[2]
+    path.write_text(TABLE % method)
     out = tmp_path / "out"
-    words = ["jobs/table.sbatch", path, *settings, "--out", out]
+    words = ["jobs/table.sbatch", path, *settings, "--own-code", method, "--out", out]
     array = slurm.submit("--array=1-2", "--ntasks=1", *words, **gates.env)
     broken, whole = array.task(1), array.task(2)
     for task in (broken, whole):

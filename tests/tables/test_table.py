@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,7 @@ from bits import differing, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY, Mpirun, clean_environment, run_tree
 
 from hpcfl.config import ENVIRONMENT
+from hpcfl.errors import StoppedAtOnce, StorageFault
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.tables import writing
@@ -88,6 +90,11 @@ def table(folder: Path, *words: str) -> int:
 def changed(words: list[str]) -> str:
     """Return what the title says of `words`: nothing of the file, the data's place, device and page."""
     return f"with {', '.join(words[4:-2])}"
+
+
+def begun(out: str) -> list[int]:
+    """Return the numbers of the cells that a table of four has run."""
+    return [int(number) for number in re.findall(r"^cell (\d)/4:", out, re.MULTILINE)]
 
 
 def figures(folder: Path) -> list[dict[str, str]]:
@@ -403,6 +410,7 @@ def test_a_cell_that_fails_does_not_lose_the_others(
     out, err = capsys.readouterr()
     assert "1 of 4 cells are missing\n" in out
     assert f"  fedavg seed 0, in {damaged}\n" in out
+    assert not list(copied.glob(".*.running"))
     warning, error = err.splitlines()
     told = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
     assert warning.startswith(f"hpcfl: warning: {told}")
@@ -430,8 +438,35 @@ def test_a_cell_whose_run_died_is_tried_after_the_others(
     assert "cell 4/4" not in capsys.readouterr().out
     assert table(copied, *words) == FINISHED
     out = capsys.readouterr().out
-    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 4/4:", "cell 1/4:"]
+    assert begun(out) == [4, 1]
     assert not list(copied.glob(".*.running"))
+
+
+@pytest.mark.parametrize("fault", [StorageFault("the disk is full"), StoppedAtOnce(signal.SIGTERM)])
+def test_a_cell_that_something_else_ended_is_the_next(
+    words: list[str],
+    copied: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: BaseException,
+) -> None:
+    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
+        shutil.rmtree(copied / name)
+    monkeypatch.setenv("HPCFL_JOB_NOTES", str(tmp_path))
+
+    def ends(*arguments: Any) -> None:
+        raise fault
+
+    with monkeypatch.context() as patch, suppress(SystemExit):
+        patch.setattr(METHODS["fedavg"], "aggregate", ends)
+        table(copied, *words)
+    assert begun(capsys.readouterr().out) == [1]
+    assert (tmp_path / "cell").read_text() == f"{copied / 'fedavg-s0'}\n"
+    assert table(copied, *words) == FINISHED
+    assert begun(capsys.readouterr().out) == [1, 4]
+    # the job script knows by this that all cells have had their turn
+    assert (tmp_path / "cell").read_text() == "\n"
 
 
 def test_parts_write_in_turn(tmp_path: Path) -> None:
@@ -482,7 +517,7 @@ def test_stopped_at_every_round_boundary(
 
 
 def test_a_signal_stops_the_table_and_not_only_the_cell(
-    words: list[str], whole: Path, tmp_path: Path
+    words: list[str], whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
 
@@ -499,7 +534,10 @@ def test_a_signal_stops_the_table_and_not_only_the_cell(
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert sorted(path.name for path in folder.glob("*-s?")) == ["fedavg-s0", "heurpfedla-k-2-s0"]
+    capsys.readouterr()
     assert table(folder, *words) == FINISHED
+    # the cell that was stopped is gone on with first
+    assert begun(capsys.readouterr().out) == [2, 3, 4]
     for name in ALONE:
         assert not differing(whole / name, folder / name)
 

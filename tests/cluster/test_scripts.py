@@ -1,0 +1,214 @@
+"""The job scripts without a SLURM: what a cluster seldom does is played by its programs and its launcher.
+
+Here the launcher ends as hpcfl would, and the programs of SLURM refuse to answer; tests/cluster/test_jobs.py
+has the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import REPOSITORY, clean_environment
+
+from hpcfl.errors import BAD_INPUT, DIVERGED, OUT_OF_MEMORY, STORAGE_FAULT
+from hpcfl.main import FINISHED, STOPPED
+
+LAUNCHER = """#!/usr/bin/env bash
+# Each start takes a line of `ends`: an exit code and, if they are there, the last cell and the saved rounds.
+echo "$@" >>starts
+echo "${SLURM_JOB_END_TIME:-}" >end-time
+read -r code cell saved < <(sed -n "$(wc -l <starts)p" ends)
+: >"$HPCFL_JOB_NOTES/ready"
+if [ -n "$cell" ]; then echo "${cell#-}" >"$HPCFL_JOB_NOTES/cell"; fi
+if [ -n "$saved" ]; then echo "$saved" >"$HPCFL_JOB_NOTES/saved"; fi
+exit "$code"
+"""
+ANSWERS = """#!/usr/bin/env bash
+# As many calls fail as `away` says; the last word of a question chooses the answer.
+program=${0##*/}
+echo "$program $*" >>calls
+if [ "$(wc -l <calls)" -le "$(cat away)" ]; then echo "$program: no controller" >&2; exit 1; fi
+case "$program $*" in
+    "srun --mpi=list") echo pmi2 pmix ;;
+    "srun "*mpi=*) shift 3; exec ./launcher "$@" ;;
+    *"--format=%T") echo RUNNING ;;
+    *"--format=%e") echo 2030-01-02T03:04:05 ;;
+    *"--format=%A") printf "%s\n" 7 88 ;;
+esac
+"""
+
+
+@dataclass
+class Ended:
+    code: int
+    said: str
+    starts: list[str]
+    """What was launched, a line each."""
+    calls: list[str]
+    """What SLURM's programs were asked."""
+    end_time: str
+    """What the last start was told of the end of its job."""
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Path:
+    """Return a folder to submit from, with programs of its own in front of all others."""
+    (tmp_path / "jobs").symlink_to(REPOSITORY / "jobs")
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    texts = dict.fromkeys(("squeue", "scontrol", "srun"), ANSWERS)
+    # nothing here needs the time that the scripts give others
+    for name, text in {**texts, "sleep": "#!/bin/sh\nexec /bin/sleep 0.01\n"}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    (tmp_path / "launcher").write_text(LAUNCHER)
+    (tmp_path / "launcher").chmod(0o755)
+    return tmp_path
+
+
+def job(
+    folder: Path, script: str, ends: Sequence[str], away: int = 0, env: Mapping[str, str] | None = None
+) -> Ended:
+    """Run a job script as SLURM does, with launches that end so."""
+    for name in ("starts", "calls", "end-time"):
+        (folder / name).write_text("")
+    (folder / "ends").write_text("".join(f"{end}\n" for end in ends))
+    (folder / "away").write_text(f"{away}\n")
+    known = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(folder), "LAUNCHER": "./launcher"}
+    done = subprocess.run(
+        ["bash", str(REPOSITORY / "jobs" / script), "WORD"],
+        cwd=folder,
+        env={**clean_environment(), **known, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    starts, calls, end_time = ((folder / name).read_text() for name in ("starts", "calls", "end-time"))
+    return Ended(
+        done.returncode, done.stdout + done.stderr, starts.splitlines(), calls.splitlines(), end_time.strip()
+    )
+
+
+def notes(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "runs" / ".jobs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        # all cells have had their turn, some of which diverged
+        ([f"{DIVERGED} -"], DIVERGED),
+        ([f"{BAD_INPUT}"], BAD_INPUT),
+        # the other cells find no room either
+        ([f"{STORAGE_FAULT} first"], STORAGE_FAULT),
+        # the first cell has no memory, the others have, and it has none again
+        ([f"{OUT_OF_MEMORY} first", f"{OUT_OF_MEMORY} first"], OUT_OF_MEMORY),
+        # alone, a rank without memory goes on with the others by itself
+        ([f"{OUT_OF_MEMORY} -"], OUT_OF_MEMORY),
+        (["137 first", "1 second", "1 second"], 1),
+        (["137 first", f"{FINISHED} -"], FINISHED),
+    ],
+)
+def test_other_cells_are_run_after_a_fault_and_only_then(submit: Path, ends: list[str], code: int) -> None:
+    # one more start than there should be
+    done = job(submit, "table.sbatch", [*ends, "99 another"])
+    assert done.code == code, done.said
+    assert done.starts == ["python -m hpcfl.main table WORD"] * len(ends)
+    going_on = f"a fault (exit code {ends[0].split()[0]}); going on with the other cells"
+    assert (going_on in done.said) == (len(ends) > 1)
+
+
+def array(first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
+    known = {"ID": last, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in known.items()}
+
+
+@pytest.mark.parametrize(
+    ("env", "part"),
+    [
+        (array(1, 4, 4), "4/4"),
+        (array(3, 3, 1), "1/1"),
+        (array(1, 7, 4, 2), "4/4"),
+        ({**array(2, 5, 2), "PARTS": "6"}, "5/6"),
+    ],
+)
+def test_a_task_of_an_array_runs_its_part(submit: Path, env: dict[str, str], part: str) -> None:
+    done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
+    assert done.code == FINISHED, done.said
+    assert done.starts == [f"python -m hpcfl.main table WORD --part {part}"]
+
+
+@pytest.mark.parametrize("env", [array(2, 5, 2), array(2, 7, 3)])
+def test_an_array_with_gaps_is_refused(submit: Path, env: dict[str, str]) -> None:
+    done = job(submit, "table.sbatch", [f"{FINISHED} -"], env=env)
+    assert (done.code, done.starts) == (BAD_INPUT, [])
+    assert f"--array=1-{env['SLURM_ARRAY_TASK_COUNT']}, which deals all that is left, or, " in done.said
+    assert "PARTS=N" in done.said
+    assert notes(submit) == []
+
+
+def test_a_controller_that_is_away_for_a_while_loses_no_job(submit: Path) -> None:
+    done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=4)
+    assert done.code == 0, done.said
+    assert done.calls[-1] == "scontrol requeue 7"
+    # 2030-01-02 03:04:05 on this machine's clock
+    assert done.end_time == str(int(time.mktime((2030, 1, 2, 3, 4, 5, 0, 0, -1))))
+
+
+def test_no_answer_is_no_end_time_and_no_requeue(submit: Path) -> None:
+    done = job(submit, "train.sbatch", [f"{STOPPED} - 3"], away=99)
+    assert (done.code, done.end_time) == (STOPPED, "")
+    assert "not requeued; submit the same command again to resume" in done.said
+    assert notes(submit) == ["7"]
+
+
+@pytest.mark.parametrize(
+    ("end", "left"),
+    [
+        (f"{FINISHED} - 3", []),
+        # a fault, a full disk: the job may be started again, and is to know what was saved
+        ("137 - 3", ["7"]),
+        (f"{STORAGE_FAULT} - 3", ["7"]),
+        (f"{BAD_INPUT}", []),
+        (f"{STOPPED} - 3", ["7"]),
+    ],
+)
+def test_notes_of_jobs_do_not_pile_up(submit: Path, end: str, left: list[str]) -> None:
+    week_s = 7.5 * 24 * 3600
+    forgotten, recent = (submit / "runs" / ".jobs" / name for name in ("5", "6"))
+    for folder in (forgotten, recent):
+        folder.mkdir(parents=True)
+        (folder / "saved").touch()
+    os.utime(forgotten, (time.time() - week_s, time.time() - week_s))
+    job(submit, "train.sbatch", [end])
+    assert notes(submit) == sorted(["6", *left])
+
+
+def test_no_notes_are_taken_from_jobs_that_slurm_knows_or_does_not_tell(submit: Path) -> None:
+    for number in ("8", "88"):
+        folder = submit / "runs" / ".jobs" / number
+        folder.mkdir(parents=True)
+        os.utime(folder, (0, 0))
+    job(submit, "train.sbatch", [f"{FINISHED} - 3"], away=1)
+    assert notes(submit) == ["8", "88"]
+    job(submit, "train.sbatch", [f"{FINISHED} - 3"])
+    assert notes(submit) == ["88"]
+
+
+def test_only_steps_that_were_killed_are_passed_over(submit: Path) -> None:
+    """Their numbers alone may have left shared memory behind."""
+    passed_over = []
+    for start, code in enumerate((STOPPED, STOPPED, 137, STOPPED, 137, STOPPED)):
+        env = {"LAUNCHER": "srun", "SLURM_RESTART_COUNT": str(start)}
+        done = job(submit, "train.sbatch", [f"{code} - {start}"], env=env)
+        assert done.starts, done.said
+        passed_over.append(sum(call.endswith(" true") for call in done.calls))
+    assert passed_over == [0, 0, 0, 1, 1, 2]
