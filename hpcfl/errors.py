@@ -10,6 +10,8 @@ BAD_INPUT = 2
 """Exit code after a UserError."""
 DIVERGED = 3
 """Exit code after a DivergedError."""
+OUT_OF_MEMORY = 71
+"""Exit code after a MemoryFault; as the system's header sysexits.h has it for what a machine cannot do."""
 STORAGE_FAULT = 74
 """Exit code after a StorageFault; as the system's header sysexits.h has it."""
 
@@ -30,6 +32,15 @@ class DivergedError(UserError):
     """
 
     exit_code = DIVERGED
+
+
+class MemoryFault(UserError):
+    """Memory of a process or a GPU that does not suffice: exit code 71.
+
+    The message names rank and host, and what to change. A rank among several ends all ranks with it.
+    """
+
+    exit_code = OUT_OF_MEMORY
 
 
 class StoppedAtOnce(BaseException):

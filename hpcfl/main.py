@@ -8,9 +8,10 @@ hpcfl report | export | predict | compare RUN ...                runs as a page,
 mpirun -n 9 python -m hpcfl.main table TABLE.yaml                a whole comparison and its table
 
 Running the same command again resumes. Exit codes: 0 finished; 2 bad configuration or input;
-3 stopped as numbers became nan or infinite (run.on_divergence); 74 the run folder cannot be
-written, mend what is said and run again; 75 stopped early with a checkpoint, run again to
-continue; 128 + the number of a second stop signal, which ends at once; anything else is a fault.
+3 stopped as numbers became nan or infinite (run.on_divergence); 71 a rank is out of memory; 74 the
+run folder cannot be written, mend what is said and run again; 75 stopped early with a checkpoint,
+run again to continue; 128 + the number of a second stop signal, which ends at once; anything else
+is a fault.
 """
 
 from __future__ import annotations

@@ -5,12 +5,13 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 
 from hpcfl.communication.world import World, abort_saying
 from hpcfl.config import Config
-from hpcfl.errors import BAD_INPUT, UserError
+from hpcfl.errors import OUT_OF_MEMORY, MemoryFault
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.training.batches import Batch
@@ -114,7 +115,7 @@ def _free_bytes(device: torch.device, sharing: int) -> float:
 def telling_where_memory_ends(config: Config, world: World) -> Iterator[None]:
     """Tell the user where the memory of this rank's process does not suffice.
 
-    Raises UserError; a rank among several then ends all, for the others may be waiting for it.
+    Raises MemoryFault; a rank among several ends all.
     """
     try:
         yield
@@ -124,23 +125,28 @@ def telling_where_memory_ends(config: Config, world: World) -> Iterator[None]:
         # what the failed calls hold makes room for the words
         traceback.clear_frames(error.__traceback__)
         smaller = max(2, config.train.batch_size // 2)
-        told = UserError(
+        end_without_memory(
+            world,
             f"rank {world.rank} on {world.host} is out of memory; try more ranks on more nodes (each worker "
             "keeps the samples and the state of its clients), fewer ranks on a node, more memory for the job "
             f"(under SLURM --mem or --mem-per-cpu), or, as another run, train.batch_size={smaller} (it is "
-            f"{config.train.batch_size}); rounds up to the checkpoint stay"
+            f"{config.train.batch_size}); rounds up to the checkpoint stay",
         )
-        if world.size == 1:
-            raise told from None
-        abort_saying(world, f"hpcfl: error: {told}\n", BAD_INPUT)
+
+
+def end_without_memory(world: World, text: str) -> NoReturn:
+    """Raise MemoryFault; a rank among several ends all with its exit code, for they may be waiting for it."""
+    if world.size == 1:
+        raise MemoryFault(text) from None
+    abort_saying(world, f"hpcfl: error: {text}\n", OUT_OF_MEMORY)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _IN_WORDS)
 
 
-def out_of_memory(config: Config, place: str, at_once: int, state_bytes: int) -> UserError:
-    """Return the error for a GPU that has too little memory, with what to lower.
+def out_of_memory(config: Config, place: str, at_once: int, state_bytes: int) -> str:
+    """Return what is told of a GPU that has too little memory, with what to lower.
 
     `place` says which rank and device; `at_once` is how many clients trained together, and `state_bytes` what
     the state that this rank keeps on the device takes.
@@ -151,4 +157,4 @@ def out_of_memory(config: Config, place: str, at_once: int, state_bytes: int) ->
         options.insert(0, f"run.clients_at_once={at_once // 2} (it was {at_once})")
     if state_bytes:
         options.insert(0, f"run.state=host (the clients' state takes {state_bytes / 1e9:.2g} GB of it)")
-    return UserError(f"{place} is out of memory; try {', '.join(options)}; rounds up to the checkpoint stay")
+    return f"{place} is out of memory; try {', '.join(options)}; rounds up to the checkpoint stay"

@@ -16,10 +16,15 @@ from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
-from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.randomness import numpy_stream
-from hpcfl.simulation.device_memory import bytes_for_device, clients_at_once, for_device, state_device
+from hpcfl.simulation.device_memory import (
+    bytes_for_device,
+    clients_at_once,
+    end_without_memory,
+    for_device,
+    state_device,
+)
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.refusals import (
     refuse_chain,
@@ -211,11 +216,12 @@ def assemble(
         shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
         unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
         network = copy.deepcopy(method.network).to(device)
-    except torch.OutOfMemoryError as error:
-        raise UserError(
+    except torch.OutOfMemoryError:
+        end_without_memory(
+            world,
             f"{device} of rank {world.rank} on {world.host} has no memory for the samples of its "
-            f"{len(clients) + len(unseen)} clients; use more GPUs, fewer data.clients, or run.device=cpu"
-        ) from error
+            f"{len(clients) + len(unseen)} clients; use more GPUs, fewer data.clients, or run.device=cpu",
+        )
     state = Driver(method).initial_clients(clients)
     sharing, state_bytes = world.workers_on_device, bytes_for_device(method, state)
     kept_on = state_device(config, device, sharing, state_bytes)

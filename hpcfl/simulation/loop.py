@@ -13,10 +13,9 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
-from hpcfl.communication.world import World, abort_saying
-from hpcfl.errors import BAD_INPUT
+from hpcfl.communication.world import World
 from hpcfl.methods.base import State
-from hpcfl.simulation.device_memory import out_of_memory
+from hpcfl.simulation.device_memory import end_without_memory, out_of_memory
 from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.experiment import Experiment
@@ -117,19 +116,16 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all rounds that are not done yet. Collective.
 
-        Raises UserError where the device's memory does not suffice; a rank among several then ends all.
+        Raises MemoryFault where the device's memory does not suffice; a rank among several ends all.
         """
         try:
             return self._rounds()
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
             workplace, world = self._federation.workplace, self._world
             place = f"{workplace.device} of rank {world.rank} on {world.host}"
             state_bytes = self._experiment.bytes_of_state_on_device
             told = out_of_memory(self.config, place, workplace.engine.clients_at_once, state_bytes)
-            if world.size == 1:
-                raise told from error
-            # the other ranks are in the midst of a round, and would wait for this one
-            abort_saying(world, f"hpcfl: error: {told}\n", BAD_INPUT)
+            end_without_memory(world, told)
 
     def _rounds(self) -> Outcome:
         """Do what `run` says."""

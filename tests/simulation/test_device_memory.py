@@ -16,7 +16,8 @@ from marked_device import DEVICE, marked_device
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.data.shard import Shard
-from hpcfl.main import BAD_INPUT, main
+from hpcfl.errors import OUT_OF_MEMORY
+from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.simulation.device_memory import VECTORS, bytes_of_client, clients_at_once, state_device
 from hpcfl.simulation.experiment import build, load_data, make_method
@@ -53,7 +54,7 @@ def test_out_of_memory_says_what_to_lower(
 ) -> None:
     monkeypatch.setattr(owner, hook, full)
     keys = [*SMALL, f"run.engine={engine}", "run.eval_every=1"]
-    assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == BAD_INPUT
+    assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == OUT_OF_MEMORY
     told = capsys.readouterr().err
     assert told.startswith("hpcfl: error: cpu of rank 0 on ")
     assert "out of memory; try " in told
@@ -65,7 +66,7 @@ def test_samples_that_do_not_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Shard, "build", full)
-    assert main([*SMALL, "--out", str(tmp_path / "run"), "--quiet"]) == BAD_INPUT
+    assert main([*SMALL, "--out", str(tmp_path / "run"), "--quiet"]) == OUT_OF_MEMORY
     assert "no memory for the samples of its 4 clients; use more GPUs" in capsys.readouterr().err
 
 
@@ -85,7 +86,7 @@ if open_world().rank == 2:
 sys.exit(main([*{list(SMALL)}, "--out", {str(tmp_path / "run")!r}]))
 """
     done = mpirun(3, "-c", code, timeout=60, check=False)
-    assert done.returncode == BAD_INPUT
+    assert done.returncode == OUT_OF_MEMORY
     assert "hpcfl: error: cpu of rank 2 on " in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -154,7 +155,7 @@ def test_out_of_memory_tells_what_the_state_takes(
     free(2**33)
     keys = [*SMALL, "method.name=local", "run.engine=loop", f"run.state={state}"]
     with marked_device():
-        assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == BAD_INPUT
+        assert main([*keys, "--out", str(tmp_path / "run"), "--quiet"]) == OUT_OF_MEMORY
     told = capsys.readouterr().err
     assert "out of memory; try " in told
     # four models of 13,706 numbers

@@ -25,6 +25,7 @@ from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_ru
 from conftest import REPOSITORY, clean_environment, kill_tree
 from strikes import Strike
 
+from hpcfl.errors import OUT_OF_MEMORY
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.simulation import stopping
 from hpcfl.storage.ledger import METRICS, SECONDS
@@ -396,7 +397,7 @@ def test_memory_that_ends_is_told(
     folder = tmp_path / "run"
     strike = replace(IN_A_ROUND, fault=fault)
     child = start_run(folder, [*settings, f"train.rounds={BRIEF_ROUNDS}"], strike.prepare)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == BAD_INPUT
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == OUT_OF_MEMORY
     said = capfd.readouterr().err
     assert said.startswith(f"hpcfl: error: rank 0 on {socket.gethostname()} is out of memory; try more ranks")
     assert "train.batch_size=6 (it is 12)" in said
@@ -408,7 +409,7 @@ def test_memory_that_ends_is_told(
 def test_a_worker_without_memory_ends_all(launch: Launcher, tmp_path: Path, goes_on: GoesOn) -> None:
     with launch(2, BRIEF_ROUNDS, Strike("no_memory_for_torch", "step", 20, rank=1)) as running:
         said = running.end()
-        assert running.process.returncode == BAD_INPUT
+        assert running.process.returncode == OUT_OF_MEMORY
         assert running.is_gone()
     assert said.count(f"hpcfl: error: rank 1 on {socket.gethostname()} is out of memory; try more ranks") == 1
     assert "Traceback" not in said

@@ -20,7 +20,8 @@ from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_setti
 from conftest import Mpirun, run_tree
 from harness import SMALL, Run
 
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.errors import OUT_OF_MEMORY
+from hpcfl.main import FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.simulation.loop import Simulation
 from hpcfl.training.batches import Batch
@@ -191,7 +192,7 @@ torch.cuda.set_per_process_memory_fraction(1e-6)
 sys.exit(main({keys}))
 """
     done = run_tree([sys.executable, "-c", code], check=False)
-    assert done.returncode == BAD_INPUT
+    assert done.returncode == OUT_OF_MEMORY
     assert re.search(
         r"hpcfl: error: cuda:0 of rank 0 on \S+ (is out of memory; try|has no memory)", done.stderr
     )
