@@ -105,7 +105,7 @@ def notes(folder: Path) -> list[str]:
     ("ends", "code"),
     [
         # all cells have had their turn, some of which diverged
-        ([f"{DIVERGED} -"], DIVERGED),
+        ([f"{DIVERGED} last"], DIVERGED),
         ([f"{BAD_INPUT}"], BAD_INPUT),
         # the other cells find no room either
         ([f"{STORAGE_FAULT} first"], STORAGE_FAULT),

@@ -27,7 +27,7 @@ from bits import differing, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY, Mpirun, clean_environment, run_tree
 
 from hpcfl.config import ENVIRONMENT
-from hpcfl.errors import StoppedAtOnce, StorageFault
+from hpcfl.errors import OUT_OF_MEMORY, StoppedAtOnce, StorageFault
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
 from hpcfl.methods import METHODS
 from hpcfl.tables import writing
@@ -420,6 +420,23 @@ def test_a_cell_that_fails_does_not_lose_the_others(
     shutil.rmtree(damaged)
     assert table(folder, *words, "--quiet") == FINISHED
     assert [row["seeds"] for row in figures(folder)] == ["2", "2"]
+
+
+def test_a_cell_without_memory_does_not_lose_the_others(
+    words: list[str], copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fedavg-s0", "heurpfedla-k-2-s1"):
+        shutil.rmtree(copied / name)
+
+    def needs_more(*arguments: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(METHODS["fedavg"], "aggregate", needs_more)
+    assert table(copied, *words) == OUT_OF_MEMORY
+    out, err = capsys.readouterr()
+    assert begun(out) == [1, 4]
+    assert "1 of 4 cells are missing\n" in out
+    assert "is out of memory; try more ranks" in err.splitlines()[-1]
 
 
 def test_a_cell_whose_run_died_is_tried_after_the_others(
