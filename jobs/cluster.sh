@@ -43,9 +43,11 @@ patiently() {
 
 # Notes are needed while a job may start again, also after a fault and by hand; they go once SLURM has forgotten it.
 forget_old_jobs() {
-    local known folder
-    known=$(squeue --noheader --states=all --array --format=%A 2>/dev/null) || return 0
-    for folder in $(find "$all_notes" -mindepth 1 -maxdepth 1 -mtime +6 -printf '%f\n'); do
+    local old known folder
+    old=$(find "$all_notes" -mindepth 1 -maxdepth 1 -user "$(id -u)" -mtime +6 -printf '%f\n')
+    if [ -z "$old" ]; then return; fi
+    known=$(squeue --noheader --user="$(id -un)" --states=all --array --format=%A 2>/dev/null) || return 0
+    for folder in $old; do
         grep --quiet --word-regexp --fixed-strings "$folder" <<<"$job $known" || rm -rf "${all_notes:?}/$folder"
     done
 }
@@ -77,7 +79,7 @@ give_up() {
 tell_end_time() {
     local end
     if [ -n "${SLURM_JOB_END_TIME:-}" ]; then return; fi
-    end=$(patiently squeue --noheader --jobs="$job" --format=%e)
+    end=$(patiently squeue --noheader --jobs="$job" --format=%e 2>/dev/null)
     # to date, no words at all are this morning
     if [ -n "$end" ] && end=$(date --date="$end" +%s 2>/dev/null); then export SLURM_JOB_END_TIME=$end; fi
 }
