@@ -71,10 +71,10 @@ def check_folder(world: World, out: Path) -> Checked:
 def _made(out: Path, checked: Checked, at_exit: ExitStack) -> str:
     """Make a folder where the run folder would be made; return its path, or nothing where that fails."""
     base = out.absolute()
-    while not base.exists():
-        base = base.parent
     at_exit.enter_context(_interruptible())
     try:
+        while not base.exists():
+            base = base.parent
         folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
     except OSError as error:
         checked.lines.append(f"folder: {out}: nothing can be written")

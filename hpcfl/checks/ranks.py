@@ -221,7 +221,7 @@ def _cores(node: Sequence[Told], threads: int, size: int, checked: Checked) -> N
     if needed > len(cores) and len(cores) < most:
         checked.mend(
             f"{host}: {len(working)} workers of {threads} thread(s) are pinned to {len(cores)} of {most} "
-            f"cores: ask SLURM for --cpus-per-task={threads}, or type mpirun -bind-to none"
+            f"cores: ask SLURM for --cpus-per-task={threads}, or type mpirun --bind-to none"
         )
     elif narrow:
         checked.mend(
@@ -229,9 +229,11 @@ def _cores(node: Sequence[Told], threads: int, size: int, checked: Checked) -> N
             f"SLURM for --cpus-per-task={threads}, or set run.threads=1"
         )
     elif needed > len(cores):
+        enough = len(cores) // threads
+        instead = f"mpirun -n {1 + enough} is" if len(node) == size else f"{enough} workers there are"
         checked.mind(
             f"{host}: {len(working)} workers of {threads} thread(s) take turns on {len(cores)} cores: "
-            f"mpirun -n {1 + len(cores) // threads} is as fast"
+            f"{instead} as fast"
         )
 
 

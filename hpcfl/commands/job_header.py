@@ -51,10 +51,15 @@ class JobHeader:
         self.limit_s = min(LONGEST_S, wanted_s) if limit is None else seconds_of(limit)
         least_s = START_S + estimate.round_s + estimate.evaluation_s + self.signal_s
         if self.limit_s < least_s:
-            shortest = limit_of(_up(least_s, 60))
+            least = f"give --time {limit_of(_up(least_s, 60))} or more"
+            if self.limit_s <= START_S + LEAST_SIGNAL_S:
+                raise UserError(
+                    f"--time {limit_of(self.limit_s)} does not hold the start of a job ({START_S:g} s) and "
+                    f"the {self.signal_s} s before its end at which the run is told to stop; {least}"
+                )
             raise UserError(
                 f"--time {limit_of(self.limit_s)} does not hold one round with its evaluation and "
-                f"checkpoint on {estimate.ranks} ranks; give --time {shortest} or more, or more --ranks"
+                f"checkpoint on {estimate.ranks} ranks; {least}, or more --ranks"
             )
         of_a_job = self.limit_s - START_S - self.signal_s
         self.jobs = max(1, math.ceil(estimate.total_s / of_a_job))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -80,6 +81,8 @@ def _tell(config: Config, ranks: int, options: Namespace) -> None:
     elif method.chain is not None:
         ranks = min(ranks, 2)
     rehearsal = rehearse(_here(config), arrays, parts)
+    if rehearsal.has_diverged:
+        warnings.warn(_diverged(config), stacklevel=1)
     scored = [len(getattr(part, config.run.eval_split)) for part in parts]
     planner = Planner(config, method, rehearsal, scored, data_bytes, program_bytes)
     found = planner.on(ranks)
@@ -164,6 +167,20 @@ def _describe(config: Config, method: Method) -> list[str]:
         whole = rows.nbytes * (len(num_train) + len(unseen))
         lines.append(f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client")
     return lines
+
+
+def _diverged(config: Config) -> str:
+    """Say that clients diverged in a rehearsal, and what the run would do then."""
+    would = {
+        "stop": "stop there",
+        "skip": "leave such rounds of clients out",
+        "continue": "go on with such numbers",
+    }
+    return (
+        "numbers became nan or infinite in the rehearsal, which went on with them; the run would "
+        f"{would[config.run.on_divergence]} (run.on_divergence={config.run.on_divergence}), and its times "
+        f"may differ: lower train.lr (it is {config.train.lr:g})"
+    )
 
 
 def _times(config: Config, rehearsal: Rehearsal, found: Estimate) -> Iterator[str]:

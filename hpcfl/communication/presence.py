@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,12 @@ _PAUSE_S = 1e-3
 _LOOK_AT_LAUNCHER_EVERY_S = 1.0
 # What only a rank has in its environment; SLURM_PROCID is not among them, for a batch script has it, too.
 _RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+_BIRTH = 19
+"""Place of the time at which a process began among the fields of `_status`."""
+_ENDS_WITH_LAUNCHER = (
+    "hpcfl: error: the launcher of this rank (pid {}) has died, so the rank ends; the last checkpoint stays, "
+    "and the same command goes on from it\n"
+)
 
 
 class SignsOfLife:
@@ -67,10 +73,11 @@ class SignsOfLife:
             return
         self._next_s = self._waited_s + self._every_s
         self._give(self._looked_s)
-        self._take(stage)
+        self._judge(stage)
 
     def give(self) -> None:
-        """Give a sign of life in the midst of work, at most every few seconds."""
+        """Give a sign of life in the midst of work, at most every few seconds, and take those that came."""
+        self.take()
         now_s = time.monotonic()
         if now_s - self._given_s >= self._every_s:
             self._give(now_s)
@@ -93,14 +100,15 @@ class SignsOfLife:
         while self._heard_s or not all(going.Test() for going in (*last, *self._going.values())):
             time.sleep(_PAUSE_S)
             self._pass_time()
-            self._take(stage)
+            self._judge(stage)
 
     def _pass_time(self) -> None:
         now_s = time.monotonic()
         self._waited_s += min(now_s - self._looked_s, _LONGEST_LOOK_S)
         self._looked_s = now_s
 
-    def _take(self, stage: str) -> None:
+    def take(self) -> None:
+        """Take the signs that have come: those of a rank that seldom waits would pile up in its memory."""
         came = np.empty(1, np.int64)
         while self._comm.Iprobe(tag=SIGN_TAG):
             self._comm.Recv([came, "i8"], tag=SIGN_TAG)
@@ -108,6 +116,9 @@ class SignsOfLife:
                 self._heard_s[int(came[0])] = self._waited_s
             else:
                 self._others_ended.add(int(-1 - came[0]))
+
+    def _judge(self, stage: str) -> None:
+        self.take()
         for rank in self._others_ended:
             self._heard_s.pop(rank, None)
         late_s = self._waited_s - self._timeout_s
@@ -132,21 +143,24 @@ def ending_with_launcher() -> Iterator[None]:
 
     A rank left behind would hold the run folder's lock, and might wait for ever. The launcher is the nearest
     process above that is not a part of the rank, such as a script around it: mpirun, or what acts for it on
-    this node. What a rank prints goes through the launcher, so there is nobody to tell. Nothing is done where
-    the system does not show that process.
+    this node. What a rank prints goes through the launcher, so hardly anybody reads why it ends. Nothing is
+    done where the system does not show that process.
     """
     launcher = _launcher()
-    birth = _birth(launcher)
+    try:
+        birth = _status(launcher)[_BIRTH]
+    except OSError:
+        yield
+        return
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(_LOOK_AT_LAUNCHER_EVERY_S):
-            if _birth(launcher) != birth:
+            if _has_ended(launcher, birth):
+                with suppress(OSError):
+                    os.write(2, _ENDS_WITH_LAUNCHER.format(launcher).encode())
                 os._exit(1)
 
-    if birth is None:
-        yield
-        return
     watcher = threading.Thread(target=watch, name="launcher", daemon=True)
     watcher.start()
     try:
@@ -173,13 +187,16 @@ def _environment(pid: int) -> set[bytes]:
         return set()
 
 
-def _birth(pid: int) -> str | None:
-    """Return when a process began, which tells it from a later one of the same number; None if it is gone."""
+def _has_ended(pid: int, birth: str) -> bool:
+    """Whether a process is gone; its time of birth tells it from a later one of the same number."""
     try:
         status = _status(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return True
     except OSError:
-        return None
-    return None if status[0] in "ZX" else status[19]
+        # such as no file descriptor left here: that says nothing of the other
+        return False
+    return status[0] in "ZX" or status[_BIRTH] != birth
 
 
 def _status(pid: int) -> list[str]:

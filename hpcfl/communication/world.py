@@ -20,12 +20,14 @@ import numpy as np
 import torch
 
 from hpcfl.communication.presence import SignsOfLife
-from hpcfl.errors import SilentRanks, StoppedAtOnce, StorageFault, UserError
+from hpcfl.errors import SilentRanks, StoppedAtOnce, StorageFault, UserError, for_terminal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
+
+AT_THE_START = "at the start"
 
 MAX_ELEMENTS = 2**27
 _MAX_COUNT = 2**31 - 1
@@ -80,7 +82,7 @@ class World:
         self.host = socket.gethostname()
         self.bytes_received = 0
         """What collectives and other workers have brought to this rank so far."""
-        self.stage = "at the start"
+        self.stage = AT_THE_START
         """What the ranks are at, in words that end a sentence."""
         self._signs: SignsOfLife | None = None
 
@@ -91,6 +93,7 @@ class World:
         A rank is heard of while it waits, and whenever it calls `sign_of_life`. Collective, also at the end
         and after a UserError, which must be raised on all ranks.
         """
+        self.stage = AT_THE_START
         if self._comm is None or timeout_s is None:
             yield
             return
@@ -343,6 +346,8 @@ class World:
 
     def _wait(self, request: MPI.Request) -> None:
         """Wait for a request, sleeping longer and longer between looks."""
+        if self._signs is not None:
+            self._signs.take()
         pause_s = _FIRST_PAUSE_S
         while not request.Test():
             time.sleep(pause_s)
@@ -434,7 +439,7 @@ def abort_on_exception(world: World) -> Iterator[None]:
     except (SilentRanks, StorageFault) as fault:
         if world.size == 1:
             raise
-        abort_saying(world, f"hpcfl: error: {fault}\n", fault.exit_code)
+        abort_saying(world, f"hpcfl: error: {for_terminal(fault)}\n", fault.exit_code)
     except KeyboardInterrupt:
         if world.size == 1:
             raise

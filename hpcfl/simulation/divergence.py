@@ -107,7 +107,8 @@ class Divergence:
             # what is nan on the server makes clients diverge that are not to blame
             self.judge_server(server, cohort.round)
         if self._policy == "stop":
-            self._end(told, f"{_SKIP} to go on without such clients' rounds")
+            # without all clients' rounds nothing is trained
+            self._end(told, "" if is_all else f"{_SKIP} to go on without such clients' rounds")
         before = self._ledger.diverged
         if self._policy == "skip" and not before[list(diverged)].all():
             self._progress.warn(f"{told}: left out of the round (run.on_divergence=skip)")
@@ -140,13 +141,14 @@ class Divergence:
         self._told_of_scores = True
 
     def _end(self, told: str, instead: str) -> NoReturn:
+        """End the run; `instead` is what may be done but for smaller steps."""
         kept = (
             f"the last good checkpoint is of round {self.saved}"
             if self.saved
             else "there is no checkpoint yet"
         )
         lower = f"start anew with a lower train.lr (it is {self._train.lr:g})"
-        text = f"{told}; {kept}: {lower}, or {instead}"
+        text = f"{told}; {kept}: {lower}" + (f", or {instead}" if instead else "")
         if self._folder is not None:
             self._folder.log(f"error: {text}")
         raise DivergedError(text)

@@ -210,8 +210,9 @@ class _Deal:
 
     def __init__(self, config: Config, method: Method, num_evaluated: Sequence[int], ranks: int) -> None:
         context, self._config, self._method = method.context, config, method
-        self._workers = max(1, ranks - 1)
         self._num_clients, num_unseen = context.num_clients, len(context.num_samples_of_unseen)
+        # further workers have nobody
+        self._workers = max(1, min(ranks - 1, max(self._num_clients, num_unseen)))
         layout = World()
         layout.num_workers = self._workers
         shards = [layout.shard(self._num_clients, worker) for worker in range(self._workers)]

@@ -113,10 +113,15 @@ class Rehearsal:
     """Bytes that go to one client for an evaluation."""
     server_bytes: int
     """Memory of the server's state."""
+    has_diverged: bool = False
+    """Whether clients had numbers that are nan or infinite."""
 
 
 def rehearse(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> Rehearsal:
-    """Rehearse a run in this process; takes seconds. May raise UserError, as the run would."""
+    """Rehearse a run in this process; takes seconds. May raise UserError, as the run would.
+
+    It goes on where numbers become nan or infinite, whatever `run.on_divergence` says.
+    """
     began_s = time.monotonic()
     world = World(max_elements=config.run.max_elements)
     device = world.device(config.run.device)
@@ -124,6 +129,7 @@ def rehearse(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> 
     method = method_of(config, data)
     step_s = step_seconds(config, method)
     config = _shortened(config, method, step_s)
+    config = replace(config, run=config.run.model_copy(update={"on_divergence": "continue"}))
     method = method_of(config, data)
     a_batch_s = step_s * method.epochs_a_round
 
@@ -189,6 +195,7 @@ class _Run(Simulation):
             self._stored(timed[0], models, of_unseen),
             evaluation_row,
             sum(tensor.nbytes for tensor in self.server.values()),
+            bool(self.ledger.diverged.any()),
         )
 
     def _phase(self, number: int, count: int, members: Sequence[int]) -> Phase:

@@ -219,14 +219,19 @@ class _TargetFile(io.FileIO):
             raise self.failure
 
 
-def write_snapshot(path: Path, snapshot: Snapshot) -> None:
-    """Write a checkpoint with its hash to `path` and bring it to the disk.
+def write_snapshot(path: Path, snapshot: Snapshot, sign_of_life: Callable[[], None] = lambda: None) -> None:
+    """Write a checkpoint with its hash to `path` and bring it to the disk; call `sign_of_life` meanwhile.
 
     Raises:
         OSError: the file could not be written.
         ValueError: a tensor without dimensions, or rows that are not those announced.
     """
     with _TargetFile(path, "w+") as target:
+
+        def between() -> None:
+            target.raise_failure()
+            sign_of_life()
+
         with h5py.File(
             target,
             "w",
@@ -235,8 +240,8 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             locking=False,
             rdcc_nbytes=0,  # chunks are written whole and once: a cache would only delay a failure
         ) as file:
-            _write_content(file, snapshot, target.raise_failure)
-        digest = _sha256_after_user_block(target)
+            _write_content(file, snapshot, between)
+        digest = _sha256_after_user_block(target, sign_of_life)
         target.seek(0)
         target.write(_user_block(digest))
         target.raise_failure()
@@ -246,7 +251,8 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _write_content(file: h5py.File, snapshot: Snapshot, raise_failure: Callable[[], None]) -> None:
+def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], None]) -> None:
+    """Write all but the hash; call `between` after each of the parts and blocks that may be large."""
     header = snapshot.header
     file.attrs["schema"] = SCHEMA
     file.attrs["round"] = header.round
@@ -259,11 +265,11 @@ def _write_content(file: h5py.File, snapshot: Snapshot, raise_failure: Callable[
     _write_arrays(server, {name: tensor.numpy(force=True) for name, tensor in snapshot.server.items()})
     for name, tensor in snapshot.derived.items():
         _write_array(server, name, tensor.numpy(force=True)).attrs["derived"] = 1
-    raise_failure()
-    _write_rows(file.create_group("clients"), snapshot.clients, raise_failure)
+    between()
+    _write_rows(file.create_group("clients"), snapshot.clients, between)
     for name, models in (("personalised", snapshot.personalised), ("unseen", snapshot.unseen)):
         if models is not None:
-            _write_rows(file.create_group(name), models(), raise_failure)
+            _write_rows(file.create_group(name), models(), between)
     _write_arrays(file.create_group("history"), snapshot.history())
     ledger = snapshot.ledger()
     _write_arrays(file.create_group("ledger"), {name: table.values for name, table in ledger.items()})
@@ -338,13 +344,13 @@ def _write_array(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Datas
     return group.create_dataset(name, data=values)
 
 
-def _write_rows(group: h5py.Group, rows: Rows, raise_failure: Callable[[], None]) -> None:
+def _write_rows(group: h5py.Group, rows: Rows, between: Callable[[], None]) -> None:
     datasets = {name: _create_row_dataset(group, name, row_shape) for name, row_shape in rows.shapes.items()}
     written = {name: np.zeros(row_shape.rows, dtype=bool) for name, row_shape in rows.shapes.items()}
     group.attrs["names"] = _encode(list(datasets))
     for block in rows.blocks:
         _write_block(datasets, block, rows.shapes, written)
-        raise_failure()
+        between()
         # Free this block before the next one is made, so that memory never holds two.
         del block
     for name, is_written in written.items():
@@ -439,8 +445,8 @@ def _decode(encoded: np.ndarray) -> tuple[str, ...]:
     return tuple(text.decode() for text in encoded)
 
 
-def find_damage(path: Path) -> str | None:
-    """Return what is wrong with the checkpoint at `path`, None where nothing is.
+def find_damage(path: Path, sign_of_life: Callable[[], None] = lambda: None) -> str | None:
+    """Return what is wrong with the checkpoint at `path`, None where nothing is; may take long.
 
     Raises:
         UserError: it is whole, but a newer hpcfl wrote it.
@@ -448,7 +454,7 @@ def find_damage(path: Path) -> str | None:
     try:
         with open_plain(path) as raw:
             user_block = raw.read(USER_BLOCK_BYTES)
-            if user_block != _user_block(_sha256_after_user_block(raw)):
+            if user_block != _user_block(_sha256_after_user_block(raw, sign_of_life)):
                 return "is damaged (its bytes do not match the SHA-256 at its start)"
         with open_plain(path) as raw, h5py.File(raw, "r") as file:
             schema = whole(file.attrs.get("schema", 0), 0)
@@ -466,12 +472,13 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def _sha256_after_user_block(raw: io.FileIO) -> str:
+def _sha256_after_user_block(raw: io.FileIO, sign_of_life: Callable[[], None]) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
     raw.seek(USER_BLOCK_BYTES)
     while size := raw.readinto(buffer):
         digest.update(buffer[:size])
+        sign_of_life()
     return digest.hexdigest()
 
 

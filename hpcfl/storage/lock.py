@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,16 @@ class FolderLock:
     taken for dead and is not.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sign_of_life: Callable[[], None] = lambda: None) -> None:
         """Take the lock of an existing folder; raise UserError where another run, or this one, holds it.
 
-        Takes WATCHED_S seconds where an owner on another machine has left its name.
+        Takes WATCHED_S seconds where an owner on another machine has left its name; calls `sign_of_life` in
+        the meantime.
         """
         self._path = folder / LOCK_NAME
         if self._path.exists() and _identity(self._path.stat()) in _held_files:
             raise UserError(_in_use(folder, "this process"))
-        _watch(folder)
+        _watch(folder, sign_of_life)
         self._owner = _owner()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -179,7 +181,7 @@ def holder(folder: Path) -> Holder:
         return Holder(_first_line(file.read(MOST_BYTES)), is_locked is True, is_locked is not None)
 
 
-def _watch(folder: Path) -> None:
+def _watch(folder: Path, sign_of_life: Callable[[], None]) -> None:
     """Wait for a sign of life from an owner that cannot be seen from here; raise UserError at the first.
 
     This process must not hold the lock: each look opens the file, since only then a network file system
@@ -191,7 +193,8 @@ def _watch(folder: Path) -> None:
     path = folder / LOCK_NAME
     before, began_s = _read(path), time.monotonic()
     while time.monotonic() - began_s < WATCHED_S:
-        time.sleep(min(1.0, SIGN_EVERY_S / 2))
+        time.sleep(min(0.25, SIGN_EVERY_S / 2))
+        sign_of_life()
         now = _read(path)
         if not _first_line(now):
             return

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,17 +47,18 @@ class RunFolder:
     `check` looks without touching anything; `open` locks the folder, reads its checkpoint and takes it over.
     """
 
-    def __init__(self, path: Path, config: Config) -> None:
+    def __init__(self, path: Path, config: Config, sign_of_life: Callable[[], None] = lambda: None) -> None:
+        """Take a path, and what to call in the midst of long work such as writing a checkpoint."""
         self.path = path
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method} on {config.data.source}, {clients}, in {path}"]
         """What the user is told at the start."""
         if started_by := job():
             self.notes.append(f"SLURM job {started_by}")
-        self.store = CheckpointStore(path)
+        self.store = CheckpointStore(path, sign_of_life)
         self.checkpoint: LoadedCheckpoint | None = None
         """Where the run goes on; None at round 0."""
-        self._config = config
+        self._config, self._sign_of_life = config, sign_of_life
         self._events: EventFile | None = None
         self._lock: FolderLock | None = None
         self._record: dict[str, Any] | None = None
@@ -65,7 +66,12 @@ class RunFolder:
 
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is no run folder or holds a run with another configuration."""
-        if not self.path.exists():
+        try:
+            is_there = self.path.exists()
+        except OSError as error:
+            # such as a name that is too long
+            raise UserError(f"{self.path}: {error.strerror}; name another folder with --out DIR") from error
+        if not is_there:
             return
         if not self._is_ours():
             raise UserError(f"{self.path} is there and is no run folder; name another with --out DIR")
@@ -298,13 +304,13 @@ class RunFolder:
         """Make the folder if need be, and lock it."""
         self.path.mkdir(parents=True, exist_ok=True)
         _refuse_links(self.path)
-        self._lock = lock = at_exit.enter_context(FolderLock(self.path))
+        self._lock = lock = at_exit.enter_context(FolderLock(self.path, self._sign_of_life))
         if fresh and not self._is_empty():
             aside = _free_name(self.path)
             self.path.rename(aside)
             lock.release()
             self.path.mkdir()
-            self._lock = at_exit.enter_context(FolderLock(self.path))
+            self._lock = at_exit.enter_context(FolderLock(self.path, self._sign_of_life))
             self.notes.append(f"the run that was there is now in {aside}")
 
     def _is_empty(self) -> bool:
