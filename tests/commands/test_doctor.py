@@ -19,7 +19,7 @@ from bits import write_digits
 from conftest import Mpirun, clean_environment, run_tree
 
 from hpcfl.checks.finding import Checked, Finding, last_line, ranges
-from hpcfl.checks.ranks import _devices, _family, _memory, _slurm, _versions, _world
+from hpcfl.checks.ranks import _cores, _devices, _family, _memory, _slurm, _versions, _world
 from hpcfl.main import BAD_INPUT, FINISHED, INTERRUPTED, main
 
 SECTIONS = ("versions: ", "MPI: ", "cores: ", "threads: ", "devices: ", "folder: ")
@@ -135,6 +135,15 @@ def test_a_read_only_folder_and_data_that_are_not_there(
     assert "missing.npz" in err
 
 
+def test_a_name_that_is_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / (300 * "x")
+    told = f"cannot write in {out}: File name too long; name a folder that can be written with --out DIR"
+    assert told in refused(capsys, "--out", out)
+    assert main(["--out", str(out)]) == BAD_INPUT
+    said = f"hpcfl: error: {out}: File name too long; name another folder with --out DIR\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_file_system_without_locks_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +208,23 @@ def test_nodes_that_differ_are_told_with_rank_and_host() -> None:
         "rank 4 on node1 has Open MPI 5, rank 0 MPICH 4.3: load the same MPI on every node",
     ]
     assert checked.lines[-1] == "MPI: MPICH 4.3; ranks by node: node0 0-1, node1 4"
+
+
+def test_more_workers_than_cores_are_told_node_by_node() -> None:
+    one, two = Checked(), Checked()
+    cores = {"cores": [0, 1], "all_cores": 2}
+    node = [rank(number, **cores) for number in range(4)]
+    _cores(node, 1, 4, one)
+    _cores(node, 1, 8, two)
+    told = "node0: 3 workers of 1 thread(s) take turns on 2 cores: "
+    assert findings(one) == [f"{told}mpirun -n 3 is as fast"]
+    assert findings(two) == [f"{told}2 workers there are as fast"]
+    pinned = Checked()
+    _cores([rank(number, **(cores | {"all_cores": 8})) for number in range(4)], 1, 4, pinned)
+    assert findings(pinned) == [
+        "node0: 3 workers of 1 thread(s) are pinned to 2 of 8 cores: ask SLURM for --cpus-per-task=1, or "
+        "type mpirun --bind-to none"
+    ]
 
 
 def test_gpus_that_are_missing_or_idle_are_told() -> None:

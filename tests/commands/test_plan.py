@@ -6,6 +6,7 @@ import csv
 import itertools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ import torch
 from bits import method_settings, run_here, tiny_settings, write_digits
 from conftest import REPOSITORY
 
+from hpcfl.commands.job_header import JobHeader
 from hpcfl.config import load_config
+from hpcfl.errors import UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
@@ -349,8 +352,8 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
         (["--time", "4h"], "--time 4h is not possible; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
         (
             ["--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
-            "--time 00:00:30 does not hold one round with its evaluation and checkpoint on 9 ranks; give "
-            "--time 00:03:00 or more, or more --ranks",
+            "--time 00:00:30 does not hold the start of a job (10 s) and the 120 s before its end at which "
+            "the run is told to stop; give --time 00:03:00 or more\n",
         ),
         (
             ["--ranks", "3", "data.per_client=40", "method.name=fedmn", "method.order=chain"],
@@ -365,6 +368,31 @@ def test_what_cannot_be_planned_is_one_line(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.filterwarnings("always:numbers became nan")
+@pytest.mark.parametrize(
+    ("policy", "would"),
+    [
+        ("stop", "stop there"),
+        ("skip", "leave such rounds of clients out"),
+        ("continue", "go on with such numbers"),
+    ],
+)
+def test_a_rehearsal_that_diverges_is_told_and_planned_all_the_same(
+    policy: str, would: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["data.clients=4", "data.per_client=40", "train.rounds=2", "method.name=fedavg", "train.lr=1e30"]
+    assert main(["plan", *keys, f"run.on_divergence={policy}"]) == FINISHED
+    out, err = capsys.readouterr()
+    assert err == (
+        "hpcfl: warning: numbers became nan or infinite in the rehearsal, which went on with them; the run "
+        f"would {would} (run.on_divergence={policy}), and its times may differ: lower train.lr (it is "
+        "1e+30)\n"
+    )
+    of_one = 4 * 4 * DIGITS_CNN
+    assert f"network: {of_one:,} bytes down and {of_one:,} up a round" in out
+    assert "#SBATCH --time=" in out
 
 
 KNOWN = Rehearsal(
@@ -398,6 +426,10 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
     seen, unseen = batches[:5], batches[5:]
     assert len(unseen) == 2
     alone, spread = planner.on(1), planner.on(4)
+    # with as many ranks as nobody has, nothing changes either
+    assert replace(planner.on(10**9), ranks=6) == planner.on(6)
+    with pytest.raises(UserError, match=r"does not hold one round .* on 4 ranks; give .* more --ranks"):
+        JobHeader(config, replace(spread, round_s=900.0), False, "00:10:00")
     # Ditto trains both models for an epoch; an evaluation fine-tunes for two, newcomers adapt for one
     assert alone.train_s == pytest.approx(0.5 * 2 * sum(seen))
     assert alone.round_s == pytest.approx(alone.train_s + 3.0)

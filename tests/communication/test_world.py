@@ -14,8 +14,9 @@ import pytest
 import torch
 from conftest import Mpirun, run_tree
 
+from hpcfl.communication import presence
 from hpcfl.communication.world import World, abort_on_exception, agree, open_world
-from hpcfl.errors import UserError
+from hpcfl.errors import MOST_CHARACTERS, StorageFault, UserError
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
 
@@ -254,6 +255,26 @@ def test_a_rank_at_work_that_gives_signs_of_life_is_waited_for() -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+def test_signs_of_life_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "_FIRST_SIGN_S", 0.02)
+    world = open_world()
+    comm = world._comm
+    assert comm is not None
+    world.stage = "in round 7 of the run before"
+    with world.giving_up_after(60):
+        assert world.stage == "at the start"
+        for _ in range(8):
+            # the server waits for workers, and gives a sign in each round
+            time.sleep(0.1 if world.is_worker else 0)
+            world.barrier()
+        queued = 0
+        while comm.Iprobe(tag=presence.SIGN_TAG):
+            comm.Recv(bytearray(8), tag=presence.SIGN_TAG)
+            queued += 1
+        assert queued < 4
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("num_gpus", "of_four"),
     [
@@ -353,3 +374,17 @@ def test_what_passes_through_in_a_serial_world(error: BaseException) -> None:
     with pytest.raises(type(error)) as passed, abort_on_exception(World()):
         raise error
     assert passed.value is error
+
+
+def test_a_fault_of_one_of_several_ranks_is_told_as_one_alone_tells_it(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    monkeypatch.setattr(world, "size", 2)
+    with pytest.raises(SystemExit) as left, abort_on_exception(world):
+        raise StorageFault("/runs/a\x1b[2J\nb: " + 5000 * "x")
+    assert left.value.code == StorageFault.exit_code
+    said = capfd.readouterr().err
+    assert said.startswith("hpcfl: error: /runs/a\\x1b[2J b: xxx")
+    assert said.count("\n") == 1
+    assert len(said) < MOST_CHARACTERS + 50

@@ -22,13 +22,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings, write_digits
-from conftest import REPOSITORY, clean_environment, kill_tree
+from conftest import REPOSITORY, Mpirun, clean_environment, kill_tree
 from strikes import Strike
 
 from hpcfl.errors import OUT_OF_MEMORY
 from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.simulation import stopping
 from hpcfl.storage.ledger import METRICS, SECONDS
+from hpcfl.storage.lock import holder
 from hpcfl.training.engines import LoopEngine
 
 BRIEF_ROUNDS, LONG_ROUNDS = 8, 60
@@ -144,9 +145,10 @@ class Launch:
     def is_gone(self) -> bool:
         """Whether none of its processes is left a few seconds from now: dying takes a moment."""
         deadline_s = time.monotonic() + GONE_WITHIN_S
-        while self.pids() and time.monotonic() < deadline_s:
+        # one that dies has lost its command line before it loses its lock
+        while (self.pids() or holder(self._folder).is_seen) and time.monotonic() < deadline_s:
             time.sleep(0.05)
-        return not self.pids()
+        return not (self.pids() or holder(self._folder).is_seen)
 
     def rows(self) -> int:
         return self._metrics.read_text().count("\n") - 1 if self._metrics.exists() else 0
@@ -383,8 +385,30 @@ def test_a_rank_that_stops_answering_is_named(
     assert told[0].startswith(opening)
     assert "Traceback" not in said
     assert 2 <= completed_rounds(folder) < LONG_ROUNDS
-    if silent:
-        goes_on(LONG_ROUNDS)
+    goes_on(LONG_ROUNDS)
+
+
+WATCHES_A_LOCK = f"""
+import sys
+from hpcfl.main import main
+from hpcfl.storage import lock
+
+lock.WATCHED_S = {TIMEOUT_S + 3}
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_waits_for_a_lock_longer_than_the_timeout_is_not_silent(
+    settings: list[str], tmp_path: Path, mpirun: Mpirun
+) -> None:
+    """The lock is that of a job that died on another node; the wait is shortened to what shows it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / ".lock").write_text("pid 7 on another-node, job 12345\nsign of life 000000000017\n")
+    keys = [*settings, "train.rounds=1", f"run.timeout={TIMEOUT_S}"]
+    done = mpirun(2, "-c", WATCHES_A_LOCK, "--quiet", "--out", folder, *keys, timeout=PATIENCE_S)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"hpcfl: warning: {folder} has the lock of pid 7 on another-node, job 12345, ")
 
 
 # Memory
