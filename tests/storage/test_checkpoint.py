@@ -25,6 +25,7 @@ import torch
 
 import hpcfl
 from hpcfl.errors import UserError
+from hpcfl.storage import hdf5
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.snapshot import (
@@ -366,6 +367,23 @@ def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: Che
     (tmp_path / "checkpoint.h5").unlink()
     resumed.save(snapshot_of(5))
     assert round_of(tmp_path / "checkpoint.prev.h5") == 3
+
+
+def test_signs_of_life_are_given_for_each_block_and_while_a_file_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[None] = []
+    store = CheckpointStore(tmp_path, lambda: given.append(None))
+    store.save(snapshot_of(1))
+    pieces = -(-(store.newest_bytes - hdf5.USER_BLOCK_BYTES) // hdf5.HASH_BLOCK_BYTES)
+    # for the hash that is written, the one that is verified, the server and the clients
+    assert len(given) >= 2 * pieces + 2
+    monkeypatch.setattr(hdf5, "HASH_BLOCK_BYTES", 1000)
+    given.clear()
+    loaded = store.load()
+    assert loaded is not None
+    loaded.close()
+    assert len(given) == -(-(store.newest_bytes - hdf5.USER_BLOCK_BYTES) // 1000)
 
 
 def test_every_flipped_byte_is_noticed(tmp_path: Path, store: CheckpointStore) -> None:
