@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load_run(path: str | Path, own_code: Sequence[str | Path] = ()) -> Run:
+def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:
     """Return the run in a folder, finished or going on: its configuration, figures and models.
 
     Args:
-        own_code: Python files that may run if the run was made with them; no other code is run.
+        own_code: a Python file, or several, that may run if the run was made with them; no other code is run.
 
     Raises:
         hpcfl.errors.UserError: there is none.

@@ -11,7 +11,7 @@ from hpcfl.checks.finding import Checked, Finding, last_line
 from hpcfl.checks.folder import check_folder
 from hpcfl.checks.ranks import check_ranks
 from hpcfl.checks.sources import check_data
-from hpcfl.commands.arguments import SETTINGS_HELP, Parser, split_settings
+from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.communication.world import World, agreed
 from hpcfl.config import load_config
 from hpcfl.errors import UserError
@@ -31,6 +31,7 @@ def check_everything(arguments: Sequence[str], world: World) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", default=Path("runs"), help="where runs will be (default: runs)"
     )
+    add_own_code(parser)
     options = parser.parse_intermixed_args(list(arguments))
     config = agreed(world, lambda: load_config(*split_settings(options.settings)))
     findings: list[Finding] = []

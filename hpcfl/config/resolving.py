@@ -34,7 +34,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 
     Raises UserError for an unreadable file, unknown keys or names, wrong types and impossible values.
     """
-    tree = {} if path is None else read_yaml(path)
+    tree = {} if path is None else read_yaml(path, allows_pipe=True)
     tree.pop(ENVIRONMENT, None)
     return resolve(lay_over(tree, overrides))
 
@@ -230,7 +230,7 @@ def _validate(group: str, kind: type[Settings], values: Mapping[str, Any]) -> Se
                 f"{group}.{key}={shown(value)} is not possible; {allowed(kind.model_fields[key])}"
             )
     try:
-        return kind.model_validate(values)
+        made = kind.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         if not first["loc"]:
@@ -243,3 +243,10 @@ def _validate(group: str, kind: type[Settings], values: Mapping[str, Any]) -> Se
         raise UserError(
             f"{group}.{key}={shown(values[key])} is not possible; {allowed(kind.model_fields[key])}"
         ) from error
+    for key, value in made:
+        # which no YAML file holds (see `plain_yaml`)
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise UserError(
+                f"{group}.{key}={shown(value)} is a number beyond 64 bits; {allowed(kind.model_fields[key])}"
+            )
+    return made

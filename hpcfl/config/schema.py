@@ -55,7 +55,7 @@ class DataConfig(Settings):
     """Use a seeded share of the source, drawn whatever the classes, so that their shares stay as they are."""
     normalise: str | list[list[float]] = "auto"
     """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
-    seed: int | None = Field(None, ge=0)
+    seed: int | None = Field(None, ge=0, le=2**63 - 1)
     """Seed of subset, partition and unseen clients; default: run.seed."""
     unseen_clients: float | None = Field(None, ge=0, lt=1)
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
@@ -82,7 +82,7 @@ class DataConfig(Settings):
 class RunConfig(Settings):
     """The keys under `run.*`."""
 
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=2**63 - 1)
     """Seed of everything random."""
     eval_every: int = Field(1, ge=1)
     """Rounds between evaluations; the last round always has one. Changes no training result."""

@@ -14,13 +14,14 @@ from hpcfl.config.plain_yaml import MOST_BYTES, plain_yaml
 from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
 from hpcfl.own_code import OWN_KEYS, allow
-from hpcfl.plain_files import read_plain
+from hpcfl.plain_files import read_plain, read_plain_or_pipe
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the nested keys of a YAML file; UserError where there are none."""
+def read_yaml(path: Path, allows_pipe: bool = False) -> dict[str, Any]:
+    """Return the nested keys of a YAML file, or of an allowed pipe; UserError where there are none."""
     try:
-        tree = plain_yaml(read_plain(path, MOST_BYTES).decode())
+        read = read_plain_or_pipe if allows_pipe else read_plain
+        tree = plain_yaml(read(path, MOST_BYTES).decode())
     except OSError as error:
         raise UserError(
             f"cannot read configuration file {path}: {error.strerror}; "

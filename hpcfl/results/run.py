@@ -41,13 +41,14 @@ Columns = dict[str, np.ndarray]
 """Columns of a CSV file: float64, or text where an entry is no number."""
 
 
-def load_run(path: str | Path, own_code: Sequence[str | Path] = ()) -> Run:
+def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:
     """Return the run in a folder, which may still be going on.
 
     Args:
         path: the folder; a stranger's can be looked at as well as one's own.
-        own_code: Python files that may run if the run was made with them, such as that of a method of one's
-            own. No other code is run, whatever the folder says, but what this process has run already.
+        own_code: a Python file, or several, that may run if the run was made with them, such as that of a
+            method of one's own. No other code is run, whatever the folder says, but what this process has run
+            already.
 
     Raises:
         UserError: there is no run, it is damaged, or a file of its own code is not there, has changed, or is
@@ -55,7 +56,7 @@ def load_run(path: str | Path, own_code: Sequence[str | Path] = ()) -> Run:
     """
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"load_run({path!r}) is not possible; give the folder of a run, such as 'runs/NAME'")
-    for file in own_code:
+    for file in [own_code] if isinstance(own_code, str | os.PathLike) else own_code:
         allow("own_code", str(file))
     return Run(Path(path))
 

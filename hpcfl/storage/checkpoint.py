@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hpcfl.errors import UserError
 from hpcfl.storage.hdf5 import ForeignError, LoadedCheckpoint, find_damage, write_snapshot
@@ -86,16 +87,18 @@ class CheckpointStore:
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
 
-    def recorded_config(self) -> str | None:
-        """Return the configuration (YAML text) that the newest whole checkpoint holds; None without one.
+    def recorded_config(self) -> dict[str, Any] | None:
+        """Return the nested keys of the configuration in the newest whole checkpoint; None without one.
 
         Raises UserError where a newer hpcfl wrote it.
         """
         for path in (self._newest, self._previous):
-            if not find_damage(path, self._sign_of_life):
+            if find_damage(path, self._sign_of_life):
+                continue
+            with suppress(ForeignError):
                 loaded = LoadedCheckpoint(path)
                 loaded.close()
-                return loaded.header.config
+                return loaded.record
         return None
 
 

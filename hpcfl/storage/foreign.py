@@ -34,18 +34,21 @@ def refuse_foreign(file: h5py.File, most_bytes: int) -> None:
     Raises:
         ValueError: there is something else, or more than the file can hold; also what h5py raises for damage.
     """
-    _refuse_in(file, most_bytes, MOST_DEPTH)
+    _refuse_in(file, most_bytes, MOST_DEPTH, {_address(file)})
 
 
-def _refuse_in(group: h5py.Group, left: int, depth: int) -> int:
+def _refuse_in(group: h5py.Group, left: int, depth: int, seen: set[int]) -> int:
     """Look at a group with all in it; return the bytes that are left for others."""
     left -= _bytes_of_attributes(group)
     for name in group:
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             raise ValueError(f"{name!r} is a link to another place")
         item = group[name]
+        if _address(item) in seen:
+            raise ValueError(f"{name!r} is there under another name, too")
+        seen.add(_address(item))
         if isinstance(item, h5py.Group) and depth:
-            left = _refuse_in(item, left, depth - 1)
+            left = _refuse_in(item, left, depth - 1, seen)
         elif isinstance(item, h5py.Dataset):
             left -= _bytes_of(item)
         else:
@@ -53,6 +56,11 @@ def _refuse_in(group: h5py.Group, left: int, depth: int) -> int:
         if left < 0:
             raise ValueError(f"{name!r} has more numbers than the file")
     return left
+
+
+def _address(item: h5py.Group | h5py.Dataset) -> int:
+    """Return where an object stands in its file."""
+    return int(h5py.h5o.get_info(item.id).addr)
 
 
 def _bytes_of(data: h5py.Dataset) -> int:

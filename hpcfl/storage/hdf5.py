@@ -27,6 +27,7 @@ from hpcfl import __version__
 from hpcfl.errors import UserError, one_line
 from hpcfl.plain_files import open_plain
 from hpcfl.storage.foreign import MISFITS, finite, refuse_foreign, whole
+from hpcfl.storage.reading import record_of
 from hpcfl.storage.snapshot import (
     Block,
     DataRecord,
@@ -77,6 +78,8 @@ class LoadedCheckpoint:
         self.header = Header(
             attributes["method"].decode(), whole(attributes["round"], 0), attributes["config"].decode()
         )
+        self.record = record_of(self.header.config)
+        """The nested keys of the configuration."""
         self.layout = LayoutRecord(
             _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
         )

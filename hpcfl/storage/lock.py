@@ -54,7 +54,8 @@ class FolderLock:
         Takes WATCHED_S seconds where an owner on another machine has left its name; calls `sign_of_life` in
         the meantime.
         """
-        self._path = folder / LOCK_NAME
+        self._folder, self._path = folder, folder / LOCK_NAME
+        self._folder_identity = _identity(folder.stat())
         if self._path.exists() and _identity(self._path.stat()) in _held_files:
             raise UserError(_in_use(folder, "this process"))
         _watch(folder, sign_of_life)
@@ -94,11 +95,23 @@ class FolderLock:
         try:
             is_other = _identity(self._path.stat()) != _identity(os.fstat(self._descriptor))
         except (FileNotFoundError, NotADirectoryError):
-            return "was moved or deleted"
-        if is_other:
+            if self.is_elsewhere():
+                return "was moved or deleted"
+            return f"lost its {LOCK_NAME}, which was removed"
+        if is_other and self.is_elsewhere():
             return "was moved or deleted, and another stands in its place"
-        named = self._named()
-        return None if named == self._owner else f"was taken over by {named or 'another run'}"
+        # another run makes the file anew where it was removed
+        named = holder(self._folder).owner if is_other else self._named()
+        if named == self._owner and not is_other:
+            return None
+        return f"was taken over by {named or 'another run'}"
+
+    def is_elsewhere(self) -> bool:
+        """Whether the folder that was locked has another path now, or none."""
+        try:
+            return _identity(self._folder.stat()) != self._folder_identity
+        except (FileNotFoundError, NotADirectoryError):
+            return True
 
     def release(self) -> None:
         """Give the lock up; a second call does nothing."""

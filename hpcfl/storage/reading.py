@@ -19,7 +19,7 @@ _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
 _OF_TEXT = ("direction", "layer")
 """Columns of a run's CSV files whose cells need be no numbers."""
-_WHOLE = ("round", "client", "class", "unseen")
+_WHOLE = ("round", "client", "class", "unseen", "diverged")
 _MOST_DIGITS = 15
 """Of a whole number, which a float holds exactly."""
 _COLUMNS = {
@@ -54,16 +54,26 @@ def read_record(folder: Path, if_damaged: str = "name the folder of another run"
     """
     path = folder / "config.yaml"
     try:
-        tree = plain_yaml(read_plain(path, MOST_BYTES).decode())
+        return record_of(read_plain(path, MOST_BYTES).decode())
     except OSError as error:
         raise UserError(
             f"{folder} is no run folder: {error.strerror}: {path}; name one that a run has made, such as "
             "runs/NAME"
         ) from error
-    except (yaml.YAMLError, ValueError):
-        tree = None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged; {if_damaged}") from error
+
+
+def record_of(text: str) -> dict[str, Any]:
+    """Return the nested keys of a run's configuration as YAML; ValueError where the text is none."""
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"a configuration of {len(text):,} characters")
+    try:
+        tree = plain_yaml(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"a configuration that is not YAML: {error}") from error
     if not _is_record(tree):
-        raise UserError(f"{path} is damaged; {if_damaged}")
+        raise ValueError("a configuration without the groups of keys that every run has")
     found: dict[str, Any] = tree
     return found
 

@@ -36,6 +36,13 @@ from hpcfl.storage.snapshot import LayoutRecord, Snapshot
 UNFINISHED_NAME = "config.yaml.tmp"
 """What config.yaml is called until it is whole; a killed run may leave it."""
 
+_WRITTEN = re.compile(
+    rf"{re.escape(LOCK_NAME)}|log\.txt|events\.out\.tfevents\..*|checkpoint(\.prev|\.tmp)?\.h5|"
+    r"config\.yaml(\.tmp)?|\.?(metrics|bytes|clients|partition)\.csv(\..*)?|\.?report\.html(\..*)?",
+    re.DOTALL,
+)
+"""Names of the files that a run writes, those that are not whole yet included."""
+
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _PACKAGES = ("torch", "torchvision", "numpy", "h5py", "mpi4py", "scikit-learn")
@@ -145,15 +152,16 @@ class RunFolder:
         if (found := self.checkpoint) is None:
             return
         over = "or add --fresh to move the folder aside and start over"
-        if changed := self._changed(yaml.safe_load(found.header.config)):
+        if changed := self._changed(found.record):
             raise UserError(
                 f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); bring this run's "
                 f"own back, {over}"
             )
         if found.schema < SCHEMA or not goes_on_from(found.ledger):
-            told = (
-                f"{found.path} was written by another version of hpcfl (schema {found.schema}, now {SCHEMA})"
-            )
+            other = f"schema {found.schema}, now {SCHEMA}"
+            if found.schema >= SCHEMA:
+                other = "other columns in its ledger"
+            told = f"{found.path} was written by another version of hpcfl ({other})"
             if self._is_complete():
                 raise UserError(
                     f"{told}, and its run is finished: hpcfl report, compare, export and predict read it; "
@@ -204,7 +212,9 @@ class RunFolder:
         """Write a checkpoint, and warn where the next one will have no room."""
         with self._writing(f"the checkpoint of round {snapshot.header.round}"):
             self.store.save(snapshot)
-            was_tight, self._is_tight = self._is_tight, self._free_bytes() < self.store.newest_bytes
+        was_tight = self._is_tight
+        with suppress(OSError):
+            self._is_tight = self._free_bytes() < self.store.newest_bytes
         is_last = snapshot.header.round == self._config.train.rounds
         if self._is_tight and not was_tight and not is_last:
             warnings.warn(
@@ -230,9 +240,10 @@ class RunFolder:
         """Raise StorageFault where the folder at this run's path is its own no more."""
         with suppress(OSError):
             if self._lock is not None and (lost := self._lock.lost()):
+                where = " where the folder is now (--out DIR)" if self._lock.is_elsewhere() else ""
                 raise StorageFault(
                     f"{self.path} {lost} while this run wrote it; {self._last_good()}; to go on, run the "
-                    "same command again where the folder is now (--out DIR)"
+                    f"same command again{where}"
                 )
 
     def _last_good(self) -> str:
@@ -337,8 +348,8 @@ class RunFolder:
                 return record
             raise UserError(f"{path} is damaged; {if_damaged}")
         except UserError:
-            if self._record is None and (text := self.store.recorded_config()) is not None:
-                self._record = yaml.safe_load(text)
+            if self._record is None and (recorded := self.store.recorded_config()) is not None:
+                self._record = recorded
                 warnings.warn(f"{path} is damaged, and written anew from the checkpoint", stacklevel=2)
             if self._record is None:
                 raise
@@ -367,7 +378,8 @@ def _megabytes(count: int) -> str:
 def _refuse_links(path: Path) -> None:
     """Raise UserError where a file of a run is another one, elsewhere, which writing would change."""
     for entry in path.iterdir():
-        if entry.is_symlink() or not (entry.is_file() or entry.is_dir()):
+        is_plain = not entry.is_symlink() and (entry.is_file() or entry.is_dir())
+        if _WRITTEN.fullmatch(entry.name) and not is_plain:
             raise UserError(
                 f"{entry} is a link, a pipe or a device, which no run makes, and would be written to; "
                 "remove it, or name another folder with --out DIR"

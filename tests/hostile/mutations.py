@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from hpcfl.errors import UserError
+from hpcfl.errors import MOST_CHARACTERS, UserError, for_terminal
 
 Read = Callable[[int], object]
 """Makes the case of a seed and reads it; raises UserError where it is refused."""
@@ -136,7 +136,7 @@ class Outcome:
     refusals: Counter[str] = field(default_factory=Counter)
     """What was said, a case each."""
     failures: dict[int, str] = field(default_factory=dict)
-    """By seed: a traceback, an end by a signal, a refusal in several lines."""
+    """By seed: a traceback, an end by a signal, a refusal that is not printed as one short line."""
 
 
 SEEDS, MORE_SEEDS = range(500), range(500, 5500)
@@ -224,7 +224,9 @@ def _try(read: Read, seed: int) -> tuple[str, str]:
     try:
         read(seed)
     except UserError as error:
-        return "refused", str(error)
+        said = for_terminal(error)
+        is_line = len(said.splitlines()) == 1 and "\x1b" not in said and len(said) < MOST_CHARACTERS + 10
+        return ("refused" if is_line else "failed"), str(error)
     except BaseException:
         return "failed", traceback.format_exc()[-3000:]
     return "read", ""

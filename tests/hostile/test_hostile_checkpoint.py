@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import os
 import random
 import shutil
@@ -16,8 +18,8 @@ import pytest
 from bits import run_here
 from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, sweep
 
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, main
+from hpcfl.errors import DIVERGED, UserError
+from hpcfl.main import BAD_INPUT, FINISHED, main
 from hpcfl.storage.checkpoint import CheckpointStore
 
 SMALL = (
@@ -60,6 +62,8 @@ ARRAYS: tuple[Any, ...] = (
     *(np.array([(1, 2.0)], dtype="i4,f4"), np.zeros(3, ">f4"), np.zeros((2, 3), np.float16), -1, 2**62),
 )
 TEXTS = (
+    "a: [",
+    "- 1\n- 2",
     "",
     "../../x",
     "pfedla",
@@ -204,6 +208,21 @@ def virtual(file: h5py.File) -> None:
     file.create_virtual_dataset("server/theta", layout)
 
 
+def linked_many_times(file: h5py.File) -> None:
+    """Name 4 ** 17 groups by a few bytes."""
+    for depth in range(18):
+        above = file if depth == 0 else file[f"g{depth - 1}"]
+        file.create_group(f"g{depth}")
+        for number in range(4):
+            above[f"h{number}"] = file[f"g{depth}"]
+    for depth in range(1, 18):
+        del file[f"g{depth}"]
+
+
+ALIASES = b"a: &a0 [x]\n" + b"".join(
+    f"b{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]\n".encode() for number in range(1, 10)
+)
+"""More values than memory holds."""
 HOLE = {"shape": (10**6, 10**6), "dtype": "f4", "chunks": (1, 1000)}
 OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
 
@@ -225,11 +244,16 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (replaced("server/theta", data=np.zeros(3, ">f4")), "'/server/theta' is of type >f4"),
         (
             lambda file: file["server"].__setitem__("again", file["/"]),
-            "is neither a group nor numbers|than the file",
+            "'again' is there under another name, too",
         ),
         (lambda file: file.__delitem__("ledger"), "KeyError"),
         (text("/", "round", -1), "whole number from 0 on"),
         (text("/", "round", np.nan), "cannot convert float NaN"),
+        (linked_many_times, "is there under another name, too"),
+        (text("/", "config", b"a: ["), "a configuration that is not YAML"),
+        (text("/", "config", b"- 1\n- 2"), "a configuration without the groups of keys"),
+        (text("/", "config", b"train: {rounds: 2}"), "a configuration without the groups of keys"),
+        (text("/", "config", ALIASES), "more than 20000 values"),
         (text("/", "method", 3), "has no attribute 'decode'"),
         # this text stands in the source of an exported model, which is run to try it
         (text("data", "dtype", OWN_CODE), "images of type"),
@@ -320,6 +344,56 @@ def test_a_run_does_not_go_on_from_parts_that_are_not_its_own(
     assert error.startswith("hpcfl: error: ")
     assert error.count("\n") == 1
     assert "--fresh" in error
+
+
+def resume_reader(folder: Path) -> Read:
+    made = make_run(folder / "made")
+    whole = (made / "checkpoint.h5").read_bytes()
+    one = folder / "resumed"
+
+    def read(seed: int) -> object:
+        shutil.rmtree(one, ignore_errors=True)
+        shutil.copytree(made, one)
+        (one / "checkpoint.prev.h5").unlink(missing_ok=True)
+        draw = random.Random(seed)
+        hostile_checkpoint(whole, draw, one / "checkpoint.h5")
+        if draw.random() < 0.3:
+            (one / "config.yaml").write_text(draw.choice(("", "a: [", "- 1\n- 2")))
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            code = run_here(one, [*SMALL, "run.report=false", "train.rounds=3"])
+        if code == BAD_INPUT:
+            *_, line = said.getvalue().splitlines()
+            assert line.startswith("hpcfl: error: ")
+            raise UserError(line)
+        assert code in (FINISHED, DIVERGED), said.getvalue()
+        return code
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(40), pytest.param(range(40, 2000), marks=pytest.mark.soak)], ids=["few", "many"]
+)
+def test_a_run_goes_on_from_a_checkpoint_or_refuses_it(seeds: Sequence[int], made: Path) -> None:
+    assert_refused_or_read(resume_reader(made.parent), seeds, least=3)
+
+
+@pytest.mark.parametrize("config", [b"a: [", b"- 1\n- 2"])
+def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
+    config: bytes, made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(made, tmp_path / "run")
+    with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
+        text("/", "config", config)(file)
+    (folder / "checkpoint.h5").write_bytes(signed((folder / "checkpoint.h5").read_bytes()))
+    (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
+    (folder / "config.yaml").write_bytes(config)
+    assert run_here(folder, [*SMALL, "run.report=false"]) == BAD_INPUT
+    assert capfd.readouterr().err == (
+        f"hpcfl: error: {folder / 'config.yaml'} is damaged; bring it back from a copy, or add --fresh to "
+        "move the folder aside and start over\n"
+    )
 
 
 def test_numbers_that_are_not_where_they_should_be(made: Path, tmp_path: Path) -> None:

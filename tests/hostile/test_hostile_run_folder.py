@@ -197,16 +197,22 @@ def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-@pytest.mark.parametrize("option", [True, False])
+@pytest.mark.parametrize("how", ["report", "plan", "doctor", "load_run"])
 def test_naming_own_code_lets_it_run(
-    option: bool, with_own_code: Path, own_code_is_new: None, capsys: pytest.CaptureFixture[str]
+    how: str, with_own_code: Path, own_code_is_new: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = str(with_own_code / "own.py")
-    if option:
+    if how == "report":
         assert main(["report", str(with_own_code), "--own-code", own]) == FINISHED
-    else:
+    elif how == "plan":
         # as ever, where it is run
         assert main(["plan", *SMALL[3:], f"method.path={own}"]) == FINISHED
+    elif how == "doctor":
+        config = str(with_own_code / "config.yaml")
+        assert main(["doctor", config, "--own-code", own, "train.rounds=0"]) == BAD_INPUT
+        assert "train.rounds=0 is not possible" in capsys.readouterr().err
+    else:
+        assert load_run(with_own_code, own_code=own).config.method == "own"
     assert Path("created").exists()
 
 
@@ -224,7 +230,8 @@ def own_code_is_new(with_own_code: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", [".lock", "log.txt", "metrics.csv", "config.yaml.tmp", "events.out.tfevents.1"]
+    "name",
+    [".lock", "log.txt", "metrics.csv", "config.yaml.tmp", "checkpoint.tmp.h5", "events.out.tfevents.1"],
 )
 @pytest.mark.parametrize("fresh", [[], ["--fresh"]])
 def test_a_link_in_a_run_folder_is_not_written_through(
@@ -239,6 +246,14 @@ def test_a_link_in_a_run_folder_is_not_written_through(
     assert (
         f"{folder / name} is a link, a pipe or a device, which no run makes, and would be written to" in said
     )
+    assert mine.read_text() == "mine"
+
+
+def test_a_link_of_one_s_own_is_left_alone(made: Path, tmp_path: Path) -> None:
+    folder, mine = shutil.copytree(made, tmp_path / "run"), tmp_path / "mine"
+    mine.write_text("mine")
+    (folder / "notes.txt").symlink_to(mine)
+    assert main(["--quiet", "--out", str(folder), *SMALL, "run.report=false"]) == FINISHED
     assert mine.read_text() == "mine"
 
 
@@ -275,6 +290,8 @@ def test_nobody_waits_for_a_pipe_in_a_run_folder(
         ("metrics.csv", lambda text: text.replace("\n1,", "\n0,"), "watch"),
         ("metrics.csv", lambda text: text.replace("\n2,", "\n2,1e300"), "watch"),
         ("clients.csv", lambda text: text.replace("accuracy,", "nothing,"), "compare"),
+        ("metrics.csv", lambda text: text.replace(",0\n", ",nan\n"), "report"),
+        ("metrics.csv", lambda text: text.replace(",0\n", ",inf\n"), "compare"),
         ("bytes.csv", lambda text: text.replace("direction", "way"), "report"),
         ("bytes.csv", lambda text: text.replace("fc1", "\x1b[2J"), "report"),
         # 8 GB of zeros

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 import yaml
 from mutations import Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
-from hpcfl.config import load_config
+from hpcfl.config import load_config, read_yaml
 from hpcfl.errors import MOST_CHARACTERS, UserError, for_terminal
 from hpcfl.main import BAD_INPUT, main
 from hpcfl.tables.cells import Table
@@ -170,8 +173,57 @@ def test_a_large_file_or_none_is_not_read(tmp_path: Path) -> None:
         load_config(path, [])
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
+    with pytest.raises(UserError, match="it is a pipe through which nothing comes"):
         load_config(path, [])
+    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
+        read_yaml(path)
+    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
+        load_config(Path("/dev/zero"), [])
+
+
+@pytest.mark.parametrize(("size", "said"), [(100, ""), (2**20 + 1, "it has more bytes than 1,048,576")])
+def test_a_configuration_comes_through_a_pipe(size: int, said: str) -> None:
+    reader, writer = os.pipe()
+    text = b"run: {seed: 7}\n"
+
+    def write() -> None:
+        with suppress(BrokenPipeError), open(writer, "wb") as file:
+            # not in one piece
+            time.sleep(0.05)
+            file.write(text + b"\n" * (size - len(text)))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    path = Path(f"/dev/fd/{reader}")
+    if said:
+        with pytest.raises(UserError, match=said):
+            load_config(path, [])
+    else:
+        assert load_config(path, []).run.seed == 7
+    os.close(reader)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            f"run.seed={2**63}",
+            f"run.seed={2**63} is not possible; allowed: a whole number >= 0 and <= {2**63 - 1}",
+        ),
+        (f"data.seed={'9' * 30}", f"data.seed={'9' * 30} is not possible"),
+        (
+            f"run.checkpoint_every={2**63}",
+            f"run.checkpoint_every={2**63} is a number beyond 64 bits; allowed",
+        ),
+        ('run: {eval_every: "9223372036854775808"}', f"run.eval_every={2**63} is a number beyond 64 bits"),
+    ],
+)
+def test_a_number_that_a_run_could_not_read_again_is_refused(words: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("" if "=" in words else words)
+    with pytest.raises(UserError, match=said):
+        load_config(tmp_path / "config.yaml", [words] if "=" in words else [])
+    assert load_config(None, [f"run.seed={2**63 - 1}"]).run.seed == 2**63 - 1
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import hpcfl
 from hpcfl.errors import UserError
@@ -79,6 +80,12 @@ def rows_of(tensors: dict[str, torch.Tensor], *ids_of_blocks: Iterable[int]) -> 
     return Rows(shapes, blocks_of(tensors, *ids_of_blocks))
 
 
+def config_of(seed: int, method: str = "ditto") -> str:
+    groups = {"data": {"source": "digits"}, "model": {"name": "mlp"}, "train": {"rounds": 9}}
+    tree = {"method": {"name": method}, **groups, "run": {"seed": seed}}
+    return yaml.safe_dump(tree, allow_unicode=True)
+
+
 def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
     """Return a small state whose every number is the round."""
     clients = {
@@ -86,7 +93,7 @@ def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
         "steps": torch.full((num_rows,), round_),
     }
     return Snapshot(
-        header=Header("ditto", round_, f"run:\n  seed: {round_}\n"),
+        header=Header("ditto", round_, config_of(round_)),
         layout=LAYOUT,
         data=DATA,
         server={"theta": torch.full((50,), float(round_))},
@@ -165,9 +172,10 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
     history |= {"alpha/mean": np.zeros((0, 2, 3), dtype=np.float32)}
     metrics = LedgerTable(np.array([[1.0, np.nan], [2.0, -0.0]]), ("round", "loss_mean"))
     nothing = LedgerTable(np.zeros((0, 1), dtype=np.int64), ("down",))
+    header = Header("pfedla", 12, config_of(0, "méthode" + "x" * 100_000))
     store.save(
         Snapshot(
-            header=Header("pfedla", 12, "méthode: pfedla\n" + "x" * 100_000),
+            header=header,
             layout=LAYOUT,
             data=DATA,
             server=server,
@@ -181,7 +189,7 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
 
     loaded = load(tmp_path)
     assert loaded.path == tmp_path / "checkpoint.h5"
-    assert loaded.header == Header("pfedla", 12, "méthode: pfedla\n" + "x" * 100_000)
+    assert loaded.header == header
     assert loaded.data == DATA
     assert loaded.layout == LAYOUT
     assert list(loaded.server) == list(server)
@@ -216,7 +224,7 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
             "hpcfl": hpcfl.__version__.encode(),
             "method": b"ditto",
             "round": 3,
-            "config": b"run:\n  seed: 3\n",
+            "config": config_of(3).encode(),
             "complete": 1,
         }
         names: list[str] = []

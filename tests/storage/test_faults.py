@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import ctypes
+import errno
 import hashlib
 import os
 import re
@@ -31,6 +32,7 @@ from hpcfl.main import FINISHED, main
 from hpcfl.methods import METHODS, Method
 from hpcfl.storage import lock
 from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.hdf5 import SCHEMA
 from hpcfl.storage.runfolder import RunFolder
 
 ROUNDS = 4
@@ -335,6 +337,17 @@ def test_a_run_needs_nobody_to_take_its_words(settings: list[str], undisturbed: 
     assert not differing(undisturbed, tmp_path / "run")
 
 
+def test_a_disk_that_does_not_tell_its_room_is_no_fault(
+    settings: list[str], undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "statvfs", refuse)
+    assert run_here(tmp_path / "run", settings) == FINISHED
+    assert not differing(undisturbed, tmp_path / "run")
+
+
 # Folders that cannot be written any more, or are gone
 
 
@@ -387,6 +400,33 @@ def test_a_folder_that_is_moved(
         assert not folder.exists()
     assert run_here(moved, settings) == FINISHED
     assert not differing(undisturbed, moved)
+
+
+@pytest.mark.parametrize("owner", [None, "pid 1 on another-node"])
+def test_a_lock_file_that_is_removed(
+    owner: str | None,
+    settings: list[str],
+    undisturbed: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Another run may have come meanwhile, so that this one ends."""
+    folder = tmp_path / "run"
+
+    def disturb() -> None:
+        (folder / ".lock").unlink()
+        if owner:
+            (folder / ".lock").write_text(f"{owner}\n")
+
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    lost = f"was taken over by {owner}" if owner else "lost its .lock, which was removed"
+    assert the_error(capfd) == (
+        f"hpcfl: error: {folder} {lost} while this run wrote it; the last good checkpoint is of round 2; to "
+        f"go on, {AGAIN}"
+    )
+    (folder / ".lock").unlink(missing_ok=True)
+    assert run_here(folder, settings) == FINISHED
+    assert not differing(undisturbed, folder)
 
 
 def test_a_folder_that_is_deleted(
@@ -582,10 +622,10 @@ def sign(path: Path) -> None:
     path.write_bytes(line.ljust(512, b"\0") + content)
 
 
-def make_older(path: Path) -> None:
-    """Make a checkpoint one of the schema before, whose metrics had fewer columns."""
+def make_older(path: Path, schema: int = 1) -> None:
+    """Make a checkpoint one of another version, whose metrics had fewer columns."""
     with h5py.File(path, "r+", locking=False) as file:
-        file.attrs["schema"] = 1
+        file.attrs["schema"] = schema
         values, columns = file["ledger/metrics"][()], file["ledger/metrics"].attrs["columns"]
         del file["ledger/metrics"]
         file["ledger/metrics"] = values[:, :-3]
@@ -625,15 +665,18 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert not differing(undisturbed, copied)
 
 
-def test_an_unfinished_run_of_an_older_schema_is_refused(
-    settings: list[str], copied: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("schema", "told"), [(1, f"schema 1, now {SCHEMA}"), (SCHEMA, "other columns in its ledger")]
+)
+def test_an_unfinished_run_of_another_version_is_refused(
+    schema: int, told: str, settings: list[str], copied: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    make_older(copied / "checkpoint.h5")
+    make_older(copied / "checkpoint.h5", schema)
     before = {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}}
     assert run_here(copied, settings) == BAD_INPUT
     assert the_error(capfd) == (
-        f"hpcfl: error: {copied / 'checkpoint.h5'} was written by another version of hpcfl (schema 1, now "
-        f"2), and cannot be gone on with; finish the run with that version, {OVER}"
+        f"hpcfl: error: {copied / 'checkpoint.h5'} was written by another version of hpcfl ({told}), "
+        f"and cannot be gone on with; finish the run with that version, {OVER}"
     )
     assert {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}} == before
     assert main(["--quiet", "--out", str(copied), *settings, "--fresh"]) == FINISHED
