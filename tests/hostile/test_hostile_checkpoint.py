@@ -250,10 +250,10 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (text("/", "round", -1), "whole number from 0 on"),
         (text("/", "round", np.nan), "cannot convert float NaN"),
         (linked_many_times, "is there under another name, too"),
-        (text("/", "config", b"a: ["), "a configuration that is not YAML"),
-        (text("/", "config", b"- 1\n- 2"), "a configuration without the groups of keys"),
-        (text("/", "config", b"train: {rounds: 2}"), "a configuration without the groups of keys"),
-        (text("/", "config", ALIASES), "more than 20000 values"),
+        (text("/", "config", np.bytes_(b"a: [")), "a configuration that is not YAML"),
+        (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
+        (text("/", "config", np.bytes_(b"train: {rounds: 2}")), "a configuration without the groups of keys"),
+        (text("/", "config", np.bytes_(ALIASES)), "more than 20000 values"),
         (text("/", "method", 3), "has no attribute 'decode'"),
         # this text stands in the source of an exported model, which is run to try it
         (text("data", "dtype", OWN_CODE), "images of type"),
@@ -385,7 +385,7 @@ def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
 ) -> None:
     folder = shutil.copytree(made, tmp_path / "run")
     with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
-        text("/", "config", config)(file)
+        text("/", "config", np.bytes_(config))(file)
     (folder / "checkpoint.h5").write_bytes(signed((folder / "checkpoint.h5").read_bytes()))
     (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
     (folder / "config.yaml").write_bytes(config)

@@ -291,7 +291,7 @@ def test_nobody_waits_for_a_pipe_in_a_run_folder(
         ("metrics.csv", lambda text: text.replace("\n2,", "\n2,1e300"), "watch"),
         ("clients.csv", lambda text: text.replace("accuracy,", "nothing,"), "compare"),
         ("metrics.csv", lambda text: text.replace(",0\n", ",nan\n"), "report"),
-        ("metrics.csv", lambda text: text.replace(",0\n", ",inf\n"), "compare"),
+        ("clients.csv", lambda text: text.replace(",0\n", ",inf\n"), "compare"),
         ("bytes.csv", lambda text: text.replace("direction", "way"), "report"),
         ("bytes.csv", lambda text: text.replace("fc1", "\x1b[2J"), "report"),
         # 8 GB of zeros
