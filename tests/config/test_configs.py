@@ -291,7 +291,7 @@ RESULTS = [
     path
     for path in sorted((FOLDER / "tables" / "results").glob("*.csv"))
     if not path.stem.endswith(("_clients", "_differences", "_diagnostics"))
-    # what tests/soak measured
+    # which has no table file, but a soak test
     and not path.stem.startswith("long_run")
 ]
 
