@@ -15,8 +15,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import yaml
 from bits import run_here
-from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, sweep
+from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
 from hpcfl.errors import DIVERGED, UserError
 from hpcfl.main import BAD_INPUT, FINISHED, main
@@ -356,7 +357,14 @@ def resume_reader(folder: Path) -> Read:
         shutil.copytree(made, one)
         (one / "checkpoint.prev.h5").unlink(missing_ok=True)
         draw = random.Random(seed)
-        hostile_checkpoint(whole, draw, one / "checkpoint.h5")
+        if draw.random() < 0.5:
+            hostile_checkpoint(whole, draw, one / "checkpoint.h5")
+        else:
+            config = damaged_tree(yaml.safe_load((made / "config.yaml").read_text()), draw)
+            words = draw.choice((*TEXTS, yaml.safe_dump(config))).encode()
+            with h5py.File(one / "checkpoint.h5", "r+", locking=False) as file:
+                file.attrs["config"] = np.bytes_(words)
+            (one / "checkpoint.h5").write_bytes(signed((one / "checkpoint.h5").read_bytes()))
         if draw.random() < 0.3:
             (one / "config.yaml").write_text(draw.choice(("", "a: [", "- 1\n- 2")))
         said = io.StringIO()
