@@ -10,7 +10,7 @@ import pytest
 
 from hpcfl.config import load_config
 from hpcfl.errors import UserError
-from hpcfl.storage.ledger import METRICS
+from hpcfl.storage.ledger import METRICS, WHOLE_NUMBERS
 from hpcfl.storage.lock import FolderLock, Holder
 from hpcfl.storage.view import view
 
@@ -19,7 +19,7 @@ NODE = socket.gethostname()
 
 
 def row(number: int) -> str:
-    return ",".join([str(number), *["0.5"] * (len(METRICS) - 1)])
+    return ",".join([str(number), *("1" if name in WHOLE_NUMBERS else "0.5" for name in METRICS[1:])])
 
 
 @pytest.fixture
