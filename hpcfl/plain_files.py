@@ -77,7 +77,9 @@ def read_plain_or_pipe(path: Path, most_bytes: int) -> bytes:
     if not is_pipe:
         return read_plain(path, most_bytes)
     if not found:
-        raise OSError(errno.EINVAL, "it is a pipe through which nothing comes", str(path))
+        raise OSError(
+            errno.EINVAL, "it is a pipe through which nothing comes (one rank alone can read it)", str(path)
+        )
     if len(found) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more bytes than {most_bytes:,}", str(path))
     return found
