@@ -100,6 +100,8 @@ def change(file: h5py.File, draw: random.Random) -> None:
             holder.attrs[key] = draw.choice(ARRAYS)
     elif kind == 5:
         place = draw.choice(groups) + "/" + draw.choice(("theta", "x", "accuracy", "metrics", "names"))
+        # which may be what goes
+        held = file[name]
         if place in file:
             del file[place]
         file[place] = draw.choice(
@@ -109,7 +111,7 @@ def change(file: h5py.File, draw: random.Random) -> None:
                 h5py.ExternalLink("/etc/passwd", "/"),
                 h5py.ExternalLink(str(file.filename), "/"),
                 file[draw.choice(groups)],
-                file[name],
+                held,
             )
         )
     elif kind == 6:
