@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install hpcfl with an MPI and the test tools into .venv (the first time) and run the tests.
 #
-#     bash jobs/test.sh                       all but soak tests: on up to four cores, then the collective ones as 3 MPI ranks
+#     bash jobs/test.sh                       all but soak tests: side by side, then the collective ones as 3 MPI ranks
 #     bash jobs/test.sh -m quick              half a minute, while one works
 #     bash jobs/test.sh -m gpu                those that need a GPU; each is skipped where there is none
 #     bash jobs/test.sh -m soak               the soak tests: long runs and long sweeps, minutes each
@@ -9,8 +9,9 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" mpich,test
 
-# A file's tests stay together, since they share runs; tests/conftest.py has the longest files first.
-python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder "$@"
+# A file's tests stay together, since they share runs; tests/conftest.py has the longest files first. One worker more than
+# there are cores: tests of jobs, signals and timeouts wait for much of their time.
+python -m pytest --numprocesses "$(($(nproc) + 1))" --maxprocesses 5 --dist loadfile --no-loadscope-reorder "$@"
 [ $# -eq 0 ] || exit 0
 
 echo "hpcfl: the collective tests, as 3 MPI ranks; rank 0 prints, the others only if a rank fails"

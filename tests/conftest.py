@@ -32,6 +32,10 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 
+# A shell that starts the tests in the background has them, and all that they start, ignore it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
 

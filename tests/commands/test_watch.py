@@ -145,7 +145,10 @@ def test_a_terminal_shows_how_it_goes_until_ctrl_c(going_on: tuple[Path, int]) -
             seen += os.read(leader, 65536).decode(errors="replace")
             rounds = set(re.findall(r"rounds +(\d+)/", seen))
         child.send_signal(signal.SIGINT)
-        assert child.wait(PATIENCE_S) == FINISHED
+        try:
+            assert child.wait(PATIENCE_S) == FINISHED
+        finally:
+            child.kill()
     seen += read_all(leader)
     assert "Traceback" not in seen
     assert "\x1b[?25h" in seen.rpartition("\x1b[?25l")[2]
