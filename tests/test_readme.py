@@ -180,7 +180,7 @@ FAULTS = {
     ],
     "a checkpoint of another run, method, model or version": [
         "storage/test_faults.py::test_a_checkpoint_of_another_run_is_refused",
-        "storage/test_faults.py::test_an_unfinished_run_of_an_older_schema_is_refused",
+        "storage/test_faults.py::test_an_unfinished_run_of_another_version_is_refused",
         "storage/test_checkpoint.py::test_a_newer_schema_is_refused_without_falling_back",
     ],
     "a client's numbers become nan or infinite": [

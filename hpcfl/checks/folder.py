@@ -21,6 +21,7 @@ import torch
 
 from hpcfl.checks.finding import Checked, gathered
 from hpcfl.communication.world import World
+from hpcfl.config import load_config
 from hpcfl.errors import UserError
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.lock import LOCK_NAME, FolderLock, holder
@@ -137,7 +138,7 @@ def _checkpoint(folder: Path) -> tuple[float, float]:
     """Write a checkpoint twice, so that one becomes the previous, and load it; return both seconds."""
     numbers = torch.arange(MANY, dtype=torch.float32)
     snapshot = Snapshot(
-        Header("doctor", 1, ""),
+        Header("doctor", 1, load_config(None, []).yaml()),
         LayoutRecord((), ()),
         DataRecord((1, 1, 1), "uint8", 1.0, (0.0,), (1.0,), 1, (1,)),
         {"numbers": numbers},

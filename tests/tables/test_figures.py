@@ -60,6 +60,7 @@ def finish(cell: Cell, accuracies: list[float], *, rounds: int = 8, **last: obje
         "accuracy_after_download": math.nan,
         "accuracy_after_training": mean,
         "coverage": 0.75,
+        "diverged": 0,
         "client_steps_per_s": 60,
         "bytes_down": 8 * 4 * 1000,
         "bytes_up": 8 * 4 * 10,
