@@ -168,7 +168,7 @@ class Job:
 
     def wait_for_start(self, number: int) -> None:
         """Wait until the job script runs for the `number`-th time."""
-        self.until(lambda: self.output.count("start ") >= number, f"start {number}")
+        self.until(lambda: f", start {number} on " in self.output, f"start {number}")
 
 
 @contextlib.contextmanager

@@ -176,6 +176,8 @@ def test_signalled_and_preempted_in_mid_round_a_job_comes_back(
         slurm.call("scontrol", "requeue", job.number)
     for job, gates, folder in jobs:
         job.come_back(2)
+        # the start before may still be there, and would end its round
+        job.wait_for_start(3)
         gates.open(2)
         job.until(lambda job=job: "round 3/3" in job.output, "the last round")
         job.wait()
