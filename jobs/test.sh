@@ -11,7 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" mpich,test
 
 # A file's tests stay together, since they share runs; tests/conftest.py has the longest files first. One worker more than
 # there are cores: tests of jobs, signals and timeouts wait for much of their time.
-python -m pytest --numprocesses "$(($(nproc) + 1))" --maxprocesses 5 --dist loadfile --no-loadscope-reorder "$@"
+python -m pytest --numprocesses "$(($(env -u OMP_NUM_THREADS nproc) + 1))" --maxprocesses 5 --dist loadfile --no-loadscope-reorder "$@"
 [ $# -eq 0 ] || exit 0
 
 echo "hpcfl: the collective tests, as 3 MPI ranks; rank 0 prints, the others only if a rank fails"
