@@ -11,6 +11,8 @@ import os
 import stat
 from pathlib import Path
 
+from hpcfl.machine import free_bytes
+
 
 def open_plain(path: Path, allows_pipe: bool = False) -> io.FileIO:
     """Open a file for reading, in binary and without a buffer.
@@ -83,13 +85,3 @@ def read_plain_or_pipe(path: Path, most_bytes: int) -> bytes:
     if len(found) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more bytes than {most_bytes:,}", str(path))
     return found
-
-
-def free_bytes() -> int:
-    """Return the bytes of memory that are free here; a great many where the system does not tell."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            told = dict(line.split(":", 1) for line in file)
-        return int(told["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 2**62

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+from processes import REPOSITORY
 
 PACKAGE = REPOSITORY / "hpcfl"
 
@@ -27,7 +27,7 @@ ROOMS = [
     ["parameters", "torchvision_parts"],
     ["own_code"],
     ["pictures", "plain_files", "randomness", "settings"],
-    ["errors", "startup"],
+    ["errors", "machine", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""
 

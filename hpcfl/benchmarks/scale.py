@@ -16,12 +16,12 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
+from hpcfl.machine import memory_bytes
 from hpcfl.methods import Context
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.refusals import machine_bytes
 
 COHORT = 10
 FULL_HEADS_SHARE = 1 / 4
@@ -81,7 +81,7 @@ def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator
         context = context_of(count)
         full = PFedLA(context, PFedLAParams()).server_bytes()
         # whole and sharded server have hypernetworks each
-        fits = 2 * full["hypernetworks"] < FULL_HEADS_SHARE * machine_bytes()
+        fits = 2 * full["hypernetworks"] < FULL_HEADS_SHARE * memory_bytes()
         heads = PFedLAParams(heads="full" if fits else "low_rank").heads
         needed = 2 * sum(PFedLA(context, PFedLAParams(heads=heads)).server_bytes().values())
         agreed(world, partial(_refuse, world, needed))
@@ -97,9 +97,9 @@ def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator
 
 
 def _refuse(world: World, needed: int) -> None:
-    if world.is_server and needed > machine_bytes() > 0:
+    if world.is_server and needed > memory_bytes():
         raise UserError(
-            f"--clients needs {needed / 1e9:.3g} GB, and this machine has {machine_bytes() / 1e9:.3g} GB; "
+            f"--clients needs {needed / 1e9:.3g} GB, and this machine has {memory_bytes() / 1e9:.3g} GB; "
             "give smaller numbers"
         )
 

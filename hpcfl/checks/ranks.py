@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shutil
@@ -10,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from hpcfl.checks.finding import Checked, gathered, ranges
 from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.errors import UserError
+from hpcfl.machine import free_bytes, package_versions
 from hpcfl.storage.hdf5 import HDF5_VERSION
 
 Told = Mapping[str, Any]
@@ -76,52 +77,15 @@ def _of_this_rank(world: World, device: str, environment: Mapping[str, str]) -> 
         "cores": sorted(os.sched_getaffinity(0)),
         "all_cores": os.cpu_count() or 1,
         "omp": environment.get("OMP_NUM_THREADS", ""),
-        "memory": _memory_bytes(),
+        "memory": free_bytes(),
         "mpi": world.library(),
         "versions": {
             "hpcfl": __version__,
             "python": platform.python_version(),
-            **{package: _version(package) for package in PACKAGES},
+            **package_versions(PACKAGES),
             "HDF5": HDF5_VERSION,
         },
     }
-
-
-def _version(package: str) -> str:
-    if package == "torch":
-        return str(torch.__version__)
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "missing"
-
-
-def _memory_bytes() -> float:
-    """Return what this node or the job has left, whichever is less; 0 where the system does not tell."""
-    found = []
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        lines = meminfo.read_text().splitlines()
-        found += [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    groups = Path("/proc/self/cgroup")
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        own = line.split(":", 2)[2].strip("/")
-        # version 2, then version 1; a limit of any level above counts
-        for root, limit, used in (
-            ("/sys/fs/cgroup", "memory.max", "memory.current"),
-            ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            for level in (Path(root, own), *Path(root, own).parents):
-                if level.is_relative_to(root) and (left := _left(level / limit, level / used)) is not None:
-                    found.append(left)
-    return min(found, default=0.0)
-
-
-def _left(limit: Path, used: Path) -> float | None:
-    try:
-        return float(int(limit.read_text()) - int(used.read_text()))
-    except (OSError, ValueError):
-        return None
 
 
 def _versions(told: Sequence[Told], checked: Checked) -> None:
@@ -254,7 +218,7 @@ def _threads(node: Sequence[Told], threads: int, checked: Checked) -> None:
 
 def _memory(node: Sequence[Told], checked: Checked) -> None:
     host, left = node[0]["host"], min(rank["memory"] for rank in node)
-    if not left:
+    if math.isinf(left):
         return
     checked.lines.append(f"memory: {host}: {left / 1e9:.3g} GB for {len(node)} rank(s)")
     if left < LEAST_BYTES * len(node):

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from hpcfl.config import Config, load_config
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
+from hpcfl.machine import resident_bytes
 from hpcfl.methods.base import Method
 from hpcfl.simulation.device_memory import telling_where_memory_ends
 from hpcfl.simulation.driver import Driver
@@ -62,11 +62,11 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
 
 
 def _tell(config: Config, ranks: int, options: Namespace) -> None:
-    program_bytes: float = _resident_bytes()
+    program_bytes: float = resident_bytes()
     arrays, parts = load_data(config)
     data_bytes = arrays.x.nbytes + arrays.y.nbytes
     # what the source imports stays, its images do not
-    program_bytes = max(program_bytes, _resident_bytes() - data_bytes) or A_PROCESS_BYTES
+    program_bytes = max(program_bytes, resident_bytes() - data_bytes) or A_PROCESS_BYTES
     method = make_method(config, arrays, parts)
     print("\n".join([*_table(config, arrays, parts, method), *_describe(config, method)]), flush=True)
     if reason := too_large(method):
@@ -255,12 +255,6 @@ def _job(header: JobHeader) -> Iterator[str]:
             f"# about {header.jobs} jobs of {limit_of(header.limit_s)} one after the other: each stops "
             f"{header.signal_s} s before its end, is requeued, and goes on"
         )
-
-
-def _resident_bytes() -> int:
-    """Return the memory of this process; 0 where the system does not tell."""
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
 def _seconds(value: float) -> str:

@@ -15,7 +15,8 @@ from typing import IO
 
 import numpy as np
 
-from hpcfl.plain_files import free_bytes, open_plain
+from hpcfl.machine import free_bytes
+from hpcfl.plain_files import open_plain
 
 MOST_TIMES = 1100
 """How many bytes deflate makes of one, at most."""

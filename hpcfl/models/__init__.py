@@ -3,10 +3,10 @@
 import torch
 
 from hpcfl.errors import UserError
+from hpcfl.machine import free_bytes
 from hpcfl.models.networks import ConvNet, ConvNetOptions, ImageShape, Mlp, Model, Network, NetworkOptions
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18
 from hpcfl.own_code import run_own_file
-from hpcfl.plain_files import free_bytes
 from hpcfl.randomness import stream_seed
 
 MODELS: dict[str, Model] = {

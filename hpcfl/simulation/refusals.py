@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.errors import UserError
+from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
 from hpcfl.training.engines import has_bfloat16
 
@@ -38,17 +37,10 @@ def refuse_slow_precision(config: Config, is_elsewhere: bool) -> None:
         )
 
 
-def machine_bytes() -> int:
-    """Return the bytes of memory of this machine; 0 where the system does not tell."""
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return 0
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def too_large(method: Method) -> str | None:
     """Say why the server's state does not fit in this machine, and what to do; None where it does."""
-    parts, memory = method.server_bytes(), machine_bytes()
-    if not memory or sum(parts.values()) <= memory:
+    parts, memory = method.server_bytes(), memory_bytes()
+    if sum(parts.values()) <= memory:
         return None
     of_parts = ", ".join(f"{part} {count / 1e9:.3g} GB" for part, count in parts.items())
     num_clients = method.context.num_clients + len(method.context.num_samples_of_unseen)

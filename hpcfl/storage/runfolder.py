@@ -11,17 +11,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import yaml
 
 from hpcfl import __version__
 from hpcfl.config import ENVIRONMENT, Config, differences
 from hpcfl.errors import StorageFault, UserError
+from hpcfl.machine import package_versions, processor
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
@@ -398,31 +397,11 @@ def _environment(ranks: Sequence[str], command: str) -> dict[str, Any]:
     workers = {re.sub(r"^\S+ (\w+)\S*", r"\1", rank) for rank in ranks[1:] or ranks}
     return {
         "hpcfl": __version__,
-        **{package: _version(package) for package in _PACKAGES},
+        **package_versions(_PACKAGES),
         "python": platform.python_version(),
-        "processor": _processor(),
+        "processor": processor(),
         "command": command,
         **({"job": started_by} if (started_by := job()) else {}),
         "workers": ", ".join(sorted(workers)),
         "ranks": list(ranks),
     }
-
-
-def _version(package: str) -> str:
-    if package == "torch":
-        # names the build, such as +cpu, which the metadata of some wheels leave out
-        return str(torch.__version__)
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    """Return the CPU's model name, where the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()

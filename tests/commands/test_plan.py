@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 from bits import method_settings, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY
+from processes import REPOSITORY
 
 from hpcfl.commands.job_header import JobHeader
 from hpcfl.config import load_config
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.main import main
 from hpcfl.methods import METHODS, Context
 from hpcfl.models import ConvNetOptions
 from hpcfl.simulation import refusals
@@ -150,7 +150,7 @@ def test_sharded_models_are_the_workers_memory(capsys: pytest.CaptureFixture[str
 def test_a_server_larger_than_the_machine_is_told_and_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(refusals, "machine_bytes", lambda: 1_900_000)
+    monkeypatch.setattr(refusals, "memory_bytes", lambda: 1_900_000)
     # shorter codes than there are clients, so that they help
     keys = ["method.name=pfedla", "data.per_client=40", "method.rank=2"]
     reason = planned(capsys, *keys)[-1]
@@ -162,7 +162,7 @@ def test_a_server_larger_than_the_machine_is_told_and_refused(
     assert main(["--out", str(tmp_path / "run"), *keys]) == BAD_INPUT
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(refusals, "machine_bytes", lambda: 0)
+    monkeypatch.setattr(refusals, "memory_bytes", lambda: math.inf)
     assert not planned(capsys, *keys)[-1].startswith("method.name")
 
 
@@ -305,7 +305,9 @@ def test_fedavgs_bytes_by_hand_and_the_head_of_a_script(capsys: pytest.CaptureFi
     assert "on other numbers of ranks: 1 0:00:1" in text
     assert "(more than 4 do not help)" in text
     assert re.search(r"measured for \d+ s on one core of this machine: [\d.]+ ms a gradient", text)
-    memory = [size(part) for part in found(r"memory, estimated: rank 0 (\d+ MB), a worker (\d+ MB)", text)]
+    memory = [
+        size(part) for part in found(r"memory, estimated: rank 0 (\S+ [MG]B), a worker (\S+ [MG]B)", text)
+    ]
     assert all(100e6 < part < 2e9 for part in memory)
     head = dict(
         line.removeprefix("#SBATCH --").split("=", 1) if "=" in line else (line[10:], "")

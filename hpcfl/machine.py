@@ -1,0 +1,93 @@
+"""What a process finds where it runs: packages, the processor, and the memory of the node or of its job."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path("/")
+
+_LIMITS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
+"""Of a group of processes, such as a job: versions 2 and 1 of the system's files for it."""
+_GIVEN_BACK = ("inactive_file", "active_file")
+"""What a group has of files in memory, which make room where it needs some."""
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the version of each package, "not installed" for those that are not there."""
+    return {package: _version(package) for package in packages}
+
+
+def _version(package: str) -> str:
+    if package == "torch":
+        import torch
+
+        # names the build, such as +cpu, which the metadata of some wheels leave out
+        return str(torch.__version__)
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def processor() -> str:
+    """Return the CPU's model name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def memory_bytes(root: Path = ROOT) -> float:
+    """Return the memory of this node, or of its job if that is less; infinite where nobody tells."""
+    return min([_told(root, "MemTotal"), *(limit for limit, _ in _limits(root))])
+
+
+def free_bytes(root: Path = ROOT) -> float:
+    """Return the memory that is free on this node, or for its job; infinite where nobody tells."""
+    return min([_told(root, "MemAvailable"), *(limit - used for limit, used in _limits(root))])
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds; 0 where the system does not tell."""
+    path = Path("/proc/self/statm")
+    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
+
+
+def _told(root: Path, name: str) -> float:
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    except (OSError, StopIteration):
+        return math.inf
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield limit and use, in bytes, of the groups that this process is in; a limit of any level counts."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for own in {line.split(":", 2)[2].strip("/") for line in lines}:
+        for place, limit, used, kind in _LIMITS:
+            for level in (Path(own), *Path(own).parents):
+                folder = root / place / level
+                # without a limit, version 2 has a word there
+                try:
+                    yield int((folder / limit).read_text()), _used(folder, used, kind)
+                except (OSError, ValueError):
+                    continue
+
+
+def _used(folder: Path, used: str, kind: str) -> int:
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    return int((folder / used).read_text()) - sum(int(stat.get(kind + name, 0)) for name in _GIVEN_BACK)

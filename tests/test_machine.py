@@ -1,0 +1,72 @@
+"""Memory that a process may take: the node's, and that of the groups that a job puts it in."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hpcfl.machine import free_bytes, memory_bytes, package_versions, processor, resident_bytes
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+NODE = {"proc/meminfo": "MemTotal:       1000 kB\nMemFree:  1 kB\nMemAvailable:    600 kB\n"}
+JOB = "sys/fs/cgroup/slurm/job_7"
+VERSION_2 = {
+    "proc/self/cgroup": "0::/slurm/job_7/step_0\n",
+    # a step has no limit of its own
+    f"{JOB}/step_0/memory.max": "max\n",
+    f"{JOB}/step_0/memory.current": "50000\n",
+    f"{JOB}/step_0/memory.stat": "anon 1\n",
+    f"{JOB}/memory.max": "500000\n",
+    f"{JOB}/memory.current": "300000\n",
+    # 80,000 bytes of files make room where others need it
+    f"{JOB}/memory.stat": "anon 200000\nfile 100000\ninactive_file 50000\nactive_file 30000\n",
+}
+OLD_JOB = "sys/fs/cgroup/memory/slurm"
+VERSION_1 = {
+    "proc/self/cgroup": "4:memory:/slurm\n1:cpu:/\n",
+    f"{OLD_JOB}/memory.limit_in_bytes": "900000\n",
+    f"{OLD_JOB}/memory.usage_in_bytes": "400000\n",
+    f"{OLD_JOB}/memory.stat": "inactive_file 1\ntotal_inactive_file 10000\ntotal_active_file 0\n",
+    # as where there is no limit
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+    "sys/fs/cgroup/memory/memory.usage_in_bytes": "1000\n",
+    "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "memory", "free"),
+    [
+        ({}, math.inf, math.inf),
+        (NODE, 1_024_000, 614_400),
+        (NODE | VERSION_2, 500_000, 280_000),
+        (VERSION_2, 500_000, 280_000),
+        (NODE | VERSION_1, 900_000, 510_000),
+    ],
+    ids=["unknown", "node", "version 2", "version 2 alone", "version 1"],
+)
+def test_memory_of_node_and_job(tmp_path: Path, files: dict[str, str], memory: float, free: float) -> None:
+    root = tree(tmp_path, files)
+    assert memory_bytes(root) == memory
+    assert free_bytes(root) == free
+
+
+def test_this_process_has_a_part_of_this_machine() -> None:
+    assert 0 < resident_bytes() < memory_bytes()
+    assert 0 < free_bytes() <= memory_bytes()
+    assert processor()
+
+
+def test_versions_of_packages() -> None:
+    found = package_versions(["torch", "no-such-package"])
+    assert found["torch"][0].isdecimal()
+    assert found["no-such-package"] == "not installed"
