@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import agreed
@@ -123,16 +124,14 @@ class Saver:
     def _other_parts(self, checkpoint: LoadedCheckpoint) -> list[str]:
         """Name what of the state is missing or of another shape; more may be there, such as a codec's."""
         count = self._federation.num_clients
-        own = {
-            name: RowShape(count, tuple(rows.shape[1:]), rows.dtype)
-            for name, rows in self._driver.initial_clients([0]).items()
-        }
-        found = checkpoint.client_shapes
+        own = {name: _shape(rows, count) for name, rows in self._driver.initial_clients([0]).items()}
+        found = checkpoint.shapes("clients")
         wrong = [f"clients/{name}" for name, shape in found.items() if own.get(name, shape) != shape]
         wrong += [f"clients/{name}" for name, shape in found.items() if shape.rows != count]
         wrong += [f"clients/{name}" for name in own.keys() - found.keys()]
-        at_first = {name: (rows.shape, rows.dtype) for name, rows in self._driver.initial_server().items()}
-        server = {name: (rows.shape, rows.dtype) for name, rows in checkpoint.server.items()}
+        # gone before the checkpoint's is read: there may be no room for two
+        at_first = {name: _shape(rows, len(rows)) for name, rows in self._driver.initial_server().items()}
+        server = checkpoint.shapes("server")
         changing = self._method.growing_state & server.keys()
         return wrong + [
             f"server/{name}"
@@ -175,7 +174,7 @@ class Saver:
     def _client_rows(self) -> Rows:
         """Describe the state of all clients; its blocks are collective."""
         shapes = {
-            name: RowShape(self._federation.num_clients, tuple(tensor.shape[1:]), tensor.dtype)
+            name: _shape(tensor, self._federation.num_clients)
             for name, tensor in self._client_state().items()
         }
         return Rows(shapes, self._client_blocks())
@@ -210,10 +209,7 @@ class Saver:
         shared, first = self._first_model(models, cohort)
         first_id, federation = cohort.clients[0], self._federation
         count = federation.num_unseen if first_id else federation.num_clients
-        shapes = {
-            name: RowShape(1 if name in shared else count, tuple(row.shape[1:]), row.dtype)
-            for name, row in first.items()
-        }
+        shapes = {name: _shape(row, 1 if name in shared else count) for name, row in first.items()}
 
         def blocks() -> Iterator[Block]:
             yield np.array([0]), {name: row for name, row in first.items() if name in shared}
@@ -250,6 +246,11 @@ class Saver:
         models.clear()
         for positions, block in self._federation.channel.up(own, cohort):
             yield np.array(cohort.clients[positions]) - first_id, block.rows
+
+
+def _shape(rows: Tensor, count: int) -> RowShape:
+    """Return what `count` rows like some are."""
+    return RowShape(count, tuple(rows.shape[1:]), rows.dtype)
 
 
 def _rows(model: Message, without: Sequence[str]) -> Message:

@@ -155,13 +155,12 @@ class LoadedCheckpoint:
                 name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()
             }
 
-    @property
-    def client_shapes(self) -> dict[str, RowShape]:
-        """Rows, shape and type of the clients' state, by name."""
+    def shapes(self, group: str) -> dict[str, RowShape]:
+        """Return rows, shape and type of what is in "server" or "clients", by name; reads no numbers."""
         with self._told():
             return {
                 name: RowShape(len(data), data.shape[1:], torch.from_numpy(np.empty(0, data.dtype)).dtype)
-                for name, data in _datasets(self._file["clients"]).items()
+                for name, data in _datasets(self._file[group]).items()
             }
 
     def client_rows(self, start: int, stop: int) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,13 @@ from bits import (
     tiny_settings,
     write_digits,
 )
+from torch import Tensor
 
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS
+from hpcfl.methods.base import State
+from hpcfl.simulation.driver import Driver
+from hpcfl.storage.hdf5 import LoadedCheckpoint
 
 ROUNDS = 3
 
@@ -89,6 +94,32 @@ def test_killed_and_then_stopped_or_prolonged(
     assert completed_rounds(tmp_path / "run") == 2
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert not differing(undisturbed(method), tmp_path / "run")
+
+
+def test_two_states_of_the_server_are_never_there_at_once(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run begins with is looked at once more where it goes on; a machine may have room for one."""
+    initial, load = Driver.initial_server, LoadedCheckpoint.server.func
+    made: list[weakref.ref[Tensor]] = []
+    loads = []
+
+    def make(self: Driver) -> State:
+        state = initial(self)
+        made.extend(map(weakref.ref, state.values()))
+        return state
+
+    def read(self: LoadedCheckpoint) -> State:
+        loads.append(sum(tensor() is not None for tensor in made))
+        return load(self)
+
+    keys = [*settings, *short("pfedla")]
+    assert run_here(tmp_path / "run", [*keys, "train.rounds=1"]) == FINISHED
+    monkeypatch.setattr(Driver, "initial_server", make)
+    monkeypatch.setattr(LoadedCheckpoint, "server", property(read))
+    assert run_here(tmp_path / "run", keys) == FINISHED
+    assert len(made) > 1
+    assert loads == [0]
 
 
 def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
