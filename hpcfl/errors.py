@@ -1,4 +1,4 @@
-"""The exceptions that end a command with one line and without a traceback, and their exit codes."""
+"""The exit codes of all commands, and the exceptions that end one with a line and without a traceback."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 from typing import ClassVar
 from unicodedata import category
 
+FINISHED = 0
 BAD_INPUT = 2
 """Exit code after a UserError."""
 DIVERGED = 3
@@ -14,6 +15,10 @@ OUT_OF_MEMORY = 71
 """Exit code after a MemoryFault; as the system's header sysexits.h has it for what a machine cannot do."""
 STORAGE_FAULT = 74
 """Exit code after a StorageFault; as the system's header sysexits.h has it."""
+STOPPED = 75
+"""Exit code of a run or table that was told to stop, and goes on where it is run again."""
+INTERRUPTED = 130
+"""Exit code after Control-C, where a command has no round to end."""
 
 
 class UserError(Exception):

@@ -32,12 +32,9 @@ with quick_imports():
     from hpcfl.communication.presence import ending_with_launcher
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
-    from hpcfl.errors import BAD_INPUT as BAD_INPUT
-    from hpcfl.errors import StorageFault, UserError, for_terminal
+    from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageFault, UserError, for_terminal
     from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag
-
-FINISHED, STOPPED, INTERRUPTED = 0, 75, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:

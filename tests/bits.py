@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
-import traceback
-import warnings
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import torch
+from processes import REPOSITORY, forked, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
@@ -23,6 +24,8 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.storage.ledger import SECONDS
 from hpcfl.training.clients import Clients, Workplace
+
+PATIENCE_S = 600
 
 CLOCK_COLUMNS = SECONDS | {"steps_s"}
 
@@ -119,23 +122,22 @@ def run_here(folder: Path, settings: Sequence[str]) -> int:
 
 def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None] = lambda: None) -> int:
     """Start a run in a process of its own, which calls `prepare` first, and return the process's id."""
-    with warnings.catch_warnings():
-        # of threads, which newer Pythons warn of: those of linear algebra are idle
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            prepare()
-            code = run_here(folder, settings)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 1
-        except BaseException:
-            # leaving at once would lose it
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return child
+
+    def program() -> int:
+        prepare()
+        return run_here(folder, settings)
+
+    return forked(program)
+
+
+def run_in_one_world(
+    mpirun_command: list[str], ranks: int, runs: Mapping[Path, Sequence[str]], script: str = "run_matrix.py"
+) -> None:
+    """Run settings, by run folder, one after the other on so many ranks."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump({str(folder): list(settings) for folder, settings in runs.items()}, file)
+        file.flush()
+        run_ranks(mpirun_command, ranks, REPOSITORY / "tests" / script, file.name, timeout=PATIENCE_S)
 
 
 def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""Take a rank's place under mpirun for a process that the test forks: started by `conftest.run_forked_ranks`.
+"""Take a rank's place under mpirun for a process that a test forks; see `processes.run_ranks`.
 
-The argument is the name of the test's socket. The test gets this process's environment and open files, and
-sends the exit code.
+The argument is the name of the test's socket. The test gets this process's environment, folder and open
+files, and sends the exit code: that of a signal is negative.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import sys
 if __name__ == "__main__":
     # the last one leads to the launcher
     descriptors = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
+    place = json.dumps([descriptors, os.getcwd(), dict(os.environ)]).encode()
     with socket.socket(socket.AF_UNIX) as line:
         line.connect("\0" + sys.argv[1])
-        socket.send_fds(line, [json.dumps([descriptors, dict(os.environ)]).encode()], descriptors)
+        socket.send_fds(line, [place], descriptors)
         line.shutdown(socket.SHUT_WR)
-        code = line.recv(8)
-    sys.exit(int(code or 1))
+        code = int(line.recv(8) or 1)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

@@ -19,7 +19,8 @@ from browser import browser_program, opened_browser, opened_page
 from PIL import Image
 
 from hpcfl.config import load_config
-from hpcfl.main import FINISHED, main
+from hpcfl.errors import FINISHED
+from hpcfl.main import main
 from hpcfl.report.page import REPORT_NAME
 
 RESULTS = Path(__file__).resolve().parents[1] / "configs" / "tables" / "results"

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 from bits import differing
-from conftest import Mpirun
+from processes import Mpirun
 
 from hpcfl.config import load_config
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
@@ -103,7 +104,7 @@ def test_own_files_run_on_any_number_of_ranks_and_go_on(
     given = [*words(files), *TINY, "data.partition.samples=10"]
     assert main([*given, "--out", str(tmp_path / "whole")]) == FINISHED
     run = ("-m", "hpcfl.main", *given, "--out")
-    mpirun(3, *run, tmp_path / "parts", "train.rounds=1")
+    mpirun(3, *run, tmp_path / "parts", "train.rounds=1", anew=True)
     assert main([*given, "--out", str(tmp_path / "parts")]) == FINISHED
     assert differing(tmp_path / "whole", tmp_path / "parts") == []
     saved = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 from bits import differing
-from conftest import Mpirun
+from processes import Mpirun
 
 from hpcfl.config import load_config
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 from hpcfl.own_code import allow
 from hpcfl.tables.cells import Table
 
@@ -71,7 +72,7 @@ def test_a_new_aggregation_rule_runs_on_any_number_of_ranks_and_goes_on(
     words = [f"method.path={trimmed}", *TINY]
     assert main([*words, "--out", str(tmp_path / "whole")]) == FINISHED
     run = ("-m", "hpcfl.main", *words, "--out")
-    mpirun(3, *run, tmp_path / "parts", "train.rounds=1")
+    mpirun(3, *run, tmp_path / "parts", "train.rounds=1", anew=True)
     assert main([*words, "--out", str(tmp_path / "parts")]) == FINISHED
     assert differing(tmp_path / "whole", tmp_path / "parts") == []
     saved = yaml.safe_load((tmp_path / "whole" / "config.yaml").read_text())["method"]
@@ -150,7 +151,7 @@ def test_an_edited_file_is_another_run_in_another_process(
     words = [f"method.path={trimmed}", *TINY, "--out", str(tmp_path / "run")]
     assert main(words) == FINISHED
     trimmed.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
-    again = mpirun(1, "-m", "hpcfl.main", *words, check=False)
+    again = mpirun(1, "-m", "hpcfl.main", *words, check=False, anew=True)
     assert again.returncode == BAD_INPUT
     assert "method.code: " in again.stderr
 

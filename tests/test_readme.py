@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, run_forked, run_tree
+from processes import REPOSITORY, Mpirun, run_forked, run_tree
 from readme_tables import MARK, PAGES, RESULTS, with_tables
 
 from hpcfl.main import main
@@ -72,12 +71,10 @@ ELSEWHERE = {
 PROGRAMS = ("bash", "hpcfl", "mpirun", "python")
 
 
-def test_every_command_and_script_runs_in_the_order_of_the_page(
-    tmp_path: Path, mpirun: Callable[..., object], mpirun_command: list[str]
-) -> None:
+def test_every_command_and_script_runs_in_the_order_of_the_page(tmp_path: Path, mpirun: Mpirun) -> None:
     """From the top to the end, in one folder, as a reader does who types it all."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    run_lines, left_out = 0, set()
+    run_lines, run_mpirun, left_out = 0, False, set()
     for language, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
         if language == "python" and "class FedProx(" in text:
             (tmp_path / "my_method.py").write_text(text)
@@ -96,8 +93,9 @@ def test_every_command_and_script_runs_in_the_order_of_the_page(
                 left_out.add(typed)
                 continue
             if words[0] == "mpirun":
-                command = [*mpirun_command, *words[1:3], sys.executable, *words[4:]]
-                run_tree(command, cwd=tmp_path)
+                # the first one starts its ranks as a reader's does
+                mpirun(int(words[2]), *words[4:], cwd=tmp_path, anew=not run_mpirun)
+                run_mpirun = True
             elif words[0] == "hpcfl":
                 run_forked(words[1:], cwd=tmp_path)
             else:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import clean_environment
+from processes import clean_environment
 
 from hpcfl.startup import quick_imports
 

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Mpirun
 from marked_device import DEVICE, marked_device
+from processes import Mpirun
 
 from hpcfl.benchmarks import engines, ratios, runs, scale, steps
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, compare
 from hpcfl.benchmarks.runs import methods
 from hpcfl.communication.world import World, open_world
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.simulation.progress import Progress
 

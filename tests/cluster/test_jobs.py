@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, forgetting_own_code, in_mpi_world
+from conftest import forgetting_own_code, in_mpi_world
 from one_node import Job, Slurm, one_node
+from processes import REPOSITORY
 
-from hpcfl.main import BAD_INPUT, FINISHED
+from hpcfl.errors import BAD_INPUT, FINISHED
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY, clean_environment
+from processes import REPOSITORY, clean_environment
 
-from hpcfl.errors import BAD_INPUT, DIVERGED, OUT_OF_MEMORY, STORAGE_FAULT
-from hpcfl.main import FINISHED, STOPPED
+from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, OUT_OF_MEMORY, STOPPED, STORAGE_FAULT
 
 LAUNCHER = """#!/usr/bin/env bash
 # Each start takes a line of `ends`: an exit code and, if they are there, the last cell and the saved rounds.

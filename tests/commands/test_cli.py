@@ -19,7 +19,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from conftest import REPOSITORY, Mpirun, clean_environment, read_all, run_forked
+from processes import REPOSITORY, Mpirun, clean_environment, read_all, run_forked
 
 from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
@@ -28,8 +28,8 @@ from hpcfl.communication.codecs import CODECS
 from hpcfl.config import load_config
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.storage.lock import FolderLock

@@ -14,7 +14,8 @@ import pytest
 
 from hpcfl.commands import COMMANDS
 from hpcfl.data.sources import SOURCES
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 
 PATIENCE_S = 30

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 from bits import write_digits
-from conftest import Mpirun, clean_environment, run_tree
+from processes import Mpirun, clean_environment, run_tree
 
 from hpcfl.checks.finding import Checked, Finding, last_line, ranges
 from hpcfl.checks.ranks import _cores, _devices, _family, _memory, _slurm, _versions, _world
-from hpcfl.main import BAD_INPUT, FINISHED, INTERRUPTED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, INTERRUPTED
+from hpcfl.main import main
 
 SECTIONS = ("versions: ", "MPI: ", "cores: ", "threads: ", "devices: ", "folder: ")
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import pytest
 from bits import run_here, start_run, tiny_settings, write_digits
-from conftest import clean_environment, read_all, run_tree
+from processes import clean_environment, read_all, run_tree
 
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 from hpcfl.storage.view import view
 
 PATIENCE_S = 60

@@ -6,11 +6,11 @@ import os
 import resource
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import forked
 
 from hpcfl.communication import presence
 from hpcfl.communication.presence import ending_with_launcher
@@ -19,22 +19,6 @@ from hpcfl.communication.presence import ending_with_launcher
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presence, "_LOOK_AT_LAUNCHER_EVERY_S", 0.02)
-
-
-def child(work: Callable[[], None]) -> int:
-    """Start a process that does some work and ends with 0; return its id."""
-    with warnings.catch_warnings():
-        # of threads, which newer Pythons warn of
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
-    if pid == 0:
-        code = 7
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
 
 
 def test_a_rank_without_a_file_descriptor_goes_on() -> None:
@@ -48,7 +32,7 @@ def test_a_rank_without_a_file_descriptor_goes_on() -> None:
                 os.open("/dev/null", os.O_RDONLY)
             time.sleep(0.3)
 
-    assert os.waitstatus_to_exitcode(os.waitpid(child(work), 0)[1]) == 0
+    assert os.waitstatus_to_exitcode(os.waitpid(forked(work), 0)[1]) == 0
 
 
 def test_a_rank_whose_launcher_is_killed_says_so_and_ends(tmp_path: Path) -> None:
@@ -61,10 +45,10 @@ def test_a_rank_whose_launcher_is_killed_says_so_and_ends(tmp_path: Path) -> Non
             time.sleep(60)
 
     def launch() -> None:
-        child(rank)
+        forked(rank)
         time.sleep(60)
 
-    launcher = child(launch)
+    launcher = forked(launch)
     wait_for(mark.exists)
     os.kill(launcher, signal.SIGKILL)
     os.waitpid(launcher, 0)

@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-from conftest import Mpirun, run_tree
+from processes import Mpirun, run_tree
 
 from hpcfl.communication import presence
 from hpcfl.communication.world import World, abort_on_exception, agree, open_world
@@ -360,7 +360,7 @@ with abort_on_exception(world):
         raise RuntimeError(f"no client on rank {{world.rank}}")
     world.barrier()
 """
-    done = mpirun(2, "-c", code, timeout=60, check=False)
+    done = mpirun(2, "-c", code, timeout=60, check=False, anew=True)
     assert done.returncode != 0
     headed = re.findall(
         r"^rank (\d) of 2 on .* failed, so all ranks stop\nTraceback", done.stderr, re.MULTILINE

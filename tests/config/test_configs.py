@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from conftest import REPOSITORY
+from processes import REPOSITORY
 
 from hpcfl.config import Config, flatten, load_config
 from hpcfl.data.partitions import ClientIndices, class_table

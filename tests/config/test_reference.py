@@ -12,7 +12,8 @@ from hpcfl.config.choices import CHOICES
 from hpcfl.config.reference import _first_sentence, about, citation, keys
 from hpcfl.config.schema import DataConfig
 from hpcfl.data.partitions import DEFAULT_CLIENTS
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 
 KEYS = keys()

@@ -16,8 +16,8 @@ import pytest
 
 from hpcfl.config import load_config
 from hpcfl.data.sources import Arrays, fetch, load_arrays
-from hpcfl.errors import UserError
-from hpcfl.main import FINISHED, main
+from hpcfl.errors import FINISHED, UserError
+from hpcfl.main import main
 
 Fields = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_tree
+from processes import run_tree
 
 from hpcfl.data.sources import SOURCES, fetch, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError

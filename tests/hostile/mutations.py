@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from processes import forked
 
 from hpcfl.errors import MOST_CHARACTERS, UserError, for_terminal
 
@@ -182,16 +183,12 @@ def survey(read: Read, seeds: Sequence[int]) -> Outcome:
 def _in_child(read: Read, seeds: Sequence[int]) -> tuple[list[tuple[int, str, str]], int]:
     """Return what a forked process tells of the cases that it got through, and the signal that ended it."""
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        # of threads, which newer Pythons warn of: those of linear algebra are idle
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            os.close(reader)
-            _try_all(read, seeds, writer)
-        finally:
-            os._exit(0)
+
+    def program() -> None:
+        os.close(reader)
+        _try_all(read, seeds, writer)
+
+    child = forked(program)
     os.close(writer)
     with os.fdopen(reader, "rb") as stream:
         lines = stream.read().split(b"\x00\n")

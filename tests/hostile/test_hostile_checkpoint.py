@@ -19,8 +19,8 @@ import yaml
 from bits import run_here
 from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
-from hpcfl.errors import DIVERGED, UserError
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, UserError
+from hpcfl.main import main
 from hpcfl.storage.checkpoint import CheckpointStore
 
 SMALL = (

@@ -21,8 +21,8 @@ from test_hostile_checkpoint import SMALL, hostile_checkpoint, make_run
 from test_hostile_yaml import hostile_yaml
 
 from hpcfl import load_run
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.main import main
 
 TABLES = ("metrics.csv", "clients.csv", "bytes.csv", "partition.csv")
 CELLS = (

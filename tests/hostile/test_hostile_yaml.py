@@ -16,8 +16,8 @@ import yaml
 from mutations import Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
 from hpcfl.config import load_config, read_yaml
-from hpcfl.errors import MOST_CHARACTERS, UserError, for_terminal
-from hpcfl.main import BAD_INPUT, main
+from hpcfl.errors import BAD_INPUT, MOST_CHARACTERS, UserError, for_terminal
+from hpcfl.main import main
 from hpcfl.tables.cells import Table
 
 CONFIG = load_config(None, ["data.clients=3", "method.name=pfedla"]).tree() | {

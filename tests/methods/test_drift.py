@@ -16,7 +16,8 @@ from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_wit
 
 from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.main import BAD_INPUT, main
+from hpcfl.errors import BAD_INPUT
+from hpcfl.main import main
 from hpcfl.methods.scaffold import Scaffold
 from hpcfl.simulation.driver import Driver
 

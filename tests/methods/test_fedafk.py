@@ -20,7 +20,8 @@ from torch.nn.utils import parameters_to_vector
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
-from hpcfl.main import FINISHED, main
+from hpcfl.errors import FINISHED
+from hpcfl.main import main
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK, FedAFKParams
 from hpcfl.models import MODELS, build_network

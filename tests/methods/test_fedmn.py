@@ -21,7 +21,8 @@ from hpcfl.communication.channel import Channel, Upload
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 from hpcfl.methods.base import State
 from hpcfl.methods.fedmn import FedMN
 from hpcfl.models.modular import ModularNetwork

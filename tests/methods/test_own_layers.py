@@ -20,7 +20,8 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.main import BAD_INPUT, main
+from hpcfl.errors import BAD_INPUT
+from hpcfl.main import main
 from hpcfl.methods import METHODS, Context, Params
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.models import MODELS

@@ -19,7 +19,8 @@ from hpcfl.communication.channel import Channel, Upload
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.main import FINISHED, main
+from hpcfl.errors import FINISHED
+from hpcfl.main import main
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
 from hpcfl.randomness import torch_stream

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import run_tree
+from processes import run_tree
 from torch import Tensor, nn
 
 from hpcfl.errors import UserError

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import REPOSITORY
+from processes import REPOSITORY
 from report.made_runs import make_run, rising
 
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.main import main
 from hpcfl.methods import METHODS, pfedla
 from hpcfl.pictures import Picture
 from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out

@@ -9,8 +9,8 @@ import pytest
 from bits import run_here
 
 import hpcfl
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.main import main
 from hpcfl.results.comparison import compare
 from hpcfl.results.run import Run
 

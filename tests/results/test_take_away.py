@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 import torch
 from bits import CODED, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from conftest import clean_environment
+from processes import clean_environment
 
 import hpcfl
 from hpcfl.config import load_config
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.results.run import Run
 from hpcfl.simulation.experiment import load_data

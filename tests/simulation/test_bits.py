@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -19,11 +18,11 @@ from bits import (
     losses_of,
     method_settings,
     run_here,
+    run_in_one_world,
     saved_models,
     tiny_settings,
     write_digits,
 )
-from conftest import REPOSITORY, run_forked_ranks
 from torch import Tensor
 
 from hpcfl.communication.world import World
@@ -136,10 +135,8 @@ def parallel(
         if ranks == SMALL_BLOCKS_RANKS:
             cases = with_small_blocks(cases, settings)
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        runs = {str(folder / name): [*settings, *case] for name, case in cases.items()}
-        (folder / "runs.json").write_text(json.dumps(runs))
-        script = REPOSITORY / "tests" / "run_matrix.py"
-        run_forked_ranks(mpirun_command, ranks, script, str(folder / "runs.json"))
+        runs = {folder / name: [*settings, *case] for name, case in cases.items()}
+        run_in_one_world(mpirun_command, ranks, runs)
         return folder
 
     return base

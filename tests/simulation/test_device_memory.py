@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import Mpirun
 from harness import SMALL
 from marked_device import DEVICE, marked_device
+from processes import Mpirun
 
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
@@ -85,7 +85,7 @@ if open_world().rank == 2:
     LoopEngine.gradient = full
 sys.exit(main([*{list(SMALL)}, "--out", {str(tmp_path / "run")!r}]))
 """
-    done = mpirun(3, "-c", code, timeout=60, check=False)
+    done = mpirun(3, "-c", code, timeout=60, check=False, anew=True)
     assert done.returncode == OUT_OF_MEMORY
     assert "hpcfl: error: cpu of rank 2 on " in done.stderr
     assert "Traceback" not in done.stderr

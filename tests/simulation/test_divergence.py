@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,13 +10,13 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import contents, differing, method_settings, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, Mpirun, run_forked_ranks
+from bits import contents, differing, method_settings, run_here, run_in_one_world, tiny_settings, write_digits
 from harness import make_network, make_place
+from processes import Mpirun
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.errors import DIVERGED
-from hpcfl.main import FINISHED, STOPPED, main
+from hpcfl.errors import DIVERGED, FINISHED, STOPPED
+from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.results.run import load_run
 from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, named, not_finite
@@ -387,10 +386,8 @@ def test_ranks_and_a_resume_give_the_same_bits(
         with monkeypatch.context() as first:
             first.setattr(Simulation, "_must_stop", lambda _: True)
             assert run_here(tmp_path / f"{method}-parts", keys) == STOPPED
-        runs[str(tmp_path / f"{method}-parts")] = keys
-    (tmp_path / "runs.json").write_text(json.dumps(runs))
-    script = REPOSITORY / "tests" / "run_matrix.py"
-    run_forked_ranks(mpirun_command, 3, script, str(tmp_path / "runs.json"))
+        runs[tmp_path / f"{method}-parts"] = keys
+    run_in_one_world(mpirun_command, 3, runs)
     for method in POISONED_RUNS:
         assert differing(tmp_path / f"{method}-whole", tmp_path / f"{method}-parts") == []
         rows = metrics_of(tmp_path / f"{method}-parts")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from conftest import REPOSITORY, Mpirun
+from processes import REPOSITORY, Mpirun
 
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
@@ -42,7 +42,7 @@ def test_fedavg_with_1000_clients(mpirun: Mpirun, tmp_path: Path) -> None:
     serial = build(load_config(None, settings), World())
     assert serial.method.layout.size == PARAMETERS
     script = REPOSITORY / "tests" / "memory_run.py"
-    measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300).stdout)
+    measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300, anew=True).stdout)
 
     state_bytes = 4 * (PARAMETERS + serial.method.layout.buffer_size)
     cohort_bytes = 4 * COHORT * PARAMETERS

@@ -22,11 +22,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings, write_digits
-from conftest import REPOSITORY, Mpirun, clean_environment, kill_tree
+from processes import REPOSITORY, Mpirun, clean_environment, kill_tree
 from strikes import Strike
 
-from hpcfl.errors import OUT_OF_MEMORY
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED
 from hpcfl.simulation import stopping
 from hpcfl.storage.ledger import METRICS, SECONDS
 from hpcfl.storage.lock import holder

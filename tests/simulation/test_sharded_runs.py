@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from functools import partial
 from pathlib import Path
@@ -10,12 +9,11 @@ from pathlib import Path
 import pytest
 import sharded_matrix
 import torch
-from bits import differing, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, run_forked_ranks
+from bits import differing, run_here, run_in_one_world, tiny_settings, write_digits
 from harness import Run
 
 from hpcfl.communication import sharded
-from hpcfl.main import FINISHED, STOPPED
+from hpcfl.errors import FINISHED, STOPPED
 
 RANKS = (2, 3, 5)
 NUM_CLIENTS = 37
@@ -62,10 +60,8 @@ def parallel(
     for ranks in RANKS:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         more = [f"run.max_elements={MODEL_NUMBERS}"] if ranks == max(RANKS) else []
-        runs = {str(folder / name): [*settings, *case, *more] for name, case in CASES.items()}
-        (folder / "runs.json").write_text(json.dumps(runs))
-        script = REPOSITORY / "tests" / "sharded_matrix.py"
-        run_forked_ranks(mpirun_command, ranks, script, str(folder / "runs.json"))
+        runs = {folder / name: [*settings, *case, *more] for name, case in CASES.items()}
+        run_in_one_world(mpirun_command, ranks, runs, "sharded_matrix.py")
         folders[ranks] = folder
     return folders
 

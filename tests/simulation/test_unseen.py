@@ -22,17 +22,17 @@ from bits import (
     losses_of,
     method_settings,
     run_here,
+    run_in_one_world,
     saved_models,
     tiny_settings,
 )
 from bits import write_digits as write_images
-from conftest import REPOSITORY, run_forked_ranks
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.errors import UserError
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED, UserError
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
@@ -126,10 +126,8 @@ def parallel(
     @cache
     def base(ranks: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
-        runs = {str(folder / case): [*settings, *keys_of(case)] for case in RANKS[ranks]}
-        (folder / "runs.json").write_text(json.dumps(runs))
-        script = REPOSITORY / "tests" / "run_matrix.py"
-        run_forked_ranks(mpirun_command, ranks, script, str(folder / "runs.json"))
+        runs = {folder / case: [*settings, *keys_of(case)] for case in RANKS[ranks]}
+        run_in_one_world(mpirun_command, ranks, runs)
         return folder
 
     return base

@@ -27,10 +27,11 @@ import psutil
 import pytest
 import yaml
 from bits import differing, write_digits
-from conftest import REPOSITORY, clean_environment, kill_tree
+from processes import REPOSITORY, clean_environment, kill_tree
 
 from hpcfl.config import load_config
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.main import main
 from hpcfl.results.run import load_run
 from hpcfl.storage.ledger import METRICS, PENDING
 from hpcfl.storage.reading import whole_lines

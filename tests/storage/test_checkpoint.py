@@ -9,10 +9,8 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -23,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from processes import forked
 
 import hpcfl
 from hpcfl.errors import UserError
@@ -538,35 +537,12 @@ def test_a_failing_block_leaves_the_old_checkpoint(tmp_path: Path, store: Checkp
     assert rounds_in(load(tmp_path)) == {1}
 
 
-@pytest.mark.skipif(
-    any(name in os.environ for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")),
-    reason="starts processes of its own",
-)
-def test_a_killed_run_or_a_bad_disk_leaves_a_complete_state(tmp_path: Path) -> None:
-    launcher = ("PMI_", "OMPI_", "PMIX_", "MPI_", "SLURM_", "HYDRA")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(launcher)}
-    environment |= {"PYTHONPATH": str(Path(hpcfl.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(tmp_path)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert child.returncode == 0, child.stderr
-    num_steps, num_midst = (int(word) for word in child.stdout.split())
-    assert num_steps >= 6
-    assert num_midst >= 1
-
-
 def killed(work: Callable[[], None], delay_s: float = 0.0, sign_of_life: Path | None = None) -> bool:
     """Run `work` in a process of its own; return whether a SIGKILL ended it.
 
     With a file that the work fills as a sign of life, send the signal `delay_s` after that.
     """
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
+    child = forked(work)
     if sign_of_life is not None:
         while not sign_of_life.read_text():
             time.sleep(0.001)
@@ -659,9 +635,13 @@ def kill_while_saving(folder: Path) -> int:
     return num_midst
 
 
-if __name__ == "__main__":
-    folders = [Path(sys.argv[1], name) for name in ("bad_disk", "steps", "random")]
-    for own_folder in folders:
-        own_folder.mkdir()
-    assert not killed(functools.partial(save_on_a_bad_disk, folders[0]))
-    print(kill_at_each_step(folders[1]), kill_while_saving(folders[2]))
+@pytest.mark.filterwarnings("ignore:.*going on from")
+def test_a_killed_run_leaves_a_complete_state(tmp_path: Path) -> None:
+    for name in ("steps", "random"):
+        (tmp_path / name).mkdir()
+    assert kill_at_each_step(tmp_path / "steps") >= 6
+    assert kill_while_saving(tmp_path / "random") >= 1
+
+
+def test_a_bad_disk_leaves_a_complete_state(tmp_path: Path) -> None:
+    assert not killed(functools.partial(save_on_a_bad_disk, tmp_path))

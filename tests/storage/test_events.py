@@ -14,7 +14,7 @@ import pytest
 from bits import differing, run_here, run_killed_in_round, tiny_settings, write_digits
 
 from hpcfl.config import load_config
-from hpcfl.main import BAD_INPUT, FINISHED
+from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.storage.events import BINS
 
 ROUNDS = 5

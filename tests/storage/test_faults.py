@@ -24,11 +24,11 @@ import h5py
 import numpy as np
 import pytest
 from bits import differing, run_here, start_run, tiny_settings, write_digits
-from conftest import REPOSITORY, Mpirun, run_tree
+from processes import REPOSITORY, Mpirun, run_tree
 
 from hpcfl.config import load_config
-from hpcfl.errors import BAD_INPUT, STORAGE_FAULT, UserError
-from hpcfl.main import FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_FAULT, UserError
+from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.storage import lock
 from hpcfl.storage.checkpoint import CheckpointStore

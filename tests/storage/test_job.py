@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpcfl.main import FINISHED, main
+from hpcfl.errors import FINISHED
+from hpcfl.main import main
 from hpcfl.storage.job import job, tell_script
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from conftest import clean_environment
+from processes import clean_environment
 
 from hpcfl.errors import UserError
 from hpcfl.storage import lock

@@ -14,7 +14,8 @@ import yaml
 
 from hpcfl import __version__
 from hpcfl.config import load_config, resolve
-from hpcfl.main import FINISHED, main
+from hpcfl.errors import FINISHED
+from hpcfl.main import main
 from hpcfl.storage.ledger import METRICS, SECONDS, SPENT
 
 N, ROUNDS = 4, 3

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 from hpcfl.results.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Cell, Shrinking, Table

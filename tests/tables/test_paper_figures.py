@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 import yaml
 from bits import tiny_settings, write_digits
-from conftest import REPOSITORY, clean_environment
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from processes import REPOSITORY, clean_environment
 from refusals import refused_once_changed
 
 import hpcfl.storage.checkpoint
-from hpcfl.main import BAD_INPUT, FINISHED, main
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.main import main
 from hpcfl.methods import pfedla
 from hpcfl.tables.cells import Table
 from hpcfl.tables.drawing import figure
 from hpcfl.tables.figures import entries
+from hpcfl.tables.file import read_outline
 from hpcfl.tables.histories import evaluations, histories
 from hpcfl.tables.paper_figures import Sheet, sheets
 from hpcfl.tables.writing import write_from_histories
@@ -34,11 +36,8 @@ from hpcfl.tables.writing import write_from_histories
 TABLES = REPOSITORY / "configs" / "tables"
 
 
-def drawings_of(path: Path) -> int:
-    return len(Table(path, ["data.path=FOLDER"] * ("femnist" in path.stem), None).drawings)
-
-
-FIGURE_FILES = [path for path in sorted(TABLES.glob("*.yaml")) if drawings_of(path)]
+DRAWINGS = {path: len(read_outline(path).drawings) for path in sorted(TABLES.glob("*.yaml"))}
+FIGURE_FILES = [path for path, count in DRAWINGS.items() if count]
 
 SMALL = {
     "data": {"layout": "NHWC", "subset_per_class": None, "per_client": 20, "test_fraction": 0.5},
@@ -97,7 +96,7 @@ def shrunk(path: Path, images: dict[str, Path], folder: Path) -> Path:
 def test_a_figure_file_ends_in_its_picture(path: Path, images: dict[str, Path], tmp_path: Path) -> None:
     tiny = shrunk(path, images, tmp_path)
     assert main(["table", str(tiny), "--out", str(tmp_path / "out"), "--quiet"]) == FINISHED
-    count = drawings_of(path)
+    count = DRAWINGS[path]
     names = ["figure"] if count == 1 else [f"figure_{letter}" for letter in "abc"[:count]]
     for name in names:
         assert (tmp_path / "out" / f"{name}.png").stat().st_size > 5_000

@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from conftest import REPOSITORY, Mpirun, clean_environment, run_tree
+from processes import REPOSITORY, Mpirun, clean_environment, run_tree
 
 from hpcfl.config import ENVIRONMENT
-from hpcfl.errors import OUT_OF_MEMORY, StoppedAtOnce, StorageFault
-from hpcfl.main import BAD_INPUT, FINISHED, STOPPED, main
+from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, StoppedAtOnce, StorageFault
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.tables import writing
 from hpcfl.tables.cells import Table

@@ -17,11 +17,11 @@ import pytest
 import torch
 import yaml
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from conftest import Mpirun, run_tree
 from harness import SMALL, Run
+from processes import Mpirun, run_tree
 
-from hpcfl.errors import OUT_OF_MEMORY
-from hpcfl.main import FINISHED, STOPPED, main
+from hpcfl.errors import FINISHED, OUT_OF_MEMORY, STOPPED
+from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.simulation.loop import Simulation
 from hpcfl.training.batches import Batch
@@ -176,7 +176,7 @@ def test_ranks_take_turns_at_the_gpus_there_are(
     settings: list[str], tmp_path: Path, mpirun: Mpirun, ranks: int
 ) -> None:
     keys = [*settings, "method.name=fedavg", "run.device=cuda", "run.engine=batched"]
-    mpirun(ranks, "-m", "hpcfl.main", *keys, "--out", tmp_path / "run", "--quiet", timeout=300)
+    mpirun(ranks, "-m", "hpcfl.main", *keys, "--out", tmp_path / "run", "--quiet", timeout=300, anew=True)
     record = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["environment"]["ranks"]
     devices = [re.split(r"\s+", rank)[1] for rank in record]
     gpus = torch.cuda.device_count()

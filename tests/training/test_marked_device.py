@@ -23,7 +23,7 @@ from hpcfl.communication.channel import Channel, Upload
 from hpcfl.communication.codecs import UNSENT
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.world import World
-from hpcfl.main import FINISHED, STOPPED
+from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import ParameterLayout, Tensors

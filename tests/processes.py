@@ -1,0 +1,301 @@
+"""Starting processes as the tests do: in a clean environment, under mpirun, as copies of this one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcfl.main import main
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
+
+PROGRAMS: dict[str, Callable[[list[str]], int]] = {"hpcfl.main": main, "pytest": pytest.main}
+"""Modules that run as a program."""
+
+Mpirun = Callable[..., subprocess.CompletedProcess[str]]
+"""What the fixture `mpirun` returns."""
+
+
+def clean_environment() -> dict[str, str]:
+    """Return this environment without launcher variables, with one thread a rank and PYTHONPATH set."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES)}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), kept.get("PYTHONPATH")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def run_tree(
+    command: list[str],
+    *,
+    timeout: float = 120,
+    check: bool = True,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a clean environment; end it with all its descendants when its time is up."""
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd or REPOSITORY,
+        env={**clean_environment(), **(env or {})},
+    )
+    failure = None
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+        if check and process.returncode != 0:
+            failure = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        failure = f"no end after {timeout} s"
+        kill_tree(process.pid)
+        stdout, stderr = process.communicate()
+    finally:
+        if process.returncode is None:
+            kill_tree(process.pid)
+    if failure:
+        pytest.fail(f"{failure}: {' '.join(command)}\n{stdout}\n{stderr}", pytrace=False)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def run_forked(
+    words: Sequence[str],
+    *,
+    timeout: float = 120,
+    check: bool = True,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python -m hpcfl.main words` as `run_tree` does, without the seconds of its imports.
+
+    The process is a copy of this one, which has imported all of it.
+    """
+
+    def program() -> int:
+        os.chdir(cwd or REPOSITORY)
+        sys.argv = ["hpcfl", *words]
+        return main(list(words))
+
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
+        files = {1: stdout.fileno(), 2: stderr.fileno()}
+        child = forked(program, files, {**clean_environment(), **(env or {})})
+        give_up_s, status = time.monotonic() + timeout, (0, 0)
+        while time.monotonic() < give_up_s and not status[0]:
+            time.sleep(0.01)
+            status = os.waitpid(child, os.WNOHANG)
+        if not status[0]:
+            kill_tree(child)
+            os.waitpid(child, 0)
+        texts = [(stream.seek(0), stream.read())[1] for stream in (stdout, stderr)]
+    done = subprocess.CompletedProcess(
+        ["hpcfl", *words], os.waitstatus_to_exitcode(status[1]) if status[0] else -signal.SIGKILL, *texts
+    )
+    if not status[0] or (check and done.returncode != 0):
+        pytest.fail(f"exit code {done.returncode}: {' '.join(done.args)}\n{''.join(texts)}", pytrace=False)
+    return done
+
+
+def run_ranks(
+    mpirun_command: list[str],
+    ranks: int,
+    *python_args: str | Path,
+    timeout: float = 120,
+    check: bool = True,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    anew: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python python_args` under mpirun, as `run_tree` does, without the seconds of each rank's imports.
+
+    mpirun starts small programs, which pass their place in the world on to copies of this process. `anew` has
+    each rank start Python itself, as do those of Open MPI, whose place cannot be passed on.
+    """
+    words = list(map(str, python_args))
+    command = [*mpirun_command, "-n", str(ranks), sys.executable]
+    if anew or "--oversubscribe" in mpirun_command:
+        return run_tree([*command, *words], timeout=timeout, check=check, cwd=cwd, env=env)
+    name = f"hpcfl-{os.getpid()}-{time.monotonic_ns()}"
+    command += ["-I", "-S", str(REPOSITORY / "tests" / "forked_rank.py"), name]
+    places: dict[int, socket.socket] = {}
+    give_up_s = time.monotonic() + timeout
+    with (
+        socket.socket(socket.AF_UNIX) as door,
+        tempfile.TemporaryFile("w+") as stdout,
+        tempfile.TemporaryFile("w+") as stderr,
+    ):
+        door.bind("\0" + name)
+        door.listen(ranks)
+        door.settimeout(0.02)
+        launcher = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd or REPOSITORY,
+            env={**clean_environment(), **(env or {})},
+        )
+        try:
+            while launcher.poll() is None and time.monotonic() < give_up_s:
+                with contextlib.suppress(TimeoutError):
+                    place = door.accept()[0]
+                    places[_forked_rank(words, place)] = place
+                for child in list(places):
+                    _end_as_one(child, places)
+            in_time = launcher.poll() is not None
+        finally:
+            if launcher.poll() is None:
+                kill_tree(launcher.pid)
+                launcher.wait()
+            for child, place in places.items():
+                kill_tree(child)
+                os.waitpid(child, 0)
+                place.close()
+        texts = [(stream.seek(0), stream.read())[1] for stream in (stdout, stderr)]
+    if not in_time or (check and launcher.returncode != 0):
+        failure = f"exit code {launcher.returncode}" if in_time else f"no end after {timeout} s"
+        told = "\n".join([f"{failure}: {ranks} ranks, {' '.join(words)}", *texts])
+        pytest.fail(told, pytrace=False)
+    return subprocess.CompletedProcess([*command, *words], launcher.returncode, *texts)
+
+
+def _forked_rank(words: Sequence[str], place: socket.socket) -> int:
+    """Start a process in the place that a stand-in passes on, and return its id."""
+    text, files, *_ = socket.recv_fds(place, 1 << 20, 8)
+    while more := place.recv(1 << 20):
+        text += more
+    numbers, folder, environment = json.loads(text)
+
+    def program() -> None:
+        os.chdir(folder)
+        _be_python(words)
+
+    try:
+        return forked(program, dict(zip(numbers, files, strict=True)), environment)
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _be_python(words: Sequence[str]) -> None:
+    """Do what `python words` does, in this process; comes back only by an exception."""
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    kind, *rest = words
+    code: Any = 0
+    try:
+        if kind == "-m":
+            sys.argv = rest
+            code = PROGRAMS[rest[0]](rest[1:])
+        elif kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = list(words)
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code
+    if "mpi4py.MPI" in sys.modules:
+        sys.modules["mpi4py.MPI"].Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # the launcher is told of the end by what C calls at an exit
+    ctypes.CDLL(None).exit(int(code or 0))
+
+
+def _end_as_one(child: int, places: dict[int, socket.socket]) -> None:
+    """End a stand-in as the rank in its place has ended, and the rank if its stand-in is gone."""
+    place, looks = places[child], select.poll()
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        with contextlib.suppress(BrokenPipeError):
+            place.send(str(os.waitstatus_to_exitcode(status)).encode())
+    else:
+        looks.register(place, select.POLLHUP)
+        if not any(event & select.POLLHUP for _, event in looks.poll(0)):
+            return
+        kill_tree(child)
+        os.waitpid(child, 0)
+    places.pop(child).close()
+
+
+def forked(
+    program: Callable[[], int | None],
+    files: Mapping[int, int] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Start a copy of this process that does a program as a started one does, and return its id.
+
+    Args:
+        program: returns the exit code, or nothing where it is 0; 1 where it raises, which is printed.
+        files: this process's open files, by the number that they have there.
+        env: the environment there, if another.
+    """
+    with warnings.catch_warnings():
+        # of threads, which newer Pythons warn of: those of linear algebra are idle
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child:
+        return child
+    code: Any = 1
+    try:
+        # out of the way of the numbers that they are to have
+        aside = {number: fcntl.fcntl(file, fcntl.F_DUPFD, 200) for number, file in (files or {}).items()}
+        for number, file in aside.items():
+            os.dup2(file, number)
+        # not those that pytest reads
+        sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))  # noqa: SIM115
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
+        code = program()
+    except SystemExit as leaving:
+        code = leaving.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def read_all(leader: int) -> str:
+    """Read a terminal until its program has left."""
+    parts: list[bytes] = []
+    while True:
+        try:
+            part = os.read(leader, 65536)
+        except OSError:
+            part = b""
+        if not part:
+            os.close(leader)
+            return b"".join(parts).decode()
+        parts.append(part)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process and all that descend from it; launchers put ranks into sessions of their own."""
+    tasks = Path(f"/proc/{pid}/task")
+    children = [int(child) for file in tasks.glob("*/children") for child in file.read_text().split()]
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    for child in children:
+        kill_tree(child)
