@@ -12,7 +12,7 @@ found on a GPU only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -78,9 +77,7 @@ class Marked:
 
     def put(self, value: Any, device: torch.device) -> Any:
         """Say that the tensors of a result are on a device; return the result."""
-        for tensor in tree_leaves(value):
-            if not isinstance(tensor, Tensor):
-                continue
+        for tensor in _tensors([value]):
             storage = _storage(tensor)
             if device.type == "cpu":
                 self._marks.pop(storage._cdata, None)
@@ -90,6 +87,19 @@ class Marked:
             # a weak reference keeps the address from being used again, so it goes only when it is expired
             self._marks = {key: mark for key, mark in self._marks.items() if not mark.expired()}
         return value
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments or results; torch's own flattening takes a run's half."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found += _tensors(value)
+        elif isinstance(value, dict):
+            found += _tensors(value.values())
+    return found
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
@@ -119,7 +129,7 @@ class _Functions(TorchFunctionMode):
             return marked.holds(args[0])
         if func is torch.Tensor.get_device:
             return 0 if marked.holds(args[0]) else -1
-        on_device = any(marked.holds(value) for value in tree_leaves((args, kwargs)))
+        on_device = any(marked.holds(tensor) for tensor in _tensors((args, kwargs)))
         if on_device and func in (torch.Tensor.numpy, torch.Tensor.__array__):
             raise TypeError("can't convert a tensor on the marked device to numpy; use .cpu() first")
         if on_device and func is torch.Tensor.tolist:
@@ -184,7 +194,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         marked, packet = self._marked, func.overloadpacket
-        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        tensors = _tensors((args, kwargs))
         sides = [marked.holds(tensor) for tensor in tensors]
         if not tensors:
             # made inside of an operator of Python's, such as a gradient of zeros, for its tensors

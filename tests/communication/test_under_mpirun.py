@@ -1,9 +1,9 @@
-"""The tests that are collective, on 1, 2 and 5 ranks; `jobs/test.sh` runs them on 3."""
+"""The tests that are collective, on several numbers of ranks."""
 
 from __future__ import annotations
 
 import pytest
-from conftest import REPOSITORY, Mpirun
+from processes import REPOSITORY, Mpirun
 
 COLLECTIVE = [
     path
@@ -12,9 +12,9 @@ COLLECTIVE = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_collective_tests_pass(mpirun: Mpirun, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "anew"), [(1, False), (2, False), (3, True), (5, False)])
+def test_collective_tests_pass(mpirun: Mpirun, ranks: int, anew: bool) -> None:
     options = ("--with-mpi", "-m", "mpi", "-q", "-p", "no:cacheprovider")
-    done = mpirun(ranks, "-m", "pytest", *options, *COLLECTIVE, timeout=300)
+    done = mpirun(ranks, "-m", "pytest", *options, *COLLECTIVE, timeout=300, anew=anew)
     assert done.stdout.count(" passed") == ranks
     assert done.stdout.count("MPI version: ") == ranks
