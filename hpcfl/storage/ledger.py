@@ -14,6 +14,7 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
+from hpcfl.storage.growing import GrowingArray
 from hpcfl.storage.replacing import replace_file
 from hpcfl.storage.snapshot import LedgerTable
 
@@ -72,16 +73,18 @@ class Ledger:
         self._layers = list(layers)
         self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
         self.metrics: list[list[float]] = []
-        self.accuracy: list[np.ndarray] = []
-        self.loss: list[np.ndarray] = []
-        self.moments: dict[str, list[np.ndarray]] = {moment: [] for moment in MOMENTS}
+        self.accuracy = GrowingArray((num_clients,), np.float64)
+        self.loss = GrowingArray((num_clients,), np.float64)
+        self.moments = {moment: GrowingArray((num_clients,), np.float64) for moment in MOMENTS}
         """Accuracy of the clients' models at each moment, [N] per evaluation; nan where there is no model."""
-        self.of_unseen: dict[str, list[np.ndarray]] = {"accuracy_unseen": [], "loss_unseen": []}
+        self.of_unseen = {
+            name: GrowingArray((num_unseen,), np.float64) for name in ("accuracy_unseen", "loss_unseen")
+        }
         """Accuracy and loss of the adapted models of clients that take no part, [U] per evaluation."""
-        self.of_method: dict[str, list[np.ndarray]] = {}
+        self.of_method: dict[str, GrowingArray] = {}
         """The method's own history by name, an entry an evaluation."""
         self._rounds: list[int] = []
-        self._bytes: list[np.ndarray] = []
+        self._bytes = GrowingArray((len(DIRECTIONS), len(self._labels)), np.int64)
         self.client_bytes = np.zeros((num_clients, len(DIRECTIONS)), np.int64)
         """Bytes of trainable numbers addressed to and sent by each client so far [N, 2]."""
         self.diverged = np.zeros(num_clients, np.int64)
@@ -134,7 +137,7 @@ class Ledger:
         for label in labels:
             if label not in self._labels:
                 self._labels.insert(-2, label)
-                self._bytes = [np.insert(row, -2, 0, axis=1) for row in self._bytes]
+                self._bytes = GrowingArray.of(np.insert(self._bytes.values, -2, 0, axis=2))
 
     def record_evaluation(
         self,
@@ -153,7 +156,7 @@ class Ledger:
         where a client has no such model), the share of clients that were sampled at least once, the method's
         history, and `accuracy` and `loss` [U] of clients that take no part in training, if there are any.
         """
-        total = np.sum(self._bytes, axis=0) if self._bytes else np.zeros((2, len(self._labels)), np.int64)
+        total = self._bytes.values.sum(axis=0)
         values = {
             "round": round,
             "wall_s": self.wall_s,
@@ -183,14 +186,16 @@ class Ledger:
         self.accuracy.append(accuracy)
         self.loss.append(loss)
         for name, value in of_method.items():
-            self.of_method.setdefault(name, []).append(value)
+            if name not in self.of_method:
+                self.of_method[name] = GrowingArray(value.shape, value.dtype)
+            self.of_method[name].append(value)
         self._steps = self._train_s = 0.0
 
     def forget_last_evaluation(self) -> None:
         """Take the newest evaluation back."""
         self.metrics.pop()
         of_unseen = self.of_unseen.values() if self._num_unseen else ()
-        for rows in (self.accuracy, self.loss, *self.moments.values(), *of_unseen, *self.of_method.values()):
+        for rows in (*self._of_clients().values(), *of_unseen, *self.of_method.values()):
             rows.pop()
 
     def column(self, name: str) -> list[float]:
@@ -210,7 +215,7 @@ class Ledger:
     def tables(self) -> dict[str, LedgerTable]:
         """Return everything needed to go on, as tables of a checkpoint."""
         count = len(self._bytes)
-        flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
+        flat = self._bytes.values.reshape(count, 2 * len(self._labels))
         names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
         pending = np.array(
@@ -228,15 +233,14 @@ class Ledger:
 
     def history(self) -> dict[str, np.ndarray]:
         """Return what evaluations gave: the method's history, and figures by client [evaluations, N]."""
-        known = {"accuracy": self.accuracy, "loss": self.loss}
-        known |= {f"accuracy_{moment}": rows for moment, rows in self.moments.items()}
-        shape = (len(self.accuracy), len(self.client_bytes))
-        of_method = {name: np.stack(rows) for name, rows in self.of_method.items() if rows}
-        if self._num_unseen:
-            shape_of_unseen = (len(self.accuracy), self._num_unseen)
-            for name, rows in self.of_unseen.items():
-                of_method[name] = np.array(rows, np.float64).reshape(shape_of_unseen)
-        return of_method | {name: np.array(rows, np.float64).reshape(shape) for name, rows in known.items()}
+        rows = {name: of_method for name, of_method in self.of_method.items() if len(of_method)}
+        rows |= self.of_unseen if self._num_unseen else {}
+        return {name: figures.values for name, figures in (rows | self._of_clients()).items()}
+
+    def _of_clients(self) -> dict[str, GrowingArray]:
+        """Return the figures of clients in training, [N] per evaluation, by their names in the history."""
+        moments = {f"accuracy_{moment}": accuracy for moment, accuracy in self.moments.items()}
+        return {"accuracy": self.accuracy, "loss": self.loss} | moments
 
     def restore(self, tables: Mapping[str, LedgerTable], history: Mapping[str, np.ndarray]) -> None:
         """Take over the tables of a checkpoint and its `history`.
@@ -246,16 +250,17 @@ class Ledger:
         known = dict(zip(tables["metrics"].columns, tables["metrics"].values.T, strict=True))
         nothing = np.zeros(len(tables["metrics"].values))
         self.metrics = np.stack([known.get(name, nothing) for name in self._columns], axis=1).tolist()
-        self.accuracy, self.loss = list(history["accuracy"]), list(history["loss"])
-        self.moments = {moment: list(history[f"accuracy_{moment}"]) for moment in MOMENTS}
-        self.of_unseen = {name: list(history.get(name, ())) for name in self.of_unseen}
-        figures = {"accuracy", "loss", *(f"accuracy_{moment}" for moment in MOMENTS), *self.of_unseen}
-        self.of_method = {name: list(rows) for name, rows in history.items() if name not in figures}
+        left = dict(history)
+        for name, figures in self._of_clients().items():
+            figures.extend(left.pop(name))
+        for name, figures in self.of_unseen.items():
+            figures.extend(left.pop(name, ()))
+        self.of_method = {name: GrowingArray.of(values) for name, values in left.items()}
         columns = tables["bytes"].columns[1:]
         self._labels = [name.removeprefix("down/") for name in columns[: len(columns) // 2]]
         bytes_table = tables["bytes"].values
         self._rounds = bytes_table[:, 0].tolist()
-        self._bytes = list(bytes_table[:, 1:].reshape(-1, 2, len(self._labels)))
+        self._bytes = GrowingArray.of(bytes_table[:, 1:].reshape(-1, len(DIRECTIONS), len(self._labels)))
         self.client_bytes = tables["client_bytes"].values.copy()
         if "diverged" in tables:
             self.diverged = tables["diverged"].values[:, 0].copy()
@@ -280,7 +285,7 @@ class Ledger:
         lines = [
             (self._rounds[number], direction, label, count)
             for number in range(first, len(self._rounds))
-            for direction, row in zip(DIRECTIONS, self._bytes[number].tolist(), strict=True)
+            for direction, row in zip(DIRECTIONS, self._bytes.values[number].tolist(), strict=True)
             for label, count in zip(self._labels, row, strict=True)
             if count or label in self._layers
         ]
@@ -304,12 +309,13 @@ class Ledger:
             *(f"accuracy_{moment}" for moment in MOMENTS),
             "diverged",
         )
-        scores, moments = [self.accuracy[-1], self.loss[-1]], [rows[-1] for rows in self.moments.values()]
+        scores = [rows.values[-1] for rows in (self.accuracy, self.loss)]
+        moments = [rows.values[-1] for rows in self.moments.values()]
         of_bytes, diverged, is_unseen = list(self.client_bytes.T), self.diverged, []
         if self._num_unseen:
             header = (*header, "unseen")
             nothing = np.zeros(self._num_unseen, np.int64)
-            of_unseen = [rows[-1] for rows in self.of_unseen.values()]
+            of_unseen = [rows.values[-1] for rows in self.of_unseen.values()]
             scores = [np.concatenate(both) for both in zip(scores, of_unseen, strict=True)]
             of_bytes = [np.concatenate([numbers, nothing]) for numbers in of_bytes]
             moments = [np.concatenate([of_clients, nothing + np.nan]) for of_clients in moments]

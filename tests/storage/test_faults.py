@@ -169,7 +169,7 @@ def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
     settings: list[str], undisturbed: Path, small_disk: Path, mpirun: Mpirun
 ) -> None:
     folder = small_disk / "run"
-    ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False)
+    ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False, anew=True)
     assert ended.returncode == STORAGE_FAULT, ended.stderr
     warning, error = (line for line in ended.stderr.splitlines() if line.startswith("hpcfl: "))
     free = r"\(a checkpoint takes 1\.\d+ MB, [\d.]+ [kM]?B are free, quotas apart\)"

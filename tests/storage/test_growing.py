@@ -1,0 +1,34 @@
+"""Rows that come one by one: their values, and views that stay as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hpcfl.storage.growing import GrowingArray
+
+
+def test_rows_come_and_go() -> None:
+    rows = GrowingArray((2,), np.int64)
+    assert rows.values.shape == (0, 2)
+    assert not len(rows)
+    for number in range(5):
+        rows.append(np.array([number, 10 * number]))
+    seen = rows.values
+    assert seen.tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [4, 40]]
+    rows.extend(np.full((40, 2), 7))
+    assert len(rows) == 45
+    assert seen.tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [4, 40]]
+    rows.pop()
+    rows.append(np.array([8, 9]))
+    assert rows.values[-2:].tolist() == [[7, 7], [8, 9]]
+    assert rows.values.flags.c_contiguous
+
+
+def test_rows_keep_their_shape_and_type() -> None:
+    rows = GrowingArray.of(np.zeros((0, 3, 2), np.float32))
+    rows.append(np.ones((3, 2)))
+    assert rows.values.dtype == np.float32
+    with pytest.raises(ValueError, match=r"a row of shape \(2,\) among those of \(3, 2\)"):
+        rows.append(np.ones(2))
+    assert GrowingArray.of(np.arange(3)).values.tolist() == [0, 1, 2]
