@@ -89,5 +89,6 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _used(folder: Path, used: str, kind: str) -> int:
-    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    return int((folder / used).read_text()) - sum(int(stat.get(kind + name, 0)) for name in _GIVEN_BACK)
+    count, stat = int((folder / used).read_text()), folder / "memory.stat"
+    told = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    return count - sum(int(told.get(kind + name, 0)) for name in _GIVEN_BACK)

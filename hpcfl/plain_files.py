@@ -51,7 +51,7 @@ def read_plain(path: Path, most_bytes: int | None = None) -> bytes:
     """Return what is in a file.
 
     Args:
-        most_bytes: a larger file is refused; default: what is free of this machine's memory.
+        most_bytes: a larger file is refused; default: than the memory that is free.
 
     Raises:
         OSError: as `open_plain`, or the file is larger.

@@ -198,7 +198,8 @@ def _forked_rank(words: Sequence[str], place: socket.socket) -> int:
 def _be_python(words: Sequence[str]) -> None:
     """Do what `python words` does, in this process; comes back only by an exception."""
     warnings.resetwarnings()
-    warnings.simplefilter("ignore", DeprecationWarning)
+    for of_python in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", of_python)
     kind, *rest = words
     code: Any = 0
     try:
@@ -213,6 +214,9 @@ def _be_python(words: Sequence[str]) -> None:
             runpy.run_path(kind, run_name="__main__")
     except SystemExit as leaving:
         code = leaving.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
     if "mpi4py.MPI" in sys.modules:
         sys.modules["mpi4py.MPI"].Finalize()
     sys.stdout.flush()

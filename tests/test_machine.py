@@ -50,9 +50,10 @@ VERSION_1 = {
         (NODE, 1_024_000, 614_400),
         (NODE | VERSION_2, 500_000, 280_000),
         (VERSION_2, 500_000, 280_000),
+        ({name: text for name, text in VERSION_2.items() if "stat" not in name}, 500_000, 200_000),
         (NODE | VERSION_1, 900_000, 510_000),
     ],
-    ids=["unknown", "node", "version 2", "version 2 alone", "version 1"],
+    ids=["unknown", "node", "version 2", "version 2 alone", "no statistics", "version 1"],
 )
 def test_memory_of_node_and_job(tmp_path: Path, files: dict[str, str], memory: float, free: float) -> None:
     root = tree(tmp_path, files)

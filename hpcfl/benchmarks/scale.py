@@ -99,8 +99,8 @@ def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator
 def _refuse(world: World, needed: int) -> None:
     if world.is_server and needed > memory_bytes():
         raise UserError(
-            f"--clients needs {needed / 1e9:.3g} GB, and this machine has {memory_bytes() / 1e9:.3g} GB; "
-            "give smaller numbers"
+            f"--clients needs {needed / 1e9:.3g} GB, and this machine, or its job, has "
+            f"{memory_bytes() / 1e9:.3g} GB; give smaller numbers"
         )
 
 

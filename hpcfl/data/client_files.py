@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import pickle
 import pickletools
 import re
@@ -113,7 +114,8 @@ def read_pfllib(path: str) -> ClientSamples:
 
 def _folder(path: str, how_to_make: str) -> Path:
     folder = Path(path).expanduser()
-    if not folder.is_dir():
+    # unlike Path's, False of a name that no folder can have
+    if not os.path.isdir(folder):
         raise UserError(f"data.path={path}: no such folder; {how_to_make}")
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def count_classes(y: np.ndarray, where: str) -> int:
 def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]:
     """Read arrays of an npz file; raise UserError, which begins with `where`, if it has them not."""
     file = Path(path).expanduser()
-    if not file.is_file():
+    # unlike Path's, False of a name that no file can have
+    if not os.path.isfile(file):
         raise UserError(f"{where}: no such file; name an npz file, such as FILE.npz")
     keywords = ", ".join(f"{name}={name}" for name in names)
     not_npz = f"{where}: cannot be read as an npz file; write it with numpy.savez(FILE, {keywords})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import tarfile
 import zipfile
@@ -75,7 +76,7 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
     folder = Path(root).expanduser() / on_disk.folder
     command = f"hpcfl data fetch {name} --root {shlex.quote(root)}"
     wanted = [file.format(split=split) for file in on_disk.files]
-    missing = [file for file in wanted if not (folder / file).is_file()]
+    missing = [file for file in wanted if not os.path.isfile(folder / file)]
     if missing:
         raise UserError(
             f"{name} is not in '{root}' (no file {on_disk.folder}/{missing[0]}): "

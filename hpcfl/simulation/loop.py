@@ -328,7 +328,7 @@ class Simulation:
             self._experiment.num_evaluated,
             {"after_download": found.after_download, "after_training": after_training},
             self._evaluator.coverage(done),
-            {name: value.clone().numpy() for name, value in known.items()},
+            {name: value.numpy() for name, value in known.items()},
             {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
         )
         self._folder.append_files(self.ledger)

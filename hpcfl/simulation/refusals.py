@@ -38,7 +38,7 @@ def refuse_slow_precision(config: Config, is_elsewhere: bool) -> None:
 
 
 def too_large(method: Method) -> str | None:
-    """Say why the server's state does not fit in this machine, and what to do; None where it does."""
+    """Say why the server's state does not fit in the memory here, and what to do; None where it does."""
     parts, memory = method.server_bytes(), memory_bytes()
     if sum(parts.values()) <= memory:
         return None
@@ -47,8 +47,8 @@ def too_large(method: Method) -> str | None:
     advice = f"set {method.memory_advice}, or " if method.memory_advice else ""
     return (
         f"method.name={method.name} with data.clients={num_clients} keeps "
-        f"{sum(parts.values()) / 1e9:.3g} GB on the server ({of_parts}), and this machine has "
-        f"{memory / 1e9:.3g} GB; {advice}use fewer clients or a larger machine"
+        f"{sum(parts.values()) / 1e9:.3g} GB on the server ({of_parts}), and this machine, or "
+        f"its job, has {memory / 1e9:.3g} GB; {advice}use fewer clients or a larger machine"
     )
 
 

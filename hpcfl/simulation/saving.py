@@ -51,11 +51,9 @@ class Saver:
         """
         checkpoint = self._folder.checkpoint if self._folder is not None else None
         world = self._federation.world
-        agreed(world, lambda: None if checkpoint is None else self._refuse_other_parts(checkpoint))
+        server: State = agreed(world, lambda: {} if checkpoint is None else self._taken_over(checkpoint))
         done = world.maximum(checkpoint.header.round if checkpoint is not None else 0)
-        server: State = {}
         if checkpoint is not None:
-            server = checkpoint.server
             self._forget_off_schedule(done)
         elif world.is_server:
             server = self._driver.initial_server()
@@ -108,8 +106,11 @@ class Saver:
             tell_script("saved", f"{self._folder.path} {done}")
         self._federation.world.barrier()
 
-    def _refuse_other_parts(self, checkpoint: LoadedCheckpoint) -> None:
-        """Restore the ledger; raise UserError unless it and all state are as this run would leave them."""
+    def _taken_over(self, checkpoint: LoadedCheckpoint) -> State:
+        """Restore the ledger and return the server's state.
+
+        Raises UserError unless all that is there is as this run would leave it.
+        """
         try:
             wrong = self._other_parts(checkpoint)
             self._ledger.restore(checkpoint.ledger, checkpoint.history)
@@ -120,6 +121,9 @@ class Saver:
                 f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong[0]}); "
                 "bring this run's own back, or add --fresh to move the folder aside and start over"
             )
+        # the ledger has its own
+        checkpoint.history, checkpoint.ledger = {}, {}
+        return checkpoint.server
 
     def _other_parts(self, checkpoint: LoadedCheckpoint) -> list[str]:
         """Name what of the state is missing or of another shape; more may be there, such as a codec's."""
@@ -130,7 +134,12 @@ class Saver:
         wrong += [f"clients/{name}" for name, shape in found.items() if shape.rows != count]
         wrong += [f"clients/{name}" for name in own.keys() - found.keys()]
         # gone before the checkpoint's is read: there may be no room for two
-        at_first = {name: _shape(rows, len(rows)) for name, rows in self._driver.initial_server().items()}
+        at_first, recorded = self._shapes_at_first()
+        for name, values in checkpoint.history.items():
+            # what clients record has an entry each
+            shape = recorded.get(name, (count, *values.shape[2:]))
+            if values.shape[1:] != shape and name not in self._ledger.of_unseen:
+                wrong.append(f"history/{name}")
         server = checkpoint.shapes("server")
         changing = self._method.growing_state & server.keys()
         return wrong + [
@@ -138,6 +147,12 @@ class Saver:
             for name, shape in at_first.items()
             if name not in changing and server.get(name) != shape
         ]
+
+    def _shapes_at_first(self) -> tuple[dict[str, RowShape], dict[str, tuple[int, ...]]]:
+        """Return the shapes of the server's state as a run begins, and of what its method records of it."""
+        state = self._driver.initial_server()
+        recorded = {name: tuple(value.shape) for name, value in self._method.history(state).items()}
+        return {name: _shape(rows, len(rows)) for name, rows in state.items()}, recorded
 
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""

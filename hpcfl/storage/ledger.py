@@ -254,7 +254,8 @@ class Ledger:
         for name, figures in self._of_clients().items():
             figures.extend(left.pop(name))
         for name, figures in self.of_unseen.items():
-            figures.extend(left.pop(name, ()))
+            if name in left:
+                figures.extend(left.pop(name))
         self.of_method = {name: GrowingArray.of(values) for name, values in left.items()}
         columns = tables["bytes"].columns[1:]
         self._labels = [name.removeprefix("down/") for name in columns[: len(columns) // 2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,7 +96,8 @@ def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
         below = path.parent / name
         if below.resolve() in {file.resolve() for file in (path, *seen)}:
             raise UserError(f"{path}: extends={tree['extends']} leads back to this file; name another")
-        if not below.is_file():
+        # unlike Path's, False of a name that no file can have
+        if not os.path.isfile(below):
             raise UserError(
                 f"{path}: extends={tree['extends']}: there is no file {below}; name one that is there"
             )

@@ -156,8 +156,8 @@ def test_a_server_larger_than_the_machine_is_told_and_refused(
     reason = planned(capsys, *keys)[-1]
     assert reason.startswith("method.name=pfedla with data.clients=10 keeps 0.00193 GB on the server (theta")
     assert reason.endswith(
-        "this machine has 0.0019 GB; set method.heads=low_rank (hypernetworks of 0.00125 GB) and "
-        "method.server=sharded (models on the workers), or use fewer clients or a larger machine"
+        "this machine, or its job, has 0.0019 GB; set method.heads=low_rank (hypernetworks of 0.00125 GB) "
+        "and method.server=sharded (models on the workers), or use fewer clients or a larger machine"
     )
     assert main(["--out", str(tmp_path / "run"), *keys]) == BAD_INPUT
     assert reason in capsys.readouterr().err

@@ -325,6 +325,8 @@ def test_models_of_another_size_are_no_models_of_the_run(
         ("ledger/client_bytes", np.zeros((3, 1), np.int64)),
         ("ledger/pending", np.zeros((0, 7))),
         ("history/accuracy_after_training", None),
+        ("history/alpha", np.zeros((3, 3))),
+        ("history/loss", np.zeros((3, 2))),
     ],
 )
 def test_a_run_does_not_go_on_from_parts_that_are_not_its_own(

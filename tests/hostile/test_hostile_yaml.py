@@ -157,6 +157,7 @@ def test_a_table_is_read_or_refused(seeds: Sequence[int], tmp_path: Path) -> Non
         ("a: 1\n" * 30_000, "more than 20000 values"),
         ("run: {seed: 1}\nrun: {seed: 2}", "line 1: run is there twice; keep one"),
         ("\x00", "unacceptable character"),
+        ("%TAG ! tag:x,2026:\n" * 9000 + "--- {a: 1}", "a directive, which no configuration needs"),
     ],
 )
 def test_yaml_that_says_much_in_little_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -264,3 +265,24 @@ def test_a_network_that_memory_does_not_hold_is_refused(
 def test_clients_beyond_counting_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "data.clients=1000000000000"]) == BAD_INPUT
     assert "data.clients=1000000000000 are more than 10000000; lower it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["table", "table.yaml"],
+        ["plan", "data.source=npz", f"data.path={'a' * 3000}"],
+        ["plan", "data.source=pfllib", f"data.path={'a' * 3000}"],
+        ["plan", "data.source=mnist", f"data.root={'a' * 3000}"],
+    ],
+    ids=["extends", "npz", "pfllib", "mnist"],
+)
+def test_a_name_that_no_file_can_have(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("table.yaml").write_text(yaml.safe_dump({"extends": "a" * 3000}))
+    assert main(words) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("hpcfl: error: ")
+    assert error.count("\n") == 1

@@ -22,6 +22,7 @@ from bits import (
     tiny_settings,
     write_digits,
 )
+from processes import Mpirun
 from torch import Tensor
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
@@ -120,6 +121,31 @@ def test_two_states_of_the_server_are_never_there_at_once(
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert len(made) > 1
     assert loads == [0]
+
+
+READS_NO_NUMBERS = """
+import sys
+from hpcfl.errors import UserError
+from hpcfl.main import main
+from hpcfl.storage.hdf5 import LoadedCheckpoint
+
+def refuse(self):
+    raise UserError("the disk is gone")
+
+LoadedCheckpoint.server = property(refuse)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_numbers_that_cannot_be_read_end_all_ranks(
+    settings: list[str], tmp_path: Path, mpirun: Mpirun
+) -> None:
+    keys = [*settings, *short("fedavg")]
+    assert run_here(tmp_path / "run", [*keys, "train.rounds=1"]) == FINISHED
+    words = ["--quiet", "--out", tmp_path / "run", *keys]
+    done = mpirun(2, "-c", READS_NO_NUMBERS, *words, check=False, timeout=60)
+    assert done.returncode == BAD_INPUT
+    assert done.stderr.splitlines() == ["hpcfl: error: the disk is gone"]
 
 
 def test_prolonged_round_by_round_past_an_evaluation_off_schedule(

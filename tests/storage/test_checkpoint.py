@@ -544,7 +544,8 @@ def killed(work: Callable[[], None], delay_s: float = 0.0, sign_of_life: Path | 
     """
     child = forked(work)
     if sign_of_life is not None:
-        while not sign_of_life.read_text():
+        deadline_s = time.monotonic() + 60
+        while not sign_of_life.read_text() and time.monotonic() < deadline_s:
             time.sleep(0.001)
         time.sleep(delay_s)
         os.kill(child, signal.SIGKILL)

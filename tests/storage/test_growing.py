@@ -25,10 +25,20 @@ def test_rows_come_and_go() -> None:
     assert rows.values.flags.c_contiguous
 
 
-def test_rows_keep_their_shape_and_type() -> None:
+def test_rows_keep_their_shape() -> None:
     rows = GrowingArray.of(np.zeros((0, 3, 2), np.float32))
-    rows.append(np.ones((3, 2)))
+    rows.append(np.ones((3, 2), np.float32))
     assert rows.values.dtype == np.float32
-    with pytest.raises(ValueError, match=r"a row of shape \(2,\) among those of \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"rows of shape \(2,\) among those of \(3, 2\)"):
         rows.append(np.ones(2))
-    assert GrowingArray.of(np.arange(3)).values.tolist() == [0, 1, 2]
+    rows.pop()
+    with pytest.raises(IndexError, match="no row to take back"):
+        rows.pop()
+
+
+def test_a_row_of_a_wider_type_loses_nothing() -> None:
+    numbers = np.arange(3)
+    rows = GrowingArray.of(numbers)
+    rows.append(np.float64(0.5))
+    assert rows.values.tolist() == [0.0, 1.0, 2.0, 0.5]
+    assert numbers.tolist() == [0, 1, 2]
