@@ -68,7 +68,9 @@ def _told(root: Path, name: str) -> float:
         lines = (root / "proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
     except (OSError, StopIteration):
-        return math.inf
+        # such as a Mac
+        is_known = root == ROOT and name == "MemTotal" and "SC_PHYS_PAGES" in os.sysconf_names
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if is_known else math.inf
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

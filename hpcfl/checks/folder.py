@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator
@@ -76,15 +76,17 @@ def _made(out: Path, checked: Checked, at_exit: ExitStack) -> str:
     try:
         while not base.exists():
             base = base.parent
-        folder = tempfile.mkdtemp(prefix=PREFIX, dir=base)
+        folder = base / f"{PREFIX}{secrets.token_hex(4)}"
+        # before it is there: a signal may come at any moment
+        at_exit.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
     except OSError as error:
         checked.lines.append(f"folder: {out}: nothing can be written")
         checked.mend(
             f"cannot write in {base}: {error.strerror}; name a folder that can be written with --out DIR"
         )
         return ""
-    at_exit.callback(shutil.rmtree, folder, ignore_errors=True)
-    return folder
+    return str(folder)
 
 
 @contextmanager

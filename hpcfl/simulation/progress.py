@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING
 
@@ -72,7 +73,7 @@ class Progress:
         if self._log is not None:
             self._log(text)
         if self._console is not None:
-            with suppress(OSError):
+            with _dropped_if_refused(sys.stdout):
                 self._console.print(text, markup=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
@@ -95,8 +96,25 @@ def print_warning(text: str) -> None:
 
 def print_line(text: str, stream: IO[str]) -> None:
     """Print a line at once; where nobody takes it, such as a file on a full disk, it is dropped."""
-    with suppress(OSError):
+    with _dropped_if_refused(stream):
         print(text, file=stream, flush=True)
+
+
+@contextmanager
+def _dropped_if_refused(stream: IO[str]) -> Iterator[None]:
+    """Drop what is written inside where the system refuses it."""
+    try:
+        yield
+    except OSError:
+        # what stays in the buffer would fail again, and give Python's end an exit code of its own
+        with suppress(OSError), ExitStack() as at_exit:
+            number = stream.fileno()
+            kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+            at_exit.callback(os.close, kept)
+            at_exit.callback(os.close, nowhere)
+            at_exit.callback(os.dup2, kept, number)
+            os.dup2(nowhere, number)
+            stream.flush()
 
 
 def console() -> Console:

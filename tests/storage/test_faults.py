@@ -332,7 +332,8 @@ def test_what_no_number_hangs_on_is_given_up_with_a_warning(
 def test_a_run_needs_nobody_to_take_its_words(settings: list[str], undisturbed: Path, tmp_path: Path) -> None:
     """Standard output is a file on a full disk, as a job's may be."""
     python = f"{sys.executable} -m hpcfl.main --out {tmp_path / 'run'} {' '.join(settings)} > /dev/full"
-    ended = run_tree(["bash", "-c", python])
+    # with the buffer that Python has where nobody chooses otherwise
+    ended = run_tree(["bash", "-c", python], env={"PYTHONUNBUFFERED": ""})
     assert ended.stderr == ""
     assert not differing(undisturbed, tmp_path / "run")
 
