@@ -159,7 +159,7 @@ class LoadedCheckpoint:
         """Return rows, shape and type of what is in "server" or "clients", by name; reads no numbers."""
         with self._told():
             return {
-                name: RowShape(len(data), data.shape[1:], torch.from_numpy(np.empty(0, data.dtype)).dtype)
+                name: RowShape(len(data), data.shape[1:], _torch_type(data))
                 for name, data in _datasets(self._file[group]).items()
             }
 
@@ -430,10 +430,14 @@ def _read_tensor(data: h5py.Dataset, row: int | None = None) -> torch.Tensor:
     NumPy aligns memory less strictly, which may change the last bits of a product.
     """
     shape = data.shape if row is None else data.shape[1:]
-    tensor = torch.empty(shape, dtype=torch.from_numpy(np.empty(0, data.dtype)).dtype)
+    tensor = torch.empty(shape, dtype=_torch_type(data))
     if tensor.numel():
         data.read_direct(tensor.numpy(), np.s_[:] if row is None else np.s_[row])
     return tensor
+
+
+def _torch_type(data: h5py.Dataset) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, data.dtype)).dtype
 
 
 def _encode(texts: Sequence[str]) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.storage.growing import GrowingArray
+from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.replacing import replace_file
 from hpcfl.storage.snapshot import LedgerTable
 
@@ -274,7 +275,7 @@ class Ledger:
         (folder / "clients.csv").unlink(missing_ok=True)
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
         _write(folder / "metrics.csv", "w", [self._columns])
-        _write(folder / "bytes.csv", "w", [("round", "direction", "layer", "bytes")])
+        _write(folder / "bytes.csv", "w", [COLUMNS["bytes.csv"]])
         self.append_files(folder)
 
     def append_files(self, folder: Path) -> None:
@@ -299,17 +300,7 @@ class Ledger:
         Clients that take no part in training come last, with 1 in a column `unseen`, which is there only if
         they are. They have no bytes, no rounds that diverged, and no accuracy at the other moments.
         """
-        header = (
-            "client",
-            "accuracy",
-            "loss",
-            "train_samples",
-            "evaluated_samples",
-            "bytes_down",
-            "bytes_up",
-            *(f"accuracy_{moment}" for moment in MOMENTS),
-            "diverged",
-        )
+        header = (*COLUMNS["clients.csv"], *(f"accuracy_{moment}" for moment in MOMENTS), "diverged")
         scores = [rows.values[-1] for rows in (self.accuracy, self.loss)]
         moments = [rows.values[-1] for rows in self.moments.values()]
         of_bytes, diverged, is_unseen = list(self.client_bytes.T), self.diverged, []
@@ -339,8 +330,7 @@ def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> N
         (client, label, train[client, label], evaluated[client, label])
         for client, label in np.argwhere(train + evaluated).tolist()
     ]
-    header = ("client", "class", "train_samples", "evaluated_samples")
-    _write_whole(folder / "partition.csv", [header, *rows])
+    _write_whole(folder / "partition.csv", [COLUMNS["partition.csv"], *rows])
 
 
 def mean_of_known(values: np.ndarray) -> float:

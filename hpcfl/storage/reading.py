@@ -22,7 +22,7 @@ _OF_TEXT = ("direction", "layer")
 _WHOLE = ("round", "client", "class", "unseen", "diverged")
 _MOST_DIGITS = 15
 """Of a whole number, which a float holds exactly."""
-_COLUMNS = {
+COLUMNS = {
     "metrics.csv": (
         *("round", "wall_s", "accuracy_mean", "accuracy_std", "accuracy_weighted", "loss_mean"),
         *("train_loss_mean", "client_steps_per_s", "bytes_down", "bytes_up"),
@@ -39,7 +39,7 @@ _COLUMNS = {
     "bytes.csv": ("round", "direction", "layer", "bytes"),
     "partition.csv": ("client", "class", "train_samples", "evaluated_samples"),
 }
-"""Columns that these files have in every run."""
+"""Columns that these files have in every run; the ledger writes them by these names."""
 
 
 def read_record(folder: Path, if_damaged: str = "name the folder of another run") -> dict[str, Any]:
@@ -112,7 +112,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     rows = csv.reader(lines)
     try:
         header = next(rows, [])
-        if lines and (len(set(header)) < len(header) or not set(_COLUMNS.get(path.name, ())) <= set(header)):
+        if lines and (len(set(header)) < len(header) or not set(COLUMNS.get(path.name, ())) <= set(header)):
             raise damaged(path, 1)
         checks = [_check_of(name) for name in header]
         found = []

@@ -6,6 +6,8 @@ loop without end, and what asks for more memory than a small machine has is told
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
 import resource
@@ -21,7 +23,7 @@ from typing import Any
 import pytest
 from processes import forked
 
-from hpcfl.errors import MOST_CHARACTERS, UserError, for_terminal
+from hpcfl.errors import BAD_INPUT, MOST_CHARACTERS, UserError, for_terminal
 
 Read = Callable[[int], object]
 """Makes the case of a seed and reads it; raises UserError where it is refused."""
@@ -178,6 +180,20 @@ def survey(read: Read, seeds: Sequence[int]) -> Outcome:
             what = "no end" if status == signal.SIGALRM else f"signal {status}"
             outcome.failures[rest.pop(0)] = what
     return outcome
+
+
+def code_or_refusal(command: Callable[[], int], *allowed: int) -> int:
+    """Return a command's exit code, one of those allowed; raise UserError with its line for BAD_INPUT."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = command()
+    if code == BAD_INPUT:
+        *_, line = said.getvalue().splitlines()
+        assert line.startswith("hpcfl: error: ")
+        assert line.isprintable()
+        raise UserError(line)
+    assert code in allowed, said.getvalue()
+    return code
 
 
 def _in_child(read: Read, seeds: Sequence[int]) -> tuple[list[tuple[int, str, str]], int]:

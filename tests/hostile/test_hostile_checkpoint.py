@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import os
 import random
 import shutil
@@ -17,7 +15,15 @@ import numpy as np
 import pytest
 import yaml
 from bits import run_here
-from mutations import NUMBERS, Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
+from mutations import (
+    NUMBERS,
+    Read,
+    assert_refused_or_read,
+    code_or_refusal,
+    damaged_bytes,
+    damaged_tree,
+    sweep,
+)
 
 from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, UserError
 from hpcfl.main import main
@@ -371,15 +377,8 @@ def resume_reader(folder: Path) -> Read:
             (one / "checkpoint.h5").write_bytes(signed((one / "checkpoint.h5").read_bytes()))
         if draw.random() < 0.3:
             (one / "config.yaml").write_text(draw.choice(("", "a: [", "- 1\n- 2")))
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
-            code = run_here(one, [*SMALL, "run.report=false", "train.rounds=3"])
-        if code == BAD_INPUT:
-            *_, line = said.getvalue().splitlines()
-            assert line.startswith("hpcfl: error: ")
-            raise UserError(line)
-        assert code in (FINISHED, DIVERGED), said.getvalue()
-        return code
+        keys = [*SMALL, "run.report=false", "train.rounds=3"]
+        return code_or_refusal(lambda: run_here(one, keys), FINISHED, DIVERGED)
 
     return read
 
