@@ -29,7 +29,7 @@ with quick_imports():
     from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
     from hpcfl.commands.arguments import RunOptions, command_line, parse_run
     from hpcfl.commands.run import run
-    from hpcfl.communication.presence import ending_with_launcher
+    from hpcfl.communication.heartbeat import die_with_launcher
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
     from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageFault, UserError, for_terminal
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         speaks = world.is_server
         with abort_on_exception(world), ExitStack() as at_exit:
             if world.size > 1:
-                at_exit.enter_context(ending_with_launcher())
+                die_with_launcher()
             if not speaks:
                 at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
             at_exit.enter_context(warnings.catch_warnings())

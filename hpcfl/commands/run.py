@@ -47,7 +47,7 @@ def run(
             tell_script("ready", "a signal stops the run")
         agreed(world, lambda: require_writer(config.run.tensorboard and world.is_server))
         path = options.out or Path("runs") / config.run_name()
-        folder = RunFolder(path, config, world.sign_of_life) if world.is_server else None
+        folder = RunFolder(path, config) if world.is_server else None
         agreed(world, lambda: folder.check(options.fresh) if folder else None)
         experiment = agreed(world, lambda: build(config, world))
         here = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"

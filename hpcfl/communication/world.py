@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from hpcfl.communication.presence import SignsOfLife
+from hpcfl.communication.heartbeat import Heartbeat
 from hpcfl.errors import SilentRanks, StoppedAtOnce, StorageFault, UserError, for_terminal
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _MPI_TYPES = {"float32": "f4", "float64": "f8", "int32": "i4", "int64": "i8", "i
 # MPI has no float16, and numbers are only moved
 _MPI_TYPES["float16"] = "i2"
 
-# signs of life have another
+# heartbeats have another
 _DATA_TAG = 0
 
 # Measured with 9 ranks on 2 cores: 2 to 3 % of a core while idle, and megabytes as fast as blocking calls.
@@ -84,35 +84,34 @@ class World:
         """What collectives and other workers have brought to this rank so far."""
         self.stage = AT_THE_START
         """What the ranks are at, in words that end a sentence."""
-        self._signs: SignsOfLife | None = None
+        self._heartbeat: Heartbeat | None = None
 
     @contextmanager
     def giving_up_after(self, timeout_s: float | None) -> Iterator[None]:
         """Have a rank that waits raise SilentRanks once another is silent for so long; None: never.
 
-        A rank is heard of while it waits, and whenever it calls `sign_of_life`. Collective, also at the end
-        and after a UserError, which must be raised on all ranks.
+        A rank is heard of while it waits, and whenever it calls `heartbeat`. Collective, also at the end and
+        after a UserError, which must be raised on all ranks.
         """
         self.stage = AT_THE_START
         if self._comm is None or timeout_s is None:
             yield
             return
         hosts = self.broadcast_bytes(b"\n".join(self.gather_bytes(self.host.encode()) or []))
-        signs = SignsOfLife(self._comm, hosts.decode().split("\n"), timeout_s)
-        self._signs = signs
+        self._heartbeat = heartbeat = Heartbeat(self._comm, hosts.decode().split("\n"), timeout_s)
         try:
             yield
         except UserError:
-            self._signs = None
-            signs.end(self.stage)
+            self._heartbeat = None
+            heartbeat.end(self.stage)
             raise
-        self._signs = None
-        signs.end(self.stage)
+        self._heartbeat = None
+        heartbeat.end(self.stage)
 
-    def sign_of_life(self) -> None:
+    def heartbeat(self) -> None:
         """Let the others know that this rank is at work; costs next to nothing."""
-        if self._signs is not None:
-            self._signs.give()
+        if self._heartbeat is not None:
+            self._heartbeat.beat()
 
     def shard(self, num_items: int, worker: int | None = None) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none).
@@ -346,17 +345,16 @@ class World:
 
     def _wait(self, request: MPI.Request) -> None:
         """Wait for a request, sleeping longer and longer between looks."""
-        if self._signs is not None:
-            self._signs.take()
+        self.heartbeat()
         pause_s = _FIRST_PAUSE_S
         while not request.Test():
             time.sleep(pause_s)
             if pause_s < _LONGEST_PAUSE_S:
                 pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
-                if pause_s == _LONGEST_PAUSE_S and self._signs is not None:
-                    self._signs.begin()
-            elif self._signs is not None:
-                self._signs.look(self.stage)
+                if pause_s == _LONGEST_PAUSE_S and self._heartbeat is not None:
+                    self._heartbeat.begin_wait()
+            elif self._heartbeat is not None:
+                self._heartbeat.wait(self.stage)
 
 
 class Transfer:

@@ -127,10 +127,10 @@ class RunConfig(Settings):
     max_elements: int = Field(2**27, ge=1, lt=2**28)
     """Numbers in one block of a message; changes no result."""
     timeout: float | None = Field(3600.0, ge=1)
-    """Seconds without a sign of life from another rank after which a rank that waits ends the run; the last
+    """Seconds without a heartbeat of another rank after which a rank that waits ends the run; the last
     checkpoint stays. A rank is heard of while it waits, and after each group of clients that it trains or
-    scores. The default is longer than any such piece of work should take, for it must not end a run that is
-    well; null: wait for ever. Changes no result."""
+    scores. Keep it longer than the longest such piece of work, and than writing and verifying a checkpoint
+    takes; null: wait for ever. Changes no result."""
     report: bool = True
     """Whether a run ends by writing report.html, a page of what it gave; changes no result."""
     tensorboard: bool = False

@@ -192,7 +192,7 @@ class Federation:
         down = self.on_device(self.channel.down(message, cohort, self._down))
         for part, clients in self.groups(cohort):
             yield clients, down.select(part).to(clients.device)
-            self.world.sign_of_life()
+            self.world.heartbeat()
 
     def on_server(self, hook: Callable[[], T]) -> T | None:
         """Call a hook on the server, and None elsewhere; the workers give it what it asks. Collective."""

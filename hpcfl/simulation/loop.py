@@ -241,7 +241,7 @@ class Simulation:
                 clients.commit([place for place in range(len(clients)) if place not in bad])
             else:
                 clients.commit()
-            self._world.sign_of_life()
+            self._world.heartbeat()
         train_s = time.monotonic() - began_s - scoring_s
         return LocalRound(
             *(uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores)),

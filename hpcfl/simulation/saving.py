@@ -165,7 +165,7 @@ class Saver:
         """Give every rank the state of its clients; `checkpoint` is the server's. Collective."""
         federation = self._federation
         for cohort in self._blocks():
-            federation.world.sign_of_life()
+            federation.world.heartbeat()
             rows = {}
             if checkpoint is not None:
                 rows = checkpoint.client_rows(cohort.clients[0], cohort.clients[-1] + 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from hpcfl.storage.snapshot import Snapshot
 class CheckpointStore:
     """The newest and the previous checkpoint of one run folder."""
 
-    def __init__(self, folder: Path, sign_of_life: Callable[[], None] = lambda: None) -> None:
-        """Take a run folder, and what to call again and again while a file is written or read."""
-        self._folder, self._sign_of_life = folder, sign_of_life
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._newest = folder / "checkpoint.h5"
         self._previous = folder / "checkpoint.prev.h5"
         self._unfinished = folder / "checkpoint.tmp.h5"
@@ -43,8 +41,8 @@ class CheckpointStore:
         """
         self._unfinished.unlink(missing_ok=True)
         try:
-            write_snapshot(self._unfinished, snapshot, self._sign_of_life)
-            if damage := find_damage(self._unfinished, self._sign_of_life):
+            write_snapshot(self._unfinished, snapshot)
+            if damage := find_damage(self._unfinished):
                 raise OSError(f"{self._unfinished} {damage}")
             if self._newest_is_good and self._newest.exists():
                 os.replace(self._newest, self._previous)
@@ -72,7 +70,7 @@ class CheckpointStore:
             return None
         complaints: list[str] = []
         for path in (self._newest, self._previous):
-            if damage := find_damage(path, self._sign_of_life):
+            if damage := find_damage(path):
                 complaints.append(f"{path} {damage}")
                 continue
             try:
@@ -93,7 +91,7 @@ class CheckpointStore:
         Raises UserError where a newer hpcfl wrote it.
         """
         for path in (self._newest, self._previous):
-            if find_damage(path, self._sign_of_life):
+            if find_damage(path):
                 continue
             with suppress(ForeignError):
                 loaded = LoadedCheckpoint(path)

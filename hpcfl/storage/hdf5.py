@@ -221,19 +221,14 @@ class _TargetFile(io.FileIO):
             raise self.failure
 
 
-def write_snapshot(path: Path, snapshot: Snapshot, sign_of_life: Callable[[], None] = lambda: None) -> None:
-    """Write a checkpoint with its hash to `path` and bring it to the disk; call `sign_of_life` meanwhile.
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Write a checkpoint with its hash to `path` and bring it to the disk.
 
     Raises:
         OSError: the file could not be written.
         ValueError: a tensor without dimensions, or rows that are not those announced.
     """
     with _TargetFile(path, "w+") as target:
-
-        def between() -> None:
-            target.raise_failure()
-            sign_of_life()
-
         with h5py.File(
             target,
             "w",
@@ -242,8 +237,8 @@ def write_snapshot(path: Path, snapshot: Snapshot, sign_of_life: Callable[[], No
             locking=False,
             rdcc_nbytes=0,  # chunks are written whole and once: a cache would only delay a failure
         ) as file:
-            _write_content(file, snapshot, between)
-        digest = _sha256_after_user_block(target, sign_of_life)
+            _write_content(file, snapshot, target.raise_failure)
+        digest = _sha256_after_user_block(target)
         target.seek(0)
         target.write(_user_block(digest))
         target.raise_failure()
@@ -451,7 +446,7 @@ def _decode(encoded: np.ndarray) -> tuple[str, ...]:
     return tuple(text.decode() for text in encoded)
 
 
-def find_damage(path: Path, sign_of_life: Callable[[], None] = lambda: None) -> str | None:
+def find_damage(path: Path) -> str | None:
     """Return what is wrong with the checkpoint at `path`, None where nothing is; may take long.
 
     Raises:
@@ -460,7 +455,7 @@ def find_damage(path: Path, sign_of_life: Callable[[], None] = lambda: None) -> 
     try:
         with open_plain(path) as raw:
             user_block = raw.read(USER_BLOCK_BYTES)
-            if user_block != _user_block(_sha256_after_user_block(raw, sign_of_life)):
+            if user_block != _user_block(_sha256_after_user_block(raw)):
                 return "is damaged (its bytes do not match the SHA-256 at its start)"
         with open_plain(path) as raw, h5py.File(raw, "r") as file:
             schema = whole(file.attrs.get("schema", 0), 0)
@@ -478,13 +473,12 @@ def find_damage(path: Path, sign_of_life: Callable[[], None] = lambda: None) -> 
     return None
 
 
-def _sha256_after_user_block(raw: io.FileIO, sign_of_life: Callable[[], None]) -> str:
+def _sha256_after_user_block(raw: io.FileIO) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(HASH_BLOCK_BYTES))
     raw.seek(USER_BLOCK_BYTES)
     while size := raw.readinto(buffer):
         digest.update(buffer[:size])
-        sign_of_life()
     return digest.hexdigest()
 
 

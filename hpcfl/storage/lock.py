@@ -9,10 +9,7 @@ import re
 import socket
 import struct
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +18,6 @@ from types import TracebackType
 from hpcfl.errors import UserError
 
 LOCK_NAME = ".lock"
-SIGN_EVERY_S = 5.0
-"""Seconds between an owner's signs of life."""
-WATCHED_S = 30.0
-"""How long a newcomer waits for a sign of life from an owner that it cannot see."""
 MOST_BYTES = 1000
 """Of a lock file that are read."""
 _HELD_ERRORS = (errno.EACCES, errno.EAGAIN)
@@ -41,36 +34,33 @@ class FolderLock:
     not to the file object: it is lost when any part of the process opens and closes that file. It follows
     the file when the folder is renamed.
 
-    Locks of some network file systems reach one node only, and some have none. So the owner also counts up a
-    number in the file, its sign of life. Who finds the file naming an owner that this machine cannot see
-    watches whether that number moves, which needs no clock that two machines share: then it is refused. An
-    owner that gives no sign is taken for dead, with a warning that names it. `lost` tells an owner that was
-    taken for dead and is not.
+    Locks of some network file systems reach one node only, and some have none. Who finds the lock free and
+    an owner on another machine named takes the folder over, with a warning that names it: mostly that is a
+    job whose node died. Where it lives after all, `lost` tells it so before it writes again, and it ends.
     """
 
-    def __init__(self, folder: Path, sign_of_life: Callable[[], None] = lambda: None) -> None:
-        """Take the lock of an existing folder; raise UserError where another run, or this one, holds it.
-
-        Takes WATCHED_S seconds where an owner on another machine has left its name; calls `sign_of_life` in
-        the meantime.
-        """
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of an existing folder; raise UserError where another run, or this one, holds it."""
         self._folder, self._path = folder, folder / LOCK_NAME
         self._folder_identity = _identity(folder.stat())
         if self._path.exists() and _identity(self._path.stat()) in _held_files:
             raise UserError(_in_use(folder, "this process"))
-        _watch(folder, sign_of_life)
+        before = holder(folder)
         self._owner = _owner()
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._take(folder)
-            self._write(_text(self._owner, 0))
+            self._write(f"{self._owner}\n")
         except BaseException:
             os.close(self._descriptor)
             raise
         _held_files.add(_identity(os.fstat(self._descriptor)))
-        self._has_ended = threading.Event()
-        self._signs = threading.Thread(target=self._give_signs, name="signs of life", daemon=True)
-        self._signs.start()
+        if before.owner and not before.is_gone:
+            warnings.warn(
+                f"{folder} has the lock of {before.owner}, which is not seen here and is taken for dead; "
+                "if it runs (see squeue, or ps on that machine), it ends as soon as it writes",
+                stacklevel=1,
+            )
 
     def _take(self, folder: Path) -> None:
         try:
@@ -117,8 +107,6 @@ class FolderLock:
         """Give the lock up; a second call does nothing."""
         if self._descriptor < 0:
             return
-        self._has_ended.set()
-        self._signs.join()
         # a name that stays, as on a disk that takes no more, is that of a process that has ended
         with suppress(OSError):
             if self._named() == self._owner:
@@ -148,17 +136,6 @@ class FolderLock:
         os.ftruncate(self._descriptor, written)
         if written < len(text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def _give_signs(self) -> None:
-        number = 0
-        while not self._has_ended.wait(SIGN_EVERY_S):
-            number += 1
-            with suppress(OSError):
-                # never the name of another that has taken over
-                if self._named() == self._owner:
-                    # as long as what is there: a full disk has room for it
-                    os.pwrite(self._descriptor, _text(self._owner, number).encode(), 0)
-                    os.fsync(self._descriptor)
 
 
 @dataclass(frozen=True)
@@ -194,32 +171,6 @@ def holder(folder: Path) -> Holder:
         return Holder(_first_line(file.read(MOST_BYTES)), is_locked is True, is_locked is not None)
 
 
-def _watch(folder: Path, sign_of_life: Callable[[], None]) -> None:
-    """Wait for a sign of life from an owner that cannot be seen from here; raise UserError at the first.
-
-    This process must not hold the lock: each look opens the file, since only then a network file system
-    brings what another machine has written.
-    """
-    found = holder(folder)
-    if not found.owner or found.is_seen or found.is_gone:
-        return
-    path = folder / LOCK_NAME
-    before, began_s = _read(path), time.monotonic()
-    while time.monotonic() - began_s < WATCHED_S:
-        time.sleep(min(0.25, SIGN_EVERY_S / 2))
-        sign_of_life()
-        now = _read(path)
-        if not _first_line(now):
-            return
-        if now != before:
-            raise UserError(_in_use(folder, found.owner))
-    warnings.warn(
-        f"{folder} has the lock of {found.owner}, which gave no sign of life for {WATCHED_S:g} s and is "
-        "taken for dead; if it is not (see squeue, or ps on that machine), stop one of the two",
-        stacklevel=1,
-    )
-
-
 def _is_locked(descriptor: int) -> bool | None:
     """Whether another process holds a record lock on a file; None where the system cannot tell."""
     if sys.platform != "linux":
@@ -243,16 +194,6 @@ def _owner() -> str:
     """Return what this process calls itself in its locks."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"pid {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
-
-
-def _text(owner: str, number: int) -> str:
-    """Return what stands in a lock file, as long for any number of signs."""
-    return f"{owner}\nsign of life {number:012d}\n"
-
-
-def _read(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(MOST_BYTES)
 
 
 def _first_line(content: bytes) -> str:

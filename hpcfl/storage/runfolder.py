@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -53,18 +53,17 @@ class RunFolder:
     `check` looks without touching anything; `open` locks the folder, reads its checkpoint and takes it over.
     """
 
-    def __init__(self, path: Path, config: Config, sign_of_life: Callable[[], None] = lambda: None) -> None:
-        """Take a path, and what to call in the midst of long work such as writing a checkpoint."""
+    def __init__(self, path: Path, config: Config) -> None:
         self.path = path
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method} on {config.data.source}, {clients}, in {path}"]
         """What the user is told at the start."""
         if started_by := job():
             self.notes.append(f"SLURM job {started_by}")
-        self.store = CheckpointStore(path, sign_of_life)
+        self.store = CheckpointStore(path)
         self.checkpoint: LoadedCheckpoint | None = None
         """Where the run goes on; None at round 0."""
-        self._config, self._sign_of_life = config, sign_of_life
+        self._config = config
         self._events: EventFile | None = None
         self._lock: FolderLock | None = None
         self._record: dict[str, Any] | None = None
@@ -314,13 +313,13 @@ class RunFolder:
         """Make the folder if need be, and lock it."""
         self.path.mkdir(parents=True, exist_ok=True)
         _refuse_links(self.path)
-        self._lock = lock = at_exit.enter_context(FolderLock(self.path, self._sign_of_life))
+        self._lock = lock = at_exit.enter_context(FolderLock(self.path))
         if fresh and not self._is_empty():
             aside = _free_name(self.path)
             self.path.rename(aside)
             lock.release()
             self.path.mkdir()
-            self._lock = at_exit.enter_context(FolderLock(self.path, self._sign_of_life))
+            self._lock = at_exit.enter_context(FolderLock(self.path))
             self.notes.append(f"the run that was there is now in {aside}")
 
     def _is_empty(self) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from processes import Mpirun, run_tree
 
-from hpcfl.communication import presence
+from hpcfl.communication import heartbeat
 from hpcfl.communication.world import World, abort_on_exception, agree, open_world
 from hpcfl.errors import MOST_CHARACTERS, StorageFault, UserError
 
@@ -243,20 +243,20 @@ def test_waiting_leaves_the_cores_to_others(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_at_work_that_gives_signs_of_life_is_waited_for() -> None:
+def test_a_rank_at_work_that_beats_is_waited_for() -> None:
     world = open_world()
     with world.giving_up_after(1.2):
         for busy in (world.size - 1, 0):
             began_s = time.monotonic()
             while world.rank == busy and time.monotonic() - began_s < 1.8:
                 time.sleep(0.2)
-                world.sign_of_life()
+                world.heartbeat()
             world.barrier()
 
 
 @pytest.mark.mpi(min_size=2)
-def test_signs_of_life_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "_FIRST_SIGN_S", 0.02)
+def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_BEAT_EVERY_S", 0.02)
     world = open_world()
     comm = world._comm
     assert comm is not None
@@ -264,14 +264,16 @@ def test_signs_of_life_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pyt
     with world.giving_up_after(60):
         assert world.stage == "at the start"
         for _ in range(8):
-            # the server waits for workers, and gives a sign in each round
+            # the server waits for workers, and beats in each round
             time.sleep(0.1 if world.is_worker else 0)
             world.barrier()
         queued = 0
-        while comm.Iprobe(tag=presence.SIGN_TAG):
-            comm.Recv(bytearray(8), tag=presence.SIGN_TAG)
-            queued += 1
-        # no rank may end, which is a sign too, before all have counted
+        for peer in range(world.size):
+            # receives that are under way take the first one of each rank
+            while (message := comm.Improbe(peer, heartbeat.HEARTBEAT_TAG)) is not None:
+                message.Recv(bytearray(1))
+                queued += 1
+        # no rank may end, which sends one too, before all have counted
         world.barrier()
         assert queued < 4
 

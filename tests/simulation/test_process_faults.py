@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings, write_digits
-from processes import REPOSITORY, Mpirun, clean_environment, kill_tree
+from processes import REPOSITORY, clean_environment, kill_tree
 from strikes import Strike
 
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED
@@ -385,29 +385,6 @@ def test_a_rank_that_stops_answering_is_named(
     assert "Traceback" not in said
     assert 2 <= completed_rounds(folder) < LONG_ROUNDS
     goes_on(LONG_ROUNDS)
-
-
-WATCHES_A_LOCK = f"""
-import sys
-from hpcfl.main import main
-from hpcfl.storage import lock
-
-lock.WATCHED_S = {TIMEOUT_S + 3}
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_a_rank_that_waits_for_a_lock_longer_than_the_timeout_is_not_silent(
-    settings: list[str], tmp_path: Path, mpirun: Mpirun
-) -> None:
-    """The lock is that of a job that died on another node; the wait is shortened to what shows it."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / ".lock").write_text("pid 7 on another-node, job 12345\nsign of life 000000000017\n")
-    keys = [*settings, "train.rounds=1", f"run.timeout={TIMEOUT_S}"]
-    done = mpirun(2, "-c", WATCHES_A_LOCK, "--quiet", "--out", folder, *keys, timeout=PATIENCE_S)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"hpcfl: warning: {folder} has the lock of pid 7 on another-node, job 12345, ")
 
 
 # Memory

@@ -25,7 +25,6 @@ from processes import forked
 
 import hpcfl
 from hpcfl.errors import UserError
-from hpcfl.storage import hdf5
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.snapshot import (
@@ -376,23 +375,6 @@ def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: Che
     assert round_of(tmp_path / "checkpoint.prev.h5") == 3
 
 
-def test_signs_of_life_are_given_for_each_block_and_while_a_file_is_hashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[None] = []
-    store = CheckpointStore(tmp_path, lambda: given.append(None))
-    store.save(snapshot_of(1))
-    pieces = -(-(store.newest_bytes - hdf5.USER_BLOCK_BYTES) // hdf5.HASH_BLOCK_BYTES)
-    # for the hash that is written, the one that is verified, the server and the clients
-    assert len(given) >= 2 * pieces + 2
-    monkeypatch.setattr(hdf5, "HASH_BLOCK_BYTES", 1000)
-    given.clear()
-    loaded = store.load()
-    assert loaded is not None
-    loaded.close()
-    assert len(given) == -(-(store.newest_bytes - hdf5.USER_BLOCK_BYTES) // 1000)
-
-
 def test_every_flipped_byte_is_noticed(tmp_path: Path, store: CheckpointStore) -> None:
     store.save(snapshot_of(1))
     path = tmp_path / "checkpoint.h5"
@@ -537,15 +519,15 @@ def test_a_failing_block_leaves_the_old_checkpoint(tmp_path: Path, store: Checkp
     assert rounds_in(load(tmp_path)) == {1}
 
 
-def killed(work: Callable[[], None], delay_s: float = 0.0, sign_of_life: Path | None = None) -> bool:
+def killed(work: Callable[[], None], delay_s: float = 0.0, mark: Path | None = None) -> bool:
     """Run `work` in a process of its own; return whether a SIGKILL ended it.
 
-    With a file that the work fills as a sign of life, send the signal `delay_s` after that.
+    With a file that the work fills as a mark, send the signal `delay_s` after that.
     """
     child = forked(work)
-    if sign_of_life is not None:
+    if mark is not None:
         deadline_s = time.monotonic() + 60
-        while not sign_of_life.read_text() and time.monotonic() < deadline_s:
+        while not mark.read_text() and time.monotonic() < deadline_s:
             time.sleep(0.001)
         time.sleep(delay_s)
         os.kill(child, signal.SIGKILL)
