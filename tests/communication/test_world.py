@@ -275,7 +275,8 @@ def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest
                 queued += 1
         # no rank may end, which sends one too, before all have counted
         world.barrier()
-        assert queued < 4
+        # of some 40: no more than came since the last wait began
+        assert queued < 12
 
 
 @pytest.mark.mpi(min_size=2)
