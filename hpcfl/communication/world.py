@@ -291,13 +291,34 @@ class World:
 
     def maximum(self, value: int) -> int:
         """Return the largest of all ranks' values (64 bits) on every rank. Collective."""
+        return self.maxima([value])[0]
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of all ranks' values (64 bits), place by place, on every rank. Collective."""
         if self._comm is None:
-            return value
+            return list(values)
         from mpi4py import MPI
 
-        own, largest = np.array([value], np.int64), np.empty(1, np.int64)
+        own, largest = np.array(values, np.int64), np.empty(len(values), np.int64)
         self._wait(self._comm.Iallreduce([own, _mpi_type(own)], [largest, _mpi_type(largest)], op=MPI.MAX))
-        return int(largest[0])
+        return largest.tolist()
+
+    def sum_on_server(self, tensor: torch.Tensor) -> None:
+        """Replace rank 0's contiguous CPU tensor of int64 by the sum of all ranks'. Collective.
+
+        Ranks add up on the way, so that about one such tensor reaches rank 0, whatever their number.
+        """
+        if tensor.dtype != torch.int64:
+            raise ValueError(f"whole numbers alone have one sum in any order, not {_describe(tensor)}")
+        if self._comm is None:
+            return
+        from mpi4py import MPI
+
+        for piece in self._pieces(_flat_array(tensor)):
+            own = [piece, _mpi_type(piece)]
+            send, receive = (MPI.IN_PLACE, own) if self.is_server else (own, None)
+            self._wait(self._comm.Ireduce(send, receive, op=MPI.SUM, root=0))
+        self.bytes_received += tensor.nbytes if self.is_server else 0
 
     def barrier(self) -> None:
         """Wait, without burning a core, until every rank has come here. Collective."""
