@@ -162,8 +162,10 @@ def _stand(prepare: str, namespaces: str, standing: list[subprocess.Popen[str]])
     """Start a process that stands still in new namespaces, once they are prepared; skip where none can be."""
     # with the tests it goes, even if these are killed
     process = subprocess.Popen(
-        ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces.split(), "bash", "-c"]
-        + [f"{prepare} && echo ready && exec sleep infinity"],
+        [
+            *("setpriv", "--pdeathsig", "KILL", "unshare", *namespaces.split()),
+            *("bash", "-c", f"{prepare} && echo ready && exec sleep infinity"),
+        ],
         env=_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
