@@ -63,6 +63,16 @@ LEFT_OUT = ("soak", "nodes")
 """Markers of tests that take minutes, and run only where `-m` chooses them."""
 
 
+TRANSPORTS: dict[str, dict[str, str]] = {
+    "shared-memory": {},
+    "ucx": {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx"},
+    "ofi": {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi"},
+    "openmpi-tcp": {"MPI4PY_MPIABI": "openmpi"},
+}
+"""By what ranks that tests start talk to each other (`--transport`), with the variables that choose it:
+MPICH's shared memory, its two kinds of network, as between nodes, and Open MPI's."""
+
+
 def in_mpi_world() -> bool:
     """Return whether a launcher of several ranks started this process."""
     sizes = [os.environ[name] for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if name in os.environ]
@@ -112,18 +122,32 @@ def world() -> World:
 
 
 @pytest.fixture(scope="session")
-def mpirun_command() -> list[str]:
+def mpirun_command(pytestconfig: pytest.Config) -> list[str]:
     """Return mpirun with the flags it needs here; skip where there is none, or inside an MPI world."""
     if in_mpi_world():
         pytest.skip("an MPI world cannot start another one")
+    if pytestconfig.option.transport == "openmpi-tcp":
+        return [*openmpi_command(), "--mca", "btl", "tcp,self"]
     beside_python = Path(sys.executable).parent / "mpirun"
     mpirun = str(beside_python) if beside_python.exists() else shutil.which("mpirun")
     if mpirun is None:
         pytest.skip("there is no mpirun beside python or on PATH")
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
-    if "Open MPI" not in version:
-        return [mpirun]
-    return [mpirun, "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+    return [mpirun, *OPENMPI_FLAGS] if "Open MPI" in version else [mpirun]
+
+
+OPENMPI_FLAGS = ["--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+
+
+def openmpi_command() -> list[str]:
+    """Return the mpirun of the distribution's Open MPI, with its flags; skip where there is none.
+
+    Its ranks need `TRANSPORTS["openmpi-tcp"]` in their environment.
+    """
+    mpirun = shutil.which("mpirun.openmpi")
+    if mpirun is None:
+        pytest.skip("no Open MPI here (packages openmpi-bin and libopenmpi-dev)")
+    return [mpirun, *OPENMPI_FLAGS]
 
 
 @pytest.fixture
@@ -132,8 +156,17 @@ def mpirun(mpirun_command: list[str]) -> Mpirun:
     return functools.partial(run_ranks, mpirun_command)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "by what ranks that tests start talk to each other (default: shared-memory)"
+    parser.addoption("--transport", choices=TRANSPORTS, default="shared-memory", help=told)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each of several ranks a folder of its own for files: pytest's are tidied up by all at once."""
+    """Choose the transport of ranks that tests start.
+
+    Each of several ranks gets a folder of its own for files: pytest's are tidied up by all at once.
+    """
+    os.environ.update(TRANSPORTS[config.option.transport])
     if in_mpi_world():
         folder = tempfile.TemporaryDirectory(prefix="hpcfl-rank-")
         config.add_cleanup(folder.cleanup)
