@@ -11,7 +11,7 @@ import torch
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.benchmarks.runs import StoppedError, config_of, images, run
-from hpcfl.communication.network import Network, fastest_s, measured, there_and_back
+from hpcfl.communication.network import PROBE_BYTES, Network, fastest_s, measured, there_and_back
 from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config
 from hpcfl.simulation.estimate import Estimate, Planner
@@ -34,11 +34,12 @@ def scaling(world: World, rounds: int) -> Iterator[Ratio]:
     """Time messages, and rounds of FedAvg and pFedLA on 1, 2, 4 workers and so on up to all. Collective.
 
     Strong scaling has the same clients on any number of workers, weak scaling the same for each worker. A
-    figure is the time of a round as planned over the measured one; its parts are milliseconds of the round
-    with the median time, and its efficiency beside one worker.
+    figure is the time of a round as planned over the measured one; its parts are the efficiency beside one
+    worker, and seconds of the round with the median time: training on the slowest worker, of it what workers
+    wait for the slowest on average, messages, and rank 0's work.
     """
     network = measured(world)
-    yield from _messages(world)
+    yield from _messages(world, network)
     most = world.num_workers
     sizes = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
     with images(world) as folder:
@@ -53,17 +54,21 @@ def scaling(world: World, rounds: int) -> Iterator[Ratio]:
                         yield _ratio(f"{kind}, {method}", timed, alone, workers if kind == "strong" else 1)
 
 
-def _messages(world: World) -> Iterator[Ratio]:
-    """Time a broadcast to all workers, and what comes and goes for each. Collective."""
+def _messages(world: World, network: Network) -> Iterator[Ratio]:
+    """Time a broadcast to all workers, and a scatter and gather; all as MB/s of what arrives. Collective."""
+    rates = {"its node": network.node_bytes_a_s, "other nodes": network.link_bytes_a_s}
+    found = [(f"rank 0 and {where}, {PROBE_BYTES / 1e6:g} MB", rate) for where, rate in rates.items()]
+    everyone = range(world.num_workers)
     for size in MESSAGE_BYTES:
-        steps = {
-            "broadcast": partial(_broadcast, world, size),
-            "scatter and gather": partial(there_and_back, world, range(world.num_workers), size),
-        }
-        for name, step in steps.items():
-            seconds = fastest_s(world, step)
-            if world.is_server:
-                yield Ratio(f"network: ms of a {name}, {size / 1e6:g} MB a worker", 1e3 * seconds)
+        there_s = fastest_s(world, partial(_broadcast, world, size))
+        trip_s = fastest_s(world, partial(there_and_back, world, everyone, size))
+        found.append((f"broadcast to all, {size / 1e6:g} MB", len(everyone) * size / there_s))
+        found.append((f"scatter and gather, {size / 1e6:g} MB a worker", 2 * len(everyone) * size / trip_s))
+    if world.is_server:
+        yield Ratio("network: ms of a short message", 1e3 * (network.latency_s or 0.0))
+        for name, rate in found:
+            if rate is not None:
+                yield Ratio(f"network: MB/s of {name}", rate / 1e6)
 
 
 def _broadcast(world: World, size: int) -> None:
@@ -124,17 +129,16 @@ def _ratio(name: str, timed: Timed, alone: Timed, speed_up: int) -> Ratio:
     train_s, wait_s = timing.train_s[number], timing.wait_s[number]
     parts = {
         "efficiency": _median(alone[0])[1] / speed_up / round_s,
-        "round": 1e3 * round_s,
-        "training": 1e3 * train_s,
-        "of it idle": 1e3 * train_s * timing.idle_shares[number],
-        "messages": 1e3 * max(0.0, wait_s - train_s),
-        "server": 1e3 * (round_s - max(wait_s, train_s)),
-        "planned": 1e3 * plan.round_s,
+        "planned s": plan.round_s,
+        "round s": round_s,
+        "training": train_s,
+        "of it idle": train_s * timing.idle_shares[number],
+        "messages": max(0.0, wait_s - train_s),
+        "server": round_s - max(wait_s, train_s),
     }
-    rounds = [1e3 * seconds for seconds in timing.round_s[1:]]
     return Ratio(
-        f"{name}, clients {plan.cohort}, workers {plan.ranks - 1}, nodes {plan.nodes}: ms, planned / measured",
+        f"{name}, clients {plan.cohort}, workers {plan.ranks - 1}, nodes {plan.nodes}: planned / measured",
         plan.round_s / round_s,
         parts=parts,
-        detail=f"rounds of {min(rounds):.3g} to {max(rounds):.3g} ms",
+        detail=f"rounds of {min(timing.round_s[1:]):.2g} to {max(timing.round_s[1:]):.2g} s",
     )

@@ -71,9 +71,9 @@ class Estimate:
     @property
     def limit(self) -> str:
         """What takes most of a round."""
-        has_enough = self.ranks - 1 <= self.cohort
-        training = "training" if has_enough else f"a cohort of {self.cohort} clients"
-        parts = {training: self.train_s, "rank 0's work": self.server_s, "rank 0's link": self.network_s}
+        training = "training" if self.ranks <= self.cohort + 1 else f"a cohort of {self.cohort} clients"
+        network = "rank 0's link" if self.nodes > 1 else "rank 0's messages"
+        parts = {training: self.train_s, "rank 0's work": self.server_s, network: self.network_s}
         return max(parts, key=lambda part: parts[part])
 
     @property
