@@ -50,7 +50,7 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
             raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
     if "nodes" in parts and world.size == 1:
         raise UserError(
-            "--parts nodes needs several ranks: mpirun -n 4 python -m hpcfl.main bench --parts nodes"
+            "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes"
         )
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")

@@ -202,7 +202,7 @@ def test_a_request_to_stop_ends_it_with_what_was_measured(
         ),
         (
             ["--parts", "nodes"],
-            "--parts nodes needs several ranks: mpirun -n 4 python -m hpcfl.main bench --parts nodes",
+            "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes",
         ),
         (["--repeats", "0"], "--repeats 0 must be 1 or more"),
         (["--clients", "100,9"], "--clients 100,9 must be numbers from 10 on, such as --clients 100,1000"),
