@@ -90,13 +90,16 @@ mpi_type() {
     listed=" $(srun --mpi=list 2>&1 | tr -c 'a-z0-9_' ' ') "
     case $(python -m mpi4py --mpi-lib-version) in
         *"Open MPI"*) wanted="pmix" ;;
+        *"MPICH configure:"*pmix*) wanted="pmi2 pmix" ;;
+        # as from PyPI
+        *"MPICH configure:"*) wanted="pmi2" ;;
         *) wanted="pmi2 pmix" ;;
     esac
     for type in $wanted; do
         case $listed in *" $type "*) echo "$type"; return ;; esac
     done
-    say "srun knows none of $wanted, which this MPI needs; use LAUNCHER=mpirun" >&2
-    return 1
+    say "srun knows none of the --mpi types that join the ranks of this MPI ($wanted); use LAUNCHER=mpirun" >&2
+    return 2
 }
 
 # MPICH names its shared memory after the job's step, and would meet what a killed step of the same number has left.
@@ -111,7 +114,11 @@ choose_launcher() {
         if command -v mpirun >/dev/null; then LAUNCHER=mpirun; else LAUNCHER=srun; fi
     fi
     case $LAUNCHER in
-        mpirun) launcher=(mpirun -n "${SLURM_NTASKS:-1}") ;;
+        mpirun)
+            launcher=(mpirun -n "${SLURM_NTASKS:-1}")
+            # it starts its own processes on the nodes by srun; were srun to speak PMIx there, MPICH would meet two
+            export SLURM_MPI_TYPE=none
+            ;;
         srun)
             type=$(mpi_type) || exit
             # A rank that dies leaves the others waiting; ranks that stop orderly do not end at the same moment.

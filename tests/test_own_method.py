@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from hpcfl.communication.channel import Upload
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.messages import Cohort
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg

@@ -11,9 +11,9 @@ import torch
 from hpcfl.benchmarks.ratios import Ratio, compare
 from hpcfl.benchmarks.steps import context_of
 from hpcfl.communication import sharded
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes

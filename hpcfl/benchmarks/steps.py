@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcfl.benchmarks.ratios import Ratio, compare
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.data.sources import Arrays

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hpcfl.communication.codecs import AS_IT_IS, Codec, Frame, UploadCoding
 from hpcfl.communication.messages import Cohort, Message, Piece
+from hpcfl.communication.upload import FixedPointSum, Upload, exponent_of
 from hpcfl.communication.world import World
 from hpcfl.parameters import Layer, spread
 
@@ -178,19 +179,16 @@ class Channel:
         sent: Message | None = None,
         coding: UploadCoding | None = None,
     ) -> Upload:
-        """Send the rows of this rank's cohort members to the server, in client-ordered blocks.
+        """Begin to send the rows of this rank's cohort members to the server.
 
         `sent` is the message that the server sent to the cohort; a method may need it to read the upload.
-        Without a `coding` tensors travel as they are.
-
-        Collective. The iteration over the result is collective, too, and yields blocks on the server only:
-        every rank must iterate to the end (`Upload.drain`).
+        Without a `coding` tensors travel as they are. Collective; see `Upload` for what ranks do then.
         """
         header = _Entry.encode(_Entry.describe(message)) if message.num_clients else b""
         headers = self._world.gather_bytes(header)
         first = next((h for h in headers if h), b"[]") if headers is not None else b""
         entries = _Entry.decode(self._world.broadcast_bytes(first))
-        return Upload(self._gather(entries, message, cohort, coding), sent)
+        return _SentUpload(self._world, self._uploaded(entries, message, cohort, coding), sent)
 
     def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
         """Bring figures [own members, F] to the server, [S, F], and None elsewhere. Collective."""
@@ -241,10 +239,11 @@ class Channel:
         ]
         return codec.decode(arrived, frame[own]).view(count, *frame.shape)
 
-    def _gather(
+    def _uploaded(
         self, entries: Sequence[_Entry], message: Message, cohort: Cohort, coding: UploadCoding | None
-    ) -> Iterator[tuple[slice, Message]]:
-        world, deal = self._world, self._deal(cohort)
+    ) -> _Uploaded:
+        """Agree with all ranks on how each tensor of an upload travels. Collective."""
+        deal = self._deal(cohort)
         own = self._own(deal)
         frames = {}
         for entry in entries:
@@ -254,51 +253,15 @@ class Channel:
                 if message.num_clients:
                     chosen[own] = message.keep[entry.name].to(torch.uint8)
                 gathered = self.collect(cohort, chosen[own])
-                world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
+                self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
                 frame = replace(frame, keep=chosen.bool())
             frames[entry.name] = frame if coding is None else self._after(frame, coding, len(cohort), own)
         codecs = {name: AS_IT_IS if coding is None else coding.codec.of(f) for name, f in frames.items()}
-        pieces = {name: codecs[name].pieces(frame) for name, frame in frames.items()}
         if coding is not None:
             for name, codec in codecs.items():
                 if codec.remembers:
                     coding.unsent.begin(frames[name])
-        for block in self._blocks(sum(math.prod(entry.shape) for entry in entries), len(cohort)):
-            first, last = bisect_left(own, block.start), bisect_left(own, block.stop)
-            mine, order = own[first:last], deal.in_worker_order(block)
-            received = Message(num_clients=block.stop - block.start)
-            for entry in entries:
-                frame, codec = frames[entry.name], codecs[entry.name]
-                send = [torch.empty(0, dtype=piece.dtype) for piece in pieces[entry.name]]
-                if mine:
-                    rows, of_rank = message.rows[entry.name], slice(first, last)
-                    encoded = _encoded(rows, frame[mine], of_rank, codec, coding)
-                    send = [
-                        _pack(tensor, piece[mine])
-                        for tensor, piece in zip(encoded, pieces[entry.name], strict=True)
-                    ]
-                arrived = []
-                for flat, piece in zip(send, pieces[entry.name], strict=True):
-                    sizes = deal.sizes(_row_sizes(piece, len(cohort)), block)
-                    gathered = world.gather(flat, sizes)
-                    if gathered is not None:
-                        numbers = _unpack(gathered, piece[order], received.num_clients)
-                        arrived.append(deal.in_client_order(numbers, block))
-                if not world.is_server:
-                    continue
-                part, base = frame[block], None
-                if coding is not None and coding.sent is not None and codec is not AS_IT_IS:
-                    base = part.base(coding.sent.select(block))
-                rows = codec.decode(arrived, part, base)
-                received.rows[entry.name] = rows.view(received.num_clients, *frame.shape)
-                if codec is not AS_IT_IS:
-                    received.pieces[entry.name] = codec.pieces(part)
-                if entry.keep is not None:
-                    received.keep[entry.name] = torch.tensor(entry.keep)
-                elif part.keep is not None:
-                    received.keep[entry.name] = part.keep
-            if world.is_server:
-                yield block, received
+        return _Uploaded(message, deal, own, entries, frames, codecs, coding)
 
     def _after(self, frame: Frame, coding: UploadCoding, num_rows: int, own: list[int]) -> Frame:
         """Return the frame of a cohort that says what its members received: all on the server, else `own`."""
@@ -313,15 +276,182 @@ class Channel:
         return replace(frame, known=known)
 
     def _blocks(self, row_size: int, num_rows: int) -> list[slice]:
-        """Cut a cohort into blocks of at most `max_elements` numbers, of one client at the least."""
-        step = max(1, self._world.max_elements // max(1, row_size))
-        return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
+        return _blocks(row_size, num_rows, self._world.max_elements)
 
     def _frame(self, entry: _Entry, num_rows: int) -> Frame:
         frame = Frame.of(entry.name, entry.shape, entry.dtype, self._layers)
         if entry.keep is None:
             return frame
         return replace(frame, keep=torch.tensor(entry.keep).expand(num_rows, -1))
+
+
+@dataclass(frozen=True)
+class _Uploaded:
+    """An upload as all ranks know it, with the rows of this rank's members, whose positions are `own`."""
+
+    message: Message
+    deal: _Deal
+    own: Sequence[int]
+    entries: Sequence[_Entry]
+    frames: dict[str, Frame]
+    codecs: dict[str, Codec]
+    coding: UploadCoding | None
+
+
+class _SentUpload(Upload):
+    """An upload whose rows are with the workers, which do in `drain` what the server reads."""
+
+    def __init__(self, world: World, uploaded: _Uploaded, sent: Message | None) -> None:
+        super().__init__((), sent)
+        self._world, self._uploaded = world, uploaded
+        self._unread = [entry.name for entry in uploaded.entries]
+        self._gathering: Iterator[tuple[slice, Message]] = iter(())
+
+    @property
+    def outline(self) -> Message:
+        up = self._uploaded
+        outline = Message(num_clients=len(up.deal))
+        for entry in up.entries:
+            frame = up.frames[entry.name]
+            # only its type and shape are looked at
+            outline.rows[entry.name] = torch.zeros(1, dtype=entry.dtype).expand(len(up.deal), *entry.shape)
+            outline.pieces[entry.name] = up.codecs[entry.name].pieces(frame)
+            if (keep := _keep(entry, frame)) is not None:
+                outline.keep[entry.name] = keep
+        return outline
+
+    def __iter__(self) -> Iterator[tuple[slice, Message]]:
+        return self.blocks()
+
+    def sums(self, shares: Mapping[str, Tensor], sizes: Iterable[int] = ()) -> dict[str, Tensor]:
+        names, sizes = [*shares], tuple(sizes)
+        self._tell(names, do="sum", shapes=[tuple(shares[name].shape) for name in names], sizes=sizes)
+        return {name: self._sum(name, shares[name].double().contiguous(), sizes) for name in names}
+
+    def drain(self) -> None:
+        for _ in self._gathering:
+            pass
+        if self._world.is_server:
+            if self._unread:
+                self._tell([], do="end")
+                self._unread.clear()
+            return
+        while self._unread:
+            told = json.loads(self._world.broadcast_bytes(None))
+            if told["do"] == "end":
+                return
+            self._mark_read(told["names"])
+            if told["do"] == "sum":
+                for name, shape in zip(told["names"], told["shapes"], strict=True):
+                    self._sum(name, torch.empty(shape, dtype=torch.float64), tuple(told["sizes"]))
+            else:
+                for _ in self._gather(told["names"]):
+                    pass
+
+    def blocks(self, *names: str) -> Iterator[tuple[slice, Message]]:
+        if not self._world.is_server:
+            self.drain()
+            return iter(())
+        wanted = [*names] or [*self._unread]
+        if wanted:
+            self._tell(wanted, do="gather")
+        self._gathering = self._gather(wanted)
+        return self._gathering
+
+    def _tell(self, names: Sequence[str], **what: object) -> None:
+        """Have the other ranks do something with tensors that are not read yet. Called by the server."""
+        if not self._world.is_server:
+            raise RuntimeError("the server reads an upload, the other ranks call drain")
+        if other := [name for name in names if name not in self._unread]:
+            raise ValueError(f"{', '.join(other)}: not in this upload, or read before; read each tensor once")
+        self._mark_read(names)
+        self._world.broadcast_bytes(json.dumps({"names": list(names), **what}).encode())
+
+    def _mark_read(self, names: Sequence[str]) -> None:
+        self._unread = [name for name in self._unread if name not in names]
+
+    def _sum(self, name: str, shares: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return the sums [K, ...] of a tensor on the server, which has the shares. Collective."""
+        self._world.broadcast(shares)
+        frame, own = self._uploaded.frames[name], list(self._uploaded.own)
+        rows = self._as_decoded(name).view(len(own), *frame.shape)
+        travels: slice | Tensor = slice(None)
+        if frame.keep is not None:
+            is_sent = frame.keep.any(dim=0)
+            travels = spread(frame.sizes, is_sent)
+            sizes = tuple(size * int(sent) for size, sent in zip(sizes, is_sent, strict=bool(sizes)))
+        rows = rows[..., travels]
+        exponent, has_others = self._world.maxima(exponent_of(rows))
+        total = FixedPointSum(rows, shares[:, own], exponent, has_others > 0, sizes)
+        for tensor in total.tensors:
+            self._world.sum_on_server(tensor)
+        sums = torch.zeros(len(shares), *frame.shape, dtype=frame.dtype)
+        sums[..., travels] = total.value()
+        return sums
+
+    def _as_decoded(self, name: str) -> Tensor:
+        """Return this rank's rows of a tensor [C, M, W] as the server would read them."""
+        up = self._uploaded
+        if not up.own:
+            frame = up.frames[name]
+            return torch.empty(0, frame.models, sum(frame.sizes), dtype=frame.dtype)
+        frame, codec, rows = up.frames[name][list(up.own)], up.codecs[name], up.message.rows[name]
+        encoded = _encoded(rows, frame, slice(0, len(rows)), codec, up.coding)
+        base = None if up.coding is None else frame.base(up.coding.received)
+        pieces = zip(encoded, codec.pieces(frame), strict=True)
+        arrived = [_unpack(_pack(tensor, piece), piece, len(rows)) for tensor, piece in pieces]
+        return codec.decode(arrived, frame, base)
+
+    def _gather(self, names: Sequence[str]) -> Iterator[tuple[slice, Message]]:
+        """Yield the blocks of some tensors, on the server. Collective."""
+        world, up = self._world, self._uploaded
+        entries = [entry for entry in up.entries if entry.name in names]
+        num_rows = len(up.deal)
+        pieces = {entry.name: up.codecs[entry.name].pieces(up.frames[entry.name]) for entry in entries}
+        for block in _blocks(sum(math.prod(e.shape) for e in entries), num_rows, world.max_elements):
+            first, last = bisect_left(up.own, block.start), bisect_left(up.own, block.stop)
+            mine, order = list(up.own[first:last]), up.deal.in_worker_order(block)
+            received = Message(num_clients=block.stop - block.start)
+            for entry in entries:
+                frame, codec = up.frames[entry.name], up.codecs[entry.name]
+                send = [torch.empty(0, dtype=piece.dtype) for piece in pieces[entry.name]]
+                if mine:
+                    rows, of_rank = up.message.rows[entry.name], slice(first, last)
+                    encoded = _encoded(rows, frame[mine], of_rank, codec, up.coding)
+                    send = [
+                        _pack(tensor, piece[mine])
+                        for tensor, piece in zip(encoded, pieces[entry.name], strict=True)
+                    ]
+                arrived = []
+                for flat, piece in zip(send, pieces[entry.name], strict=True):
+                    gathered = world.gather(flat, up.deal.sizes(_row_sizes(piece, num_rows), block))
+                    if gathered is not None:
+                        numbers = _unpack(gathered, piece[order], received.num_clients)
+                        arrived.append(up.deal.in_client_order(numbers, block))
+                if world.is_server:
+                    received.rows[entry.name] = self._decoded(frame[block], codec, arrived, block)
+                    if (keep := _keep(entry, frame[block])) is not None:
+                        received.keep[entry.name] = keep
+            if world.is_server:
+                yield block, received
+
+    def _decoded(self, frame: Frame, codec: Codec, arrived: Sequence[Tensor], block: slice) -> Tensor:
+        """Return the rows of a block from the pieces that arrived on the server."""
+        coding, base = self._uploaded.coding, None
+        if coding is not None and coding.sent is not None and codec is not AS_IT_IS:
+            base = frame.base(coding.sent.select(block))
+        return codec.decode(arrived, frame, base).view(block.stop - block.start, *frame.shape)
+
+
+def _keep(entry: _Entry, frame: Frame) -> Tensor | None:
+    """Return which layers of a tensor travel: bool [L] where everybody knows, else bool [C, L] or None."""
+    return frame.keep if entry.keep is None else torch.tensor(entry.keep)
+
+
+def _blocks(row_size: int, num_rows: int, max_elements: int) -> list[slice]:
+    """Cut a cohort into blocks of at most `max_elements` numbers, of one client at the least."""
+    step = max(1, max_elements // max(1, row_size))
+    return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
 
 def _encoded(
@@ -364,38 +494,3 @@ def _unpack(flat: Tensor, piece: Piece, num_rows: int) -> Tensor:
     for row, mask, part in zip(rows, chosen, flat.split(sizes) if num_rows else (), strict=True):
         row[:, mask] = part.view(piece.models, -1)
     return rows
-
-
-class Upload:
-    """A cohort's messages on the server, arriving in client-ordered blocks; can be read once.
-
-    Iteration yields (positions in the cohort, message of these clients). Collective.
-    """
-
-    def __init__(self, blocks: Iterator[tuple[slice, Message]], sent: Message | None = None) -> None:
-        self.sent = sent
-        """What the cohort was sent in this round, on the server."""
-        self._blocks = blocks
-        self._observers: list[Callable[[slice, Message], None]] = []
-
-    def observe(self, observer: Callable[[slice, Message], None]) -> None:
-        """Show every block to `observer` before the reader sees it."""
-        self._observers.append(observer)
-
-    def __iter__(self) -> Iterator[tuple[slice, Message]]:
-        for positions, block in self._blocks:
-            for observer in self._observers:
-                observer(positions, block)
-            yield positions, block
-
-    def collect(self) -> dict[str, Tensor]:
-        """Read all blocks and return the rows of all clients, [S, ...], by name."""
-        blocks = [block.rows for _, block in self]
-        if len(blocks) <= 1:
-            return blocks[0] if blocks else {}
-        return {name: torch.cat([rows[name] for rows in blocks]) for name in blocks[0]}
-
-    def drain(self) -> None:
-        """Read what is left, so that no rank waits for ever."""
-        for _ in self:
-            pass

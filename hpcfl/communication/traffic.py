@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.codecs import AS_IT_IS, Frame
 from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.parameters import Layer
 
 INDEX_BYTES = 8
@@ -92,14 +92,13 @@ class RoundTraffic:
         if message is not None:
             self.down.add(slice(None), self._count(message))
 
-    def counting_up(self, upload: Upload, senders: Sequence[int] | None = None) -> Upload:
-        """Return an upload whose blocks are counted as they are read.
+    def count_up(self, upload: Upload, senders: Sequence[int] | None = None) -> None:
+        """Count an upload.
 
         `senders` are the positions in the cohort of the clients that send; default: all.
         """
-        places = np.arange(len(self.up.indices)) if senders is None else np.array(senders, np.int64)
-        upload.observe(lambda positions, block: self.up.add(places[positions], self._count(block)))
-        return upload
+        places = slice(None) if senders is None else np.array(senders, np.int64)
+        self.up.add(places, self._count(upload.outline))
 
     def _count(self, message: Message) -> Traffic:
         return count_bytes(message, self._layers, self._names_layers)

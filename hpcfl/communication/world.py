@@ -306,13 +306,34 @@ class World:
 
     def maximum(self, value: int) -> int:
         """Return the largest of all ranks' values (64 bits) on every rank. Collective."""
+        return self.maxima([value])[0]
+
+    def maxima(self, values: Sequence[int]) -> list[int]:
+        """Return the largest of all ranks' values (64 bits), place by place, on every rank. Collective."""
         if self._comm is None:
-            return value
+            return list(values)
         from mpi4py import MPI
 
-        own, largest = np.array([value], np.int64), np.empty(1, np.int64)
+        own, largest = np.array(values, np.int64), np.empty(len(values), np.int64)
         self._wait(self._comm.Iallreduce([own, _mpi_type(own)], [largest, _mpi_type(largest)], op=MPI.MAX))
-        return int(largest[0])
+        return largest.tolist()
+
+    def sum_on_server(self, tensor: torch.Tensor) -> None:
+        """Replace rank 0's contiguous CPU tensor of int64 by the sum of all ranks'. Collective.
+
+        Ranks add up on the way, so that about one such tensor reaches rank 0, whatever their number.
+        """
+        if tensor.dtype != torch.int64:
+            raise ValueError(f"whole numbers alone have one sum in any order, not {_describe(tensor)}")
+        if self._comm is None:
+            return
+        from mpi4py import MPI
+
+        for piece in self._pieces(_flat_array(tensor)):
+            own = [piece, _mpi_type(piece)]
+            send, receive = (MPI.IN_PLACE, own) if self.is_server else (own, None)
+            self._wait(self._comm.Ireduce(send, receive, op=MPI.SUM, root=0))
+        self.bytes_received += tensor.nbytes if self.is_server else 0
 
     def barrier(self) -> None:
         """Wait, without burning a core, until every rank has come here. Collective."""
@@ -400,14 +421,12 @@ def open_world(max_elements: int = MAX_ELEMENTS) -> World:
     num_launched = _num_launched()
     if num_launched == 1:
         return World(None, max_elements)
-    comm = _import_comm_world()
+    comm, library = _import_comm_world()
     if comm.Get_size() > 1:
         return World(comm, max_elements)
     if num_launched is not None:
-        raise UserError(
-            f"the launcher started {num_launched} ranks, but each is alone in its MPI world; under SLURM use "
-            "`srun --mpi=pmix` (see `srun --mpi=list`), elsewhere the mpirun of the MPI that "
-            "`python -m mpi4py --mpi-lib-version` names"
+        raise _not_joined(
+            f"the launcher started {num_launched} ranks, but each is alone in its MPI world", library
         )
     return World(None, max_elements)
 
@@ -422,19 +441,50 @@ def _num_launched() -> int | None:
     return None if "PMIX_RANK" in os.environ else 1
 
 
-def _import_comm_world() -> MPI.Intracomm:
-    """Start MPI; raise UserError where there is none."""
-    try:
-        with warnings.catch_warnings():
-            # Our own check says more than mpi4py's warning about a foreign mpirun.
-            warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
+def _import_comm_world() -> tuple[MPI.Intracomm, str]:
+    """Start MPI, and return the world and the library's version; raise UserError where there is none."""
+    with warnings.catch_warnings():
+        # Our own check says more than mpi4py's warning about a foreign mpirun.
+        warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
+        try:
+            import mpi4py
+
+            mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
             from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        raise UserError(
-            f"the launcher started several ranks, but MPI cannot be loaded ({error}); load the cluster's MPI "
-            "module or `pip install mpi4py mpich`"
-        ) from error
-    return MPI.COMM_WORLD
+        except (ImportError, RuntimeError) as error:
+            raise UserError(
+                f"the launcher started several ranks, but MPI cannot be loaded ({error}); load the cluster's "
+                "MPI module or `pip install mpi4py mpich`"
+            ) from error
+        library = MPI.Get_library_version()
+        if not MPI.Is_initialized():
+            _refuse_foreign_srun(library)
+            MPI.Init_thread()
+    return MPI.COMM_WORLD, library
+
+
+def _refuse_foreign_srun(library: str) -> None:
+    """Raise UserError where MPI would end this process as it starts, since it does not speak as srun does."""
+    speaks_pmi = {"PMI_RANK", "OMPI_COMM_WORLD_SIZE"} & set(os.environ)
+    if speaks_pmi or _STEP_SIZE_VARIABLE not in os.environ:
+        return
+    if "PMIX_RANK" in os.environ and _srun_type(library) == "pmi2":
+        raise _not_joined("srun speaks PMIx, which this MPICH was built without", library)
+    if "PMIX_RANK" not in os.environ and "Open MPI" in library:
+        raise _not_joined("srun does not speak PMIx, which Open MPI needs", library)
+
+
+def _srun_type(library: str) -> str:
+    """Return the type for `srun --mpi` that joins the ranks of an MPI, by its version text."""
+    # MPICH alone says how it was configured
+    return "pmi2" if "MPICH configure:" in library and "pmix" not in library else "pmix"
+
+
+def _not_joined(what: str, library: str) -> UserError:
+    return UserError(
+        f"{what}; under SLURM use `srun --mpi={_srun_type(library)}` (see `srun --mpi=list`), elsewhere the "
+        "mpirun of the MPI that `python -m mpi4py --mpi-lib-version` names"
+    )
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import WeightedMean
-from hpcfl.communication.messages import Cohort
+from hpcfl.communication.means import mean_of
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
 
@@ -36,16 +38,18 @@ class ModelBank(OwnModel):
         """
         is_sound = server["models"].norm(dim=1).isfinite()
         known = (is_sound & (server["is_known"] == 1)).nonzero().flatten().tolist()
-        mean = WeightedMean(torch.ones(len(known)))
-        for position, client in enumerate(known):
-            mean.add(slice(position, position + 1), server["models"][client : client + 1])
-        return self.context.initial_parameters() if mean.value is None else mean.value
+        if not known:
+            return self.context.initial_parameters()
+        return mean_of((server["models"][client] for client in known), torch.ones(len(known)))
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         for positions, block in up:
-            members = list(cohort.clients[positions])
-            server["models"][members] = block.rows["theta"]
-            server["is_known"][members] = 1
+            self.store(server, cohort.clients[positions], block)
+
+    def store(self, server: State, clients: Sequence[int], block: Message) -> None:
+        """Keep the models that some clients sent."""
+        server["models"][list(clients)] = block.rows["theta"]
+        server["is_known"][list(clients)] = 1
 
     def server_bytes(self) -> dict[str, int]:
         return {"models": 4 * self.context.num_clients * self.layout.size}

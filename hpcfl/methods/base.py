@@ -15,10 +15,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import WeightedMean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
@@ -247,7 +246,7 @@ class Method:
         """
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        """Update the server's state from the cohort's upload, which can be read once, block by block."""
+        """Update the server's state from the cohort's upload: means of its tensors first, then its blocks."""
 
     def server_buffers(self) -> Tensor:
         """Return the server's initial averaged running statistics: [U], or [M, U] of M models."""
@@ -257,9 +256,9 @@ class Method:
         """Return the averaged running statistics that go down with a download; default: all to everybody."""
         return Message(shared={BUFFERS: server[BUFFERS]})
 
-    def mean_of_buffers(self, cohort: Cohort) -> WeightedMean | None:
-        """Return the mean that takes the uploaded running statistics; None: `aggregate` averages them."""
-        return WeightedMean(cohort.num_samples)
+    def weights_of_buffers(self, cohort: Cohort) -> Tensor | None:
+        """Return the weights [S] of the clients' running statistics; None: `aggregate` averages them."""
+        return cohort.num_samples
 
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Update the server's state once models and running statistics are aggregated; default: nothing.

@@ -36,9 +36,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import ClusterMeans
+from hpcfl.communication.means import cluster_means, mean_of
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Method, Params, State
 from hpcfl.pictures import Picture
@@ -101,7 +101,7 @@ class ClusteredFL(Method):
     def download_buffers(self, server: State, cohort: Cohort) -> Message:
         return Message(rows={BUFFERS: server[BUFFERS][server["cluster"][list(cohort.clients)]]})
 
-    def mean_of_buffers(self, cohort: Cohort) -> None:
+    def weights_of_buffers(self, cohort: Cohort) -> None:
         """Return None: `aggregate` averages them cluster by cluster, as the models."""
 
     def train(self, clients: Clients, down: Message) -> Message:
@@ -109,24 +109,18 @@ class ClusteredFL(Method):
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         members = list(cohort.clients)
-        statistics: list[Tensor] = []
-        for positions, block in up:
+        for positions, block in up.blocks("update"):
             server["updates"][members[positions]] = block.rows["update"]
-            if BUFFERS in server:
-                statistics.append(block.rows[BUFFERS])
         server["is_known"][members] = 1
         self._split_clusters(server, cohort)
         cluster, uniform = server["cluster"][members], torch.ones(len(cohort))
-        moved = ClusterMeans(uniform, torch.zeros_like(server["theta"]))
-        for position, client in enumerate(members):
-            # row by row: indexing the updates of the whole cohort would copy them all at once
-            part = slice(position, position + 1)
-            moved.add(part, server["updates"][client : client + 1], cluster[part])
-        server["theta"] = server["theta"] + moved.value()
+        theta = server["theta"].clone()
+        for number in cluster.unique().tolist():
+            of_cluster = [client for client in members if server["cluster"][client] == number]
+            theta[number] += mean_of((server["updates"][n] for n in of_cluster), torch.ones(len(of_cluster)))
+        server["theta"] = theta
         if BUFFERS in server:
-            means = ClusterMeans(uniform, server[BUFFERS])
-            means.add(slice(None), torch.cat(statistics), cluster)
-            server[BUFFERS] = means.value()
+            server |= cluster_means(up, [BUFFERS], uniform, cluster, server)
 
     def _split_clusters(self, server: State, cohort: Cohort) -> None:
         """Split the cohort's clusters whose updates disagree; warn in the last round if none ever did."""
@@ -160,10 +154,10 @@ class ClusteredFL(Method):
         Norms are nan for a client that has not trained in its present cluster.
         """
         updates, cluster, known = server["updates"], server["cluster"], server["is_known"] == 1
-        nothing = torch.full_like(server["theta"], torch.nan)
-        means = ClusterMeans(torch.ones(int(known.sum())), nothing)
-        means.add(slice(None), updates[known], cluster[known])
-        norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.value().norm(dim=1)[cluster]}
+        means = torch.full_like(server["theta"], torch.nan)
+        for number in cluster[known].unique().tolist():
+            means[number] = updates[known & (cluster == number)].mean(dim=0)
+        norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.norm(dim=1)[cluster]}
         return {"cluster": cluster} | {name: norm.where(known, torch.nan) for name, norm in norms.items()}
 
     def server_bytes(self) -> dict[str, int]:

@@ -11,9 +11,9 @@ do not say otherwise.
 
 from __future__ import annotations
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Method, State
 from hpcfl.training.clients import Clients
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training.clients import Clients

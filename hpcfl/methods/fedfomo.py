@@ -31,8 +31,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
 from hpcfl.methods.base import Context, Params, State
@@ -125,14 +125,11 @@ class FedFomo(ModelBank):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
         ids = up.sent.rows["ids"]
-
-        def add_weights(positions: slice, block: Message) -> None:
+        for positions, block in up:
             members = cohort.clients[positions]
+            self.store(server, members, block)
             for client, chosen, weights in zip(members, ids[positions], block.rows["weights"], strict=True):
                 server["affinity"][client, chosen] += weights
-
-        up.observe(add_weights)
-        super().aggregate(server, cohort, up)
 
     def received(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._start(clients, down)[0]})

@@ -60,9 +60,9 @@ import torch
 from pydantic import Field, Strict
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import LayerMean
+from hpcfl.communication.means import layer_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Routed, num_paths, path_names
@@ -251,10 +251,7 @@ class FedMN(Method):
         if aggregation == "sum":
             # a total of 0 keeps the weights of the pretraining's classifier, which no client trains any more
             total = samples.sum() * torch.tensor([layer.name != CLASSIFIER for layer in self.layers])
-        mean = LayerMean(weights, self.layers, server["theta"], total)
-        for positions, block in up:
-            mean.add(positions, block.rows["theta"])
-        server["theta"] = mean.value
+        server |= layer_means(up, {"theta": weights}, self.layers, {"theta": server["theta"]}, total)
 
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Hand on the encoder's body after the last round of pretraining."""

@@ -22,9 +22,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import ClusterMeans
+from hpcfl.communication.means import cluster_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.pictures import Picture
@@ -66,7 +66,7 @@ class IFCA(Method):
     def server_buffers(self) -> Tensor:
         return self.initial_buffers().repeat(self.params.clusters, 1)
 
-    def mean_of_buffers(self, cohort: Cohort) -> None:
+    def weights_of_buffers(self, cohort: Cohort) -> None:
         """Return None: `aggregate` averages them cluster by cluster, as the models."""
 
     def download(self, server: State, cohort: Cohort) -> Message:
@@ -77,14 +77,10 @@ class IFCA(Method):
         return Message(rows={"theta": clients.sgd(start).theta, "cluster": chosen})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        chosen = up.collect("cluster")["cluster"]
+        server["cluster"][list(cohort.clients)] = chosen
         names = [name for name in ("theta", BUFFERS) if name in server]
-        means = {name: ClusterMeans(cohort.num_samples, server[name]) for name in names}
-        for positions, block in up:
-            chosen = block.rows["cluster"]
-            server["cluster"][list(cohort.clients[positions])] = chosen
-            for name, mean in means.items():
-                mean.add(positions, block.rows[name], chosen)
-        server.update({name: mean.value() for name, mean in means.items()})
+        server |= cluster_means(up, names, cohort.num_samples, chosen, server)
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": best_model(clients, down["theta"])[1]})

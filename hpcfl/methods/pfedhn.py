@@ -30,8 +30,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.generators import EMBEDDING, HEAD_WEIGHT, Generator

@@ -47,8 +47,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments

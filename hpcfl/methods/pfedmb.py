@@ -39,9 +39,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
-from hpcfl.communication.means import LayerMean
+from hpcfl.communication.means import layer_means
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.pictures import Picture
 from hpcfl.randomness import torch_stream
@@ -127,16 +127,15 @@ class PFedMB(Method):
         return Message(rows=rows | {"alpha": self._on_simplex(kept)}, keep=keep)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        rows = up.collect()
-        samples = cohort.num_samples.double().view(-1, 1, 1)
-        alpha = rows.pop("alpha")
+        alpha = up.collect("alpha")["alpha"]
         if self.params.aggregation == "plain":
             alpha = torch.ones_like(alpha)
-        mean = LayerMean(samples * self._of_all_layers(alpha).mT, self.layers, server["branches"])
-        for position in range(len(cohort)):
-            one = slice(position, position + 1)
-            mean.add(one, self._together(Message(rows={name: part[one] for name, part in rows.items()})))
-        server["branches"] = mean.value
+        samples = cohort.num_samples.double().view(-1, 1, 1)
+        # [S, B, L]
+        weights, _ = self._apart(samples * self._of_all_layers(alpha).mT)
+        old, _ = self._apart(server["branches"])
+        means = layer_means(up, weights, self.layers, old)
+        server["branches"] = self._together(Message(shared=means))[0]
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))})

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State, pull_towards
 from hpcfl.training.clients import Clients

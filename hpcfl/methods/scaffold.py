@@ -25,9 +25,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.means import weighted_means
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hpcfl.communication.channel import Upload
+from hpcfl.communication.means import weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Method, State
 from hpcfl.parameters import ParameterLayout
 from hpcfl.training.clients import Clients
@@ -95,13 +96,11 @@ class Driver:
             up.drain()
             self.method.end_round(server, cohort)
             return
-        mean = self.method.mean_of_buffers(cohort) if self.method.averages_buffers else None
-        if mean is not None:
-            up.observe(lambda positions, block: mean.add(positions, block.rows[BUFFERS]))
+        weights = self.method.weights_of_buffers(cohort) if self.method.averages_buffers else None
+        averaged = {} if weights is None else weighted_means(up, {BUFFERS: weights})
         self.method.aggregate(server, cohort, up)
         up.drain()
-        if mean is not None and mean.value is not None:
-            server[BUFFERS] = mean.value
+        server |= averaged
         self.method.end_round(server, cohort)
 
     def evaluated(self, clients: Clients, down: Message) -> Message:

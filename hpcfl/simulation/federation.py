@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import torch
 
-from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import AS_IT_IS, UNSENT, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.methods.base import State

@@ -199,7 +199,8 @@ class Simulation:
             here = [n for n, client in enumerate(self._federation.own(cohort)) if client not in diverged]
             members, up, before = cohort.select(places), up.select(here), before.select(here, places)
             sent = None if sent is None else sent.select(places)
-        upload = traffic.counting_up(self._federation.upload(up, members, sent, before), places)
+        upload = self._federation.upload(up, members, sent, before)
+        traffic.count_up(upload, places)
         if not self._world.is_server:
             upload.drain()
         self._federation.visits.end()
@@ -212,7 +213,9 @@ class Simulation:
         """Collect the cohort's requests and send the server's answer; return both. Collective."""
         federation, driver = self._federation, self._federation.driver
         asked = stack([driver.ask(clients, down.select(part)) for part, clients in groups])
-        requests = traffic.counting_up(federation.ask(asked, cohort)).collect()
+        upload = federation.ask(asked, cohort)
+        traffic.count_up(upload)
+        requests = upload.collect()
         more = federation.on_server(lambda: driver.answer(self.server, cohort, requests))
         answer = federation.deliver(more, cohort)
         traffic.count_down(answer.sent)

@@ -9,51 +9,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from bits import differing, run_here, tiny_settings, write_digits
-from conftest import forgetting_own_code, in_mpi_world
-from one_node import Job, Slurm, one_node
+from bits import differing, run_here
+from conftest import in_mpi_world
+from gates import Gates, gated_settings, run_undisturbed
 from processes import REPOSITORY
+from slurm import Job, Slurm, running_slurm
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
-
-GATED = '''"""FedAvg that waits in a round while there is a file `closed-ROUND` in the folder GATES."""
-
-import os
-import signal
-import time
-from pathlib import Path
-from typing import Any, ClassVar
-
-from hpcfl.communication.messages import Message
-from hpcfl.methods.base import Params
-from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.clients import Clients
-
-
-class GatedParams(Params):
-    fails: bool = False
-    """Whether the second round raises, until there is a file `mended`."""
-
-
-class Gated(FedAvg):
-    name = "gated"
-    summary = "FedAvg that waits"
-    Params: ClassVar[Any] = GatedParams
-
-    def train(self, clients: Clients, down: Message) -> Message:
-        gates = Path(os.environ["GATES"])
-        (gates / f"reached-{clients.round}").write_text(os.environ.get("SLURM_JOB_END_TIME", "not told"))
-        if self.params.fails and clients.round == 1 and not (gates / "mended").exists():
-            raise RuntimeError("a mistake of one's own")
-        end_s = time.monotonic() + 120
-        while (gates / f"closed-{clients.round}").exists() and time.monotonic() < end_s:
-            if signal.getsignal(signal.SIGUSR1).__self__.requested:
-                (gates / "signalled").touch()
-            time.sleep(0.02)
-        return super().train(clients, down)
-'''
 
 TABLE = """
 title: A table with a cell that fails
@@ -66,67 +30,24 @@ rows:
 """
 
 
-class Gates:
-    """Where runs of the method above wait, round by round from 0."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder = folder
-        self.env = {"GATES": str(folder)}
-
-    def close(self, *rounds: int) -> None:
-        for number in rounds:
-            (self.folder / f"closed-{number}").touch()
-
-    def open(self, number: int) -> None:
-        (self.folder / f"closed-{number}").unlink()
-
-    def wait(self, number: int, job: Job) -> str:
-        """Wait until a job's run is in a round, and return when it thinks that its time is up."""
-        reached = self.folder / f"reached-{number}"
-        job.until(lambda: reached.exists() and reached.read_text(), f"round {number}")
-        end_time = reached.read_text()
-        # the next wait is for another start
-        reached.unlink()
-        return end_time
-
-    def wait_for_signal(self, job: Job) -> None:
-        """Wait until the script has passed a signal on, and it has come to a rank that waits here."""
-        job.until((self.folder / "signalled").exists, "the signal")
-        assert "asked to stop" in job.output
-
-
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     if in_mpi_world():
         pytest.skip("an MPI world cannot start another one")
     folder = tmp_path_factory.mktemp("submit")
     (folder / "jobs").symlink_to(REPOSITORY / "jobs")
-    with one_node(folder) as running:
+    with running_slurm(folder) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("settings")
-    write_digits(folder / "digits.npz")
-    (folder / "gated.py").write_text(GATED)
-    return [*tiny_settings(folder / "digits.npz"), "run.checkpoint_every=1", "run.report=false"]
-
-
-@pytest.fixture(scope="module")
-def gated(settings: list[str]) -> list[str]:
-    digits = next(word for word in settings if word.startswith("data.path="))
-    return [*settings, f"method.path={Path(digits.partition('=')[2]).with_name('gated.py')}"]
+def gated(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return gated_settings(tmp_path_factory.mktemp("settings"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(gated: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("undisturbed")
-    with pytest.MonkeyPatch.context() as patch, forgetting_own_code():
-        patch.setenv("GATES", str(Gates(base / "gates").folder))
-        assert run_here(base / "run", gated) == FINISHED
-    return base / "run"
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"), gated)
 
 
 @pytest.fixture
@@ -256,10 +177,11 @@ def test_a_plain_srun_is_refused_with_what_to_type(slurm: Slurm, gated: list[str
 
 
 def test_an_array_loses_no_cell_but_the_one_that_fails(
-    slurm: Slurm, settings: list[str], gated: list[str], gates: Gates, tmp_path: Path
+    slurm: Slurm, gated: list[str], gates: Gates, tmp_path: Path
 ) -> None:
+    *settings, own_method = gated
     path = tmp_path / "table.yaml"
-    method = gated[-1].partition("=")[2]
+    method = own_method.partition("=")[2]
     path.write_text(TABLE % method)
     out = tmp_path / "out"
     words = ["jobs/table.sbatch", path, *settings, "--own-code", method, "--out", out]

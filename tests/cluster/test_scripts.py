@@ -202,6 +202,33 @@ def test_no_notes_are_taken_from_jobs_that_slurm_knows_or_does_not_tell(submit: 
     assert notes(submit) == ["88"]
 
 
+@pytest.mark.parametrize(
+    ("library", "listed", "wanted"),
+    [
+        ("Open MPI v4.1.4", "none pmi2 pmix", "pmix"),
+        ("Open MPI v4.1.4", "none pmi2", None),
+        ("MPICH Version: 5.0.2 MPICH configure: --with-pm=hydra", "none pmix pmi2", "pmi2"),
+        ("MPICH Version: 5.0.2 MPICH configure: --with-pm=hydra", "none pmix", None),
+        ("MPICH Version: 5.0.2 MPICH configure: --with-pmix=/usr", "none pmix", "pmix"),
+        ("MVAPICH2 Version: 2.3.7", "none pmi2", "pmi2"),
+    ],
+)
+def test_srun_is_given_the_type_that_fits_the_mpi_or_is_refused(
+    submit: Path, library: str, listed: str, wanted: str | None
+) -> None:
+    programs = submit / ".venv" / "bin"
+    (programs / "python").write_text(f'#!/bin/sh\necho "{library}"\n')
+    (programs / "python").chmod(0o755)
+    (programs / "srun").write_text(ANSWERS.replace("echo pmi2 pmix", f"echo {listed}"))
+    done = job(submit, "train.sbatch", [f"{FINISHED}"], env={"LAUNCHER": "srun"})
+    if wanted is None:
+        assert (done.code, done.starts) == (BAD_INPUT, [])
+        assert "srun knows none of the --mpi types that join the ranks of this MPI (p" in done.said
+    else:
+        assert done.code == FINISHED, done.said
+        assert f"srun --mpi={wanted} " in done.said
+
+
 def test_only_steps_that_were_killed_are_passed_over(submit: Path) -> None:
     """Their numbers alone may have left shared memory behind."""
     passed_over = []

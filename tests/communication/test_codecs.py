@@ -5,7 +5,7 @@ Shapes: S clients of a cohort, P = 9 trainable numbers in L = 3 layers of 3, 2 a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from harness import SMALL, Run, random
 from torch import Tensor
 
 from hpcfl.communication import channel as channel_module
-from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import UNSENT, Codec, Frame, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import BUFFERS, Cohort, Message, Piece
 from hpcfl.communication.settings import CommConfig
 from hpcfl.communication.traffic import INDEX_BYTES, Traffic, count_bytes
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
@@ -71,11 +72,8 @@ class Wire:
         everyone = range(self.num_clients)
         unsent = Unsent([(self.state, self.num_clients)], [(0, client) for client in everyone])
         coding = UploadCoding(codec_of(self.settings, "up"), before, before, unsent)
-        blocks = list(self.channel.up(message, self.cohort, coding=coding))
-        if len(blocks) == 1:
-            return blocks[0][1]
-        rows = {name: torch.cat([block.rows[name] for _, block in blocks]) for name in message.rows}
-        return Message(rows=rows, num_clients=self.num_clients)
+        upload = self.channel.up(message, self.cohort, coding=coding)
+        return replace(upload.outline, rows=upload.collect())
 
 
 def wire(codec: str, num_clients: int = 1, **more: object) -> Wire:

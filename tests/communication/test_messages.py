@@ -15,10 +15,11 @@ import torch
 from conftest import in_mpi_world
 from torch import Tensor
 
-from hpcfl.communication.channel import Channel, Upload
-from hpcfl.communication.means import LayerMean, WeightedMean
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.means import cluster_means, layer_means, mean_of, weighted_mean, weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import Traffic, count_bytes
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.parameters import Layer
 
@@ -213,7 +214,7 @@ def test_only_kept_layers_travel(clients: tuple[int, ...]) -> None:
     assert world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.rows.values())
     assert world.moved["broadcast float32"] == 0
     own = own_part(cohort, world)
-    channel.up(rows_of(whole, own), cohort).drain()
+    channel.up(rows_of(whole, own), cohort).collect()
     # the pure server states the type of its empty part, so every rank counts alike
     assert world.moved["gather float32"] == kept
     shared = Message({"part": torch.arange(P).float()}, {}, {"part": torch.tensor([True, False, True])})
@@ -266,14 +267,65 @@ def test_an_upload_read_halfway_can_be_drained() -> None:
     own = own_part(cohort, world)
     channel = Channel(world, LAYERS, N)
     upload = channel.up(rows_of(Message(rows={"theta": rows(cohort, P)}), own), cohort)
-    seen: list[int] = []
-    upload.observe(lambda positions, _: seen.append(positions.start))
     if world.is_server:
         assert next(iter(upload))[0] == slice(0, 1)
     upload.drain()
-    assert seen == (list(range(N)) if world.is_server else [])
     upload.drain()
     assert world.maximum(world.rank) == world.size - 1
+    assert world.moved["gather float32"] == N * P
+
+
+@pytest.mark.mpi
+def test_each_tensor_of_an_upload_is_read_once_in_any_order() -> None:
+    world, cohort = CountingWorld(2**20), cohort_of(COHORTS[0])
+    own = own_part(cohort, world)
+    tensors = {name: rows(cohort, P) + place for place, name in enumerate("abcd")}
+    whole = Message(rows=tensors, num_clients=len(cohort))
+    upload = Channel(world, LAYERS, N).up(rows_of(whole, own), cohort)
+    if world.is_server:
+        assert torch.equal(upload.collect("b")["b"], whole.rows["b"])
+        weighted_means(upload, {"c": cohort.num_samples})
+        with pytest.raises(ValueError, match="b: not in this upload, or read before"):
+            upload.collect("a", "b")
+        assert list(upload.collect()) == ["a", "d"]
+        assert list(upload.collect()) == []
+    upload.drain()
+    assert world.maximum(world.rank) == world.size - 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("place", [at_home, away_from_home])
+@pytest.mark.parametrize("clients", COHORTS)
+def test_means_over_ranks_have_the_bits_of_one_rank(clients: tuple[int, ...], place: Place) -> None:
+    """And no client's row reaches the server."""
+    world = CountingWorld(50)
+    cohort = place(cohort_of(clients), world)
+    own = own_part(cohort, world)
+    scale = 10.0 ** torch.arange(-9, 0).repeat(2, 1)
+    keep = {"body": torch.tensor([True, True, False]), "some": chosen(cohort)}
+    tensors = {"theta": rows(cohort, 2, P) * scale, "body": rows(cohort, P), "some": rows(cohort, P)}
+    whole = Message({}, tensors, keep, len(cohort))
+    weights = {"theta": 1.0 + torch.arange(len(cohort)), "body": cohort.num_samples}
+    layered = torch.rand(len(cohort), L, generator=torch.Generator().manual_seed(1)) * keep["some"]
+    upload = Channel(world, LAYERS, N).up(rows_of(whole, own), cohort)
+    if not world.is_server:
+        upload.drain()
+        return
+    means = weighted_means(upload, weights)
+    means |= layer_means(upload, {"some": layered}, LAYERS, {"some": torch.full((P,), 5.0)})
+    upload.drain()
+    assert world.moved["gather float32"] == 0
+    alone = Upload([(slice(0, len(cohort)), masked_message(whole))])
+    expected = weighted_means(alone, weights)
+    expected |= layer_means(alone, {"some": layered}, LAYERS, {"some": torch.full((P,), 5.0)})
+    for name, mean in means.items():
+        assert torch.equal(mean, expected[name]), name
+
+
+def masked_message(message: Message) -> Message:
+    """Return a message whose layers that do not travel are zero."""
+    kept = {name: masked(message.rows[name], keep) for name, keep in message.keep.items()}
+    return Message(message.shared, message.rows | kept, message.keep, message.num_clients)
 
 
 def blocks_of(tensor: Tensor, *cuts: int) -> Iterator[tuple[slice, Message]]:
@@ -281,81 +333,111 @@ def blocks_of(tensor: Tensor, *cuts: int) -> Iterator[tuple[slice, Message]]:
         yield slice(start, stop), Message(rows={"theta": tensor[start:stop]}, num_clients=stop - start)
 
 
+def upload_of(tensor: Tensor, *cuts: int) -> Upload:
+    return Upload(blocks_of(tensor, *cuts))
+
+
 def test_collect_puts_the_blocks_together() -> None:
     tensor = torch.arange(12).view(6, 2)
-    assert torch.equal(Upload(blocks_of(tensor, 1, 4)).collect()["theta"], tensor)
+    assert torch.equal(upload_of(tensor, 1, 4).collect()["theta"], tensor)
 
 
 def test_a_weighted_mean_worked_out() -> None:
-    mean = WeightedMean(torch.tensor([1, 3, 4]))
-    mean.add(slice(0, 2), torch.tensor([[8.0, 0.0], [0.0, 16.0]]))
-    mean.add(slice(2, 3), torch.tensor([[4.0, -2.0]]))
-    assert mean.value is not None
-    assert mean.value.tolist() == [3.0, 5.0]
+    rows = torch.tensor([[8.0, 0.0], [0.0, 16.0], [4.0, -2.0]])
+    assert weighted_mean(upload_of(rows, 2), "theta", torch.tensor([1, 3, 4])).tolist() == [3.0, 5.0]
 
 
-def test_a_weighted_mean_does_not_depend_on_the_cuts() -> None:
-    stream = torch.Generator().manual_seed(0)
-    tensor = torch.randn(7, 1001, generator=stream)
-    weights = torch.tensor([3, 1, 4, 1, 5, 9, 2])
-    means = []
-    for cuts in ((), (1,), (3, 5), (1, 2, 3, 4, 5, 6)):
-        mean = WeightedMean(weights)
-        for positions, block in blocks_of(tensor, *cuts):
-            mean.add(positions, block.rows["theta"])
-        assert mean.value is not None
-        means.append(mean.value)
+WEIGHTS = torch.tensor([3, 1, 4, 1, 5, 9, 2])
+
+
+def test_a_weighted_mean_does_not_depend_on_order_or_cuts_and_is_the_nearest_float32() -> None:
+    tensor = torch.randn(7, 1001, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # from 1e-6 to 1e2, so that the smallest have 27 bits less than the largest
+    tensor = (tensor * 10 ** torch.linspace(-6, 2, 1001)).float()
+    means = [weighted_mean(upload_of(tensor, *cuts), "theta", WEIGHTS) for cuts in ((), (1,), (3, 5))]
+    order = torch.tensor([6, 2, 0, 3, 1, 5, 4])
+    means.append(weighted_mean(upload_of(tensor[order]), "theta", WEIGHTS[order]))
     assert all(torch.equal(value, means[0]) for value in means)
-    exact = (weights.double() @ tensor.double() / 25).float()
-    torch.testing.assert_close(means[0], exact, rtol=1e-6, atol=1e-6)
+    exact = (WEIGHTS.double() @ tensor.double() / 25).float()
+    # float64 itself rounds now and then to the other neighbour
+    torch.testing.assert_close(means[0], exact, rtol=2**-23, atol=1e-15)
+    assert (means[0] == exact).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("largest", [1e-45, 1e-38, 1.0, 3.4e38])
+def test_a_mean_of_equal_numbers_of_any_size_is_the_number(largest: float) -> None:
+    numbers = torch.tensor([largest, -largest, 0.0]).repeat(7, 1)
+    torch.testing.assert_close(
+        weighted_mean(upload_of(numbers), "theta", WEIGHTS), numbers[0], rtol=2**-23, atol=0
+    )
+
+
+def test_what_is_no_number_stays_in_its_place() -> None:
+    rows = torch.tensor([[1.0, torch.nan, 3.0, torch.inf], [3.0, 2.0, 1.0, -torch.inf]])
+    mean = weighted_mean(upload_of(rows), "theta", torch.ones(2))
+    torch.testing.assert_close(mean, torch.tensor([2.0, torch.nan, 2.0, torch.nan]), equal_nan=True)
+
+
+def layer_mean(tensor: Tensor, weights: Tensor, old: Tensor, total: Tensor | None = None) -> Tensor:
+    return layer_means(upload_of(tensor), {"theta": weights}, LAYERS, {"theta": old}, total)["theta"]
 
 
 def test_a_layer_mean_worked_out() -> None:
     # the second client alone has layer b, and nobody has layer c
     weights = torch.tensor([[1, 0, 0], [3, 2, 0]])
     old = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, 1e-30, -0.0, 9.0])
-    mean = LayerMean(weights, LAYERS, old)
-    mean.add(slice(0, 1), torch.tensor([[8.0, 4.0, 0.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0]]))
-    mean.add(slice(1, 2), torch.tensor([[0.0, 8.0, 4.0, 5.0, 6.0, 7.0, 7.0, 7.0, 7.0]]))
-    assert mean.value.tolist() == [2.0, 7.0, 3.0, 5.0, 6.0, *old[5:].tolist()]
-    assert mean.value[5:].numpy().tobytes() == old[5:].numpy().tobytes()
+    rows = [[8.0, 4.0, 0.0, 7.0, 7.0, 7.0, 7.0, 7.0, 7.0], [0.0, 8.0, 4.0, 5.0, 6.0, 7.0, 7.0, 7.0, 7.0]]
+    mean = layer_mean(torch.tensor(rows), weights, old)
+    assert mean.tolist() == [2.0, 7.0, 3.0, 5.0, 6.0, *old[5:].tolist()]
+    assert mean[5:].numpy().tobytes() == old[5:].numpy().tobytes()
 
 
 def test_a_layer_mean_has_weights_for_each_branch() -> None:
     weights = torch.tensor([[[1, 1, 1], [0, 1, 0]], [[1, 3, 0], [2, 0, 0]]])
     rows = torch.tensor([[[1.0] * P, [2.0] * P], [[3.0] * P, [5.0] * P]])
-    mean = LayerMean(weights, LAYERS, torch.full((2, P), -1.0))
-    mean.add(slice(None), rows)
+    mean = layer_mean(rows, weights, torch.full((2, P), -1.0))
     first, second = [2.0] * 3 + [2.5] * 2 + [1.0] * 4, [5.0] * 3 + [2.0] * 2 + [-1.0] * 4
-    assert mean.value.tolist() == [first, second]
+    assert mean.tolist() == [first, second]
 
 
 def test_a_layer_mean_may_be_divided_by_another_total() -> None:
-    old = torch.full((P,), -1.0)
-    mean = LayerMean(torch.tensor([[1, 2, 0], [1, 0, 0]]), LAYERS, old, torch.tensor([4, 4, 4]))
-    mean.add(slice(None), torch.tensor([[2.0] * P, [6.0] * P]))
-    assert mean.value.tolist() == [2.0] * 3 + [1.0] * 2 + [0.0] * 4
+    old, rows = torch.full((P,), -1.0), torch.tensor([[2.0] * P, [6.0] * P])
+    mean = layer_mean(rows, torch.tensor([[1, 2, 0], [1, 0, 0]]), old, torch.tensor([4, 4, 4]))
+    assert mean.tolist() == [2.0] * 3 + [1.0] * 2 + [0.0] * 4
 
 
 def test_numbers_without_a_weight_stay_out_of_a_layer_mean_even_if_they_are_none() -> None:
     old = torch.tensor([torch.nan] * 5 + [torch.inf] * 4)
-    mean = LayerMean(torch.tensor([[1, 1, 0]]), LAYERS, old)
-    mean.add(slice(None), torch.tensor([[1.0] * 5 + [torch.nan] * 4]))
-    assert mean.value.tolist() == [1.0] * 5 + [torch.inf] * 4
+    mean = layer_mean(torch.tensor([[1.0] * 5 + [torch.nan] * 4]), torch.tensor([[1, 1, 0]]), old)
+    assert mean.tolist() == [1.0] * 5 + [torch.inf] * 4
 
 
 def test_a_layer_mean_with_the_same_weights_for_all_layers_is_the_weighted_mean_to_the_bit() -> None:
-    stream = torch.Generator().manual_seed(0)
     layers = (Layer("a", 0, 333, 0, 0), Layer("b", 333, 334, 0, 0), Layer("c", 334, 1001, 0, 0))
-    tensor, weights = torch.randn(7, 1001, generator=stream), torch.tensor([3, 1, 4, 1, 5, 9, 2])
-    plain = WeightedMean(weights)
-    plain.add(slice(None), tensor)
+    tensor = torch.randn(7, 1001, generator=torch.Generator().manual_seed(0))
+    plain = weighted_mean(upload_of(tensor), "theta", WEIGHTS)
+    of_layers = {"theta": WEIGHTS.unsqueeze(1).expand(7, L)}
+    old = {"theta": torch.ones(1001)}
     for cuts in ((), (1,), (3, 5)):
-        mean = LayerMean(weights.unsqueeze(1).expand(7, L), layers, torch.ones(1001))
-        for positions, block in blocks_of(tensor, *cuts):
-            mean.add(positions, block.rows["theta"])
-        assert plain.value is not None
-        assert torch.equal(mean.value, plain.value)
+        assert torch.equal(layer_means(upload_of(tensor, *cuts), of_layers, layers, old)["theta"], plain)
+
+
+def test_means_of_clusters_worked_out_and_of_one_cluster_the_weighted_mean_to_the_bit() -> None:
+    rows = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    weights = torch.tensor([3, 1, 4, 1, 5])
+    old = {"theta": torch.full((4, 30), 7.0)}
+    means = cluster_means(upload_of(rows, 2), ["theta"], weights, torch.tensor([2, 0, 2, 2, 0]), old)["theta"]
+    torch.testing.assert_close(means[2], (3 * rows[0] + 4 * rows[2] + rows[3]) / 8)
+    torch.testing.assert_close(means[0], (rows[1] + 5 * rows[4]) / 6)
+    assert (means[[1, 3]] == 7).all()
+    one = cluster_means(upload_of(rows), ["theta"], weights, torch.zeros(5, dtype=torch.int64), old)["theta"]
+    assert torch.equal(one[0], weighted_mean(upload_of(rows), "theta", weights))
+
+
+def test_a_mean_of_rows_worked_out() -> None:
+    assert mean_of(iter([torch.tensor([8.0]), torch.tensor([4.0])]), torch.tensor([1, 3])).tolist() == [5.0]
+    with pytest.raises(ValueError, match="mean of nothing"):
+        mean_of([], torch.ones(0))
 
 
 def counted(message: Message) -> Traffic:

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, network_with
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods import Context, fedamp, fedfomo
 from hpcfl.methods.fedamp import FedAMP, _squared_distances

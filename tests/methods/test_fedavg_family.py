@@ -7,8 +7,8 @@ import torch
 from harness import Run
 from torch import Tensor
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.training.clients import Clients
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, mean_by_samples, network_with, torchs_sgd
 
-from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.methods.fedphp import FedPHP, discrepancy
 from hpcfl.methods.pfedme import PFedMe

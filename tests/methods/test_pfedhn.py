@@ -14,9 +14,10 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State

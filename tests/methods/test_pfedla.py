@@ -13,9 +13,9 @@ from harness import UNEQUAL, OneClient, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpcfl.communication.channel import Upload
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import Traffic, count_bytes
+from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods import Method, pfedla
 from hpcfl.methods.base import State

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.errors import FINISHED

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from hpcfl.communication.channel import Channel, Upload
-from hpcfl.communication.means import ClusterMeans, WeightedMean
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import count_bytes
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
 from hpcfl.data.sources import load_arrays
@@ -294,22 +294,6 @@ def test_ifca_averages_by_samples_and_an_empty_cluster_keeps_its_model_to_the_bi
         torch.testing.assert_close(server[name][0], torch.full_like(server[name][0], sign * 4.0))
         assert torch.equal(server[name][1], before[name][1])
         assert torch.equal(server[name][2], torch.full_like(server[name][2], sign * 7.0))
-
-
-def test_means_of_clusters_come_block_by_block_and_of_one_cluster_are_the_weighted_mean_to_the_bit() -> None:
-    rows, weights, cluster = random(5, 30), torch.tensor([3, 1, 4, 1, 5]), torch.tensor([2, 0, 2, 2, 0])
-    whole, blocks = (ClusterMeans(weights, torch.full((4, 30), 7.0)) for _ in range(2))
-    whole.add(slice(None), rows, cluster)
-    for part in (slice(0, 2), slice(2, 5)):
-        blocks.add(part, rows[part], cluster[part])
-    assert torch.equal(whole.value(), blocks.value())
-    torch.testing.assert_close(whole.value()[2], (3 * rows[0] + 4 * rows[2] + rows[3]) / 8)
-    torch.testing.assert_close(whole.value()[0], (rows[1] + 5 * rows[4]) / 6)
-    assert (whole.value()[[1, 3]] == 7).all()
-    one, mean = ClusterMeans(weights, torch.zeros(1, 30)), WeightedMean(weights)
-    one.add(slice(None), rows, torch.zeros(5, dtype=torch.int64))
-    mean.add(slice(None), rows)
-    assert torch.equal(one.value()[0], mean.value)
 
 
 def test_ifca_tells_which_model_each_client_chose_last() -> None:

@@ -19,9 +19,10 @@ from marked_device import CPU, DEVICE, Marked, MixedDevicesError, marked_device
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
-from hpcfl.communication.channel import Channel, Upload
+from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import UNSENT
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
 from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import METHODS

@@ -1,4 +1,4 @@
-"""A SLURM of one node on this machine, for the job scripts: its own daemons, ports, key and state."""
+"""A SLURM of its own for the job scripts, on this machine or on nodes that this machine plays."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from nodes import Node
+from processes import REPOSITORY, clean_environment
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol", "squeue", "scancel", "setpriv")
 CORES = 16
-"""What the node says it has, so that jobs never wait for each other."""
+"""What each node says it has, so that jobs never wait for each other."""
 
 PATIENCE_S = 300.0
 KILL_WAIT_S = 2
+NODE_TIMEOUT_S = 20
+"""How long SLURM waits for a node before it takes it for dead."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 # cred_expire is also how long a requeued job waits: two minutes by default, and no less than these 5 s;
 # started earlier, it would be taken for ended when its old processes are
 CONFIGURATION = """
 ClusterName=hpcfl-tests
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={first.name}({first.address})
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
 AuthType=auth/munge
@@ -39,11 +42,13 @@ FirstJobId={first_job}
 SlurmUser=root
 SlurmdUser=root
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool-%n
+TmpFS={folder}/tmp-%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdTimeout={node_timeout}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
@@ -56,9 +61,22 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cores} CoresPerSocket={cores} State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
+NODE = "NodeName={node.name} NodeAddr={node.address} CPUs={cores} CoresPerSocket={cores} State=UNKNOWN\n"
+
+
+class ThisMachine:
+    """This machine as a node."""
+
+    name, address = socket.gethostname().partition(".")[0], "127.0.0.1"
+
+    def command(self, *words: str | Path, cwd: Path = REPOSITORY) -> list[str]:
+        """Return the words that run a command here."""
+        return ["env", "--chdir", str(cwd), *map(str, words)]
+
+
+AnyNode = Node | ThisMachine
 
 
 def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
@@ -71,11 +89,15 @@ def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S)
 
 
 class Slurm:
-    """A SLURM that runs; `folder` is where its jobs are submitted, with the repository's jobs/ in it."""
+    """A SLURM that runs; `folder` is where its jobs are submitted, with the repository's jobs/ in it.
 
-    def __init__(self, configuration: Path, folder: Path) -> None:
+    The first of its nodes has the controller, and is where jobs are submitted.
+    """
+
+    def __init__(self, configuration: Path, folder: Path, nodes: Sequence[AnyNode]) -> None:
         self.folder = folder
-        self._configuration = configuration
+        self._configuration, self._nodes = configuration, nodes
+        self._daemons: list[subprocess.Popen[bytes]] = []
 
     def environment(self) -> dict[str, str]:
         """Return a clean environment whose SLURM is this one, and whose python runs the tests."""
@@ -94,8 +116,7 @@ class Slurm:
         self, *words: str | Path, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*map(str, words)],
-            cwd=self.folder,
+            self._nodes[0].command(*words, cwd=self.folder),
             env={**self.environment(), **(env or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -103,6 +124,70 @@ class Slurm:
             timeout=PATIENCE_S,
             check=False,
         )
+
+    def start_daemons(self) -> None:
+        """Start all daemons and wait for the nodes; skip the test where they do not come up."""
+        folder = self._configuration.parent
+        munge = folder / "munge"
+        for name in ("munge", "state"):
+            (folder / name).mkdir(mode=0o700)
+        (munge / "key").touch(mode=0o600)
+        (munge / "key").write_bytes(os.urandom(128))
+        of_munge = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
+        # --force: the folder of the socket is closed to other users, and all jobs here are root's
+        munged = ["munged", "--foreground", "--force", f"--socket={munge}/socket", *of_munge]
+        self._start(self._nodes[0], munged, (munge / "socket").exists)
+        self._start(
+            self._nodes[0],
+            ["slurmctld", "-D", "-i"],
+            lambda: "is UP" in self.try_call("scontrol", "ping").stdout,
+        )
+        for node in self._nodes:
+            self.start_node(node)
+
+    def start_node(self, node: AnyNode) -> None:
+        """Start a node's daemon and wait until jobs can have the node."""
+        # a PMIx server's files would meet those of other nodes in /tmp
+        self._configuration.with_name(f"tmp-{node.name}").mkdir(exist_ok=True)
+        self._start(node, ["slurmd", "-D", "-N", node.name], lambda: self.state_of(node) == "idle")
+
+    def drain(self, number: int) -> None:
+        """Have no job start on a node."""
+        name = self._nodes[number - 1].name
+        self.call("scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=test")
+
+    def resume(self, number: int) -> None:
+        """Let jobs start again on a node that was drained; changes nothing for others."""
+        self.try_call("scontrol", "update", f"NodeName={self._nodes[number - 1].name}", "State=RESUME")
+
+    def state_of(self, node: AnyNode) -> str:
+        """Return a node's state as `sinfo` has it, such as idle or down*."""
+        words = ("--noheader", f"--nodes={node.name}", "--format=%T")
+        return self.try_call("sinfo", *words).stdout.strip()
+
+    def _start(self, node: AnyNode, command: list[str], ready: Callable[[], bool]) -> None:
+        log = self._configuration.with_name("daemons.log")
+        with log.open("ab") as output:
+            # with the tests their daemons go, even if these are killed
+            daemon = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *node.command(*command)],
+                env={**self.environment(), "PATH": f"{self.environment()['PATH']}:/usr/sbin"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+        self._daemons.append(daemon)
+        end_s = time.monotonic() + 30
+        while not ready():
+            if daemon.poll() is not None or time.monotonic() > end_s:
+                told = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
+                pytest.skip(f"{command[0]} does not start here: {told}")
+            time.sleep(0.05)
+
+    def kill_daemons(self) -> None:
+        for daemon in reversed(self._daemons):
+            daemon.kill()
+            daemon.wait()
 
     def submit(self, *words: str | Path, **env: str) -> Job:
         """Submit with these words behind `sbatch`; return the job."""
@@ -172,8 +257,8 @@ class Job:
 
 
 @contextlib.contextmanager
-def one_node(submit_folder: Path) -> Iterator[Slurm]:
-    """Run a SLURM of one node until the block is left; skip the test, with the reason, where it cannot be."""
+def running_slurm(submit_folder: Path, nodes: Sequence[AnyNode] = (ThisMachine(),)) -> Iterator[Slurm]:
+    """Run a SLURM on nodes until the block is left; skip the test, with the reason, where it cannot be."""
     missing = [
         name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
     ]
@@ -186,21 +271,20 @@ def one_node(submit_folder: Path) -> Iterator[Slurm]:
     configuration = folder / "slurm.conf"
     # MPICH names shared memory after the job: what a killed one has left would meet the next of its number
     first_job = random.randrange(1000, 50_000_000)
-    host = socket.gethostname().partition(".")[0]
-    configuration.write_text(
-        CONFIGURATION.format(
-            host=host,
-            folder=folder,
-            ports=_free_ports(),
-            first_job=first_job,
-            kill_wait=KILL_WAIT_S,
-            cores=CORES,
-        )
+    text = CONFIGURATION.format(
+        first=nodes[0],
+        folder=folder,
+        ports=_free_ports(),
+        first_job=first_job,
+        kill_wait=KILL_WAIT_S,
+        node_timeout=NODE_TIMEOUT_S,
     )
-    slurm = Slurm(configuration, submit_folder)
-    daemons: list[subprocess.Popen[bytes]] = []
+    configuration.write_text(text + "".join(NODE.format(node=node, cores=CORES) for node in nodes))
+    # nothing here needs control groups, and a played node has none mounted, which only version 1 puts up with
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    slurm = Slurm(configuration, submit_folder, nodes)
     try:
-        _start(slurm, folder, daemons)
+        slurm.start_daemons()
         yield slurm
     finally:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -208,47 +292,9 @@ def one_node(submit_folder: Path) -> Iterator[Slurm]:
             end_s = time.monotonic() + 3 * KILL_WAIT_S
             while slurm.try_call("squeue", "--noheader").stdout and time.monotonic() < end_s:
                 time.sleep(0.2)
-        for daemon in reversed(daemons):
-            daemon.kill()
-            daemon.wait()
+        slurm.kill_daemons()
         _kill_all_of(configuration)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _start(slurm: Slurm, folder: Path, daemons: list[subprocess.Popen[bytes]]) -> None:
-    """Start the daemons and wait for the node; skip the test where they do not come up."""
-    munge = folder / "munge"
-    for name in ("munge", "state", "spool"):
-        (folder / name).mkdir(mode=0o700)
-    (munge / "key").touch(mode=0o600)
-    (munge / "key").write_bytes(os.urandom(128))
-    of_munge = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
-    log = folder / "daemons.log"
-    # --force: the folder of the socket is closed to other users, and all jobs here are root's
-    for command, ready in (
-        (
-            ["munged", "--foreground", "--force", f"--socket={munge}/socket", *of_munge],
-            (munge / "socket").exists,
-        ),
-        (["slurmctld", "-D", "-i"], lambda: "UP" in slurm.try_call("scontrol", "ping").stdout),
-        (["slurmd", "-D"], lambda: "idle" in slurm.try_call("sinfo", "--noheader", "--format=%T").stdout),
-    ):
-        with log.open("ab") as output:
-            # with the tests their daemons go, even if these are killed
-            daemon = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *command],
-                env={**slurm.environment(), "PATH": f"{slurm.environment()['PATH']}:/usr/sbin"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        daemons.append(daemon)
-        end_s = time.monotonic() + 30
-        while not ready():
-            if daemon.poll() is not None or time.monotonic() > end_s:
-                told = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
-                pytest.skip(f"{command[0]} does not start here: {told}")
-            time.sleep(0.05)
 
 
 def _free_ports() -> list[int]:

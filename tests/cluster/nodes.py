@@ -1,0 +1,193 @@
+"""Nodes of a cluster, played on this machine: a network, host name, /dev/shm and mounts each, the same files.
+
+Ranks on two of them talk by the network, as on a cluster. Each node is a process that stands still in
+namespaces of its own; commands enter these. The nodes' links meet in one more namespace, the switch, so that
+the machine's own network stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from processes import REPOSITORY, clean_environment, kill_tree, run_tree
+
+PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv")
+
+# what mpirun calls in place of ssh, as `script [options] HOST words`
+REMOTE_SHELL = """#!/usr/bin/env bash
+while [[ "$1" == -* ]]; do shift; done
+host=$1; shift
+exec nsenter --target "$(cat {folder}/"$host".pid)" --net --uts --ipc --mount -- bash -c "cd {cwd} && $*"
+"""
+
+
+class Node:
+    """One node; `process` is what stands still in its namespaces."""
+
+    def __init__(self, number: int, process: subprocess.Popen[str]) -> None:
+        self.number, self.process = number, process
+        self.name, self.address = f"n{number}", f"10.77.0.{number}"
+
+    def command(self, *words: str | Path, cwd: Path = REPOSITORY) -> list[str]:
+        """Return the words that run a command on this node, from anywhere on this machine."""
+        inside = f"cd {shlex.quote(str(cwd))} && exec {shlex.join(map(str, words))}"
+        return [*_entering(self.process.pid), "bash", "-c", inside]
+
+    def run(self, *words: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a short command on this node."""
+        return subprocess.run(self.command(*words), capture_output=True, text=True, check=check, timeout=60)
+
+    def pids(self) -> list[int]:
+        """Return all processes on this node but the one that stands for it."""
+        own = os.readlink(f"/proc/{self.process.pid}/ns/net")
+        found = []
+        for link in Path("/proc").glob("[0-9]*/ns/net"):
+            with contextlib.suppress(OSError):
+                if os.readlink(link) == own:
+                    found.append(int(link.parts[2]))
+        return [pid for pid in found if pid != self.process.pid]
+
+    def die(self) -> None:
+        """Kill all its processes, as a node without power loses them: nobody is told by its network."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class Nodes:
+    """Nodes that are up. `folder` holds what they need; `network` is the switch's process."""
+
+    def __init__(self, folder: Path, switch: subprocess.Popen[str], nodes: list[Node]) -> None:
+        self.folder, self._switch, self.nodes = folder, switch, nodes
+
+    def __getitem__(self, number: int) -> Node:
+        """Return node `number`, counted from 1."""
+        return self.nodes[number - 1]
+
+    def cut(self, number: int) -> None:
+        """Take a node's link down."""
+        self._in_switch("ip", "link", "set", f"v{number}", "down")
+
+    def heal(self, number: int) -> None:
+        """Bring a node's link up again."""
+        self._in_switch("ip", "link", "set", f"v{number}", "up")
+
+    def slow(self, number: int, rate: str) -> None:
+        """Limit a node's link, both ways, such as to `100mbit`."""
+        limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
+        self._in_switch("tc", "qdisc", "replace", "dev", f"v{number}", *limit)
+        self[number].run("tc", "qdisc", "replace", "dev", "e0", *limit)
+
+    def remote_shell(self, cwd: Path = REPOSITORY) -> Path:
+        """Return a program that does for these nodes what ssh does: `program HOST words`."""
+        script = self.folder / "remote_shell"
+        script.write_text(REMOTE_SHELL.format(folder=self.folder, cwd=shlex.quote(str(cwd))))
+        script.chmod(0o700)
+        return script
+
+    def mpirun(
+        self, mpirun_command: list[str], ranks: int, *python_args: str | Path, on: tuple[int, ...] = ()
+    ) -> list[str]:
+        """Return the words that start `python python_args` on the nodes `on` (default: all), from the first.
+
+        Ranks are dealt evenly, the first ones to the first node.
+        """
+        nodes = [self[number] for number in on] or self.nodes
+        slots = -(-ranks // len(nodes))
+        hosts = ",".join(f"{node.name}:{slots}" for node in nodes)
+        shell = str(self.remote_shell())
+        if "--oversubscribe" in mpirun_command:
+            options = ["--host", hosts, "--mca", "plm_rsh_agent", shell, "--mca", "btl", "tcp,self"]
+            options += ["--mca", "btl_tcp_if_include", "e0", "--mca", "oob_tcp_if_include", "e0"]
+        else:
+            options = ["-launcher", "ssh", "-launcher-exec", shell, "-iface", "e0", "-hosts", hosts]
+        command = [*mpirun_command, *options, "-n", str(ranks), sys.executable, *python_args]
+        return nodes[0].command(*command)
+
+    def _in_switch(self, *words: str) -> None:
+        subprocess.run([*_entering(self._switch.pid, "--net"), *words], check=True, timeout=60)
+
+
+@contextlib.contextmanager
+def played(count: int) -> Iterator[Nodes]:
+    """Play so many nodes until the block is left; skip the test, with the reason, where it cannot be."""
+    missing = [
+        name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    ]
+    if missing:
+        pytest.skip(f"no nodes here: {', '.join(missing)} not found (package iproute2)")
+    if os.geteuid() != 0:
+        pytest.skip("only root can play nodes")
+    folder = Path(tempfile.mkdtemp(prefix="nodes-"))
+    names = [f"n{number}" for number in range(1, count + 1)]
+    hosts = "".join(f"10.77.0.{number} n{number}\n" for number in range(1, count + 1))
+    (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+    standing: list[subprocess.Popen[str]] = []
+    nodes: list[Node] = []
+    try:
+        switch = _stand("ip link add br0 type bridge && ip link set br0 up", "--net", standing)
+        for number, name in enumerate(names, 1):
+            # MPI finds network interfaces in /sys
+            mounts = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm"
+            mounts += f" && mount --bind {folder}/hosts /etc/hosts"
+            process = _stand(
+                f"hostname {name} && ip link set lo up && {mounts}", "--net --uts --ipc --mount", standing
+            )
+            (folder / f"{name}.pid").write_text(str(process.pid))
+            nodes.append(Node(number, process))
+            link = f"ip link add v{number} type veth peer name e0 netns {process.pid}"
+            _enter(switch.pid, f"{link} && ip link set v{number} master br0 up")
+            _enter(process.pid, f"ip address add {nodes[-1].address}/24 dev e0 && ip link set e0 up")
+        yield Nodes(folder, switch, nodes)
+    finally:
+        for node in nodes:
+            node.die()
+        for process in standing:
+            kill_tree(process.pid)
+            process.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stand(prepare: str, namespaces: str, standing: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    """Start a process that stands still in new namespaces, once they are prepared; skip where none can be."""
+    # with the tests it goes, even if these are killed
+    process = subprocess.Popen(
+        [
+            *("setpriv", "--pdeathsig", "KILL", "unshare", *namespaces.split()),
+            *("bash", "-c", f"{prepare} && echo ready && exec sleep infinity"),
+        ],
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    standing.append(process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if line != "ready\n":
+        pytest.skip(f"no nodes here: {line.strip()}")
+    return process
+
+
+def _entering(pid: int, namespaces: str = "--net --uts --ipc --mount") -> list[str]:
+    return ["nsenter", "--target", str(pid), *namespaces.split(), "--"]
+
+
+def _enter(pid: int, script: str) -> None:
+    run_tree([*_entering(pid, "--net"), "bash", "-c", script], env=_environment())
+
+
+def _environment() -> Mapping[str, str]:
+    clean = clean_environment()
+    return {**clean, "PATH": f"{clean.get('PATH', os.defpath)}:/usr/sbin"}
