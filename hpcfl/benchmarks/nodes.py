@@ -55,14 +55,16 @@ def scaling(world: World, rounds: int) -> Iterator[Ratio]:
 
 
 def _messages(world: World, network: Network) -> Iterator[Ratio]:
-    """Time a broadcast to all workers, and a scatter and gather; all as MB/s of what arrives. Collective."""
+    """Time broadcasts, sums, and scatters with gathers; yield MB/s over all workers. Collective."""
     rates = {"its node": network.node_bytes_a_s, "other nodes": network.link_bytes_a_s}
     found = [(f"rank 0 and {where}, {PROBE_BYTES / 1e6:g} MB", rate) for where, rate in rates.items()]
     everyone = range(world.num_workers)
     for size in MESSAGE_BYTES:
         there_s = fastest_s(world, partial(_broadcast, world, size))
+        sum_s = fastest_s(world, lambda size=size: world.sum_on_server(torch.zeros(size // 8).long()))
         trip_s = fastest_s(world, partial(there_and_back, world, everyone, size))
         found.append((f"broadcast to all, {size / 1e6:g} MB", len(everyone) * size / there_s))
+        found.append((f"sum of all, {size / 1e6:g} MB", len(everyone) * size / sum_s))
         found.append((f"scatter and gather, {size / 1e6:g} MB a worker", 2 * len(everyone) * size / trip_s))
     if world.is_server:
         yield Ratio("network: ms of a short message", 1e3 * (network.latency_s or 0.0))

@@ -273,7 +273,7 @@ def _bytes(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
         if down or up:
             yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up in all beside those"
     num_clients, evaluation = method.context.num_clients, rehearsal.evaluation
-    down = evaluation.broadcast + num_clients * evaluation.rows
+    down = evaluation.common + num_clients * evaluation.rows
     yield (
         f"network, not counted: at most {_size(down)} down an evaluation, "
         f"{_size(num_clients * sum(rehearsal.stored.client_rows))} up a checkpoint, "

@@ -17,9 +17,9 @@ from hpcfl.communication.world import World
 
 ASSUMED_BYTES_A_S = 1e9
 ASSUMED_LATENCY_S = 100e-6
-MOST_COPIES = 4
-"""Of a broadcast over rank 0's link. MPICH sends one to each other node at first, and cuts large messages in
-parts that nodes pass on to each other; that took as long as 1, 2, 3, 4 and 4 copies on 2 to 6 nodes."""
+MOST_COPIES = 3
+"""Of a broadcast or a sum over rank 0's link, as nodes pass them on. With MPICH and 4 MB they took as long as
+1.0 and 1.1 copies on 2 nodes, 2.0 and 2.5 on 3, 2.5 and 1.8 on 4, 3.9 and 3.5 on 5, 2.6 and 2.2 on 8."""
 PROBE_BYTES = 4_000_000
 TURNS = 3
 
@@ -56,8 +56,8 @@ class Network:
 class Load:
     """Bytes between the server and all clients."""
 
-    broadcast: float
-    """That every client gets, once."""
+    common: float
+    """That all ranks get in a broadcast, or add up on the way to rank 0."""
     rows: float
     """Of each client alone, down and up, over all clients."""
 
@@ -66,8 +66,8 @@ def bytes_at_rank_0(load: Load, ranks: int, ranks_per_node: int) -> tuple[float,
     """Return the bytes between rank 0 and the ranks of its node, and those over its link to other nodes."""
     near = min(ranks, ranks_per_node) - 1
     share_near, other_nodes = near / (ranks - 1), math.ceil(ranks / ranks_per_node) - 1
-    in_node = load.rows * share_near + load.broadcast * min(near, MOST_COPIES)
-    over_link = load.rows * (1 - share_near) + load.broadcast * min(other_nodes, MOST_COPIES)
+    in_node = load.rows * share_near + load.common * min(near, MOST_COPIES)
+    over_link = load.rows * (1 - share_near) + load.common * min(other_nodes, MOST_COPIES)
     return in_node, over_link
 
 

@@ -82,8 +82,8 @@ class World:
         self.host = socket.gethostname()
         self.bytes_received = 0
         """What collectives and other workers have brought to this rank so far."""
-        self.bytes_broadcast = self.bytes_of_rows = 0
-        """What rank 0 has broadcast so far, and what it has scattered and gathered; also if it is alone."""
+        self.bytes_in_common = self.bytes_of_rows = 0
+        """What rank 0 has broadcast and summed so far, and scattered and gathered; also if it is alone."""
         self.waited_s = 0.0
         """Seconds that this rank has spent in messages so far, and waiting for them."""
         self.stage = AT_THE_START
@@ -325,6 +325,7 @@ class World:
         """
         if tensor.dtype != torch.int64:
             raise ValueError(f"whole numbers alone have one sum in any order, not {_describe(tensor)}")
+        self.bytes_in_common += tensor.nbytes
         if self._comm is None:
             return
         from mpi4py import MPI
@@ -358,7 +359,7 @@ class World:
 
     def _broadcast_array(self, array: np.ndarray) -> None:
         """Overwrite a flat array with rank 0's, piece by piece. Collective."""
-        self.bytes_broadcast += array.nbytes
+        self.bytes_in_common += array.nbytes
         if self._comm is None:
             return
         for piece in self._pieces(array):

@@ -26,7 +26,7 @@ from hpcfl.simulation.work import adapting_a_batch, batches_of, evaluations, fin
 
 START_S = 10.0
 """Assumed: seconds from a job's start to its first round."""
-COLLECTIVES_A_ROUND, COLLECTIVES_AN_EVALUATION = 14, 6
+COLLECTIVES_A_ROUND, COLLECTIVES_AN_EVALUATION = 18, 6
 """About how many there are; few of them carry models."""
 DISK_BYTES_A_S = 100e6
 """Assumed: checkpoints are written, hashed and read back at this rate."""
@@ -197,7 +197,7 @@ class Planner:
         # the members of the round are scored after training, too
         share = self._config.train.cohort_size(num_clients) / num_clients
         seconds += share * deal.busiest_evaluation(rehearsal.score_s, 0.0, 0.0)
-        load = Load(rehearsal.evaluation.broadcast, rehearsal.evaluation.rows * num_clients)
+        load = Load(rehearsal.evaluation.common, rehearsal.evaluation.rows * num_clients)
         return seconds + self.network.seconds(COLLECTIVES_AN_EVALUATION, load, ranks)
 
     def _memory(self, deal: _Deal, ranks: int) -> tuple[float, float]:

@@ -206,10 +206,10 @@ class _Run(Simulation):
         federation = self._federation
         share = len(members) / len(federation.cohort(number))
         before = [self.ledger.last(name) for name in TRAFFIC] if self.ledger.metrics else [0.0] * len(TRAFFIC)
-        broadcast, rows = self._world.bytes_broadcast, self._world.bytes_of_rows
+        common, rows = self._world.bytes_in_common, self._world.bytes_of_rows
         round_s, train_s = self._timed_round(federation.cohort_of(number, members))
         server_s = max(0.0, round_s - train_s)
-        load = Load(self._world.bytes_broadcast - broadcast, (self._world.bytes_of_rows - rows) / share)
+        load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / share)
         self._enter(number + 1)
         moved = [self.ledger.last(name) - old for name, old in zip(TRAFFIC, before, strict=True)]
         traffic = dict(zip(TRAFFIC, (count / share for count in moved), strict=True))

@@ -462,8 +462,8 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
     for client, worker in enumerate(balanced(samples, [0, 0, 1, 1, 2], 3)):
         loads[worker] += batches[client]
     assert spread.train_s == pytest.approx(0.5 * 2 * max(loads))
-    # 14 collectives, a broadcast to three workers, and what single clients get and send
-    assert spread.network_s == pytest.approx(14e-3 + 3 * 1.0 + 4.0)
+    # 18 collectives, a broadcast to three workers, and what single clients get and send
+    assert spread.network_s == pytest.approx(18e-3 + 3 * 1.0 + 4.0)
     assert spread.round_s == pytest.approx(spread.train_s + 3.0 + spread.network_s)
     assert planner.sizes.last_checkpoint - planner.sizes.checkpoint == pytest.approx(
         80 + 800 + 5 * 2000 + 2 * 3000, abs=6000
@@ -478,13 +478,13 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
         (2, 1, 0, 60 + 100),
         (3, 2, 30 + 100, 30 + 100),
         (5, 2, 15 + 100, 45 + 200),
-        (13, 2, 5 + 100, 55 + 400),
+        (13, 2, 5 + 100, 55 + 300),
     ],
 )
 def test_bytes_of_rank_0_by_ranks_and_nodes(
     ranks: int, per_node: int, in_node: float, over_link: float
 ) -> None:
-    load = Load(broadcast=100, rows=60)
+    load = Load(common=100, rows=60)
     assert bytes_at_rank_0(load, ranks, per_node) == pytest.approx((in_node, over_link))
     network = Network(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
     assert network.seconds(2, load, ranks) == pytest.approx(1.0 + in_node / 10 + over_link)
