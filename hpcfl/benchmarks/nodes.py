@@ -61,7 +61,7 @@ def _messages(world: World, network: Network) -> Iterator[Ratio]:
     everyone = range(world.num_workers)
     for size in MESSAGE_BYTES:
         there_s = fastest_s(world, partial(_broadcast, world, size))
-        sum_s = fastest_s(world, lambda size=size: world.sum_on_server(torch.zeros(size // 8).long()))
+        sum_s = fastest_s(world, partial(_sum, world, size))
         trip_s = fastest_s(world, partial(there_and_back, world, everyone, size))
         found.append((f"broadcast to all, {size / 1e6:g} MB", len(everyone) * size / there_s))
         found.append((f"sum of all, {size / 1e6:g} MB", len(everyone) * size / sum_s))
@@ -76,6 +76,10 @@ def _messages(world: World, network: Network) -> Iterator[Ratio]:
 def _broadcast(world: World, size: int) -> None:
     world.broadcast(torch.zeros(size, dtype=torch.uint8))
     world.barrier()
+
+
+def _sum(world: World, size: int) -> None:
+    world.sum_on_server(torch.zeros(size // 8, dtype=torch.int64))
 
 
 def _timed(
