@@ -61,6 +61,7 @@ ELSEWHERE = {
     "hpcfl bench": "takes minutes; tests/benchmarks runs its parts in small",
     "mpirun -n 3 python -m hpcfl.main bench --parts rounds": "the same",
     "hpcfl bench --parts scale --clients 100,1000": "the same",
+    "mpirun -n 4 python -m hpcfl.main bench --parts nodes": "the same",
     "python -m hpcfl.main table TABLE.yaml --write-results": "tests/tables runs every table file in small",
     "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --plan": "needs CIFAR-10; see tests/tables",
     "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --rounds 60 --seeds 0,1": "the same",

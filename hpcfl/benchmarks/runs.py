@@ -20,7 +20,7 @@ from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World, agreed
-from hpcfl.config import lay_over, resolve
+from hpcfl.config import Config, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method
 from hpcfl.randomness import numpy_stream
@@ -68,7 +68,7 @@ def rounds(world: World, count: int, device: str = "cpu") -> Iterator[Ratio]:
         "train": {"rounds": count + 1, "local_epochs": 10, "batch_size": 32, "lr": 0.01},
         "run": {"device": device, "eval_every": count + 1, "checkpoint_every": 1},
     }
-    with _images(world) as folder:
+    with images(world) as folder:
         method, timing = _run(world, folder, settings)
         exchange_s, moved = _messages(world, method)
         waiting = _waiting(world, folder) if world.num_workers > 1 else {}
@@ -148,7 +148,7 @@ def methods(world: World, device: str = "cpu") -> Iterator[Ratio]:
         "run": {"device": device, "eval_every": 2, "checkpoint_every": 8},
     }
     others = [name for name in METHODS if name != "fedavg"]
-    with _images(world) as folder, warnings.catch_warnings():
+    with images(world) as folder, warnings.catch_warnings():
         # such as Clustered FL's, which does not split in so few rounds
         warnings.simplefilter("ignore")
         for number, name in enumerate(others):
@@ -194,7 +194,7 @@ def _round_s(timing: Timing) -> tuple[float, float]:
 
 
 @contextmanager
-def _images(world: World) -> Iterator[Path]:
+def images(world: World) -> Iterator[Path]:
     """Make a folder that all ranks see, with random images in it; remove it at the end. Collective."""
     with ExitStack() as at_exit:
         made = agreed(world, lambda: _made_images(at_exit) if world.is_server else "")
@@ -216,12 +216,21 @@ def _made_images(at_exit: ExitStack) -> str:
 
 
 def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Method, Timing]:
+    """Run settings on the images, as `run` does a configuration. Collective."""
+    return run(world, folder, config_of(folder, settings))
+
+
+def config_of(folder: Path, settings: Mapping[str, Any]) -> Config:
+    """Return a configuration with the images as its data."""
+    images = {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}
+    return resolve(lay_over(settings, {"data": images}))
+
+
+def run(world: World, folder: Path, config: Config) -> tuple[Method, Timing]:
     """Run a configuration on the images; return its method and its timing. Collective.
 
     Raises StoppedError if a request to stop ended it.
     """
-    images = {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}
-    config = resolve(lay_over(settings, {"data": images}))
     with ExitStack() as at_exit:
         experiment = agreed(world, lambda: build(config, world))
         run_folder = RunFolder(folder / "run", config) if world.is_server else None

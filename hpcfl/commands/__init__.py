@@ -26,7 +26,7 @@ COMMANDS = {
 }
 """The function of each, in the module of its name; a run, on all its ranks, imports none of them."""
 
-COLLECTIVE_COMMANDS = ("bench", "doctor", "table")
+COLLECTIVE_COMMANDS = ("bench", "doctor", "plan", "table")
 """Commands that all ranks run; the others are rank 0's."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from hpcfl.benchmarks import runs, scale, steps
+from hpcfl.benchmarks import nodes, runs, scale, steps
 from hpcfl.benchmarks.engines import engines
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, read_json, write_json
 from hpcfl.commands.arguments import Parser
@@ -32,20 +32,26 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     methods  each beside FedAvg; training and server are of FedAvg's round, evaluation is of FedAvg's;
              theory is gradients, of which those of the last layers and forward passes count a third
              (all ranks, --device)
+    nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside what `hpcfl plan` says (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """
     parser = Parser("hpcfl bench", run_bench.__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS), help="some of the parts (default: all)")
+    parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
     parser.add_argument("--clients", default="100", help="clients of scale, such as 100,1000 (default: 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
     options = parser.parse_args(arguments)
-    parts = options.parts.split(",")
+    parts = [part for part in PARTS if part != "nodes" or world.size > 1]
+    parts = parts if options.parts is None else options.parts.split(",")
     for part in parts:
         if part not in PARTS:
             raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
+    if "nodes" in parts and world.size == 1:
+        raise UserError(
+            "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes"
+        )
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")
     counts = options.clients.split(",")
@@ -105,5 +111,6 @@ PARTS: dict[str, Part] = {
     ),
     "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),
     "methods": lambda world, options: runs.methods(world, options.device),
+    "nodes": lambda world, options: nodes.scaling(world, max(3, options.repeats // 2)),
 }
 """By name; each takes the ranks and the command's options. All are collective."""

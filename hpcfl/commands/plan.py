@@ -14,6 +14,7 @@ import torch
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.commands.job_header import JobHeader, limit_of, seconds_of
+from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
 from hpcfl.communication.world import World
 from hpcfl.config import Config, load_config
 from hpcfl.data.partitions import ClientIndices, class_table
@@ -31,7 +32,7 @@ from hpcfl.simulation.work import batches_of, evaluations, work_of
 
 USUAL_RANKS = 9
 """Ranks of jobs/train.sbatch."""
-OTHER_RANKS = (1, 3, 5, 9, 17, 33, 65)
+NODES = (1, 2, 4, 8, 16, 32, 64)
 A_PROCESS_BYTES = 300e6
 """Assumed memory of a process without data, where the system does not tell."""
 
@@ -40,28 +41,38 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
     """Show what a run would do and take, without running it.
 
     First clients by classes, network, work and memory; then, after seconds of a rehearsal in this
-    process, hours, disk, bytes on the network, and the head of a SLURM script. Measured are a client's
-    local pass, an evaluation and the server's part of a round, on one core or the GPU of this machine;
-    what is assumed stands with it.
+    process, the time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the head
+    of a SLURM script. Measured are a client's local pass, an evaluation and the server's part of a round,
+    on one core or the GPU of this machine, and, under mpirun, the network between rank 0 and the others;
+    what is assumed stands with it. For example, on the nodes of a job:
+    mpirun -n 9 python -m hpcfl.main plan CONFIG.yaml
     """
     parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
     parser.add_argument("--ranks", metavar="R", help="ranks of the run (default: those here, or 9)")
+    parser.add_argument(
+        "--ranks-per-node", metavar="R", help="(default: as here under mpirun, or a core each)"
+    )
     parser.add_argument(
         "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
     )
     parser.add_argument("--no-timing", action="store_true", help="leave out all that a rehearsal tells")
     add_own_code(parser)
     options = parser.parse_intermixed_args(list(arguments))
-    ranks = _ranks(options.ranks, world)
+    ranks, per_node = _ranks(options.ranks, world), _per_node(options.ranks_per_node)
     if options.time is not None:
         seconds_of(options.time)
+    is_measured = world.size > 1 and not options.no_timing
+    network = measured(world) if is_measured else Network(len(os.sched_getaffinity(0)))
+    if not world.is_server:
+        return
+    network = network if per_node is None else replace(network, ranks_per_node=per_node)
     config = load_config(*split_settings(options.settings))
     with telling_where_memory_ends(config, world):
-        _tell(config, ranks, options)
+        _tell(config, ranks, network, options)
 
 
-def _tell(config: Config, ranks: int, options: Namespace) -> None:
+def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> None:
     program_bytes: float = resident_bytes()
     arrays, parts = load_data(config)
     data_bytes = arrays.x.nbytes + arrays.y.nbytes
@@ -84,18 +95,19 @@ def _tell(config: Config, ranks: int, options: Namespace) -> None:
     if rehearsal.has_diverged:
         warnings.warn(_diverged(config), stacklevel=1)
     scored = [len(getattr(part, config.run.eval_split)) for part in parts]
-    planner = Planner(config, method, rehearsal, scored, data_bytes, program_bytes)
+    planner = Planner(config, method, rehearsal, scored, data_bytes, program_bytes, network)
     found = planner.on(ranks)
     on_gpu = config.run.device == "cuda" or rehearsal.device == "cuda"
     header = JobHeader(config, found, on_gpu, options.time)
     lines = [
-        *_times(config, rehearsal, found),
-        _others(config, method, planner, ranks),
+        _measured(config, rehearsal, found),
+        _network(network),
+        *_times(method, planner, found),
         f"memory, estimated: rank 0 {_size(found.server_memory)}, a worker {_size(found.worker_memory)}"
         if ranks > 1
         else f"memory, estimated: {_size(found.server_memory)}",
         _disk(planner.sizes),
-        *_network(method, rehearsal),
+        *_bytes(method, rehearsal),
         "",
         *_job(header),
     ]
@@ -114,6 +126,16 @@ def _ranks(asked: str | None, world: World) -> int:
         return world.size
     tasks = os.environ.get("SLURM_NTASKS", "")
     return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
+
+
+def _per_node(asked: str | None) -> int | None:
+    """Return the ranks on each node that are asked for; None: none are."""
+    if asked is not None and (not asked.isdecimal() or int(asked) < 1):
+        raise UserError(
+            f"--ranks-per-node {asked} is not possible; give a whole number from 1 on, such as "
+            "--ranks-per-node 32"
+        )
+    return None if asked is None else int(asked)
 
 
 def _here(config: Config) -> Config:
@@ -135,9 +157,12 @@ def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], metho
         [name, *(str(count or ".") for count in row)]
         for name, row in zip(names, counts.tolist(), strict=True)
     ]
-    total = ["all", *map(str, counts.sum(axis=0))]
-    widths = [max(map(len, column)) for column in zip(header, *rows, total, strict=True)]
-    for cells in (header, *rows, total):
+    yield from _aligned([header, *rows, ["all", *map(str, counts.sum(axis=0))]])
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for cells in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 
@@ -183,37 +208,46 @@ def _diverged(config: Config) -> str:
     )
 
 
-def _times(config: Config, rehearsal: Rehearsal, found: Estimate) -> Iterator[str]:
-    """Yield what was measured, and what follows for the ranks that are asked for."""
+def _measured(config: Config, rehearsal: Rehearsal, found: Estimate) -> str:
+    """Say what was measured on this machine."""
     on_cpu, threads = rehearsal.device == "cpu", config.run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
     missing = ", which has no GPU, as run.device=cuda wants" if on_cpu and config.run.device == "cuda" else ""
-    yield (
+    return (
         f"measured for {rehearsal.wall_s:.0f} s on {where} of this machine{missing}: "
         f"{_seconds(rehearsal.gradient_s)} a gradient of a mini-batch in a local pass, "
         f"{_seconds(rehearsal.score_s)} a sample in an evaluation, {_seconds(found.server_s)} a round on the "
         "server"
     )
-    busiest = f" (training on the busiest of {found.ranks - 1} workers {_seconds(found.train_s)})"
-    busiest = busiest if found.ranks > 2 else f" (training {_seconds(found.train_s)})"
-    ranks = f"{found.ranks} rank{'s' if found.ranks > 1 else ''}"
-    yield (
-        f"time on {ranks}, estimated: {_clock(found.total_s)} in all; a round {_seconds(found.round_s)}"
-        f"{busiest}, an evaluation {_seconds(found.evaluation_s)}, a checkpoint "
-        f"{_seconds(found.checkpoint_s)}"
-    )
 
 
-def _others(config: Config, method: Method, planner: Planner, ranks: int) -> str:
-    """Say what other numbers of ranks would take, and what stands behind the estimates."""
-    cohort = config.train.cohort_size(method.context.num_clients)
-    most = 2 if method.chain is not None else cohort + 1
-    others = [other for other in OTHER_RANKS if other != ranks and other <= max(3, most)]
-    times = ", ".join(f"{other} {_clock(planner.on(other).total_s)}" for other in others)
-    return (
-        f"on other numbers of ranks: {times} (more than {most} do not help); assumed: a core like this one "
-        "for each rank, a network of 1 GB/s, a disk of 100 MB/s"
+def _network(network: Network) -> str:
+    """Say what was measured of the network, and what is assumed."""
+    rates = {"between nodes": network.link_bytes_a_s, "within one": network.node_bytes_a_s}
+    found = [f"{_size(rate)}/s {where}" for where, rate in rates.items() if rate is not None]
+    assumed = [f"{_size(ASSUMED_BYTES_A_S)}/s {where}" for where, rate in rates.items() if rate is None]
+    (assumed if network.latency_s is None else found).append(
+        f"{_seconds(network.latency_s or ASSUMED_LATENCY_S)} for a short message"
     )
+    told = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
+    assumed += ["a core like this one for each rank", f"{network.ranks_per_node} ranks on each node"]
+    return f"{told}assumed: {', '.join(assumed)}, a disk of 100 MB/s"
+
+
+def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
+    """Yield the table of times, of the ranks that are asked for and of others."""
+    per_node = planner.network.ranks_per_node
+    most = 2 if method.chain is not None else max(NODES) * per_node
+    estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
+    header = "nodes, ranks, in all, round, training, server, network, evaluation, limited by"
+    rows = [header.split(", ")]
+    for _, of in sorted((estimates | {found.ranks: found}).items()):
+        parts = (of.round_s, of.train_s, of.server_s, of.network_s, of.evaluation_s)
+        rows.append([str(of.nodes), str(of.ranks), _clock(of.total_s), *map(_seconds, parts), of.limit])
+    yield ""
+    yield "time, estimated; a round is training on the busiest worker, rank 0's work, and its network:"
+    yield from _aligned(rows)
+    yield ""
 
 
 def _disk(found: Sizes) -> str:
@@ -224,7 +258,7 @@ def _disk(found: Sizes) -> str:
     )
 
 
-def _network(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
+def _bytes(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
     """Yield the bytes of messages as metrics.csv counts them, and what moves beside them."""
     a_round, whole = traffic(rehearsal)
     # which layers travel depends on the data
@@ -238,9 +272,10 @@ def _network(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
         down, up = (whole[f"{kind}bytes_{way}"] for way in ("down", "up"))
         if down or up:
             yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up in all beside those"
-    num_clients = method.context.num_clients
+    num_clients, evaluation = method.context.num_clients, rehearsal.evaluation
+    down = evaluation.common + num_clients * evaluation.rows
     yield (
-        f"network, not counted: at most {_size(num_clients * rehearsal.evaluation_row)} down an evaluation, "
+        f"network, not counted: at most {_size(down)} down an evaluation, "
         f"{_size(num_clients * sum(rehearsal.stored.client_rows))} up a checkpoint, "
         f"{_size(num_clients * sum(rehearsal.stored.models.rows))} more up the last one"
     )

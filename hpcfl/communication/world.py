@@ -82,6 +82,10 @@ class World:
         self.host = socket.gethostname()
         self.bytes_received = 0
         """What collectives and other workers have brought to this rank so far."""
+        self.bytes_in_common = self.bytes_of_rows = 0
+        """What rank 0 has broadcast and summed so far, and scattered and gathered; also if it is alone."""
+        self.waited_s = 0.0
+        """Seconds that this rank has spent in messages so far, and waiting for them."""
         self.stage = AT_THE_START
         """What the ranks are at, in words that end a sentence."""
         self._heartbeat: Heartbeat | None = None
@@ -112,6 +116,16 @@ class World:
         """Let the others know that this rank is at work; costs next to nothing."""
         if self._heartbeat is not None:
             self._heartbeat.beat()
+
+    def part(self, count: int) -> World | None:
+        """Return a world of the first `count` ranks, and None on the others. Collective."""
+        if self._comm is None:
+            return self
+        from mpi4py import MPI
+
+        self.barrier()
+        comm = self._comm.Split(0 if self.rank < count else MPI.UNDEFINED, self.rank)
+        return World(MPI.Intracomm(comm), self.max_elements) if comm else None
 
     def shard(self, num_items: int, worker: int | None = None) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none).
@@ -211,6 +225,7 @@ class World:
             if send is None or send.dtype != dtype or send.numel() != sum(rank_counts):
                 raise ValueError(f"rank 0 must send {sum(rank_counts)} of {dtype}, not {_describe(send)}")
             source = _flat_array(send)
+            self.bytes_of_rows += source.nbytes
             message = [source, rank_counts, _mpi_type(source)]
         if self._comm is None:
             assert send is not None
@@ -310,6 +325,7 @@ class World:
         """
         if tensor.dtype != torch.int64:
             raise ValueError(f"whole numbers alone have one sum in any order, not {_describe(tensor)}")
+        self.bytes_in_common += tensor.nbytes
         if self._comm is None:
             return
         from mpi4py import MPI
@@ -343,6 +359,7 @@ class World:
 
     def _broadcast_array(self, array: np.ndarray) -> None:
         """Overwrite a flat array with rank 0's, piece by piece. Collective."""
+        self.bytes_in_common += array.nbytes
         if self._comm is None:
             return
         for piece in self._pieces(array):
@@ -356,6 +373,7 @@ class World:
 
     def _gather_array(self, array: np.ndarray, rank_counts: Sequence[int], out: np.ndarray | None) -> None:
         """Collect flat arrays in `out` on rank 0; counts and `out` matter only there. Collective."""
+        self.bytes_of_rows += 0 if out is None else out.nbytes
         if self._comm is None:
             assert out is not None
             out[:] = array
@@ -367,7 +385,7 @@ class World:
     def _wait(self, request: MPI.Request) -> None:
         """Wait for a request, sleeping longer and longer between looks."""
         self.heartbeat()
-        pause_s = _FIRST_PAUSE_S
+        began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while not request.Test():
             time.sleep(pause_s)
             if pause_s < _LONGEST_PAUSE_S:
@@ -376,6 +394,7 @@ class World:
                     self._heartbeat.begin_wait()
             elif self._heartbeat is not None:
                 self._heartbeat.wait(self.stage)
+        self.waited_s += time.monotonic() - began_s
 
 
 class Transfer:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hpcfl.communication.network import Load, Network
 from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.methods import Method
@@ -25,8 +26,8 @@ from hpcfl.simulation.work import adapting_a_batch, batches_of, evaluations, fin
 
 START_S = 10.0
 """Assumed: seconds from a job's start to its first round."""
-NETWORK_BYTES_A_S = 1e9
-"""Assumed: what the ranks' network carries."""
+COLLECTIVES_A_ROUND, COLLECTIVES_AN_EVALUATION = 18, 6
+"""About how many there are; few of them carry models."""
 DISK_BYTES_A_S = 100e6
 """Assumed: checkpoints are written, hashed and read back at this rate."""
 RANK_BYTES = 40e6
@@ -52,6 +53,7 @@ COPIES = 3
 class Estimate:
     """What a run takes on so many ranks."""
 
+    nodes: int
     ranks: int
     round_s: float
     train_s: float
@@ -63,6 +65,16 @@ class Estimate:
     total_s: float
     server_memory: float
     worker_memory: float
+    cohort: int
+    """Clients of a round."""
+
+    @property
+    def limit(self) -> str:
+        """What takes most of a round."""
+        training = "training" if self.ranks <= self.cohort + 1 else f"a cohort of {self.cohort} clients"
+        network = "rank 0's link" if self.nodes > 1 else "rank 0's messages"
+        parts = {training: self.train_s, "rank 0's work": self.server_s, network: self.network_s}
+        return max(parts, key=lambda part: parts[part])
 
     @property
     def stop_s(self) -> float:
@@ -137,6 +149,7 @@ class Planner:
         num_evaluated: Sequence[int],
         data_bytes: int,
         program_bytes: float,
+        network: Network,
     ) -> None:
         """Take what is known.
 
@@ -147,7 +160,9 @@ class Planner:
             num_evaluated: samples of each client in `run.eval_split`, those of unseen clients last.
             data_bytes: what the source takes of a rank's memory while it is dealt.
             program_bytes: what a process takes before it reads data.
+            network: that of the ranks.
         """
+        self.network = network
         self._config, self._method, self._rehearsal = config, method, rehearsal
         self._num_evaluated, self._data_bytes, self._program_bytes = num_evaluated, data_bytes, program_bytes
         self.sizes = sizes(config, method, rehearsal)
@@ -160,8 +175,7 @@ class Planner:
         # the first round has what comes once, such as memory that is taken
         later = rehearsal.phases[1:] or rehearsal.phases
         server_s = sum(phase.count * phase.server_s for phase in later) / sum(phase.count for phase in later)
-        a_round, _ = traffic(rehearsal)
-        network_s = sum(a_round.values()) / NETWORK_BYTES_A_S if ranks > 1 else 0.0
+        network_s = self.network.seconds(COLLECTIVES_A_ROUND, rehearsal.phases[-1].load, ranks)
         round_s = train_s + server_s + network_s
         evaluation_s = self._evaluation_s(deal, ranks)
         checkpoint_s = self.sizes.checkpoint / DISK_BYTES_A_S
@@ -169,7 +183,8 @@ class Planner:
         total_s = START_S + train.rounds * round_s + evaluations(config) * evaluation_s
         total_s += saves * checkpoint_s + self.sizes.last_checkpoint / DISK_BYTES_A_S
         times = (round_s, train_s, server_s, network_s, evaluation_s, checkpoint_s, total_s)
-        return Estimate(ranks, *times, *self._memory(deal, ranks))
+        cohort = train.cohort_size(self._method.context.num_clients)
+        return Estimate(self.network.nodes(ranks), ranks, *times, *self._memory(deal, ranks), cohort)
 
     def _evaluation_s(self, deal: _Deal, ranks: int) -> float:
         method, rehearsal = self._method, self._rehearsal
@@ -182,8 +197,8 @@ class Planner:
         # the members of the round are scored after training, too
         share = self._config.train.cohort_size(num_clients) / num_clients
         seconds += share * deal.busiest_evaluation(rehearsal.score_s, 0.0, 0.0)
-        sent = rehearsal.evaluation_row * num_clients
-        return seconds + (sent / NETWORK_BYTES_A_S if ranks > 1 else 0.0)
+        load = Load(rehearsal.evaluation.common, rehearsal.evaluation.rows * num_clients)
+        return seconds + self.network.seconds(COLLECTIVES_AN_EVALUATION, load, ranks)
 
     def _memory(self, deal: _Deal, ranks: int) -> tuple[float, float]:
         """Return the memory of rank 0 and of the worker that needs most."""

@@ -44,6 +44,8 @@ class Timing:
 
     round_s: list[float] = field(default_factory=list)
     train_s: list[float] = field(default_factory=list)
+    wait_s: list[float] = field(default_factory=list)
+    """In messages and waiting for them, in a round."""
     evaluate_s: list[float] = field(default_factory=list)
     save_s: list[float] = field(default_factory=list)
 
@@ -139,13 +141,14 @@ class Simulation:
         self._wall_before_s = self.ledger.wall_s
         self._progress.start(first, train.rounds)
         for number in range(first, train.rounds):
-            began_s = time.monotonic()
+            began_s, waited_s = time.monotonic(), self._world.waited_s
             done = number + 1
             self._world.stage = f"in round {done}"
             is_last = done == train.rounds
             is_evaluated = is_last or done % run.eval_every == 0
             after_training = self._round(self._federation.placed(self.cohort(number)), is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
+            self.timing.wait_s.append(self._world.waited_s - waited_s)
             if is_evaluated and not is_last:
                 self._evaluate(done, after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.network import Load
 from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
@@ -52,6 +53,8 @@ class Phase:
     """Seconds of a round that are not training."""
     traffic: Mapping[str, float]
     """Bytes of one round by TRAFFIC."""
+    load: Load
+    """What of it passes rank 0 where each worker has a rank of its own."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,8 @@ class Rehearsal:
     """What the server takes to make the download of one client's evaluation."""
     phases: Sequence[Phase]
     stored: Stored
-    evaluation_row: int
-    """Bytes that go to one client for an evaluation."""
+    evaluation: Load
+    """What goes to one client for an evaluation."""
     server_bytes: int
     """Memory of the server's state."""
     has_diverged: bool = False
@@ -178,7 +181,7 @@ class _Run(Simulation):
         kinds = later or numbers
         seconds = {number: self._pass(federation.cohort_of(number, timed)) for number in kinds}
         gradient_s = sum(count * seconds[number] for number, count in kinds.items()) / sum(kinds.values())
-        score_s, models, evaluation_row = self._evaluation(last + 1, timed[0], gradient_s)
+        score_s, models, evaluation = self._evaluation(last + 1, timed[0], gradient_s)
         adapting_s, of_unseen = self._adaptation(last + 1, unseen)
         members = cohorts[last]
         send_began_s = self._clock()
@@ -193,7 +196,7 @@ class _Run(Simulation):
             send_s,
             phases,
             self._stored(timed[0], models, of_unseen),
-            evaluation_row,
+            evaluation,
             sum(tensor.nbytes for tensor in self.server.values()),
             bool(self.ledger.diverged.any()),
         )
@@ -203,12 +206,14 @@ class _Run(Simulation):
         federation = self._federation
         share = len(members) / len(federation.cohort(number))
         before = [self.ledger.last(name) for name in TRAFFIC] if self.ledger.metrics else [0.0] * len(TRAFFIC)
+        common, rows = self._world.bytes_in_common, self._world.bytes_of_rows
         round_s, train_s = self._timed_round(federation.cohort_of(number, members))
         server_s = max(0.0, round_s - train_s)
+        load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / share)
         self._enter(number + 1)
         moved = [self.ledger.last(name) - old for name, old in zip(TRAFFIC, before, strict=True)]
         traffic = dict(zip(TRAFFIC, (count / share for count in moved), strict=True))
-        return Phase(count, server_s / share, traffic)
+        return Phase(count, server_s / share, traffic, load)
 
     def _enter(self, done: int) -> None:
         """Enter an evaluation without scores in the ledger, which then has the bytes of the rounds so far."""
@@ -252,8 +257,8 @@ class _Run(Simulation):
                 return batches_of(place.shard.count["train"], self.config.train)[place.clients.index(client)]
         raise KeyError(client)
 
-    def _evaluation(self, done: int, client: int, gradient_s: float) -> tuple[float, Sequence[Message], int]:
-        """Return the seconds of a sample, the client's model, and the bytes of what went to it."""
+    def _evaluation(self, done: int, client: int, gradient_s: float) -> tuple[float, Sequence[Message], Load]:
+        """Return the seconds of a sample, the client's model, and what went to it."""
         federation, found = self._federation, Evaluation.of(self._federation.num_clients)
         cohort = federation.cohort_of(done, [client])
         models = list(self._evaluator.models(self.server, cohort, found))
@@ -264,7 +269,7 @@ class _Run(Simulation):
         # a part of it at the least, as both were measured
         score_s = max(0.1 * all_s, all_s - tuning_s) / self._experiment.num_evaluated[client]
         message = federation.driver.send(self.server, cohort, for_evaluation=True)
-        return float(score_s), models, sum(message[name][0].nbytes for name in message.names)
+        return float(score_s), models, Load(_bytes(message.shared.values()), _bytes(message.rows.values()))
 
     def _adaptation(self, done: int, unseen: Sequence[int]) -> tuple[float, Sequence[Message]]:
         """Return the seconds of a mini-batch of an unseen client, and its models."""

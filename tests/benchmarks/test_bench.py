@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
@@ -155,6 +156,30 @@ def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_rounds_are_timed_by_workers_beside_a_plan(mpirun: Mpirun, tmp_path: Path) -> None:
+    measure = (
+        "from hpcfl.benchmarks import nodes; from hpcfl.main import main; "
+        "nodes.HIDDEN = 4; nodes.MESSAGE_BYTES = (1000,); nodes.CLIENTS_A_WORKER = 2; "
+        "main(['bench', '--parts', 'nodes', '--repeats', '1', '--json', 'nodes.json'])"
+    )
+    shown = mpirun(4, "-c", measure, cwd=tmp_path).stdout
+    assert "network: MB/s of broadcast to all, 0.001 MB" in shown
+    ratios = {ratio["name"]: ratio for ratio in json.loads((tmp_path / "nodes.json").read_text())["ratios"]}
+    cases = [("strong", 1, 6), ("strong", 2, 6), ("strong", 3, 6)]
+    cases += [("weak", 1, 2), ("weak", 2, 4), ("weak", 3, 6)]
+    for method, (kind, workers, clients) in itertools.product(("fedavg", "pfedla"), cases):
+        name = f"{kind}, {method}, clients {clients}, workers {workers}, nodes 1: planned / measured"
+        parts = ratios[name]["parts"]
+        whole = parts["training"] + parts["messages"] + parts["server"]
+        assert whole == pytest.approx(parts["round s"], rel=1e-6)
+        assert ratios[name]["value"] == pytest.approx(parts["planned s"] / parts["round s"])
+        assert 0 <= parts["of it idle"] < parts["training"]
+        assert min(parts["efficiency"], parts["planned s"], parts["server"]) > 0
+        if workers == 1:
+            assert (parts["efficiency"], parts["of it idle"]) == (1, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["nodes.json"]
+
+
 def test_a_request_to_stop_ends_it_with_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,7 +198,11 @@ def test_a_request_to_stop_ends_it_with_what_was_measured(
     [
         (
             ["--parts", "speed"],
-            "--parts has 'speed'; allowed: start, steps, server, engines, scale, rounds, methods",
+            "--parts has 'speed'; allowed: start, steps, server, engines, scale, rounds, methods, nodes",
+        ),
+        (
+            ["--parts", "nodes"],
+            "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes",
         ),
         (["--repeats", "0"], "--repeats 0 must be 1 or more"),
         (["--clients", "100,9"], "--clients 100,9 must be numbers from 10 on, such as --clients 100,1000"),

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 from bits import method_settings, run_here, tiny_settings, write_digits
-from processes import REPOSITORY
+from processes import REPOSITORY, Mpirun
 
 from hpcfl.commands.job_header import JobHeader
+from hpcfl.communication.network import Load, Network, bytes_at_rank_0
 from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
@@ -297,13 +298,16 @@ def test_sizes_of_checkpoints_and_bytes_on_the_network_are_those_of_the_run(
 
 def test_fedavgs_bytes_by_hand_and_the_head_of_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["method.name=fedavg", "data.per_client=40", "data.clients=5", "train.participation=0.6"]
-    text = told(capsys, *words, "--ranks", "4", "train.rounds=10", "run.device=cpu", "run.threads=1")
+    more = ["train.rounds=10", "run.device=cpu", "run.threads=1"]
+    text = told(capsys, *words, "--ranks", "4", "--ranks-per-node", "3", *more)
     a_round = 3 * 4 * DIGITS_CNN
     assert f"network: {a_round:,} bytes down and {a_round:,} up a round, " in text
     assert f"{10 * a_round:,} and {10 * a_round:,} in all, as metrics.csv counts them" in text
-    assert "time on 4 ranks, estimated: 0:00:1" in text
-    assert "on other numbers of ranks: 1 0:00:1" in text
-    assert "(more than 4 do not help)" in text
+    # nodes of three ranks, and the four that are asked for
+    rows = re.findall(r"^ +(\d+) +(\d+)  0:00:1\d  .*  (\S.*)$", text, re.MULTILINE)
+    assert [row[:2] for row in rows[:4]] == [("1", "3"), ("2", "4"), ("2", "6"), ("4", "12")]
+    assert len(rows) == 8
+    assert "assumed: 1 GB/s between nodes, 1 GB/s within one, 0.1 ms for a short message, a core" in text
     assert re.search(r"measured for \d+ s on one core of this machine: [\d.]+ ms a gradient", text)
     memory = [
         size(part) for part in found(r"memory, estimated: rank 0 (\S+ [MG]B), a worker (\S+ [MG]B)", text)
@@ -342,7 +346,7 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
         assert f"\n#SBATCH {line}\n" in text
     jobs, signal_s = found(r"# about (\d+) jobs of 1-00:10:00 one after the other: each stops (\d+) s", text)
     assert f"\n#SBATCH --signal=B:USR1@{signal_s}\n" in text
-    days, hours, minutes, seconds = found(r"ranks, estimated: (\d+) days?, (\d+):(\d+):(\d+) in all", text)
+    days, hours, minutes, seconds = found(r"\n +\d+ +9 +(\d+) days?, (\d+):(\d+):(\d+) ", text)
     total_s = ((int(days) * 24 + int(hours)) * 60 + int(minutes)) * 60 + int(seconds)
     assert int(jobs) == math.ceil(total_s / (24 * 3600 + 600 - int(signal_s) - 10))
 
@@ -351,6 +355,10 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
     ("words", "said"),
     [
         (["--ranks", "0"], "--ranks 0 is not possible; give a whole number from 1 on, such as --ranks 9"),
+        (
+            ["--ranks-per-node", "all"],
+            "--ranks-per-node all is not possible; give a whole number from 1 on, such as --ranks-per-node ",
+        ),
         (["--time", "4h"], "--time 4h is not possible; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
         (
             ["--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
@@ -404,12 +412,17 @@ KNOWN = Rehearsal(
     adapting_s=0.25,
     score_s=0.01,
     send_s=0.0,
-    phases=[Phase(1, 9.0, dict.fromkeys(TRAFFIC, 1e9)), Phase(6, 3.0, dict.fromkeys(TRAFFIC, 1e9))],
+    phases=[
+        Phase(1, 9.0, dict.fromkeys(TRAFFIC, 1e9), Load(0, 0)),
+        Phase(6, 3.0, dict.fromkeys(TRAFFIC, 1e9), Load(1e9, 4e9)),
+    ],
     stored=Stored(10**6, [1000], Models([], [2000]), Models([], [3000]), 800, 80, 0, 10),
-    evaluation_row=0,
+    evaluation=Load(0, 0),
     server_bytes=10**6,
 )
 """What a rehearsal may have measured."""
+NETWORK = Network(10**9, latency_s=1e-3, node_bytes_a_s=1e9)
+"""All ranks on one node."""
 
 
 def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
@@ -423,7 +436,7 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     scored = [len(part.test) for part in parts]
-    planner = Planner(config, method, KNOWN, scored, 0, 0.0)
+    planner = Planner(config, method, KNOWN, scored, 0, 0.0, NETWORK)
     batches = [math.ceil(len(part.train) / 12) for part in parts]
     seen, unseen = batches[:5], batches[5:]
     assert len(unseen) == 2
@@ -449,10 +462,62 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
     for client, worker in enumerate(balanced(samples, [0, 0, 1, 1, 2], 3)):
         loads[worker] += batches[client]
     assert spread.train_s == pytest.approx(0.5 * 2 * max(loads))
-    assert spread.round_s == pytest.approx(spread.train_s + 3.0 + 6.0)
+    # 18 collectives, a broadcast to three workers, and what single clients get and send
+    assert spread.network_s == pytest.approx(18e-3 + 3 * 1.0 + 4.0)
+    assert spread.round_s == pytest.approx(spread.train_s + 3.0 + spread.network_s)
     assert planner.sizes.last_checkpoint - planner.sizes.checkpoint == pytest.approx(
         80 + 800 + 5 * 2000 + 2 * 3000, abs=6000
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "in_node", "over_link"),
+    [
+        (2, 8, 60 + 100, 0),
+        (4, 8, 60 + 300, 0),
+        (2, 1, 0, 60 + 100),
+        (3, 2, 30 + 100, 30 + 100),
+        (5, 2, 15 + 100, 45 + 200),
+        (13, 2, 5 + 100, 55 + 300),
+    ],
+)
+def test_bytes_of_rank_0_by_ranks_and_nodes(
+    ranks: int, per_node: int, in_node: float, over_link: float
+) -> None:
+    load = Load(common=100, rows=60)
+    assert bytes_at_rank_0(load, ranks, per_node) == pytest.approx((in_node, over_link))
+    network = Network(per_node, latency_s=0.5, node_bytes_a_s=10.0, link_bytes_a_s=1.0)
+    assert network.seconds(2, load, ranks) == pytest.approx(1.0 + in_node / 10 + over_link)
+    assert network.seconds(2, load, 1) == 0
+
+
+def test_what_takes_most_of_a_round_limits_it() -> None:
+    words = ["method.name=fedavg", "data.clients=6", "data.per_client=80", "run.device=cpu"]
+    config = load_config(None, words)
+    arrays, parts = load_data(config)
+    scored = [len(part.test) for part in parts]
+    method = make_method(config, arrays, parts)
+
+    def limits(gradient_s: float, bytes_a_s: float) -> list[str]:
+        network = Network(4, node_bytes_a_s=bytes_a_s, link_bytes_a_s=bytes_a_s)
+        known = replace(KNOWN, gradient_s=gradient_s)
+        planner = Planner(config, method, known, scored, 0, 0.0, network)
+        return [planner.on(ranks).limit for ranks in (1, 4, 8)]
+
+    assert limits(1e-9, 1e12) == ["rank 0's work"] * 3
+    assert limits(1e-9, 1e6) == ["rank 0's work", "rank 0's messages", "rank 0's link"]
+    assert limits(1e3, 1e12) == ["training", "training", "a cohort of 6 clients"]
+
+
+def test_under_mpirun_the_network_is_measured(mpirun: Mpirun, tmp_path: Path) -> None:
+    words = ["plan", "method.name=fedavg", "data.per_client=40", "train.rounds=10", "run.device=cpu"]
+    text = mpirun(3, "-m", "hpcfl.main", *words, cwd=tmp_path).stdout
+    pattern = r"measured of rank 0's network: \S+ [MG]B/s within one, \S+ m?s for a short message; (.*)"
+    (assumed,) = found(pattern, text)
+    assert assumed.startswith("assumed: 1 GB/s between nodes, a core like this one for each rank, 3 ranks on")
+    table = [line.split() for line in text.partition("limited by\n")[2].splitlines()[:7]]
+    assert [row[:2] for row in table] == [[str(nodes), str(3 * nodes)] for nodes in (1, 2, 4, 8, 16, 32, 64)]
+    assert text.count("#SBATCH --ntasks=3\n") == 1
 
 
 def test_visits_to_less_busy_workers_are_in_the_estimate() -> None:
@@ -462,7 +527,7 @@ def test_visits_to_less_busy_workers_are_in_the_estimate() -> None:
         config = load_config(None, [*words, f"run.placement={placement}", "run.device=cpu"])
         arrays, parts = load_data(config)
         scored = [len(part.test) for part in parts]
-        planner = Planner(config, make_method(config, arrays, parts), KNOWN, scored, 0, 0.0)
+        planner = Planner(config, make_method(config, arrays, parts), KNOWN, scored, 0, 0.0, NETWORK)
         seconds[placement] = planner.on(4).train_s
     # two of six members on each of three workers; at home the busiest has three or so
     assert seconds["balanced"] == pytest.approx(0.5 * 5 * 2 * math.ceil(56 / 16))
