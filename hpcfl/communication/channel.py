@@ -375,16 +375,18 @@ class _SentUpload(Upload):
         self._world.broadcast(shares)
         frame, own = self._uploaded.frames[name], list(self._uploaded.own)
         rows = self._as_decoded(name).view(len(own), *frame.shape)
-        travels: slice | Tensor = slice(None)
+        travels = None
         if frame.keep is not None:
             is_sent = frame.keep.any(dim=0)
             travels = spread(frame.sizes, is_sent)
             sizes = tuple(size * int(sent) for size, sent in zip(sizes, is_sent, strict=bool(sizes)))
-        rows = rows[..., travels]
+            rows = rows[..., travels]
         exponent, has_others = self._world.maxima(exponent_of(rows))
         total = FixedPointSum(rows, shares[:, own], exponent, has_others > 0, sizes)
         for tensor in total.tensors:
             self._world.sum_on_server(tensor)
+        if travels is None:
+            return total.value()
         sums = torch.zeros(len(shares), *frame.shape, dtype=frame.dtype)
         sums[..., travels] = total.value()
         return sums

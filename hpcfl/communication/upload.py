@@ -124,7 +124,7 @@ class FixedPointSum:
         for start in range(0, len(row), _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
             factor = share if isinstance(share, float) else share[part]
-            total[part] += row[part].double().mul_(factor).round_().long()
+            total[part].add_(row[part].double().mul_(factor).round_().long())
 
     def value(self) -> Tensor:
         """Return the sums [K, ...]."""
