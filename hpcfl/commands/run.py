@@ -71,7 +71,9 @@ def run(
             report = (
                 _write_report(folder.path, progress) if config.run.report and outcome != "stopped" else None
             )
-            print_summary(outcome, simulation.ledger, config, folder.path, report, suggestion, progress)
+            print_summary(
+                outcome, simulation.ledger, config, folder.path, report, suggestion, world, progress
+            )
         return outcome
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcfl.commands.arguments import RunOptions, command_line
+from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.methods import METHODS
 from hpcfl.results.units import readable_bytes
@@ -22,6 +23,7 @@ def print_summary(
     folder: Path,
     report: Path | None,
     next_command: str,
+    world: World,
     progress: Progress,
 ) -> None:
     """Say how the run ended; paths and commands, which may be long, stand on lines of their own."""
@@ -38,6 +40,7 @@ def print_summary(
     if ledger.diverged.any():
         clients = named(ledger.diverged.nonzero()[0].tolist())
         more["diverged"] = f"{ledger.diverged.sum()} times ({clients}; run.on_divergence)"
+    moved = {"MPI, into rank 0": f"{readable_bytes(world.bytes_received)} in this start"}
     down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))
     for name, value in {
         f"mean accuracy, round {ledger.last('round'):.0f}": f"{ledger.last('accuracy_mean'):.2%}",
@@ -46,6 +49,7 @@ def print_summary(
         **more,
         "best round": f"{best:.2%} (round {best_round})",
         "bytes down, up": f"{down}, {up}",
+        **(moved if world.size > 1 else {}),
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",
         "results": FILES,
     }.items():
