@@ -41,10 +41,10 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
     """Show what a run would do and take, without running it.
 
     First clients by classes, network, work and memory; then, after seconds of a rehearsal in this
-    process, the time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the head
-    of a SLURM script. Measured are a client's local pass, an evaluation and the server's part of a round,
-    on one core or the GPU of this machine, and, under mpirun, the network between rank 0 and the others;
-    what is assumed stands with it. For example, on the nodes of a job:
+    process, the time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the
+    head of a SLURM script. Measured are a client's local pass, an evaluation and the server's part of
+    a round, on one core or the GPU of this machine, and, under mpirun, the network between rank 0 and
+    the others; what is assumed stands with it. For example, on the nodes of a job:
     mpirun -n 9 python -m hpcfl.main plan CONFIG.yaml
     """
     parser = Parser("hpcfl plan", show_plan.__doc__)
