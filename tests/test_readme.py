@@ -109,6 +109,7 @@ FAULTS = {
     "the job's time is nearly up, or SIGUSR1": [
         "cluster/test_jobs.py::test_a_job_whose_time_is_nearly_up_comes_back",
         "cluster/test_jobs.py::test_signalled_and_preempted_in_mid_round_a_job_comes_back",
+        "cluster/test_slurm_nodes.py::test_signalled_and_preempted_a_job_goes_on_on_other_nodes",
         "simulation/test_resume.py::test_killed_and_then_stopped_or_prolonged",
         "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
     ],
@@ -141,10 +142,17 @@ FAULTS = {
     "the lock of a job that died on another node": [
         "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
     ],
-    "a plain `srun`, each rank alone": [
+    "`srun` with a type of `--mpi` that does not fit the MPI": [
         "cluster/test_jobs.py::test_a_plain_srun_is_refused_with_what_to_type",
+        "cluster/test_slurm_nodes.py::test_every_type_of_srun_joins_the_ranks_or_is_refused",
     ],
-    "a rank that stops answering, a dead node": [
+    "a node without power": [
+        "cluster/test_slurm_nodes.py::test_slurm_requeues_a_job_whose_node_loses_its_power",
+    ],
+    "a node that is started anew": [
+        "cluster/test_slurm_nodes.py::test_a_node_that_is_started_anew",
+    ],
+    "a rank that stops answering, a dead node without SLURM": [
         "simulation/test_process_faults.py::test_a_rank_that_stops_answering_is_named",
     ],
     "a rank out of memory": [
@@ -226,7 +234,7 @@ def test_the_readme_shows_pictures_that_exist() -> None:
 
 
 def test_the_readme_names_files_that_exist() -> None:
-    for path in re.findall(r"(?:jobs|configs|hpcfl)/[\w./-]+\.(?:sh|sbatch|yaml|py)", README):
+    for path in re.findall(r"(?:docs|jobs|configs|hpcfl)/[\w./-]+\.(?:md|sh|sbatch|yaml|py)", README):
         assert (REPOSITORY / path).exists(), path
 
 

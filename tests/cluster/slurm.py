@@ -146,10 +146,10 @@ class Slurm:
             self.start_node(node)
 
     def start_node(self, node: AnyNode) -> None:
-        """Start a node's daemon and wait until SLURM has the node."""
+        """Start a node's daemon, as after a start of the node, and wait until SLURM has the node."""
         # a PMIx server's files would meet those of other nodes in /tmp
         self._configuration.with_name(f"tmp-{node.name}").mkdir(exist_ok=True)
-        self._start(node, ["slurmd", "-D", "-N", node.name], lambda: self._is_up(node))
+        self._start(node, ["slurmd", "-D", "-b", "-N", node.name], lambda: self._is_up(node))
 
     @contextlib.contextmanager
     def drained(self, number: int) -> Iterator[None]:

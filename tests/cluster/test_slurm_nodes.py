@@ -188,27 +188,29 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
 
 @pytest.mark.nodes
 @pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
-def test_a_node_whose_processes_are_killed(
+def test_a_node_that_is_started_anew(
     nodes: Nodes, slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
 ) -> None:
-    """mpirun learns of it before SLURM does, and the job fails; srun waits until SLURM requeues the job."""
+    """mpirun learns of it before SLURM does, and its job fails; srun's comes back, or fails too."""
     env = environment_of(mpi, slurm, tmp_path)
     with slurm.drained(3):
-        under_mpirun, under_srun = both(slurm, gated, env, tmp_path, 1)
+        jobs = both(slurm, gated, env, tmp_path, 1)
         nodes[2].die()
-        under_mpirun.job.until(lambda: under_mpirun.job.state != "RUNNING", "mpirun's end")
+        mpirun_s = jobs[0].job
+        mpirun_s.until(lambda: mpirun_s.state != "RUNNING", "mpirun's end")
     with slurm.drained(2):
         slurm.start_node(nodes[2])
-        under_mpirun.job.wait()
-        assert (under_mpirun.job.state, under_mpirun.job.told("Restarts")) == ("FAILED", "0")
-        assert under_mpirun.job.exit_code not in (FINISHED, BAD_INPUT, STOPPED)
-        for one in (under_mpirun, under_srun):
+        for one in jobs:
             one.gates.open(1)
-        again = slurm.submit(*under_mpirun.command, **under_mpirun.env)
-        under_srun.job.come_back(1)
-        under_srun.ends_as(undisturbed)
-        replace(under_mpirun, job=again).ends_as(undisturbed)
-        assert "resuming after round 1 of 3" in again.output
+            one.job.wait()
+        assert (mpirun_s.state, mpirun_s.told("Restarts")) == ("FAILED", "0")
+        assert mpirun_s.exit_code not in (FINISHED, BAD_INPUT, STOPPED)
+        for one in jobs:
+            goes_on = one
+            if one.job.state == "FAILED":
+                goes_on = replace(one, job=slurm.submit(*one.command, **one.env))
+            goes_on.ends_as(undisturbed)
+            assert "resuming after round 1 of 3" in goes_on.job.output
 
 
 @pytest.mark.nodes
