@@ -191,10 +191,10 @@ def test_slurm_requeues_a_job_whose_node_loses_its_power(
 def test_a_node_that_is_started_anew(
     nodes: Nodes, slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
 ) -> None:
-    """mpirun learns of it before SLURM does, and its job fails; srun's comes back, or fails too."""
+    """mpirun's job fails before SLURM knows; srun's fails, too, or comes back, or its ranks give up."""
     env = environment_of(mpi, slurm, tmp_path)
     with slurm.drained(3):
-        jobs = both(slurm, gated, env, tmp_path, 1)
+        jobs = both(slurm, [*gated, "run.timeout=60"], env, tmp_path, 1)
         nodes[2].die()
         mpirun_s = jobs[0].job
         mpirun_s.until(lambda: mpirun_s.state != "RUNNING", "mpirun's end")
