@@ -88,7 +88,7 @@ tell_end_time() {
 mpi_type() {
     local listed wanted type
     listed=" $(srun --mpi=list 2>&1 | tr -c 'a-z0-9_' ' ') "
-    case $(python -m mpi4py --mpi-lib-version) in
+    case $(python -m mpi4py --mpi-lib-version | tr -d '\0') in
         *"Open MPI"*) wanted="pmix" ;;
         *"MPICH configure:"*pmix*) wanted="pmi2 pmix" ;;
         # as from PyPI

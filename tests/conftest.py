@@ -50,6 +50,7 @@ LONGEST = [
             "paper_figures",
             "process_faults",
             "jobs",
+            "slurm_nodes",
             "marked_device",
             "take_away",
         ),

@@ -110,6 +110,7 @@ FAULTS = {
     "the job's time is nearly up, or SIGUSR1": [
         "cluster/test_jobs.py::test_a_job_whose_time_is_nearly_up_comes_back",
         "cluster/test_jobs.py::test_signalled_and_preempted_in_mid_round_a_job_comes_back",
+        "cluster/test_slurm_nodes.py::test_signalled_and_preempted_a_job_goes_on_on_other_nodes",
         "simulation/test_resume.py::test_killed_and_then_stopped_or_prolonged",
         "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
     ],
@@ -137,15 +138,22 @@ FAULTS = {
         "cluster/test_jobs.py::"
         "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back",
         "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
-        "storage/test_lock.py::test_an_owner_elsewhere_that_gives_signs_is_left_alone",
+        "storage/test_lock.py::test_an_owner_that_was_taken_for_dead_is_told_and_leaves_the_name_of_the_other",
     ],
     "the lock of a job that died on another node": [
         "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
     ],
-    "a plain `srun`, each rank alone": [
+    "`srun` with a type of `--mpi` that does not fit the MPI": [
         "cluster/test_jobs.py::test_a_plain_srun_is_refused_with_what_to_type",
+        "cluster/test_slurm_nodes.py::test_every_type_of_srun_joins_the_ranks_or_is_refused",
     ],
-    "a rank that stops answering, a dead node": [
+    "a node without power": [
+        "cluster/test_slurm_nodes.py::test_slurm_requeues_a_job_whose_node_loses_its_power",
+    ],
+    "a node that is started anew": [
+        "cluster/test_slurm_nodes.py::test_a_node_that_is_started_anew",
+    ],
+    "a rank that stops answering, a dead node without SLURM": [
         "simulation/test_process_faults.py::test_a_rank_that_stops_answering_is_named",
     ],
     "a rank out of memory": [
@@ -227,7 +235,7 @@ def test_the_readme_shows_pictures_that_exist() -> None:
 
 
 def test_the_readme_names_files_that_exist() -> None:
-    for path in re.findall(r"(?:jobs|configs|hpcfl)/[\w./-]+\.(?:sh|sbatch|yaml|py)", README):
+    for path in re.findall(r"(?:docs|jobs|configs|hpcfl)/[\w./-]+\.(?:md|sh|sbatch|yaml|py)", README):
         assert (REPOSITORY / path).exists(), path
 
 

@@ -459,12 +459,12 @@ def _import_comm_world() -> tuple[MPI.Intracomm, str]:
             ) from error
         library = MPI.Get_library_version()
         if not MPI.Is_initialized():
-            _refuse_foreign_srun(library)
+            refuse_foreign_srun(library)
             MPI.Init_thread()
     return MPI.COMM_WORLD, library
 
 
-def _refuse_foreign_srun(library: str) -> None:
+def refuse_foreign_srun(library: str) -> None:
     """Raise UserError where MPI would end this process as it starts, since it does not speak as srun does."""
     speaks_pmi = {"PMI_RANK", "OMPI_COMM_WORLD_SIZE"} & set(os.environ)
     if speaks_pmi or _STEP_SIZE_VARIABLE not in os.environ:

@@ -146,24 +146,26 @@ class Slurm:
             self.start_node(node)
 
     def start_node(self, node: AnyNode) -> None:
-        """Start a node's daemon and wait until jobs can have the node."""
+        """Start a node's daemon, as after a start of the node, and wait until SLURM has the node."""
         # a PMIx server's files would meet those of other nodes in /tmp
         self._configuration.with_name(f"tmp-{node.name}").mkdir(exist_ok=True)
-        self._start(node, ["slurmd", "-D", "-N", node.name], lambda: self.state_of(node) == "idle")
+        self._start(node, ["slurmd", "-D", "-b", "-N", node.name], lambda: self._is_up(node))
 
-    def drain(self, number: int) -> None:
-        """Have no job start on a node."""
-        name = self._nodes[number - 1].name
-        self.call("scontrol", "update", f"NodeName={name}", "State=DRAIN", "Reason=test")
+    @contextlib.contextmanager
+    def drained(self, number: int) -> Iterator[None]:
+        """Have no job start on a node, counted from 1, until the block is left."""
+        update = ("scontrol", "update", f"NodeName={self._nodes[number - 1].name}")
+        self.call(*update, "State=DRAIN", "Reason=test")
+        try:
+            yield
+        finally:
+            self.call(*update, "State=RESUME")
 
-    def resume(self, number: int) -> None:
-        """Let jobs start again on a node that was drained; changes nothing for others."""
-        self.try_call("scontrol", "update", f"NodeName={self._nodes[number - 1].name}", "State=RESUME")
-
-    def state_of(self, node: AnyNode) -> str:
-        """Return a node's state as `sinfo` has it, such as idle or down*."""
+    def _is_up(self, node: AnyNode) -> bool:
         words = ("--noheader", f"--nodes={node.name}", "--format=%T")
-        return self.try_call("sinfo", *words).stdout.strip()
+        state = self.try_call("sinfo", *words).stdout.strip()
+        # a star is one that does not answer
+        return bool(state) and not state.endswith("*") and not state.startswith(("down", "unk"))
 
     def _start(self, node: AnyNode, command: list[str], ready: Callable[[], bool]) -> None:
         log = self._configuration.with_name("daemons.log")

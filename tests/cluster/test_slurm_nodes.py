@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import yaml
-from bits import differing
+from bits import differing, run_here
 from conftest import in_mpi_world
 from gates import Gates, gated_settings, run_undisturbed
 from nodes import Nodes, played
 from processes import REPOSITORY
 from slurm import Job, Slurm, running_slurm
 
-from hpcfl.errors import FINISHED
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
+ALONE = (
+    "hpcfl: error: the launcher started 4 ranks, but each is alone in its MPI world; under SLURM use `srun"
+)
+NO_PMIX = "hpcfl: error: srun does not speak PMIx, which Open MPI needs; under SLURM use `srun --mpi=pmix`"
+REFUSED = {
+    "mpich": {
+        "none": (BAD_INPUT, f"{ALONE} --mpi=pmi2`"),
+        "cray_shasta": (BAD_INPUT, f"{ALONE} --mpi=pmi2`"),
+        "pmix": (
+            BAD_INPUT,
+            "hpcfl: error: srun speaks PMIx, which this MPICH was built without; under SLURM use",
+        ),
+    },
+    "openmpi": {
+        "none": (BAD_INPUT, NO_PMIX),
+        "cray_shasta": (BAD_INPUT, NO_PMIX),
+        # some Open MPIs speak it; this one says itself that it does not
+        "pmi2": (1, "OMPI was not built with SLURM's PMI support"),
+    },
+}
+"""Types of `srun --mpi` that do not join the ranks, by MPI: exit code, and what is said."""
+
 MPIS = ["mpich", pytest.param("openmpi", marks=pytest.mark.nodes)]
-WORKING = {"mpich": {"pmi2"}, "openmpi": {"pmix", "pmix_v4"}}
-"""Types of `srun --mpi` that join the ranks, by MPI."""
+
+
+@dataclass(frozen=True)
+class Submitted:
+    job: Job
+    gates: Gates
+    folder: Path
+    command: list[str | Path]
+    env: dict[str, str]
+
+    def ends_as(self, undisturbed: Path) -> None:
+        """Wait for the job's end, which has the bits of a run that nothing happened to."""
+        self.job.wait()
+        assert (self.job.state, self.job.exit_code) == ("COMPLETED", FINISHED), self.job.output
+        assert not differing(self.folder, undisturbed)
 
 
 @pytest.fixture(scope="module")
@@ -64,53 +101,155 @@ def environment_of(mpi: str, slurm: Slurm, folder: Path) -> dict[str, str]:
     return {**as_root, "MPI4PY_MPIABI": "openmpi", "PATH": path}
 
 
+def both(slurm: Slurm, gated: list[str], env: dict[str, str], base: Path, *closed: int) -> list[Submitted]:
+    """Submit a run on two nodes once for mpirun and once for srun, which wait in the closed rounds."""
+    jobs = []
+    for launcher in ("mpirun", "srun"):
+        gates, folder = Gates(base / f"gates-{launcher}"), base / launcher
+        gates.close(*closed)
+        command = ["--nodes=2", "--ntasks=4", "jobs/train.sbatch", *gated, "--out", folder]
+        # the default of many a cluster, which mpirun's own steps must not have
+        job_env = {**env, **gates.env, "LAUNCHER": launcher, "SLURM_MPI_TYPE": "pmix"}
+        jobs.append(Submitted(slurm.submit(*command, **job_env), gates, folder, command, job_env))
+    for one in jobs:
+        one.gates.wait(closed[0], one.job)
+    return jobs
+
+
 @pytest.mark.parametrize("mpi", MPIS)
 def test_signalled_and_preempted_a_job_goes_on_on_other_nodes(
     slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
 ) -> None:
-    """Once with mpirun and once with srun, at the same time."""
     env = environment_of(mpi, slurm, tmp_path)
-    jobs: list[tuple[Job, Gates, Path]] = []
-    slurm.drain(3)
-    for launcher in ("mpirun", "srun"):
-        gates, folder = Gates(tmp_path / f"gates-{launcher}"), tmp_path / launcher
-        gates.close(1, 2)
-        command = ["--nodes=2", "--ntasks=4", "jobs/train.sbatch", *gated, "--out", folder]
-        # the default of many a cluster, which mpirun's own steps must not have
-        env |= {"LAUNCHER": launcher, "SLURM_MPI_TYPE": "pmix", **gates.env}
-        jobs.append((slurm.submit(*command, **env), gates, folder))
-    try:
-        for job, gates, _ in jobs:
-            gates.wait(1, job)
-        slurm.resume(3)
-        slurm.drain(2)
-        for job, _, _ in jobs:
-            slurm.call("scancel", "--signal=USR1", "--batch", job.number)
-        for job, gates, _ in jobs:
-            gates.wait_for_signal(job)
-            gates.open(1)
-        for job, gates, _ in jobs:
-            job.come_back(1)
-            gates.wait(2, job)
-        slurm.resume(2)
-        slurm.drain(1)
-        for job, _, _ in jobs:
-            slurm.call("scontrol", "requeue", job.number)
-        for job, gates, _ in jobs:
-            job.come_back(2)
+    with slurm.drained(3):
+        jobs = both(slurm, gated, env, tmp_path, 1, 2)
+    with slurm.drained(2):
+        for one in jobs:
+            slurm.call("scancel", "--signal=USR1", "--batch", one.job.number)
+        for one in jobs:
+            one.gates.wait_for_signal(one.job)
+            one.gates.open(1)
+        for one in jobs:
+            one.job.come_back(1)
+            one.gates.wait(2, one.job)
+    with slurm.drained(1):
+        for one in jobs:
+            slurm.call("scontrol", "requeue", one.job.number)
+        for one in jobs:
+            one.job.come_back(2)
             # the start before may still be there, and would end its round
-            job.wait_for_start(3)
-            gates.open(2)
-        for job, _, folder in jobs:
-            job.wait()
-            assert (job.state, job.exit_code) == ("COMPLETED", FINISHED), job.output
-            assert not differing(folder, undisturbed)
-            log = (folder / "log.txt").read_text()
+            one.job.wait_for_start(3)
+            one.gates.open(2)
+        for one in jobs:
+            one.ends_as(undisturbed)
+            log = (one.folder / "log.txt").read_text()
             for number, names in enumerate(("n[1-2]", "n[1,3]", "n[2-3]"), 1):
-                start = f"start {number}, on {names}"
-                assert log.count(start) == job.output.count(start) == 1
-            environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
+                start = f"SLURM job hpcfl {one.job.number}, start {number}, on {names}"
+                assert log.count(start) == one.job.output.count(start) == 1
+            environment = yaml.safe_load((one.folder / "config.yaml").read_text())["environment"]
             assert environment["job"].endswith("on n[2-3]")
+            assert {rank.split()[0] for rank in environment["ranks"]} == {"n2", "n3"}
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+@pytest.mark.parametrize("script_dies", [True, False])
+def test_slurm_requeues_a_job_whose_node_loses_its_power(
+    nodes: Nodes,
+    slurm: Slurm,
+    gated: list[str],
+    undisturbed: Path,
+    tmp_path: Path,
+    mpi: str,
+    script_dies: bool,
+) -> None:
+    """The job script runs on the first of a job's nodes."""
+    spare, dying = (1 if script_dies else 3), 2
+    env = environment_of(mpi, slurm, tmp_path)
+    try:
+        with slurm.drained(spare):
+            jobs = both(slurm, gated, env, tmp_path, 1)
+            # the other nodes hear no more of it
+            nodes.cut(dying)
+            nodes[dying].die()
+        for one in jobs:
+            one.job.come_back(1)
+            one.job.wait_for_start(2)
+            one.gates.open(1)
+        for one in jobs:
+            one.ends_as(undisturbed)
+            assert "start 2, on n[1,3]" in one.job.output
+            warned = f"{one.folder} has the lock of pid "
+            assert (warned in one.job.output) == script_dies
     finally:
-        for number in (1, 2, 3):
-            slurm.resume(number)
+        nodes.heal(dying)
+        slurm.start_node(nodes[dying])
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_a_node_that_is_started_anew(
+    nodes: Nodes, slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
+) -> None:
+    """mpirun's job fails before SLURM knows; srun's fails, too, or comes back, or its ranks give up."""
+    env = environment_of(mpi, slurm, tmp_path)
+    with slurm.drained(3):
+        jobs = both(slurm, [*gated, "run.timeout=60"], env, tmp_path, 1)
+        nodes[2].die()
+        mpirun_s = jobs[0].job
+        mpirun_s.until(lambda: mpirun_s.state != "RUNNING", "mpirun's end")
+    with slurm.drained(2):
+        slurm.start_node(nodes[2])
+        for one in jobs:
+            one.gates.open(1)
+            one.job.wait()
+        assert (mpirun_s.state, mpirun_s.told("Restarts")) == ("FAILED", "0")
+        assert mpirun_s.exit_code not in (FINISHED, BAD_INPUT, STOPPED)
+        for one in jobs:
+            goes_on = one
+            if one.job.state == "FAILED":
+                goes_on = replace(one, job=slurm.submit(*one.command, **one.env))
+            goes_on.ends_as(undisturbed)
+            assert "resuming after round 1 of 3" in goes_on.job.output
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_an_array_on_several_nodes(slurm: Slurm, gated: list[str], tmp_path: Path, mpi: str) -> None:
+    table, out = tmp_path / "table.yaml", tmp_path / "out"
+    table.write_text("title: T\nseeds: [0]\nrows: [{method: {name: fedavg}}, {method: {name: pfedla}}]\n")
+    settings = gated[:-1]
+    words = ["--array=1-2", "--nodes=2", "--ntasks=2", "jobs/table.sbatch", table, *settings, "--out", out]
+    array = slurm.submit(*words, **environment_of(mpi, slurm, tmp_path))
+    for number, method in ((1, "fedavg"), (2, "pfedla")):
+        task, folder = array.task(number), out / f"{method}-s0"
+        task.wait()
+        assert (task.state, task.exit_code) == ("COMPLETED", FINISHED), task.output
+        assert run_here(tmp_path / method, [*settings, f"method.name={method}"]) == FINISHED
+        assert not differing(tmp_path / method, folder)
+        environment = yaml.safe_load((folder / "config.yaml").read_text())["environment"]
+        assert len({rank.split()[0] for rank in environment["ranks"]}) == 2
+    assert (out / "table.csv").exists()
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize("mpi", list(REFUSED))
+def test_every_type_of_srun_joins_the_ranks_or_is_refused(
+    slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
+) -> None:
+    env = {**environment_of(mpi, slurm, tmp_path), **Gates(tmp_path / "gates").env}
+    listed = slurm.try_call("srun", "--mpi=list")
+    types = set(re.findall(r"(?<=\t)\w+|pmix_v\d+", listed.stdout + listed.stderr))
+    assert types >= {"none", "pmi2", "pmix"}
+    for kind in types:
+        folder = tmp_path / kind
+        ranks = ["srun", f"--mpi={kind}", "--nodes=2", "--ntasks=4"]
+        done = slurm.try_call(*ranks, "python", "-m", "hpcfl.main", *gated, "--out", folder, env=env)
+        refused = REFUSED[mpi].get(kind.partition("_v")[0])
+        if refused is None:
+            assert done.returncode == FINISHED, done.stderr
+            assert not differing(folder, undisturbed)
+            continue
+        code, line = refused
+        assert (done.returncode, folder.exists()) == (code, False), done.stderr
+        assert line in done.stderr
