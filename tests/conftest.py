@@ -59,6 +59,9 @@ LONGEST = [
 ]
 """Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""
 
+LEFT_OUT = ("soak", "nodes")
+"""Markers of tests that take minutes."""
+
 
 def in_mpi_world() -> bool:
     """Return whether a launcher of several ranks started this process."""
@@ -140,13 +143,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Bring the longest files to the front and mark quick tests.
 
-    Soak tests are left out unless `-m` names them; in an MPI world, tests that are not collective are left to
-    a world of one rank.
+    Tests of LEFT_OUT are left out unless `-m` names their marker; in an MPI world, tests that are not
+    collective are left to a world of one rank.
     """
-    if "soak" not in config.option.markexpr:
-        soak = [item for item in items if item.get_closest_marker("soak")]
-        items[:] = [item for item in items if item not in soak]
-        config.hook.pytest_deselected(items=soak)
+    for marker in LEFT_OUT:
+        if marker not in config.option.markexpr:
+            marked = [item for item in items if item.get_closest_marker(marker)]
+            items[:] = [item for item in items if item not in marked]
+            config.hook.pytest_deselected(items=marked)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
     alone = pytest.mark.skip(reason="not collective: a plain pytest runs it")
