@@ -9,6 +9,9 @@ from typing import Any
 
 from hpcfl.communication.world import World
 
+TO_MEND = "to mend"
+"""How the last line begins where something must be mended."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -57,4 +60,4 @@ def last_line(findings: Sequence[Finding]) -> str:
         return "fine"
     texts = [finding.text for finding in chosen]
     told = texts[0] if len(texts) == 1 else " ".join(f"({n}) {text}" for n, text in enumerate(texts, 1))
-    return f"{'to mend' if chosen[0].must_mend else 'fine, but mind'}: {told}"
+    return f"{TO_MEND if chosen[0].must_mend else 'fine, but mind'}: {told}"

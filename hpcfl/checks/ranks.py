@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -16,16 +15,13 @@ from typing import Any
 
 import torch
 
-from hpcfl import __version__
+from hpcfl.checks.alike import Told, by_node, compare, of_this_rank, place
 from hpcfl.checks.finding import Checked, gathered, ranges
 from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.errors import UserError
-from hpcfl.machine import free_bytes, package_versions
+from hpcfl.machine import free_bytes
 from hpcfl.storage.hdf5 import HDF5_VERSION
-
-Told = Mapping[str, Any]
-"""What a rank tells of itself."""
 
 PACKAGES = ("torch", "numpy", "h5py", "mpi4py")
 LEAST_BYTES = 500e6
@@ -47,10 +43,12 @@ def check_ranks(world: World, config: Config, environment: Mapping[str, str]) ->
         return checked
     if error:
         checked.mend(error)
-    _versions(told, checked)
+    versions = told[0]["versions"].items()
+    checked.lines.append("versions: " + ", ".join(f"{name} {found}" for name, found in versions))
+    compare(told, checked)
     (_launcher if world.size == 1 else _world)(told, checked, environment)
     threads = config.run.threads
-    for node in by_node(told).values():
+    for node in by_node(told):
         _cores(node, threads, world.size, checked)
         _threads(node, threads, checked)
         _memory(node, checked)
@@ -59,18 +57,10 @@ def check_ranks(world: World, config: Config, environment: Mapping[str, str]) ->
     return checked
 
 
-def by_node(told: Sequence[Told]) -> dict[str, list[Told]]:
-    """Return the ranks of each host, in rank order."""
-    nodes: dict[str, list[Told]] = {}
-    for rank in told:
-        nodes.setdefault(rank["host"], []).append(rank)
-    return nodes
-
-
 def _of_this_rank(world: World, device: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "rank": world.rank,
-        "host": world.host,
+    told = of_this_rank(world, PACKAGES)
+    told["versions"]["HDF5"] = HDF5_VERSION
+    return told | {
         "works": world.is_worker,
         "device": device,
         "gpus": torch.cuda.device_count(),
@@ -79,33 +69,16 @@ def _of_this_rank(world: World, device: str, environment: Mapping[str, str]) -> 
         "omp": environment.get("OMP_NUM_THREADS", ""),
         "memory": free_bytes(),
         "mpi": world.library(),
-        "versions": {
-            "hpcfl": __version__,
-            "python": platform.python_version(),
-            **package_versions(PACKAGES),
-            "HDF5": HDF5_VERSION,
-        },
     }
 
 
-def _versions(told: Sequence[Told], checked: Checked) -> None:
-    first = told[0]["versions"]
-    checked.lines.append("versions: " + ", ".join(f"{name} {found}" for name, found in first.items()))
-    for rank in told[1:]:
-        other = {name: found for name, found in rank["versions"].items() if found != first[name]}
-        if other:
-            these = ", ".join(f"{name} {found} (rank 0: {first[name]})" for name, found in other.items())
-            checked.mend(f"{_place(rank)} has {these}: activate the same environment on every node")
-            return
-
-
 def _world(told: Sequence[Told], checked: Checked, environment: Mapping[str, str]) -> None:
-    nodes = [f"{host} {ranges(rank['rank'] for rank in ranks)}" for host, ranks in by_node(told).items()]
+    nodes = [f"{node[0]['host']} {ranges(rank['rank'] for rank in node)}" for node in by_node(told)]
     checked.lines.append(f"MPI: {told[0]['mpi']}; ranks by node: {', '.join(nodes)}")
     others = [rank for rank in told if rank["mpi"] != told[0]["mpi"]]
     if others:
         checked.mend(
-            f"{_place(others[0])} has {others[0]['mpi']}, rank 0 {told[0]['mpi']}: load the same MPI on "
+            f"{place(others[0])} has {others[0]['mpi']}, rank 0 {told[0]['mpi']}: load the same MPI on "
             "every node"
         )
 
@@ -189,7 +162,7 @@ def _cores(node: Sequence[Told], threads: int, size: int, checked: Checked) -> N
         )
     elif narrow:
         checked.mend(
-            f"{_place(narrow[0])} may use {len(narrow[0]['cores'])} cores, and run.threads={threads}: ask "
+            f"{place(narrow[0])} may use {len(narrow[0]['cores'])} cores, and run.threads={threads}: ask "
             f"SLURM for --cpus-per-task={threads}, or set run.threads=1"
         )
     elif needed > len(cores):
@@ -235,7 +208,8 @@ def _devices(told: Sequence[Told], checked: Checked) -> None:
         return
     pairs = ", ".join(f"rank {rank['rank']} {rank['device']}" for rank in on_gpu)
     checked.lines.append(f"devices: {pairs}")
-    for host, node in by_node(told).items():
+    for node in by_node(told):
+        host = node[0]["host"]
         used = {rank["device"] for rank in node} - {"cpu"}
         seen = max(rank["gpus"] for rank in node)
         if 0 < len(used) < seen:
@@ -245,7 +219,7 @@ def _devices(told: Sequence[Told], checked: Checked) -> None:
     without = [rank for rank in told if rank["works"] and rank["device"] == "cpu"]
     if without:
         checked.mend(
-            f"{_place(without[0])} sees no GPU where other workers do: ask SLURM for --gpus-per-node on "
+            f"{place(without[0])} sees no GPU where other workers do: ask SLURM for --gpus-per-node on "
             "every node, or set run.device=cpu"
         )
 
@@ -275,7 +249,3 @@ def _slurm(environment: Mapping[str, str], size: int, checked: Checked) -> None:
             f"the job has {tasks} tasks, and {size} rank(s) run: type mpirun -n {tasks} hpcfl doctor, or "
             "srun --mpi=pmix hpcfl doctor"
         )
-
-
-def _place(rank: Told) -> str:
-    return f"rank {rank['rank']} on {rank['host']}"

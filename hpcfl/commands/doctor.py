@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.checks.collectives import check_collectives
-from hpcfl.checks.finding import Checked, Finding, last_line
+from hpcfl.checks.finding import TO_MEND, Checked, Finding, last_line
 from hpcfl.checks.folder import check_folder
 from hpcfl.checks.ranks import check_ranks
 from hpcfl.checks.sources import check_data
@@ -46,8 +46,7 @@ def check_everything(arguments: Sequence[str], world: World) -> None:
     say(check_folder(world, options.out))
     if options.settings:
         say(check_data(world, config))
-    told = last_line(findings)
-    if any(finding.must_mend for finding in findings):
+    told = world.broadcast_bytes(last_line(findings).encode()).decode()
+    if told.startswith(TO_MEND):
         raise UserError(told)
-    if world.is_server:
-        print(told, flush=True)
+    print(told, flush=True)

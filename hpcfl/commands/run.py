@@ -6,6 +6,7 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
+from hpcfl.checks.alike import refuse_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import next_command, print_summary
 from hpcfl.communication.world import World, agreed
@@ -41,6 +42,7 @@ def run(
         watched.enter_context(world.giving_up_after(config.run.timeout))
         noted: list[str] = []
         warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
+        refuse_unlike_nodes(world)
         _refuse_other_code(config, world)
         if world.is_server:
             # all ranks have come here, with their handlers: a signal would have killed them before

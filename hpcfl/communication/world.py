@@ -6,6 +6,8 @@ The only module that imports mpi4py, and only where a launcher has started more 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import sys
 import time
@@ -51,6 +53,7 @@ _PAUSE_GROWTH = 1.5
 _PASSING_ON_S = 0.2
 _ABORT_STAGGER_S = 0.25
 _LONGEST_STAGGER_S = 1.0
+_ABORT_S = 5
 
 
 class World:
@@ -175,17 +178,22 @@ class World:
 
         (0, 1) on the server.
         """
+        workers = [rank for rank in self.ranks_of_node() if rank > 0]
+        return (workers.index(self.rank), len(workers)) if self.rank > 0 else (0, 1)
+
+    def ranks_of_node(self) -> list[int]:
+        """Return the ranks on the node of this one, by the memory that they share. Collective."""
         if self._comm is None:
-            return 0, 1
+            return [0]
         from mpi4py import MPI
 
         self.barrier()
-        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED if self.is_worker else MPI.UNDEFINED, key=self.rank)
-        if node == MPI.COMM_NULL:
-            return 0, 1
-        local_index, num_local = node.Get_rank(), node.Get_size()
-        node.Free()
-        return local_index, num_local
+        node = self._comm.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
+        those, everyone = node.Get_group(), self._comm.Get_group()
+        ranks = those.Translate_ranks(group=everyone)
+        for made in (those, everyone, node):
+            made.Free()
+        return ranks
 
     def library(self) -> str:
         """Return name and version of the MPI that joins the ranks; empty in a serial world."""
@@ -346,6 +354,8 @@ class World:
         sys.stdout.flush()
         sys.stderr.flush()
         if self._comm is not None:
+            # MPICH waits for mpirun's answer, for ever where the link to it is cut
+            signal.alarm(_ABORT_S)
             self._comm.Abort(code)
         raise SystemExit(code)
 
@@ -530,12 +540,22 @@ def abort_saying(world: World, text: str, code: int) -> NoReturn:
 def agree(world: World, error: str | None) -> str | None:
     """Return on all ranks the error of the lowest rank that has one, or None. Collective.
 
-    All ranks can then leave together, and one of them tells the user.
+    All ranks can then leave together, and one of them tells the user. Where ranks are on several hosts, and
+    some have no error, it begins with the rank and host, unless it names some itself.
     """
     if not world.maximum(error is not None):
         return None
-    errors = world.gather_bytes((error or "").encode())
-    return world.broadcast_bytes(next(filter(None, errors), b"") if errors is not None else None).decode()
+    errors = world.gather_bytes(f"{world.host}\n{error or ''}".encode())
+    return world.broadcast_bytes(None if errors is None else _worded(errors)).decode()
+
+
+def _worded(errors: Sequence[bytes]) -> bytes:
+    """Return the first error of entries `host, newline, error` by rank, with its place where that helps."""
+    told = [entry.decode().partition("\n") for entry in errors]
+    rank, host, error = next((rank, host, error) for rank, (host, _, error) in enumerate(told) if error)
+    is_local = len({host for host, _, _ in told}) > 1 and not all(error for _, _, error in told)
+    is_placed = re.search(r"\brank \d+ on ", error) is not None
+    return (f"rank {rank} on {host}: {error}" if is_local and not is_placed else error).encode()
 
 
 def agreed(world: World, step: Callable[[], T]) -> T:

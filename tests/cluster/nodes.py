@@ -27,7 +27,11 @@ PROGRAMS = ("ip", "tc", "nsenter", "unshare", "setpriv")
 REMOTE_SHELL = """#!/usr/bin/env bash
 while [[ "$1" == -* ]]; do shift; done
 host=$1; shift
-exec nsenter --target "$(cat {folder}/"$host".pid)" --net --uts --ipc --mount -- bash -c "cd {cwd} && $*"
+nsenter --target "$(cat {folder}/"$host".pid)" --net --uts --ipc --mount -- bash -c "cd {cwd} && $*"
+code=$?
+# the end of what ran there is not heard over a link that is cut
+while [[ -e {folder}/"$host".cut ]]; do sleep 0.2; done
+exit $code
 """
 
 
@@ -57,8 +61,18 @@ class Node:
                     found.append(int(link.parts[2]))
         return [pid for pid in found if pid != self.process.pid]
 
+    @contextlib.contextmanager
+    def seeing(self, place: Path, instead: Path | None = None) -> Iterator[None]:
+        """Have this node alone see another file or folder in a place; None: an empty folder."""
+        what = ("--bind", instead) if instead is not None else ("-t", "tmpfs", "tmpfs")
+        self.run("mount", *what, place)
+        try:
+            yield
+        finally:
+            self.run("umount", place)
+
     def die(self) -> None:
-        """Kill all its processes, as a node without power loses them: nobody is told by its network."""
+        """Kill all its processes; the others are told. A node without power is one whose link is cut."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -76,11 +90,13 @@ class Nodes:
 
     def cut(self, number: int) -> None:
         """Take a node's link down."""
+        (self.folder / f"n{number}.cut").touch()
         self._in_switch("ip", "link", "set", f"v{number}", "down")
 
     def heal(self, number: int) -> None:
         """Bring a node's link up again."""
         self._in_switch("ip", "link", "set", f"v{number}", "up")
+        (self.folder / f"n{number}.cut").unlink(missing_ok=True)
 
     def slow(self, number: int, rate: str) -> None:
         """Limit a node's link, both ways, such as to `100mbit`."""
@@ -160,12 +176,10 @@ def played(count: int) -> Iterator[Nodes]:
 
 def _stand(prepare: str, namespaces: str, standing: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     """Start a process that stands still in new namespaces, once they are prepared; skip where none can be."""
+    script = f"{prepare} && echo ready && exec sleep infinity"
     # with the tests it goes, even if these are killed
     process = subprocess.Popen(
-        [
-            *("setpriv", "--pdeathsig", "KILL", "unshare", *namespaces.split()),
-            *("bash", "-c", f"{prepare} && echo ready && exec sleep infinity"),
-        ],
+        ["setpriv", "--pdeathsig", "KILL", "unshare", *namespaces.split(), "bash", "-c", script],
         env=_environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

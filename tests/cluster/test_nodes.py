@@ -1,16 +1,33 @@
-"""Runs on several nodes: the bits of one, and what is told where a node or its link is lost."""
+"""Runs on several nodes: the bits of one, nodes and links that are lost, nodes that are not alike."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from importlib.metadata import distribution
 from pathlib import Path
 
+import numpy as np
 import pytest
-from bits import differing, run_here, tiny_settings, write_digits
-from nodes import Nodes, played
-from processes import run_tree
+from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, tiny_settings, write_digits
+from launches import Launch
+from nodes import Node, Nodes, played
+from processes import REPOSITORY, run_tree
 
-from hpcfl.errors import FINISHED
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
+
+ROUNDS, LONG_ROUNDS = 3, 30
+TIMEOUT_S = 3
+TOLD_WITHIN_S = 20
+"""From a fault to the end of all, besides `run.timeout`; cores are shared."""
+CUT_S = 2
+HOUR_S = 3600
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +40,283 @@ def nodes() -> Iterator[Nodes]:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
-    return [*tiny_settings(digits), "method.name=pfedla", "train.rounds=5"]
+    run = ["method.name=heurpfedla", "train.participation=0.6", "run.checkpoint_every=2"]
+    return [*tiny_settings(digits), *MEETS_ALL_SOON, *run]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return a function from a number of rounds to the folder of a run of one rank."""
+    base = tmp_path_factory.mktemp("undisturbed")
+
+    @cache
+    def folder(rounds: int) -> Path:
+        assert run_here(base / str(rounds), [*settings, f"train.rounds={rounds}"]) == FINISHED
+        return base / str(rounds)
+
+    return folder
+
+
+@pytest.fixture
+def openmpi(mpirun_command: list[str]) -> list[str]:
+    """Return the mpirun of Open MPI, beside that of the other tests."""
+    program = shutil.which("mpirun.openmpi")
+    if program is None or "--oversubscribe" in mpirun_command:
+        pytest.skip("there is no mpirun.openmpi beside another MPI (package openmpi-bin)")
+    # minutes, unless told otherwise, after which mpirun gives a node up
+    alive = {"time": 3, "intvl": 1, "probes": 3}
+    keys = [f"OMPI_MCA_oob_tcp_keepalive_{key}={value}" for key, value in alive.items()]
+    return ["env", "MPI4PY_MPIABI=openmpi", *keys, program, "--oversubscribe", "--allow-run-as-root"]
+
+
+MPIS = pytest.mark.parametrize(
+    "mpi", ["mpirun_command", pytest.param("openmpi", marks=pytest.mark.nodes)], indirect=True
+)
+"""The mpirun of all tests, and Open MPI's."""
+
+
+@pytest.fixture
+def mpi(request: pytest.FixtureRequest) -> list[str]:
+    command: list[str] = request.getfixturevalue(request.param)
+    return command
+
+
+Launcher = Callable[..., AbstractContextManager[Launch]]
+
+
+@pytest.fixture
+def launch(nodes: Nodes, settings: list[str], tmp_path: Path) -> Launcher:
+    """Return a context manager that starts a run, or goes on with it; in the end, no link is cut."""
+
+    @contextmanager
+    def started(mpi: list[str], ranks: int = 5, on: tuple[int, ...] = (1, 2, 3)) -> Iterator[Launch]:
+        keys = [f"train.rounds={LONG_ROUNDS}", f"run.timeout={TIMEOUT_S}"]
+        words = ["-m", "hpcfl.main", "--quiet", "--out", tmp_path / "run", *settings, *keys]
+        running = Launch(nodes.mpirun(mpi, ranks, *words, on=on), tmp_path / "run")
+        try:
+            yield running
+        finally:
+            for node in nodes.nodes:
+                nodes.heal(node.number)
+                node.die()
+            running.process.communicate()
+
+    return started
+
+
+GoesOn = Callable[..., str]
+
+
+@pytest.fixture
+def goes_on(nodes: Nodes, launch: Launcher, undisturbed: Callable[[int], Path], tmp_path: Path) -> GoesOn:
+    """Return a function that takes a run to its end on other nodes, compares it and returns what it said."""
+
+    def check(mpi: list[str], ranks: int = 3, on: tuple[int, ...] = (2, 1)) -> str:
+        with launch(mpi, ranks, on) as running:
+            said = running.end()
+            assert running.process.returncode == FINISHED, said
+        assert not differing(undisturbed(LONG_ROUNDS), tmp_path / "run")
+        return said
+
+    return check
+
+
+def is_empty(node: Node) -> bool:
+    """Whether nothing runs on a node a few seconds from now."""
+    until_s = time.monotonic() + TOLD_WITHIN_S
+    while node.pids() and time.monotonic() < until_s:
+        time.sleep(0.05)
+    return not node.pids()
 
 
 def test_three_nodes_give_the_bits_of_one_rank(
-    nodes: Nodes, settings: list[str], tmp_path: Path, mpirun_command: list[str]
+    nodes: Nodes,
+    settings: list[str],
+    undisturbed: Callable[[int], Path],
+    tmp_path: Path,
+    mpirun_command: list[str],
 ) -> None:
-    assert run_here(tmp_path / "alone", settings) == FINISHED
-    words = ["-m", "hpcfl.main", "--quiet", "--out", tmp_path / "nodes", *settings]
+    words = ["-m", "hpcfl.main", "--quiet", "--out", tmp_path / "nodes", *settings, f"train.rounds={ROUNDS}"]
     run_tree(nodes.mpirun(mpirun_command, 6, *words))
-    assert not differing(tmp_path / "alone", tmp_path / "nodes")
+    assert not differing(undisturbed(ROUNDS), tmp_path / "nodes")
     config = (tmp_path / "nodes" / "config.yaml").read_text()
     assert all(f"- {node.name} cpu" in config for node in nodes.nodes)
+
+
+# Nodes and links that are lost
+
+
+@MPIS
+def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
+    nodes: Nodes, launch: Launcher, goes_on: GoesOn, tmp_path: Path, mpi: list[str], mpirun_command: list[str]
+) -> None:
+    with launch(mpi) as running:
+        running.wait_for_rounds(3)
+        nodes.cut(3)
+        began_s = time.monotonic()
+        code = running.process.wait(TIMEOUT_S + TOLD_WITHIN_S)
+        # what was started by a link that is cut, such as ssh, is not told
+        assert is_empty(nodes[3])
+        assert time.monotonic() - began_s < TIMEOUT_S + TOLD_WITHIN_S
+        assert running.is_gone()
+        nodes.heal(3)
+        said = running.end()
+        assert all(map(is_empty, nodes.nodes))
+    assert code not in (FINISHED, BAD_INPUT, STOPPED)
+    told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
+    opening = f"hpcfl: error: rank 4 on n3 has not been heard of for {TIMEOUT_S} s (run.timeout) in round "
+    assert len(told) == 1, said
+    assert told[0].startswith(opening)
+    assert "Traceback" not in said
+    assert 2 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
+    assert goes_on(mpirun_command) == ""
+
+
+@pytest.mark.nodes
+@pytest.mark.parametrize(("mpi", "then"), [(0, 1), (1, 0)])
+def test_all_processes_of_a_node_die(
+    nodes: Nodes,
+    launch: Launcher,
+    goes_on: GoesOn,
+    tmp_path: Path,
+    mpirun_command: list[str],
+    openmpi: list[str],
+    mpi: int,
+    then: int,
+) -> None:
+    """A run of one MPI goes on with the other."""
+    both = (mpirun_command, openmpi)
+    with launch(both[mpi]) as running:
+        running.wait_for_rounds(3)
+        nodes[3].die()
+        began_s = time.monotonic()
+        said = running.end()
+        assert time.monotonic() - began_s < TOLD_WITHIN_S
+        assert running.process.returncode not in (FINISHED, BAD_INPUT, STOPPED)
+        assert running.is_gone()
+        assert all(map(is_empty, nodes.nodes))
+    # mpirun ends all ranks before one of them has noticed
+    assert "hpcfl: " not in said
+    assert "Traceback" not in said
+    assert 2 <= completed_rounds(tmp_path / "run") < LONG_ROUNDS
+    said = goes_on(both[then])
+    assert re.search(r"has the lock of pid \d+ on n1, which is not seen here and is taken for dead", said)
+    assert said.count("\n") == 1
+
+
+@pytest.mark.nodes
+@MPIS
+@pytest.mark.parametrize("fault", ["comes back", "slow"])
+def test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing(
+    nodes: Nodes,
+    launch: Launcher,
+    undisturbed: Callable[[int], Path],
+    tmp_path: Path,
+    mpi: list[str],
+    fault: str,
+) -> None:
+    with launch(mpi) as running:
+        running.wait_for_rounds(3)
+        if fault == "slow":
+            nodes.slow(3, "100mbit")
+        else:
+            nodes.cut(3)
+            time.sleep(CUT_S / 2)
+            before = running.rows()
+            time.sleep(CUT_S / 2)
+            assert running.rows() == before < LONG_ROUNDS
+            nodes.heal(3)
+        assert running.end() == ""
+        assert running.process.returncode == FINISHED
+        assert all(map(is_empty, nodes.nodes))
+    assert not differing(undisturbed(LONG_ROUNDS), tmp_path / "run")
+
+
+# Nodes that are not alike
+
+
+Program = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def on_two_nodes(nodes: Nodes, settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> Program:
+    """Return a function that runs hpcfl, the last of three ranks on the second node."""
+
+    def program(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        words = ("-m", "hpcfl.main", *words, "--out", str(tmp_path / "run"), *settings, "train.rounds=1")
+        command = nodes.mpirun(mpirun_command, 3, *words, on=(1, 2))
+        return run_tree(command, env=env, check=False)
+
+    return program
+
+
+def test_data_that_one_node_lacks(
+    nodes: Nodes, settings: list[str], tmp_path: Path, on_two_nodes: Program
+) -> None:
+    path = next(setting for setting in settings if setting.startswith("data.path=")).partition("=")[2]
+    with nodes[2].seeing(Path(path).parent):
+        done = on_two_nodes("--quiet")
+    assert done.returncode == BAD_INPUT
+    assert done.stderr.startswith("hpcfl: error: rank 2 on n2: data.path")
+    assert path in done.stderr
+    assert (done.stdout + done.stderr).count("\n") == 1
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_versions_of_one_node_that_differ(nodes: Nodes, tmp_path: Path, on_two_nodes: Program) -> None:
+    place = Path(str(distribution("numpy").locate_file(f"numpy-{np.__version__}.dist-info/METADATA")))
+    other = tmp_path / "METADATA"
+    other.write_text(place.read_text().replace(f"Version: {np.__version__}", "Version: 1.0"))
+    with nodes[2].seeing(place, other):
+        done = on_two_nodes("--quiet")
+    assert done.returncode == BAD_INPUT
+    assert (done.stdout, done.stderr) == (
+        "",
+        f"hpcfl: error: rank 2 on n2 has numpy 1.0 (rank 0: {np.__version__}): activate the same environment "
+        "on every node\n",
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def an_hour_ahead(nodes: Nodes, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Have node 2's Python be an hour ahead, wherever the environment that is returned is."""
+    everywhere, there = tmp_path / "everywhere", tmp_path / "there"
+    everywhere.mkdir()
+    there.mkdir()
+    ahead = f"import time\nclock = time.time\ntime.time = lambda: clock() + {HOUR_S}\n"
+    (there / "sitecustomize.py").write_text(ahead)
+    with nodes[2].seeing(everywhere, there):
+        yield {"PYTHONPATH": os.pathsep.join([str(everywhere), str(REPOSITORY)])}
+
+
+def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
+    nodes: Nodes,
+    an_hour_ahead: dict[str, str],
+    on_two_nodes: Program,
+) -> None:
+    """Each in one line, before the first round."""
+    nodes[2].run("hostname", "n1")
+    try:
+        done = on_two_nodes("--quiet", **an_hour_ahead)
+    finally:
+        nodes[2].run("hostname", "n2")
+    assert done.returncode == FINISHED
+    clock, names = (done.stdout + done.stderr).splitlines()
+    found = re.search(r"the clock of n1 is (\d+) s ahead of that of n1, rank 0's: times in log\.txt", clock)
+    assert found is not None
+    assert abs(int(found[1]) - HOUR_S) < 60
+    assert "n1 is the name of two nodes, that of rank(s) 0-1 and that of rank(s) 2: " in names
+
+
+@pytest.mark.nodes
+def test_a_doctor_of_two_nodes(an_hour_ahead: dict[str, str], on_two_nodes: Program, tmp_path: Path) -> None:
+    fine, ahead = on_two_nodes("doctor"), on_two_nodes("doctor", **an_hour_ahead)
+    assert (fine.returncode, fine.stderr) == (FINISHED, "")
+    for done in (fine, ahead):
+        assert re.search(r"^MPI: .*; ranks by node: n1 0-1, n2 2$", done.stdout, re.MULTILINE)
+        for host in ("n1", "n2"):
+            assert re.search(rf"^cores: {host}: ", done.stdout, re.MULTILINE)
+    assert re.search(r"the clock of n2 is 3[56]\d\d s ahead of that of n1", ahead.stdout.splitlines()[-1])
+    assert "the clock of " not in fine.stdout
+    assert not (tmp_path / "run").exists()

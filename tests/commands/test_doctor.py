@@ -18,8 +18,9 @@ import pytest
 from bits import write_digits
 from processes import Mpirun, clean_environment, run_tree
 
+from hpcfl.checks.alike import compare
 from hpcfl.checks.finding import Checked, Finding, last_line, ranges
-from hpcfl.checks.ranks import _cores, _devices, _family, _memory, _slurm, _versions, _world
+from hpcfl.checks.ranks import _cores, _devices, _family, _memory, _slurm, _world
 from hpcfl.errors import BAD_INPUT, FINISHED, INTERRUPTED
 from hpcfl.main import main
 
@@ -191,8 +192,9 @@ def test_a_launcher_whose_ranks_are_alone_is_refused(tmp_path: Path) -> None:
 
 def rank(number: int, **changes: object) -> dict[str, object]:
     versions = {"torch": "2.6", "HDF5": "1.14"}
-    common = {"rank": number, "host": f"node{number // 4}", "works": number > 0, "device": "cpu", "gpus": 0}
-    return common | {"mpi": "MPICH 4.3", "memory": 8e9, "versions": versions} | changes
+    common = {"rank": number, "host": f"node{number // 4}", "node": number // 4, "clock": 1000.0, "gpus": 0}
+    common |= {"works": number > 0, "device": "cpu", "memory": 8e9}
+    return common | {"mpi": "MPICH 4.3", "versions": versions} | changes
 
 
 def findings(checked: Checked) -> list[str]:
@@ -202,13 +204,29 @@ def findings(checked: Checked) -> list[str]:
 def test_nodes_that_differ_are_told_with_rank_and_host() -> None:
     checked = Checked()
     told = [rank(0), rank(1), rank(4, versions={"torch": "2.5", "HDF5": "1.14"}, mpi="Open MPI 5")]
-    _versions(told, checked)
+    compare(told, checked)
     _world(told, checked, {})
     assert findings(checked) == [
         "rank 4 on node1 has torch 2.5 (rank 0: 2.6): activate the same environment on every node",
         "rank 4 on node1 has Open MPI 5, rank 0 MPICH 4.3: load the same MPI on every node",
     ]
     assert checked.lines[-1] == "MPI: MPICH 4.3; ranks by node: node0 0-1, node1 4"
+
+
+def test_clocks_that_are_apart_and_two_nodes_of_one_name_are_told() -> None:
+    checked = Checked()
+    told = [rank(0), rank(1, clock=1059.0), rank(4, clock=939.0), rank(5), rank(8, host="node0")]
+    compare(told, checked)
+    assert findings(checked) == [
+        "the clock of node1 is 61 s behind that of node0, rank 0's: times in log.txt may be wrong, and a run "
+        "may not see when its SLURM job ends; set the clocks (see timedatectl)",
+        "node0 is the name of two nodes, that of rank(s) 0-1 and that of rank(s) 8: errors and the lock of a "
+        "run folder cannot tell them apart; give each a name of its own (hostnamectl)",
+    ]
+    assert not any(finding.must_mend for finding in checked.findings)
+    fine = Checked()
+    compare([rank(0), rank(4, clock=1059.0)], fine)
+    assert fine.findings == []
 
 
 def test_more_workers_than_cores_are_told_node_by_node() -> None:
