@@ -32,7 +32,7 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     methods  each beside FedAvg; training and server are of FedAvg's round, evaluation is of FedAvg's;
              theory is gradients, of which those of the last layers and forward passes count a third
              (all ranks, --device)
-    nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside what `hpcfl plan` says (all ranks)
+    nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """
     parser = Parser("hpcfl bench", run_bench.__doc__)
