@@ -469,20 +469,22 @@ def _import_comm_world() -> tuple[MPI.Intracomm, str]:
             ) from error
         library = MPI.Get_library_version()
         if not MPI.Is_initialized():
-            refuse_foreign_srun(library)
+            refuse_foreign_launcher(library)
             MPI.Init_thread()
     return MPI.COMM_WORLD, library
 
 
-def refuse_foreign_srun(library: str) -> None:
-    """Raise UserError where MPI would end this process as it starts, since it does not speak as srun does."""
-    speaks_pmi = {"PMI_RANK", "OMPI_COMM_WORLD_SIZE"} & set(os.environ)
-    if speaks_pmi or _STEP_SIZE_VARIABLE not in os.environ:
-        return
-    if "PMIX_RANK" in os.environ and _srun_type(library) == "pmi2":
-        raise _not_joined("srun speaks PMIx, which this MPICH was built without", library)
-    if "PMIX_RANK" not in os.environ and "Open MPI" in library:
-        raise _not_joined("srun does not speak PMIx, which Open MPI needs", library)
+def refuse_foreign_launcher(library: str) -> None:
+    """Raise UserError where MPI would end this process as it starts, as it cannot speak with its launcher."""
+    given = set(os.environ)
+    if {"PMIX_RANK", "PMI_RANK"} & given == {"PMIX_RANK"} and _srun_type(library) == "pmi2":
+        raise _not_joined("the launcher speaks PMIx, which this MPICH was built without", library)
+    # some Open MPIs speak the PMI-2 of srun, none the PMI of MPICH's mpirun
+    speaks = {"PMIX_RANK", "OMPI_COMM_WORLD_SIZE"} & given or (
+        "PMI_RANK" in given and "MPI_LOCALNRANKS" not in given
+    )
+    if "Open MPI" in library and _STEP_SIZE_VARIABLE in given and not speaks:
+        raise _not_joined("the launcher does not speak PMIx, which Open MPI needs", library)
 
 
 def _srun_type(library: str) -> str:

@@ -88,6 +88,10 @@ def until(true: Callable[[], object], what: str, patience_s: float = PATIENCE_S)
         time.sleep(0.2)
 
 
+class DaemonFault(Exception):
+    """A daemon does not start."""
+
+
 class Slurm:
     """A SLURM that runs; `folder` is where its jobs are submitted, with the repository's jobs/ in it.
 
@@ -126,7 +130,7 @@ class Slurm:
         )
 
     def start_daemons(self) -> None:
-        """Start all daemons and wait for the nodes; skip the test where they do not come up."""
+        """Start all daemons and wait for the nodes; raise DaemonFault where they do not come up."""
         folder = self._configuration.parent
         munge = folder / "munge"
         for name in ("munge", "state"):
@@ -183,7 +187,7 @@ class Slurm:
         while not ready():
             if daemon.poll() is not None or time.monotonic() > end_s:
                 told = " / ".join(log.read_text(errors="replace").splitlines()[-3:])
-                pytest.skip(f"{command[0]} does not start here: {told}")
+                raise DaemonFault(f"{command[0]} does not start here: {told}")
             time.sleep(0.05)
 
     def kill_daemons(self) -> None:
@@ -286,7 +290,10 @@ def running_slurm(submit_folder: Path, nodes: Sequence[AnyNode] = (ThisMachine()
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     slurm = Slurm(configuration, submit_folder, nodes)
     try:
-        slurm.start_daemons()
+        try:
+            slurm.start_daemons()
+        except DaemonFault as fault:
+            pytest.skip(str(fault))
         yield slurm
     finally:
         with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -24,14 +24,16 @@ pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 ALONE = (
     "hpcfl: error: the launcher started 4 ranks, but each is alone in its MPI world; under SLURM use `srun"
 )
-NO_PMIX = "hpcfl: error: srun does not speak PMIx, which Open MPI needs; under SLURM use `srun --mpi=pmix`"
+NO_PMIX = (
+    "hpcfl: error: the launcher does not speak PMIx, which Open MPI needs; under SLURM use `srun --mpi=pmix`"
+)
 REFUSED = {
     "mpich": {
         "none": (BAD_INPUT, f"{ALONE} --mpi=pmi2`"),
         "cray_shasta": (BAD_INPUT, f"{ALONE} --mpi=pmi2`"),
         "pmix": (
             BAD_INPUT,
-            "hpcfl: error: srun speaks PMIx, which this MPICH was built without; under SLURM use",
+            "hpcfl: error: the launcher speaks PMIx, which this MPICH was built without; under SLURM use",
         ),
     },
     "openmpi": {

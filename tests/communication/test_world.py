@@ -17,7 +17,7 @@ import torch
 from processes import Mpirun, run_tree
 
 from hpcfl.communication import heartbeat
-from hpcfl.communication.world import World, abort_on_exception, agree, open_world, refuse_foreign_srun
+from hpcfl.communication.world import World, abort_on_exception, agree, open_world, refuse_foreign_launcher
 from hpcfl.errors import MOST_CHARACTERS, StorageFault, UserError
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
@@ -357,34 +357,46 @@ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
 
 
 MPICH = "MPICH Version: 5.0.2\nMPICH configure: --with-pm=hydra"
-SRUN, PMIX, PMI2 = ({name: "0"} for name in ("SLURM_STEP_NUM_TASKS", "PMIX_RANK", "PMI_RANK"))
+LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+SRUN, PMIX, PMI2, OMPI = ({name: "0"} for name in LAUNCHERS[:4])
 
 
 @pytest.mark.parametrize(
     ("library", "environment", "said"),
     [
-        (MPICH, SRUN | PMIX, "srun speaks PMIx, which this MPICH was built without; .*`srun --mpi=pmi2`"),
+        (
+            MPICH,
+            SRUN | PMIX,
+            "the launcher speaks PMIx, which this MPICH was built without; .*`srun --mpi=pmi2`",
+        ),
         (MPICH, SRUN | PMI2, None),
         # as those that an mpirun starts
         (MPICH, SRUN | PMIX | PMI2, None),
-        (MPICH, PMIX, None),
+        # as those that Open MPI's mpirun starts
+        (MPICH, PMIX | OMPI, "the launcher speaks PMIx, which this MPICH was built without; "),
         (MPICH.replace("hydra", "hydra --with-pmix"), SRUN | PMIX, None),
         ("MVAPICH2 Version: 2.3.7", SRUN | PMIX, None),
-        ("Open MPI v4.1.4", SRUN, "srun does not speak PMIx, which Open MPI needs; .*`srun --mpi=pmix`"),
+        (
+            "Open MPI v4.1.4",
+            SRUN,
+            "the launcher does not speak PMIx, which Open MPI needs; .*`srun --mpi=pmix`",
+        ),
         ("Open MPI v4.1.4", SRUN | PMIX, None),
+        ("Open MPI v4.1.4", SRUN | PMIX | OMPI, None),
+        ("Open MPI v4.1.4", SRUN | PMI2 | {"MPI_LOCALNRANKS": "2"}, "which Open MPI needs; "),
         # some speak it
         ("Open MPI v4.1.4", SRUN | PMI2, None),
     ],
 )
-def test_an_mpi_that_does_not_speak_as_srun_does_is_refused_before_it_ends_the_rank(
+def test_an_mpi_that_does_not_speak_as_its_launcher_is_refused_before_it_ends_the_rank(
     library: str, environment: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (*SRUN, *PMIX, *PMI2, "OMPI_COMM_WORLD_SIZE"):
+    for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said):
-        refuse_foreign_srun(library)
+        refuse_foreign_launcher(library)
 
 
 @pytest.mark.parametrize("failing", ["1", "01"])
