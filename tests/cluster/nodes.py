@@ -69,7 +69,7 @@ class Node:
         try:
             yield
         finally:
-            self.run("umount", place)
+            self.run("umount", "--lazy", place)
 
     def die(self) -> None:
         """Kill all its processes; the others are told. A node without power is one whose link is cut."""

@@ -237,7 +237,8 @@ def test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing(
     mpi: list[str],
     fault: str,
 ) -> None:
-    with launch(mpi) as running:
+    # a link that is back is used at the next try, up to twice the cut after it
+    with launch(mpi, timeout_s=10 * CUT_S) as running:
         running.wait_for_rounds(3)
         if fault == "slow":
             nodes.slow(3, "100mbit")
