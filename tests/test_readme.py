@@ -134,7 +134,6 @@ FAULTS = {
         "cluster/test_jobs.py::"
         "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back",
         "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
-        "storage/test_lock.py::test_an_owner_elsewhere_that_gives_signs_is_left_alone",
     ],
     "the lock of a job that died on another node": [
         "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
