@@ -114,14 +114,12 @@ FAULTS = {
         "simulation/test_resume.py::test_killed_and_then_stopped_or_prolonged",
         "simulation/test_process_faults.py::test_signals_a_second_start_and_fewer_ranks",
     ],
-    "pre-emption, `scontrol requeue`, a rank or mpirun killed": [
+    "pre-emption, `scontrol requeue`; a rank, mpirun or all processes of a node killed": [
         "cluster/test_jobs.py::test_signalled_and_preempted_in_mid_round_a_job_comes_back",
         "simulation/test_process_faults.py::test_one_rank_killed_at_twelve_moments",
         "simulation/test_process_faults.py::test_server_worker_and_mpirun_killed_at_eight_moments",
+        "cluster/test_nodes.py::test_all_processes_of_a_node_die",
         "soak/test_long_run.py::test_preempted_20_times_on_changing_numbers_of_ranks",
-    ],
-    "mpirun dies, its ranks do not": [
-        "simulation/test_process_faults.py::test_server_worker_and_mpirun_killed_at_eight_moments",
     ],
     "a second stop signal, a second or more later": [
         "simulation/test_process_faults.py::test_a_second_signal_stops_at_once",
@@ -142,19 +140,32 @@ FAULTS = {
     ],
     "the lock of a job that died on another node": [
         "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
+        "cluster/test_nodes.py::test_all_processes_of_a_node_die",
     ],
     "`srun` with a type of `--mpi` that does not fit the MPI": [
         "cluster/test_jobs.py::test_a_plain_srun_is_refused_with_what_to_type",
         "cluster/test_slurm_nodes.py::test_every_type_of_srun_joins_the_ranks_or_is_refused",
     ],
-    "a node without power": [
+    "a node without power, under SLURM": [
         "cluster/test_slurm_nodes.py::test_slurm_requeues_a_job_whose_node_loses_its_power",
     ],
     "a node that is started anew": [
         "cluster/test_slurm_nodes.py::test_a_node_that_is_started_anew",
     ],
-    "a rank that stops answering, a dead node without SLURM": [
+    "a rank that stops answering, a node without power, a link that is cut": [
         "simulation/test_process_faults.py::test_a_rank_that_stops_answering_is_named",
+        "cluster/test_nodes.py::test_a_node_whose_link_is_cut_is_named_and_its_ranks_end",
+        "cluster/test_nodes.py::test_a_link_that_the_network_gives_up_ends_the_run",
+    ],
+    "a link that is slow, or back before `run.timeout` and before the network gives up": [
+        "cluster/test_nodes.py::test_a_link_that_comes_back_in_time_or_is_slow_changes_nothing",
+    ],
+    "data that one node lacks": ["cluster/test_nodes.py::test_data_that_one_node_lacks"],
+    "nodes with other versions of hpcfl, Python, torch or NumPy": [
+        "cluster/test_nodes.py::test_versions_of_one_node_that_differ",
+    ],
+    "nodes whose clocks are a minute apart, or that have one name": [
+        "cluster/test_nodes.py::test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of",
     ],
     "a rank out of memory": [
         "simulation/test_process_faults.py::test_memory_that_ends_is_told",
