@@ -94,3 +94,9 @@ def _used(folder: Path, used: str, kind: str) -> int:
     count, stat = int((folder / used).read_text()), folder / "memory.stat"
     told = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
     return count - sum(int(told.get(kind + name, 0)) for name in _GIVEN_BACK)
+
+
+def boot_id() -> str:
+    """Return what Linux calls this start of this machine, which no other machine has; empty elsewhere."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

@@ -12,7 +12,7 @@ from hpcfl import __version__
 from hpcfl.checks.finding import Checked, gathered, ranges
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
-from hpcfl.machine import package_versions
+from hpcfl.machine import boot_id, package_versions
 
 Told = Mapping[str, Any]
 """What a rank tells of itself."""
@@ -44,6 +44,7 @@ def of_this_rank(world: World, packages: Iterable[str]) -> dict[str, Any]:
         "rank": world.rank,
         "host": world.host,
         "node": min(world.ranks_of_node()),
+        "boot": boot_id(),
         # ranks have just met, so that all read their clocks in the same moment
         "clock": time.time(),
         "versions": {
@@ -76,7 +77,8 @@ def compare(told: Sequence[Told], checked: Checked) -> None:
             )
     for number, node in enumerate(nodes):
         for other_node in nodes[:number]:
-            if node[0]["host"] == other_node[0]["host"]:
+            is_other = node[0]["boot"] != other_node[0]["boot"]
+            if is_other and node[0]["host"] == other_node[0]["host"]:
                 checked.mind(
                     f"{node[0]['host']} is the name of two nodes, that of rank(s) {_numbers(other_node)} and "
                     f"that of rank(s) {_numbers(node)}: errors and the lock of a run folder cannot tell them "

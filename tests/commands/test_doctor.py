@@ -193,7 +193,7 @@ def test_a_launcher_whose_ranks_are_alone_is_refused(tmp_path: Path) -> None:
 def rank(number: int, **changes: object) -> dict[str, object]:
     versions = {"torch": "2.6", "HDF5": "1.14"}
     common = {"rank": number, "host": f"node{number // 4}", "node": number // 4, "clock": 1000.0, "gpus": 0}
-    common |= {"works": number > 0, "device": "cpu", "memory": 8e9}
+    common |= {"boot": str(number // 4), "works": number > 0, "device": "cpu", "memory": 8e9}
     return common | {"mpi": "MPICH 4.3", "versions": versions} | changes
 
 
