@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -108,3 +109,11 @@ def fastest_s(world: World, step: Callable[[], None]) -> float:
         step()
         seconds.append(time.perf_counter() - began_s)
     return min(seconds)
+
+
+def link_bytes() -> tuple[int, int]:
+    """Return the bytes that came and went over this node's links so far; zeros where Linux does not count."""
+    path = Path("/proc/net/dev")
+    lines = path.read_text().splitlines()[2:] if path.exists() else []
+    links = [line.split(":")[1].split() for line in lines if not line.lstrip().startswith("lo:")]
+    return sum(int(link[0]) for link in links), sum(int(link[8]) for link in links)
