@@ -55,7 +55,7 @@ LONGEST = [
             "take_away",
         ),
         *("resume", "methods", "table", "under_mpirun", "sharded_runs", "divergence", "networks", "bench"),
-        *("faults", "fedmn", "fedafk", "nodes"),
+        *("faults", "fedmn", "fedafk", "nodes", "slurm_nodes", "transports"),
     )
 ]
 """Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""
