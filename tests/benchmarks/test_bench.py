@@ -159,7 +159,8 @@ def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
 def test_rounds_are_timed_by_workers_beside_a_plan(mpirun: Mpirun, tmp_path: Path) -> None:
     measure = (
         "from hpcfl.benchmarks import nodes; from hpcfl.main import main; "
-        "nodes.HIDDEN = 4; nodes.MESSAGE_BYTES = (1000,); nodes.CLIENTS_A_WORKER = 2; nodes.MEAN_BYTES = 400; "
+        "nodes.HIDDEN = 4; nodes.MESSAGE_BYTES = (1000,); nodes.MEAN_BYTES = 400; "
+        "nodes.CLIENTS_A_WORKER = 2; "
         "main(['bench', '--parts', 'nodes', '--repeats', '1', '--json', 'nodes.json'])"
     )
     shown = mpirun(4, "-c", measure, cwd=tmp_path).stdout
