@@ -261,9 +261,7 @@ def _disk(found: Sizes) -> str:
 def _bytes(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
     """Yield the bytes of messages as metrics.csv counts them, and what moves beside them."""
     a_round, whole = traffic(rehearsal)
-    # which layers travel depends on the data
-    is_chosen = method.negotiates(method.context.train.rounds) or whole["index_bytes_down"]
-    about = "about " if is_chosen else ""
+    about = "about " if rehearsal.chooses_layers else ""
     yield (
         f"network: {about}{a_round['bytes_down']:,.0f} bytes down and {a_round['bytes_up']:,.0f} up a round, "
         f"{whole['bytes_down']:,.0f} and {whole['bytes_up']:,.0f} in all, as metrics.csv counts them"

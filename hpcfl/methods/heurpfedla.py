@@ -5,7 +5,8 @@
     then pFedLA's training; Delta_i of all layers goes up
 
 Choices the paper leaves open:
-  ties         go to the lowest layer
+  ties         a layer is not retained if one that is not among the k has the same weight: in the first two
+               rounds, before weights have moved, none is
   retained     a retained layer gives no gradient and its head does not move; embedding and trunk still do
   traffic      only the download shrinks, as the paper's table 3 has it: others need theta_i^l
   step         the choice compares self-weights of different layers, so it depends on how far the heads of
@@ -125,8 +126,9 @@ class HeurpFedLA(PFedLA):
         own = torch.tensor(list(clients)).view(-1, 1, 1).expand(-1, alpha.shape[1], 1)
         # sort by the weight of all other clients: it distinguishes self-weights that round to 1
         others = alpha.scatter(2, own, 0.0).sum(dim=2)
-        order = others.sort(dim=1, stable=True).indices[:, : self.params.k]
-        return torch.zeros(alpha.shape[:2], dtype=torch.bool).scatter_(1, order, value=True)
+        if self.params.k == len(self.layers):
+            return torch.ones_like(others, dtype=torch.bool)
+        return others < others.sort(dim=1).values[:, self.params.k, None]
 
     def _merge(self, clients: Clients, down: Message) -> Tensor:
         """Put the client's own retained layers into the download, [C, P]."""

@@ -20,17 +20,18 @@ Choices the paper leaves open:
                that suits one network or data set, alpha hardly moves or saturates at once with another.
                `scaled` divides all c of a client by the largest |Delta_i|^2 that it has sent: the layers
                keep their relative scales, which HeurpFedLA's choice needs, and steps shrink as training
-               settles. Adam removes both properties: after hundreds of rounds every layer has one-hot
-               weights, which is local training
+               settles. The gradient of an output has the factor alpha, 1/N at first; `scaled` gives the
+               heads N times the step, so that weights relative to 1/N move as far with any number of
+               clients. Trunk and embedding, whose gradients sum over all outputs, need no such factor.
+               Adam removes the scales of c: after hundreds of rounds every layer has one-hot weights
   start        common initial models and heads as in `head_init`
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ
   evaluated    theta_bar_i of every client, before local training
   unseen       a client that takes no part in training learns weights of its own over the models of those
                that do, which stay as they are (not in the paper). A new hypernetwork knows nothing that
-               helps, so its outputs are learnt directly: from 0, by a step against <theta_j^l, g^l> for each
-               mini-batch, g the gradient at theta_bar_i (exponentiated gradient: Kivinen and Warmuth, 1997).
-               Softmax makes weights of them, whatever `method.weights` says
+               helps, so its outputs are learnt directly: from 0, by a `scaled` step after each local epoch,
+               which starts at the mixture. Softmax makes weights of them, whatever `method.weights` says
 
 With `method.server=sharded` the models are the clients' state (/clients/theta of a checkpoint, not
 /server/theta), and rank 0 keeps hypernetworks and a cohort's models. The bits are the same for any number of
@@ -61,9 +62,7 @@ OPTIMISER = "optimiser/"
 COMMON = "common/"
 COMMON_OPTIMISER = "common_optimiser/"
 LARGEST_UPDATE = OPTIMISER + "largest_update"
-STEP_SIZES = {"scaled": 1.0, "adam": 1e-3, "sgd": 5e-3}
-UNSEEN_LR = 1.0
-"""Step size of the outputs of a client that takes no part in training."""
+STEP_SIZES = {"scaled": 0.1, "adam": 1e-3, "sgd": 5e-3}
 HISTORY_LIMIT = 10_000
 """Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
 more weights, it records only the weight that each client gives to its own model."""
@@ -94,9 +93,10 @@ class PFedLAParams(Params):
     """Length of the codes that clients are scored by with `heads=low_rank`."""
     optimiser: Optimiser = "scaled"
     """Step of the hypernetworks: `sgd` is the plain one of eq. 10 and 11; `scaled` is the same, with products
-    divided by the largest |Delta_i|^2 that the client has sent; `adam` ignores the scale of the products."""
+    divided by the largest |Delta_i|^2 that the client has sent, and N times as long for the heads; `adam`
+    ignores the scale of the products."""
     hypernetwork_lr: float | None = Field(None, ge=0)
-    """Step size of the hypernetworks; 0 keeps the initial weights; default: 1 with scaled, 0.001 with adam,
+    """Step size of the hypernetworks; 0 keeps the initial weights; default: 0.1 with scaled, 0.001 with adam,
     0.005 with sgd (public code)."""
     layer: Granularity = "module"
     """What gets a weight of its own: a module, a block (convolution with its BatchNorm), or a tensor."""
@@ -221,16 +221,15 @@ class PFedLA(Method):
             else self._products_of_shards(arrived["theta"] - start)
         )
         if LARGEST_UPDATE in server:
-            update = (arrived["theta"] - start).double().square().sum(dim=1)
-            largest = torch.maximum(server[LARGEST_UPDATE][index], update)
+            largest = _largest(server[LARGEST_UPDATE][index], arrived["theta"] - start)
             server[LARGEST_UPDATE][index] = largest
-            # a client that never moved has products of zero
-            scale = largest.where(largest > 0, 1.0)
-            products = products / scale.to(products).view(-1, 1, 1)
+            products = _scaled(products, largest)
         # a retained layer was not mixed, so it says nothing about the weights
         products = products.masked_fill(retained.unsqueeze(-1), 0.0)
         gradients = torch.autograd.grad(-(alpha * products).sum(), [*leaves.values(), *codes.values()])
         slopes = dict(zip([*leaves, *codes], gradients, strict=True))
+        if self.params.optimiser == "scaled":
+            slopes |= {name: slopes[name] * times for name, times in self.hypernetworks.head_steps.items()}
         for part, optimiser, tensors, rows, frozen in (
             (HYPERNETWORKS, OPTIMISER, leaves, clients, retained),
             (COMMON, COMMON_OPTIMISER, codes, [0], retained.all(dim=0, keepdim=True)),
@@ -260,19 +259,26 @@ class PFedLA(Method):
     def adapt(self, clients: Clients, down: Message) -> Message:
         """Learn a new client's weights from uniform ones, beside the models as they are."""
         models = down.shared["models"]
-        outputs = models.new_zeros(len(clients), len(self.layers), len(models))
-        if self._mixes_buffers:
-            clients.buffers = self.mix_buffers(outputs.softmax(dim=-1), down.shared["models_buffers"])
+        scaled = self.params.optimiser == "scaled"
+        lr = (self.hypernetwork_lr if scaled else STEP_SIZES["scaled"]) * len(models)
+        outputs = models.new_zeros(len(clients), len(self.layers), len(models), requires_grad=True)
+        largest = models.new_zeros(len(clients), dtype=torch.float64)
         with self.fixed_buffers(clients):
-            for batch in clients.batches("finetune"):
-                theta = self.mix(outputs[batch.members].softmax(dim=-1), models)
-                gradient, losses = clients.plain_gradient(theta, batch)
-                outputs[batch.members] -= UNSEEN_LR * self._products(gradient, models)
-                clients.record(batch, losses)
-        alpha = outputs.softmax(dim=-1)
+            for epoch in range(clients.local_epochs):
+                alpha = outputs.softmax(dim=-1)
+                start = self._mixture(clients, down, alpha.detach())
+                trained = clients.sgd(start, epochs=1, purpose=f"finetune/{epoch}").theta
+                largest = _largest(largest, trained - start)
+                products = _scaled(self._products(trained, models, start), largest)
+                (slope,) = torch.autograd.grad(-(alpha * products).sum(), outputs)
+                outputs = (outputs - lr * slope).detach().requires_grad_()
+        return Message(rows={"theta": self._mixture(clients, down, outputs.detach().softmax(dim=-1))})
+
+    def _mixture(self, clients: Clients, down: Message, alpha: Tensor) -> Tensor:
+        """Mix the models that new clients received, and their running statistics if these are mixed."""
         if self._mixes_buffers:
             clients.buffers = self.mix_buffers(alpha, down.shared["models_buffers"])
-        return Message(rows={"theta": self.mix(alpha, models)})
+        return self.mix(alpha, down.shared["models"])
 
     def personalised(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
@@ -396,3 +402,13 @@ class PFedLA(Method):
     @staticmethod
     def _part(server: State, prefix: str) -> State:
         return {n.removeprefix(prefix): tensor for n, tensor in server.items() if n.startswith(prefix)}
+
+
+def _largest(before: Tensor, delta: Tensor) -> Tensor:
+    """Return the larger one of earlier |Delta|^2, float64 [S], and those of Delta [S, P]."""
+    return torch.maximum(before, delta.double().square().sum(dim=1))
+
+
+def _scaled(products: Tensor, largest: Tensor) -> Tensor:
+    """Divide products [S, L, N] by the largest |Delta|^2 [S]; a client that never moved has products of 0."""
+    return products / largest.where(largest > 0, 1.0).to(products).view(-1, 1, 1)

@@ -74,6 +74,17 @@ class Hypernetworks:
         """Numbers of the codes of all hypernetworks together."""
         return self.num_layers * self.num_clients * (self.rank or 0)
 
+    @property
+    def head_steps(self) -> dict[str, int]:
+        """Return how many times longer than the trunk's the steps of heads are, by tensor, in `scaled` steps.
+
+        An output's gradient has the factor 1/N at first. Heads with a rank reach each output through R
+        numbers that act on all: R times the gradient moves outputs as near to N times it as R codes can.
+        """
+        if self.rank is None:
+            return {"heads.weight": self.num_clients, "heads.bias": self.num_clients}
+        return {"heads.weight": min(self.num_clients, self.rank), "heads.bias": self.num_clients}
+
     def initial_codes(self, seed: int, head_init: HeadInit) -> Tensors:
         """Draw the codes [1, L, N, R] from N(0, 1/R); empty without a rank.
 

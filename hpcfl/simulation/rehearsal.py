@@ -116,6 +116,8 @@ class Rehearsal:
     """What goes to one client for an evaluation."""
     server_bytes: int
     """Memory of the server's state."""
+    chooses_layers: bool = False
+    """Whether the layers that travel depend on what was learnt."""
     has_diverged: bool = False
     """Whether clients had numbers that are nan or infinite."""
 
@@ -185,7 +187,7 @@ class _Run(Simulation):
         adapting_s, of_unseen = self._adaptation(last + 1, unseen)
         members = cohorts[last]
         send_began_s = self._clock()
-        federation.driver.send(self.server, federation.cohort_of(last, members), for_evaluation=True)
+        sent = federation.driver.send(self.server, federation.cohort_of(last, members), for_evaluation=True)
         send_s = (self._clock() - send_began_s) / len(members)
         return Rehearsal(
             time.monotonic() - began_s,
@@ -198,6 +200,7 @@ class _Run(Simulation):
             self._stored(timed[0], models, of_unseen),
             evaluation,
             sum(tensor.nbytes for tensor in self.server.values()),
+            self.method.negotiates(last) or any(mask.dim() == 2 for mask in sent.keep.values()),
             bool(self.ledger.diverged.any()),
         )
 

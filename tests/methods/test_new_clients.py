@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 from torch_twins import SLIPPERY, SOME, network_with, torchs_sgd
 
 from hpcfl.methods.fedfomo import FedFomo
-from hpcfl.methods.pfedla import UNSEEN_LR
 from hpcfl.models import Network
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import minibatches
@@ -138,20 +137,22 @@ def test_fedem_learns_the_mixture_by_em() -> None:
 
 @pytest.mark.parametrize("method", ["pfedla", "heurpfedla"])
 def test_pfedla_weighs_the_models_of_the_others(method: str) -> None:
-    """The twin differentiates the loss of the mixture with respect to the weights by autograd."""
+    """The twin trains the mixture for an epoch, and puts Delta into eq. 10 by autograd."""
     run = finished(f"method.name={method}")
     models, layers = run.server["theta"], run.method.layers
     outputs, buffers = torch.zeros(len(layers), N), fresh(run)
-    for x, y in batches(run, "finetune"):
-        alpha = outputs.softmax(dim=1).requires_grad_()
+    largest = 0.0
+    for epoch in range(EPOCHS):
+        outputs.requires_grad_()
+        alpha = outputs.softmax(dim=1)
         rows = [alpha[n] @ models[:, layer.start : layer.stop] for n, layer in enumerate(layers)]
-        network = network_with(run, torch.cat(rows).detach(), buffers)
-        layout = run.method.layout
-        named = layout.views(torch.cat(rows)) | dict(network.named_buffers())
-        loss = cross_entropy(torch.func.functional_call(network, named, (x,)), y)
-        (slope,) = torch.autograd.grad(loss, alpha)
-        outputs = outputs - UNSEEN_LR * slope
-        buffers = layout.flatten(network)[1]
+        mixed = torch.cat(rows)
+        theta, buffers = trained(run, mixed.detach(), buffers, f"finetune/{epoch}", epochs=1)
+        delta = theta - mixed.detach()
+        largest = max(largest, float(delta.square().sum()))
+        (slope,) = torch.autograd.grad(mixed, outputs, -delta / largest)
+        # 0.1 is the default step; the factor undoes weights of 1/N
+        outputs = (outputs - 0.1 * N * slope).detach()
     alpha = outputs.softmax(dim=1)
     theta = torch.cat([alpha[n] @ models[:, layer.start : layer.stop] for n, layer in enumerate(layers)])
     found = run.adapted()
