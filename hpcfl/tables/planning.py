@@ -70,7 +70,8 @@ def plan(table: Table) -> Document:
     notes = [
         *([table.size] if table.size else []),
         f"{sum(run.cells for run in runs)} cells, {total:,.0f} gradients of mini-batches, "
-        f"{hours:.1f} hours of one process on this machine, {left:.1f} hours for what is not finished. Gradients are those of training, and "
+        f"{hours:.1f} hours of one process on this machine, {left:.1f} hours for what is not finished. "
+        "Gradients are those of training, and "
         "before evaluations those of fine-tuning and of unseen clients; hours are these times a gradient of "
         "the network timed here (fedmn: of its modular one, all paths open and pretraining included), "
         "without evaluation, server and messages, and whatever a method computes beside the network "

@@ -296,7 +296,7 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
     expected = without.figures[0] | {"accuracy_unseen": 0.25}
     assert entry.figures[0] == pytest.approx(expected, rel=0, nan_ok=True)
     table.show = ["unseen"]
-    assert re.search(r"^ours_1 +25.0$", write(table)[0], re.MULTILINE)
+    assert re.search(r"^ours_1 +25\.0 \(1 of 3 seeds\)$", write(table)[0], re.MULTILINE)
     line = read_csv(table.folder / "table.csv")[0]
     assert (line["label"], float(line["accuracy_unseen"])) == ("ours_1", 0.25)
 
