@@ -69,7 +69,7 @@ def made_from(lines: list[Line], names: list[str]) -> str:
 
 
 def differences_from(lines: list[Line]) -> str:
-    """Return paired differences in points, with a 95 % interval (weighted, of one seed: none), and their moment."""
+    """Return paired differences in points, their 95 % interval if there is one, and their moment."""
     rows = []
     for line in lines:
         if not line["difference"]:

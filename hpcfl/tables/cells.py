@@ -62,7 +62,7 @@ class Table:
     """A table file with what the command line adds.
 
     Keys of the command line are for all cells, but those of the file that data are in: they are for the
-    chosen columns. The other columns have their data where the runs in their folders found them.
+    chosen columns. Columns without such keys have their data in the file that their runs so far have read.
     """
 
     def __init__(
@@ -107,9 +107,8 @@ class Table:
         self._refuse_unpaired()
         self._refuse_undrawable()
         self._say_changed(outline, shrinking, overrides)
-        self.cells = [
-            cell if cell.column in self.chosen_columns else _with_data_of_its_run(cell) for cell in self.cells
-        ]
+        is_named = any(map(_is_of_a_column, overrides))
+        self._take_files_of_runs(without=self.chosen_columns if is_named else ())
 
     @property
     def tuned(self) -> list[str | None]:
@@ -268,6 +267,23 @@ class Table:
                         f"drop {key}"
                     )
 
+    def _take_files_of_runs(self, without: Sequence[int]) -> None:
+        """Let columns, but those `without`, have their data in the user's file that their runs have read."""
+        files: dict[tuple[int, str], dict[str, Any]] = {}
+        for cell in self.cells:
+            if cell.column not in without:
+                place = cell.column, cell.config.data.source
+                if place not in files and (cell.folder / "config.yaml").is_file():
+                    files[place] = _file_of_run(cell)
+        for number, cell in enumerate(self.cells):
+            if file := files.get((cell.column, cell.config.data.source)):
+                tree = cell.config.tree()
+                tree["data"] |= file
+                try:
+                    self.cells[number] = replace(cell, config=resolve(tree))
+                except UserError as error:
+                    raise UserError(f"{cell.place}: {error}") from error
+
     def _say_changed(self, outline: Outline, shrinking: Shrinking, overrides: Sequence[str]) -> None:
         """Put into the title what the command line leaves out and changes."""
         said = []
@@ -342,11 +358,18 @@ def _name(path: Path, shrinking: Shrinking) -> str:
 
 
 def _numbers_of(option: str, wanted: Sequence[str], labels: Sequence[str]) -> list[int]:
-    """Return the numbers of labels that an option names, whole or by a part that no other has; () is all."""
+    """Return the numbers of labels that an option names, whole or by a part that no other has; () is all.
+
+    A whole label goes before parts, and its own capitals before others.
+    """
     numbers = set()
     for text in wanted:
-        is_part = [label for label in labels if text.lower() in label.lower()]
-        found = [text] if text in labels else is_part
+        small = text.lower()
+        found = (
+            [label for label in labels if label == text]
+            or [label for label in labels if label.lower() == small]
+            or [label for label in labels if small in label.lower()]
+        )
         if len(found) != 1:
             there = " | ".join(label for label in labels if label != ONLY) or "none"
             what = f"is a part of {len(found)}" if found else "is none"
@@ -355,23 +378,18 @@ def _numbers_of(option: str, wanted: Sequence[str], labels: Sequence[str]) -> li
     return sorted(numbers) if wanted else list(range(len(labels)))
 
 
-def _with_data_of_its_run(cell: Cell) -> Cell:
-    """Return a cell with its data in the user's file that the run in its folder has read, if it has."""
+def _file_of_run(cell: Cell) -> dict[str, Any]:
+    """Return keys of `data` for the user's file that the run in a cell's folder has read; {} for none."""
     try:
         data = read_record(cell.folder)["data"]
     except UserError:
-        return cell
+        # which is told when the cell's folder is looked at
+        return {}
     if data.get("path") is None and data.get("reader") is None:
-        return cell
-    of_file = {key.removeprefix("data.") for key in _OF_A_COLUMN} | {"code"}
-    tree = cell.config.tree()
-    tree["data"] |= {key: value for key, value in data.items() if key in of_file}
-    if data.get("subset_per_class") is None:
-        tree["data"]["subset_per_class"] = None
-    try:
-        return replace(cell, config=resolve(tree))
-    except UserError as error:
-        raise UserError(f"{cell.folder}: {error}") from error
+        return {}
+    whole = {"subset_per_class": None} if data.get("subset_per_class") is None else {}
+    names = {key.removeprefix("data.") for key in _OF_A_COLUMN} | {"code"}
+    return {key: value for key, value in data.items() if key in names} | whole
 
 
 def _is_of_a_column(override: str) -> bool:
