@@ -69,16 +69,18 @@ def made_from(lines: list[Line], names: list[str]) -> str:
 
 
 def differences_from(lines: list[Line]) -> str:
-    """Return paired differences in points, with a 95 % interval, and when models are scored."""
+    """Return paired differences in points, their 95 % interval if there is one, and their moment."""
     rows = []
     for line in lines:
         if not line["difference"]:
             continue
         over = "over_seeds" if line["over_seeds_low"] else "over_clients"
-        figures = [100 * float(line[name]) for name in ("difference", f"{over}_low", f"{over}_high")]
+        names = ["difference", *([f"{over}_low", f"{over}_high"] if line[f"{over}_low"] else [])]
+        figures = [f"{100 * float(line[name]):+.1f}" for name in names]
         pair = f"{line['first']} - {line['second']}"
-        place = [line["column"], pair, line["moment"], line["seeds"]]
-        rows.append([*place, "{:+.1f} [{:+.1f}, {:+.1f}]".format(*figures)])
+        moment = line["moment"] + ", weighted by samples" * (line.get("weighted") == "1")
+        text = figures[0] + (f" [{figures[1]}, {figures[2]}]" if figures[1:] else "")
+        rows.append([line["column"], pair, moment, line["seeds"], text])
     interval = "difference in points, 95 % interval over seeds (of one seed: over its clients)"
     return as_markdown(["setting", "rows", "scored", "seeds", interval], rows)
 

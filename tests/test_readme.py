@@ -66,6 +66,8 @@ ELSEWHERE = {
     "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --plan": "needs CIFAR-10; see tests/tables",
     "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --rounds 60 --seeds 0,1": "the same",
     "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --write-results": "the same",
+    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml "
+    "--column 'CIFAR-10, 10 clients' --row pFedLA": "the same",
 }
 """Commands of the README that the walk through it leaves out, and why."""
 

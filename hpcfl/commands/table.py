@@ -7,6 +7,7 @@ import json
 import re
 import textwrap
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
@@ -21,7 +22,7 @@ from hpcfl.simulation.progress import print_warning
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.tables.cells import Cell, Shrinking, Table
+from hpcfl.tables.cells import Cell, Choice, Shrinking, Table
 from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
 from hpcfl.tables.paper_figures import refuse_parts_not_there
@@ -40,7 +41,8 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
-    .tex, .csv, diagnostics.csv, figure.png. The same command goes on. key.sub=value is for all cells.
+    .tex, .csv, diagnostics.csv, figure.png. The same command goes on. key.sub=value is for all cells,
+    but the file of the data (data.source, data.path and so on) only for those of each --column.
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
     published numbers), size (a line on top), extends (a file to change, by labels), figure (drawn).
@@ -52,12 +54,17 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
       compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
     A row's settings lie over its column's; `tuned`: on validation samples; `at`: after_download or
-    after_training; `figure`: heat_maps, curves, bars or points, as in configs/tables/*_figure*.yaml.
+    after_training; `weighted: true` beside it: clients count with their samples; `figure`: heat_maps,
+    curves, bars or points, as in configs/tables/*_figure*.yaml.
     """
     quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
     parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n{quantities}")
-    parser.add_argument("settings", nargs="*", metavar="TABLE.yaml | key.sub=value")
+    parser.usage = "hpcfl table TABLE.yaml [key.sub=value ...] [options]"
+    parser.add_argument("settings", nargs="*", help=SUPPRESS)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
+    for name in ("column", "row"):
+        named = f"run only this {name}, by its label or a part; repeatable"
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="LABEL", help=named)
     parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
     parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
     parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
@@ -76,19 +83,24 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
         raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
     part, num_parts = _part(options.part)
     shrinking = _shrinking(options.rounds, options.seeds)
+    choice = Choice(tuple(options.column), tuple(options.row))
     say = _speech(options.quiet)
     with ExitStack() as at_exit:
         stop = StopFlag()
         at_exit.callback(stop.restore)
-        whole = agreed(world, lambda: Table(path, overrides, options.out, shrinking))
+        whole = agreed(world, lambda: Table(path, overrides, options.out, shrinking, choice))
         if options.plan:
             print(agreed(world, lambda: as_text(plan(whole)) if world.is_server else ""))
             return False
-        own = range(part - 1, len(whole.cells), num_parts)
+        own = whole.chosen[part - 1 :: num_parts]
         pending = agreed(world, lambda: _pending(whole, own, options.fresh, world) if world.is_server else [])
         pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
 
-        say(f"{len(own) - len(pending)} of {len(own)} cells are finished, in {whole.folder}")
+        skipped = [number for number in own if _is_skipped(whole, number)]
+        finished = len(own) - len(pending) - len(skipped)
+        say(f"{finished} of {len(own)} cells are finished, in {whole.folder}")
+        for label, reason in whole.not_run.items():
+            say(f"{label}: not run: {reason}")
         command = command_line(["table", *arguments], world.size)
         stopped, failed = _run_cells(whole, pending, world, stop, command, options.quiet)
         text, told, missing = agreed(world, lambda: _write_all(whole) if world.is_server else ("", None, []))
@@ -141,7 +153,8 @@ def _run_cells(
                 return True, failed
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {timedelta(seconds=round(left_s))}"
-        _speech(quiet)(f"cell {number + 1}/{len(whole.cells)}: {whole.name(cell)} seed {cell.seed}{left}")
+        place = f"{whole.chosen.index(number) + 1}/{len(whole.chosen)}"
+        _speech(quiet)(f"cell {place}: {whole.name(cell)} seed {cell.seed}{left}")
         options = RunOptions(None, (), cell.folder, fresh, quiet)
         try:
             with _noted(cell, world):
@@ -196,14 +209,15 @@ def _write(whole: Table) -> str:
 
 
 def _write_all(whole: Table) -> tuple[str, FromHistories, list[Cell]]:
-    """Write the table and what is made of checkpoints, and return both and the cells that are missing."""
+    """Write the table and what is made of checkpoints, and return both and the chosen cells missing."""
     with in_turn(whole.folder):
         text, _ = write(whole)
-        return text, write_from_histories(whole), [cell for cell in whole.cells if not is_finished(cell)]
+        chosen = (whole.cells[number] for number in whole.chosen)
+        return text, write_from_histories(whole), [cell for cell in chosen if not is_finished(cell)]
 
 
 def _say_missing(say: Callable[[str], None], whole: Table, missing: Sequence[Cell]) -> None:
-    say(f"{len(missing)} of {len(whole.cells)} cells are missing")
+    say(f"{len(missing)} of {len(whole.chosen)} cells are missing")
     for cell in missing[:MOST_NAMED]:
         say(f"  {whole.name(cell)} seed {cell.seed}, in {cell.folder}")
     if len(missing) > MOST_NAMED:
@@ -228,8 +242,11 @@ def _must_stop(world: World, stop: StopFlag) -> bool:
     return world.maximum(int(wanted)) == 1
 
 
-def _pending(whole: Table, own: range, fresh: bool, world: World) -> list[tuple[int, bool]]:
-    """Return the numbers of the cells to run, and whether each starts over; UserError for what cannot be."""
+def _pending(whole: Table, own: Sequence[int], fresh: bool, world: World) -> list[tuple[int, bool]]:
+    """Return the numbers of the cells to run, and whether each starts over; UserError for what cannot be.
+
+    Cells of columns whose data cannot be read are left out (`Table.not_run`).
+    """
     pending = []
     for number, cell in enumerate(whole.cells):
         if is_finished(cell):
@@ -250,9 +267,15 @@ def _pending(whole: Table, own: range, fresh: bool, world: World) -> list[tuple[
     unfinished = {(whole.cells[number].row, whole.cells[number].column) for number, _ in pending}
     firsts = [cell for cell in whole.firsts() if (cell.row, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is told now, not after hours
-    for cell, method in methods_of(firsts, world.num_workers):
+    for cell, method in methods_of(whole, firsts, world.num_workers):
         refuse_parts_not_there(whole, cell, method)
-    return pending
+    return [entry for entry in pending if not _is_skipped(whole, entry[0])]
+
+
+def _is_skipped(whole: Table, number: int) -> bool:
+    """Whether a cell is not finished, and not run as its column's data cannot be read."""
+    cell = whole.cells[number]
+    return whole.columns[cell.column] in whole.not_run and not is_finished(cell)
 
 
 def _part(text: str | None) -> tuple[int, int]:

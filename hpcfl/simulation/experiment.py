@@ -95,9 +95,14 @@ class Experiment:
 
 def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     """Read the source and deal its samples to the clients; the same on every rank. May raise UserError."""
-    data = config.data
-    arrays = load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
+    arrays = read_source(config)
     return arrays, deal(config, arrays)
+
+
+def read_source(config: Config) -> Arrays:
+    """Return the samples of the source. Raises UserError where they cannot be read."""
+    data = config.data
+    return load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
 
 
 def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:

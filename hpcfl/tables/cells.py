@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpcfl.config import DEFAULT_SOURCE, Config, flatten, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
+from hpcfl.storage.reading import read_record
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 from hpcfl.tables.schema import FigureEntry, HeatMapsEntry
 
 _WHERE_DATA_LIE = ("data.source", "data.root", "data.path", "data.layout", "data.normalise")
+_OF_A_COLUMN = ("data.source", "data.reader", "data.path", "data.layout", "data.normalise")
+"""Keys of the file that a column's data are in."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,28 @@ class Shrinking:
     """The seeds of the file that are run."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which cells are run, by labels or parts of labels; () is all."""
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+
+
 class Table:
-    """A table file with what the command line adds."""
+    """A table file with what the command line adds.
+
+    Keys of the command line are for all cells, but those of the file that data are in: they are for the
+    chosen columns. Columns without such keys have their data in the file that their runs so far have read.
+    """
 
     def __init__(
-        self, path: Path, overrides: Sequence[str], out: Path | None, shrinking: Shrinking | None = None
+        self,
+        path: Path,
+        overrides: Sequence[str],
+        out: Path | None,
+        shrinking: Shrinking | None = None,
+        choice: Choice | None = None,
     ) -> None:
         """Read and resolve everything; UserError for the first mistake."""
         outline = read_outline(path)
@@ -74,13 +93,22 @@ class Table:
         """Stem of the names of the table's result files."""
         # without the seeds, so that a run with more seeds uses the finished cells in the same folder
         self.folder = out or Path("runs") / name
+        choice = choice or Choice()
+        self.chosen_columns = _numbers_of("--column", choice.columns, self.columns)
+        """Numbers of the columns of which cells are run."""
         self.cells = self._cells(outline, overrides, shrinking)
         """All cells, ordered by seed, then by column, then by row."""
+        self.chosen = self._chosen(choice)
+        """Numbers of the cells that are run."""
+        self.not_run: dict[str, str] = {}
+        """Why the data of a column, by its label, cannot be read; known once its methods have been made."""
         self._refuse_one_source_for_all(overrides)
         self._refuse_twins()
         self._refuse_unpaired()
         self._refuse_undrawable()
         self._say_changed(outline, shrinking, overrides)
+        is_named = any(map(_is_of_a_column, overrides))
+        self._take_files_of_runs(without=self.chosen_columns if is_named else ())
 
     @property
     def tuned(self) -> list[str | None]:
@@ -96,9 +124,9 @@ class Table:
         return [cell for cell in self.cells if (cell.row, cell.column) == (row, column)]
 
     def firsts(self) -> list[Cell]:
-        """Return the first seed's cells, column by column."""
-        places = itertools.product(range(len(self.columns)), range(len(self.rows)))
-        return [cells[0] for column, row in places if (cells := self.of(row, column))]
+        """Return the first seed's chosen cells, column by column."""
+        chosen = {(self.cells[number].column, self.cells[number].row) for number in self.chosen}
+        return [self.of(row, column)[0] for column, row in sorted(chosen)]
 
     def axes_of(self, quantity: str) -> tuple[str, ...]:
         """Return the axes of the first row's diagnostic of this name that has two or more; () without any."""
@@ -110,15 +138,30 @@ class Table:
         column = self.columns[cell.column]
         return cell.label if column == ONLY else f"{cell.label}, {column}"
 
+    def _chosen(self, choice: Choice) -> list[int]:
+        rows = _numbers_of("--row", choice.rows, self.labels)
+        chosen = [
+            number
+            for number, cell in enumerate(self.cells)
+            if cell.column in self.chosen_columns and cell.row in rows
+        ]
+        if not chosen:
+            raise UserError(
+                f"{self.path}: the chosen rows have no cell in the chosen columns (`without`); choose others"
+            )
+        return chosen
+
     def _cells(self, outline: Outline, overrides: Sequence[str], shrinking: Shrinking) -> list[Cell]:
         self._longest = 0
         self._sources: set[str] = set()
         cells = []
+        of_all = [word for word in overrides if not _is_of_a_column(word)]
         for seed in self.seeds:
             for column, column_label in enumerate(self.columns):
+                given = overrides if column in self.chosen_columns else of_all
                 for number, row in enumerate(self.rows):
                     if column_label not in row.without:
-                        config = self._config(outline, row, column_label, seed, overrides, shrinking.rounds)
+                        config = self._config(outline, row, column_label, seed, given, shrinking.rounds)
                         place = f"{_place(row, column_label)}, seed {seed}"
                         folder = self.folder / _slug(column_label) / f"{_slug(row.label)}-s{seed}"
                         cells.append(Cell(number, column, row.label, config, folder, place))
@@ -143,7 +186,8 @@ class Table:
             for layer in outline.layers:
                 for more in (layer.settings, layer.columns.get(column, {}), layer.rows.get(row.label, {})):
                     tree = lay_over(tree, more)
-            self._sources.add(_source(tree))
+            if self.columns.index(column) in self.chosen_columns:
+                self._sources.add(_source(tree))
             tree = lay_over(tree, overrides)
             run_group = tree.get("run")
             if isinstance(run_group, dict) and "seed" in run_group:
@@ -159,14 +203,14 @@ class Table:
             raise UserError(f"{_place(row, column)}: {error}") from error
 
     def _refuse_one_source_for_all(self, overrides: Sequence[str]) -> None:
-        """Refuse to replace different data sets of a table by one."""
+        """Refuse to replace different data sets of the chosen columns by one."""
         if len(self._sources) > 1 and any(
             word.startswith(("data.source=", "data.reader=")) for word in overrides
         ):
             sources = ", ".join(sorted(self._sources))
             raise UserError(
                 f"{self.path}: data.source on the command line would replace {sources} in all columns; "
-                f"write a file with extends: {self.path.name}, and data of a column in it"
+                "choose columns of one of them with --column LABEL"
             )
 
     def _refuse_twins(self) -> None:
@@ -222,6 +266,23 @@ class Table:
                         f"{place} is one matrix, {' by '.join(axes)}, of which {key} chooses nothing; "
                         f"drop {key}"
                     )
+
+    def _take_files_of_runs(self, without: Sequence[int]) -> None:
+        """Let columns, but those `without`, have their data in the user's file that their runs have read."""
+        files: dict[tuple[int, str], dict[str, Any]] = {}
+        for cell in self.cells:
+            if cell.column not in without:
+                place = cell.column, cell.config.data.source
+                if place not in files and (cell.folder / "config.yaml").is_file():
+                    files[place] = _file_of_run(cell)
+        for number, cell in enumerate(self.cells):
+            if file := files.get((cell.column, cell.config.data.source)):
+                tree = cell.config.tree()
+                tree["data"] |= file
+                try:
+                    self.cells[number] = replace(cell, config=resolve(tree))
+                except UserError as error:
+                    raise UserError(f"{cell.place}: {error}") from error
 
     def _say_changed(self, outline: Outline, shrinking: Shrinking, overrides: Sequence[str]) -> None:
         """Put into the title what the command line leaves out and changes."""
@@ -294,6 +355,46 @@ def _seeds(seeds: Sequence[int], wanted: Sequence[int] | None) -> list[int]:
 def _name(path: Path, shrinking: Shrinking) -> str:
     """Return the file's stem, with the rounds if they are limited: some methods' runs cannot be extended."""
     return path.stem if shrinking.rounds is None else f"{path.stem}-{shrinking.rounds}rounds"
+
+
+def _numbers_of(option: str, wanted: Sequence[str], labels: Sequence[str]) -> list[int]:
+    """Return the numbers of labels that an option names, whole or by a part that no other has; () is all.
+
+    A whole label goes before parts, and its own capitals before others.
+    """
+    numbers = set()
+    for text in wanted:
+        small = text.lower()
+        found = (
+            [label for label in labels if label == text]
+            or [label for label in labels if label.lower() == small]
+            or [label for label in labels if small in label.lower()]
+        )
+        if len(found) != 1:
+            there = " | ".join(label for label in labels if label != ONLY) or "none"
+            what = f"is a part of {len(found)}" if found else "is none"
+            raise UserError(f"{option} {text} {what} of the labels; there are: {there}")
+        numbers.add(labels.index(found[0]))
+    return sorted(numbers) if wanted else list(range(len(labels)))
+
+
+def _file_of_run(cell: Cell) -> dict[str, Any]:
+    """Return keys of `data` for the user's file that the run in a cell's folder has read; {} for none."""
+    try:
+        data = read_record(cell.folder)["data"]
+    except UserError:
+        # which is told when the cell's folder is looked at
+        return {}
+    if data.get("path") is None and data.get("reader") is None:
+        return {}
+    whole = {"subset_per_class": None} if data.get("subset_per_class") is None else {}
+    names = {key.removeprefix("data.") for key in _OF_A_COLUMN} | {"code"}
+    return {key: value for key, value in data.items() if key in names} | whole
+
+
+def _is_of_a_column(override: str) -> bool:
+    """Whether a key says which file a column's data are in."""
+    return override.partition("=")[0] in _OF_A_COLUMN or override == "data.subset_per_class=null"
 
 
 def _is_of_this_machine(override: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hpcfl.data.partitions import class_table
 from hpcfl.methods import METHODS
 from hpcfl.tables.cells import Table
 from hpcfl.tables.histories import SUMMARISED, History, evaluations
-from hpcfl.tables.planning import dealt_cells
+from hpcfl.tables.planning import Unread, dealt_cells
 
 DIAGNOSTIC_COLUMNS = ("label", "column", "seed", "round", "quantity", "layer", "clients", "value")
 """Columns of diagnostics.csv."""
@@ -33,11 +34,12 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
       groups. A pair has 1 if both are in the same group, and a client with itself if it is in one.
     - Diagnostics [client, path] have no lines.
 
-    Raises UserError if the data, which tell the classes, cannot be read.
+    Warns of columns whose data, which tell the classes, cannot be read, and leaves them out.
     """
     lines: list[Line] = []
+    unread: dict[int, Unread] = {}
     told = [cell for cell in table.cells if cell.folder in histories and histories[cell.folder].diagnostics]
-    for cell, arrays, parts in dealt_cells(told):
+    for cell, arrays, parts in dealt_cells(told, unread):
         axes = METHODS[cell.config.method].history_axes
         in_training = parts[: len(parts) - cell.config.data.num_unseen(len(parts))]
         owned = class_table(arrays.y, in_training, arrays.num_classes) > 0
@@ -54,6 +56,8 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
                         | {"layer": "" if layer is None else history.layers[layer], "clients": clients}
                         | {"value": float(f"{value:.6g}")}
                     )
+    for found in unread.values():
+        warnings.warn(f"{found.cell.place}: no diagnostics of this column: {found.reason}", stacklevel=1)
     return lines
 
 

@@ -25,7 +25,8 @@ def document(table: Table, known: Sequence[Entry], compared: Sequence[Difference
             grids.append(_details(table, column, of_column))
     if compared:
         grids.append(_comparison(table, compared))
-    notes = [*([table.size] if table.size else []), _setting(table)]
+    not_run = [f"{label}: not run: {reason}" for label, reason in table.not_run.items()]
+    notes = [*([table.size] if table.size else []), _setting(table), *not_run]
     return Document(table.title, notes, grids)
 
 
@@ -76,29 +77,29 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     rows = []
     for difference in compared:
         line = [f"{difference.rows[0]} - {difference.rows[1]}", *([difference.column] if has_columns else [])]
-        line.append(difference.moment)
-        paired = difference.paired
-        if paired is None:
+        line.append(difference.moment + ", weighted by samples" * difference.is_weighted)
+        over_seeds, over_clients = difference.over_seeds, difference.over_clients
+        if over_seeds is None:
             rows.append([*line, MISSING, "", "0", "", ""])
             continue
-        over_seeds, over_clients = map(_half_width, (paired.over_seeds, paired.over_clients))
-        rows.append(
-            [
-                *line,
-                f"{100 * paired.over_seeds.mean:+.1f}",
-                over_seeds,
-                str(paired.over_seeds.count),
-                over_clients,
-                str(paired.over_clients.count),
-            ]
-        )
+        of_one = " of one partition" if difference.partitions < over_seeds.count else ""
+        line += [f"{100 * over_seeds.mean:+.1f}", _half_width(over_seeds) + of_one, str(over_seeds.count)]
+        rows.append([*line, *(["", ""] if over_clients is None else _interval(over_clients))])
     header = ["rows", *(["column"] if has_columns else []), "scored", "difference, points", "95 % over seeds"]
+    is_of_one = any(difference.partitions < len(difference.seeds) for difference in compared)
+    of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
+    shown = sum(difference.over_seeds is not None for difference in compared)
     return Grid(
         "paired differences client by client, * where the 95 % interval excludes 0; conclude from that over "
-        "seeds, whose unit is a whole run; that over clients holds for these runs only",
+        f"seeds, whose unit is a whole run{of_one}; that over clients holds for these runs only",
         [*header, "seeds", "95 % over clients and seeds", "pairs"],
         rows,
+        f"Differences shown: {shown}; their 95 % intervals are not corrected for this number.",
     )
+
+
+def _interval(found: Interval) -> list[str]:
+    return [_half_width(found), str(found.count)]
 
 
 def _half_width(found: Interval) -> str:

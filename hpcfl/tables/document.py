@@ -17,6 +17,8 @@ class Grid:
     caption: str
     header: list[str]
     rows: list[list[str]]
+    note: str = ""
+    """A sentence below it."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ def as_text(document: Document) -> str:
         )
         caption = textwrap.fill(f"{grid.caption}:", TEXT_WIDTH) + "\n" if grid.caption else ""
         parts.append(caption + "\n".join(aligned) + "\n")
+        if grid.note:
+            parts.append(textwrap.fill(grid.note, TEXT_WIDTH) + "\n")
     return "\n".join(parts)
 
 
@@ -57,6 +61,8 @@ def as_markdown(document: Document) -> str:
         parts.append(
             "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
         )
+        if grid.note:
+            parts.append(f"{grid.note}\n")
     return "\n".join(parts)
 
 
@@ -77,6 +83,7 @@ def as_latex(document: Document) -> str:
             *rows,
             r"\hline",
             r"\end{tabular}\par",
+            *([rf"\noindent {_escaped(grid.note)}\par"] if grid.note else []),
         ]
     return "\n".join(parts) + "\n"
 

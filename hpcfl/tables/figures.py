@@ -11,7 +11,13 @@ from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.results.comparison import scored_when
-from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
+from hpcfl.results.statistics import (
+    Interval,
+    mean_and_deviation,
+    paired_difference,
+    weighted_difference,
+    worst_tenth,
+)
 from hpcfl.storage.reading import read_rows
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Table
@@ -56,6 +62,10 @@ class Entry:
 
     def values(self, name: str) -> list[float]:
         return [figures[name] for figures in self.figures.values()]
+
+    def count(self, name: str) -> int:
+        """Return how many of the finished seeds have a figure; runs that did not score a moment have none."""
+        return sum(not isnan(value) for value in self.values(name))
 
     def mean(self, name: str) -> float | None:
         return mean_and_deviation(self.values(name))[0]
@@ -103,10 +113,16 @@ class Difference:
     column: str
     moment: str
     """When the models are scored: one moment for both rows, or the first row's, then the second row's."""
+    is_weighted: bool
+    """Whether clients count with their samples, or all the same."""
     seeds: list[int]
     """Seeds that both rows have finished, in which some client has a model of both rows at the moment."""
-    paired: PairedDifference | None
+    partitions: int
+    """Number of partitions that these seeds have drawn; 1 where the table fixes data.seed."""
+    over_seeds: Interval | None
     """None if `seeds` is empty."""
+    over_clients: Interval | None
+    """None if `seeds` is empty, and of weighted differences."""
 
 
 def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
@@ -118,16 +134,31 @@ def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
             compared = [by_place[label, column] for label in pair.rows]
             first, second = (_at_moment(table, entry, pair.at) for entry in compared)
             known_pairs = {}
-            for seed in table.seeds:
+            data_seeds = {}
+            for cell in table.of(table.labels.index(pair.rows[0]), table.columns.index(column)):
+                seed = cell.seed
                 if seed in first and seed in second:
-                    both = zip(first[seed], second[seed], strict=True)
-                    known_pairs[seed] = [one for one in both if not any(map(isnan, one))]
+                    of_both = zip(first[seed], second[seed], client_samples(cell), strict=True)
+                    known_pairs[seed] = [one for one in of_both if not any(map(isnan, one))]
+                    data_seeds[seed] = cell.config.data_seed
             seeds = [seed for seed, pairs in known_pairs.items() if pairs]
-            accuracies = ([[one[row] for one in known_pairs[seed]] for seed in seeds] for row in (0, 1))
-            paired = paired_difference(*accuracies) if seeds else None
+            ones, others, samples = (
+                [[one[n] for one in known_pairs[seed]] for seed in seeds] for n in range(3)
+            )
+            over_seeds = over_clients = None
+            if seeds and pair.weighted:
+                over_seeds = weighted_difference(ones, others, samples)
+            elif seeds:
+                paired = paired_difference(ones, others)
+                over_seeds, over_clients = paired.over_seeds, paired.over_clients
             moments = [pair.at.replace("_", " ")] if pair.at else [entry.scored for entry in compared]
             moment = ", ".join(dict.fromkeys(moments))
-            made.append(Difference(pair.rows, column, moment, seeds, paired))
+            partitions = len({data_seeds[seed] for seed in seeds})
+            made.append(
+                Difference(
+                    pair.rows, column, moment, pair.weighted, seeds, partitions, over_seeds, over_clients
+                )
+            )
     return made
 
 
@@ -165,8 +196,9 @@ def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
         "best_accuracy": means[best],
         "best_round": float(metrics[best]["round"]),
         "accuracy_weighted": last["accuracy_weighted"],
-        "accuracy_after_download": last["accuracy_after_download"],
-        "accuracy_after_training": last["accuracy_after_training"],
+        # the oldest runs were not scored at these moments
+        "accuracy_after_download": last.get("accuracy_after_download", nan),
+        "accuracy_after_training": last.get("accuracy_after_training", nan),
         "spread_over_clients": last["accuracy_std"],
         "worst_tenth_accuracy": worst_tenth(accuracies),
         "accuracy_unseen": last.get("accuracy_unseen", nan),
@@ -184,8 +216,17 @@ def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
 def client_accuracies(cell: Cell, moment: Moment | None = None) -> list[float]:
     """Return the accuracy of each client at the end of a finished cell; default: when the run scores it.
 
-    Clients that take no part in training are left out.
+    It is nan where there is no model, or the run was not scored, at the moment. Clients that take no part in
+    training are left out.
     """
-    column = "accuracy" if moment is None else f"accuracy_{moment}"
-    lines = read_rows(cell.folder / "clients.csv")
-    return [float(line[column]) for line in lines if line.get("unseen") != "1"]
+    name = "accuracy" if moment is None else f"accuracy_{moment}"
+    return [float(line.get(name, nan)) for line in _clients_in_training(cell)]
+
+
+def client_samples(cell: Cell) -> list[float]:
+    """Return how many samples each client of a finished cell is scored on."""
+    return [float(line["evaluated_samples"]) for line in _clients_in_training(cell)]
+
+
+def _clients_in_training(cell: Cell) -> list[dict[str, str]]:
+    return [line for line in read_rows(cell.folder / "clients.csv") if line.get("unseen") != "1"]

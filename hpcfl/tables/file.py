@@ -52,6 +52,8 @@ class Pair:
     columns: list[str]
     at: Moment | None = None
     """When both are scored; None: each at its own moment."""
+    weighted: bool = False
+    """Whether clients count with their samples."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,8 @@ class _Reader:
                     raise UserError(f"{place}: {_unknown('rows', label, by_label)}")
             if entry.rows[0] == entry.rows[1]:
                 raise UserError(f"{place}: a row differs from itself by nothing; name two")
-            pair = Pair((entry.rows[0], entry.rows[1]), list(entry.columns or columns), entry.at)
+            named = list(entry.columns or columns)
+            pair = Pair((entry.rows[0], entry.rows[1]), named, entry.at, entry.weighted)
             both = _with_both(pair, columns, by_label)
             for name in entry.columns or ():
                 if name not in columns:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hpcfl.communication.world import World
 from hpcfl.config import Config
@@ -12,7 +11,7 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
-from hpcfl.simulation.experiment import is_batched, load_data, make_method
+from hpcfl.simulation.experiment import deal, is_batched, make_method, read_source
 from hpcfl.simulation.refusals import refuse_chain
 from hpcfl.simulation.work import step_seconds, work_of
 from hpcfl.tables.cells import Cell, Table
@@ -64,12 +63,15 @@ def plan(table: Table) -> Document:
         ]
         if rows:
             grids.append(Grid(label, header, rows))
+        if label in table.not_run:
+            grids.append(Grid(label, [f"not run: {table.not_run[label]}"], []))
     total = sum(run.cells * run.gradients for run in runs)
     hours, left = sum(run.hours for run in runs), sum(run.hours_left for run in runs)
     notes = [
         *([table.size] if table.size else []),
-        f"{len(table.cells)} cells, {total:,.0f} gradients of mini-batches, {hours:.1f} hours of one process "
-        f"on this machine, {left:.1f} hours for what is not finished. Gradients are those of training, and "
+        f"{sum(run.cells for run in runs)} cells, {total:,.0f} gradients of mini-batches, "
+        f"{hours:.1f} hours of one process on this machine, {left:.1f} hours for what is not finished. "
+        "Gradients are those of training, and "
         "before evaluations those of fine-tuning and of unseen clients; hours are these times a gradient of "
         "the network timed here (fedmn: of its modular one, all paths open and pretraining included), "
         "without evaluation, server and messages, and whatever a method computes beside the network "
@@ -79,9 +81,9 @@ def plan(table: Table) -> Document:
 
 
 def planned_runs(table: Table) -> Iterator[PlannedRun]:
-    """Yield the runs of a table, column by column; UserError for data or methods that cannot be."""
+    """Yield the chosen runs of a table, column by column; UserError as `methods_of`."""
     seconds: dict[tuple[object, ...], float] = {}
-    for cell, method in methods_of(table.firsts(), num_workers=1):
+    for cell, method in methods_of(table, table.firsts(), num_workers=1):
         config, cells = cell.config, table.of(cell.row, cell.column)
         key = _timing_key(config, method)
         if key not in seconds:
@@ -90,29 +92,55 @@ def planned_runs(table: Table) -> Iterator[PlannedRun]:
         yield PlannedRun(cell, len(cells), finished, work_of(config, method).total, seconds[key])
 
 
-def methods_of(cells: Iterable[Cell], num_workers: int) -> Iterator[tuple[Cell, Method]]:
-    """Yield cells and their methods; UserError, with the cell's place, for what cannot be run."""
-    for cell, arrays, parts in dealt_cells(cells):
+def methods_of(table: Table, cells: Iterable[Cell], num_workers: int) -> Iterator[tuple[Cell, Method]]:
+    """Yield cells and their methods, but those of columns whose data cannot be read (`Table.not_run`).
+
+    Raises UserError, with the cell's place, for what cannot be run, and where no chosen column has data.
+    """
+    unread: dict[int, Unread] = {}
+    for cell, arrays, parts in dealt_cells(cells, unread):
         try:
             method = make_method(cell.config, arrays, parts)
             refuse_chain(method, num_workers)
         except UserError as error:
             raise UserError(f"{cell.place}: {error}") from error
         yield cell, method
+    table.not_run = {table.columns[column]: found.reason for column, found in unread.items()}
+    if set(unread) == {table.cells[number].column for number in table.chosen}:
+        first = next(iter(unread.values()))
+        raise UserError(f"{first.cell.place}: {first.reason}")
 
 
-def dealt_cells(cells: Iterable[Cell]) -> Iterator[tuple[Cell, Arrays, list[ClientIndices]]]:
-    """Yield cells with their data and their clients' samples; UserError, with the cell's place, without them.
+@dataclass(frozen=True)
+class Unread:
+    """A column's first cell whose data cannot be read."""
 
-    Data are loaded once for cells in a row that share them.
+    cell: Cell
+    reason: str
+
+
+def dealt_cells(
+    cells: Iterable[Cell], unread: dict[int, Unread]
+) -> Iterator[tuple[Cell, Arrays, list[ClientIndices]]]:
+    """Yield cells with their data and their clients' samples, and enter columns without data into `unread`.
+
+    Data are loaded once for cells in a row that share them. Raises UserError, with the cell's place, for
+    samples that cannot be dealt.
     """
-    data: Any = None
+    data: object = None
     dealt: tuple[Arrays, list[ClientIndices]]
     for cell in cells:
+        if cell.column in unread:
+            continue
         of_cell = (cell.config.tree()["data"], cell.config.data_seed)
         if of_cell != data:
             try:
-                data, dealt = of_cell, load_data(cell.config)
+                arrays = read_source(cell.config)
+            except UserError as error:
+                unread[cell.column] = Unread(cell, str(error))
+                continue
+            try:
+                data, dealt = of_cell, (arrays, deal(cell.config, arrays))
             except UserError as error:
                 raise UserError(f"{cell.place}: {error}") from error
         yield cell, *dealt

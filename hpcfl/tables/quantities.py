@@ -28,7 +28,12 @@ def percent(mean: float | None, deviation: float | None) -> str:
 
 
 def _accuracy(name: str) -> Callable[[Entry], str]:
-    return lambda entry: percent(entry.mean(name), entry.deviation(name))
+    def show(entry: Entry) -> str:
+        count, seeds = entry.count(name), len(entry.figures)
+        some = f" ({count} of {seeds} seeds)" if 0 < count < seeds else ""
+        return percent(entry.mean(name), entry.deviation(name)) + some
+
+    return show
 
 
 def _best(entry: Entry) -> str:

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     StrictInt,
     StrictStr,
     ValidationError,
@@ -124,6 +125,8 @@ class ComparisonEntry(_Entry):
     """Default: all in which both rows have a cell."""
     at: Moment | None = None
     """When both rows' models are scored; default: each row's own moment."""
+    weighted: StrictBool = False
+    """Whether clients count with their samples; there is no interval over clients then."""
 
 
 def _as_comparison(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
+from hpcfl.storage.ledger import MOMENTS
 from hpcfl.storage.lock import FolderLock
 from hpcfl.storage.replacing import replace_file
 from hpcfl.tables.cells import Table
@@ -45,6 +46,7 @@ COLUMNS = (
     "coverage",
     "seeds",
     "missing_seeds",
+    *(f"seeds_{moment}" for moment in MOMENTS),
     "rounds",
     "eval_split",
     *COSTS,
@@ -54,7 +56,8 @@ COLUMNS = (
     "title",
     "size",
 )
-"""Columns of table.csv before those of each seed's accuracy; accuracies lie between 0 and 1."""
+"""Columns of table.csv before those of each seed's accuracy; accuracies lie between 0 and 1. `seeds_after_`
+columns are how many of the seeds were scored at that moment."""
 
 
 DIFFERENCE_COLUMNS = (
@@ -62,17 +65,20 @@ DIFFERENCE_COLUMNS = (
     "second",
     "column",
     "moment",
+    "weighted",
     "difference",
     "over_seeds_low",
     "over_seeds_high",
     "seeds",
+    "partitions",
     "over_clients_low",
     "over_clients_high",
     "clients_and_seeds",
     "title",
     "size",
 )
-"""Columns of differences.csv, of accuracies between 0 and 1."""
+"""Columns of differences.csv, of accuracies between 0 and 1. `weighted` is 1 where clients count with their
+samples, which leaves the columns of clients empty; `partitions` is how many the seeds have drawn."""
 
 CLIENT_COLUMNS = ("label", "column", "seed", "client", "accuracy")
 """Columns of clients.csv."""
@@ -141,8 +147,8 @@ class FromHistories:
 def write_from_histories(table: Table) -> FromHistories:
     """Write diagnostics.csv and the figure's pictures beside the table, where there is something to tell.
 
-    If the data cannot be read any more, warns and writes no diagnostics. Raises UserError if the figure names
-    layers or clients that the cells do not have.
+    If a column's data cannot be read any more, warns and writes no diagnostics of it. Raises UserError if the
+    figure names layers or clients that the cells do not have.
     """
     found = histories(table)
     try:
@@ -234,6 +240,7 @@ def _line(entry: Entry) -> dict[str, Any]:
         "scored": entry.scored,
         "seeds": len(entry.figures),
         "missing_seeds": entry.missing,
+        **{f"seeds_{moment}": entry.count(f"accuracy_{moment}") for moment in MOMENTS},
         "rounds": entry.config.train.rounds,
         "eval_split": entry.config.run.eval_split,
         "gradients_a_batch": entry.gradients_a_batch,
@@ -261,17 +268,19 @@ def _difference_line(difference: Difference) -> dict[str, Any]:
     """Return a line of differences.csv; a bound is empty where there is no interval."""
     line: dict[str, Any] = dict(zip(("first", "second"), difference.rows, strict=True))
     line |= {"column": difference.column, "moment": difference.moment, "seeds": len(difference.seeds)}
-    if difference.paired is None:
-        return line
-    for name in ("over_seeds", "over_clients"):
-        found = getattr(difference.paired, name)
-        if found.count > 1:
+    line |= {"weighted": int(difference.is_weighted), "partitions": difference.partitions}
+    if difference.over_seeds is not None:
+        line["difference"] = difference.over_seeds.mean
+    if difference.over_clients is not None:
+        line["clients_and_seeds"] = difference.over_clients.count
+    found_by_name = {"over_seeds": difference.over_seeds, "over_clients": difference.over_clients}
+    for name, found in found_by_name.items():
+        if found is not None and found.count > 1:
             line |= {
                 f"{name}_low": found.mean - found.half_width,
                 f"{name}_high": found.mean + found.half_width,
             }
-    paired = difference.paired
-    return line | {"difference": paired.over_seeds.mean, "clients_and_seeds": paired.over_clients.count}
+    return line
 
 
 def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:

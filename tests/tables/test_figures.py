@@ -16,7 +16,13 @@ import scipy.stats
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
-from hpcfl.results.statistics import interval, mean_and_deviation, paired_difference, worst_tenth
+from hpcfl.results.statistics import (
+    interval,
+    mean_and_deviation,
+    paired_difference,
+    weighted_difference,
+    worst_tenth,
+)
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
@@ -148,6 +154,18 @@ def test_a_paired_difference_is_of_seeds_and_of_clients() -> None:
     assert found.over_clients.half_width == pytest.approx(2.570582 * deviation / 6**0.5, rel=1e-5)
 
 
+def test_a_weighted_difference_counts_samples() -> None:
+    # of 30 + 10 samples 3 more are right, then 2 + 30 of 10 + 30
+    found = weighted_difference([[0.5, 0.7], [0.4, 0.9]], [[0.4, 0.7], [0.2, -0.1]], [[30, 10], [10, 30]])
+    assert found.mean == pytest.approx((3 / 40 + 32 / 40) / 2)
+    # deviation 29 / 40 / sqrt 2, t(1) = 12.7062
+    assert found.half_width == pytest.approx(12.7062 * 29 / 40 / 2, rel=1e-5)
+    assert found.count == 2
+    first, second = [[0.5, 0.7], [0.4, 0.9]], [[0.4, 0.7], [0.2, 0.8]]
+    alike = weighted_difference(first, second, [[7, 7], [7, 7]])
+    assert alike.mean == pytest.approx(paired_difference(first, second).over_seeds.mean)
+
+
 def test_what_both_rows_share_cancels() -> None:
     hard_or_easy = np.random.default_rng(0).uniform(size=(3, 50))
     found = paired_difference((hard_or_easy + 0.01).tolist(), hard_or_easy.tolist())
@@ -208,8 +226,105 @@ def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
     assert (against_theirs["seeds"], against_theirs["clients_and_seeds"]) == ("3", "12")
     # ditto's models come to be by training, and the other row's are fine-tuned
     assert against_theirs["moment"] == "after training, after fine-tuning"
+    assert (against_theirs["weighted"], against_theirs["partitions"]) == ("0", "3")
     for row in (against_alone, hard):
-        assert (row["difference"], row["over_seeds_low"], row["seeds"]) == ("", "", "0")
+        assert (row["difference"], row["over_seeds_low"], row["seeds"], row["partitions"]) == (
+            "",
+            "",
+            "0",
+            "0",
+        )
+
+
+def test_the_number_of_differences_stands_below_them(table: Table) -> None:
+    text, _ = write(table)
+    _, below = text.split("ours_1 - alone     hard")
+    said = "Differences shown: 1; their 95 % intervals are not corrected for this number."
+    assert below.splitlines()[1:] == ["", said]
+    assert "one partition" not in text
+    assert (table.folder / "table.md").read_text().endswith(f"\n\n{said}\n")
+    latex = said.replace("%", r"\%")
+    assert (table.folder / "table.tex").read_text().endswith(f"\\noindent {latex}\\par\n")
+
+
+def test_a_pair_weighted_by_samples_has_no_interval_over_clients(table: Table) -> None:
+    samples = (12, 24, 12, 52)
+    for row in (0, 1):
+        for cell in table.of(row, 0):
+            lines = read_csv(cell.folder / "clients.csv")
+            with_samples = zip(lines, samples, strict=True)
+            write_csv(
+                cell.folder / "clients.csv", [line | {"evaluated_samples": n} for line, n in with_samples]
+            )
+    pair = replace(table.compare[0], weighted=True)
+    table.compare = [pair, replace(pair, at="after_training"), table.compare[0]]
+    text, _ = write(table)
+    own_moment, trained, plain = read_csv(table.folder / "differences.csv")
+    assert [line["weighted"] for line in (own_moment, trained, plain)] == ["1", "1", "0"]
+    ours, theirs = (np.array(list(of.values())) for of in ACCURACIES.values())
+    by_seed = (ours - theirs) @ samples / 100
+    expected = interval(by_seed.tolist())
+    assert float(own_moment["difference"]) == pytest.approx(expected.mean)
+    assert float(own_moment["over_seeds_high"]) == pytest.approx(expected.mean + expected.half_width)
+    # client 0 has no model after training, and the others half their accuracy
+    of_known = (ours - theirs)[:, 1:] @ samples[1:] / 2 / 88
+    assert float(trained["difference"]) == pytest.approx(of_known.mean())
+    for line in (own_moment, trained):
+        assert (line["over_clients_low"], line["over_clients_high"], line["clients_and_seeds"]) == (
+            "",
+            "",
+            "",
+        )
+        assert (line["seeds"], line["partitions"]) == ("3", "3")
+    assert plain["clients_and_seeds"] == "12"
+    shown = r"ours_1 - theirs +easy +after training, weighted by samples +\+\d\.\d +± \d+\.\d( \*)? +3$"
+    assert re.search(shown, text, re.MULTILINE)
+
+
+def test_seeds_of_one_partition_say_so(tmp_path: Path) -> None:
+    path = tmp_path / "two.yaml"
+    path.write_text(TABLE.replace("{data: {clients: 4}", "{data: {clients: 4, seed: 7}"))
+    table = Table(path, [], tmp_path / "out")
+    for row, of in enumerate(ACCURACIES.values()):
+        for cell in table.of(row, 0):
+            finish(cell, of[cell.seed])
+    text, _ = write(table)
+    line = read_csv(table.folder / "differences.csv")[0]
+    assert (line["seeds"], line["partitions"]) == ("3", "1")
+    assert "where it is over seeds of one partition, for this partition only" in " ".join(text.split())
+    assert re.search(r"ours_1 - theirs .* ± \d+\.\d( \*)? of one partition +3 ", text)
+
+
+def test_seeds_are_counted_by_moment(table: Table) -> None:
+    for cell in table.of(0, 0)[1:]:
+        shutil.rmtree(cell.folder)
+        finish(cell, ACCURACIES["ours_1"][cell.seed], accuracy_after_training=math.nan)
+    text, _ = write(table)
+    ours, theirs, alone, *_ = read_csv(table.folder / "table.csv")
+    counted = [
+        (row["seeds"], row["seeds_after_download"], row["seeds_after_training"]) for row in (ours, theirs)
+    ]
+    assert counted == [("3", "0", "1"), ("3", "0", "3")]
+    assert alone["seeds_after_training"] == "0"
+    assert float(ours["accuracy_after_training"]) == pytest.approx(0.65)
+    assert " 65.0 (1 of 3 seeds) " in text
+    assert text.count("of 3 seeds") == 1
+
+
+def test_runs_that_were_not_scored_at_a_moment_are_missing_there(table: Table) -> None:
+    for cell in table.of(1, 0):
+        for name in ("metrics.csv", "clients.csv"):
+            lines = read_csv(cell.folder / name)
+            for line in lines:
+                del line["accuracy_after_training"], line["accuracy_after_download"]
+            write_csv(cell.folder / name, lines)
+    table.compare = [replace(table.compare[0], at="after_training")]
+    text, _ = write(table)
+    assert read_csv(table.folder / "table.csv")[1]["seeds_after_training"] == "0"
+    line = read_csv(table.folder / "differences.csv")[0]
+    assert (line["difference"], line["seeds"], line["clients_and_seeds"]) == ("", "0", "")
+    assert re.search(r"ours_1 - theirs +easy +after training +missing", text)
+    assert "Differences shown: 0;" in text
 
 
 def test_a_pair_is_compared_at_the_moment_that_it_names(table: Table) -> None:
@@ -296,7 +411,7 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
     expected = without.figures[0] | {"accuracy_unseen": 0.25}
     assert entry.figures[0] == pytest.approx(expected, rel=0, nan_ok=True)
     table.show = ["unseen"]
-    assert re.search(r"^ours_1 +25.0$", write(table)[0], re.MULTILINE)
+    assert re.search(r"^ours_1 +25\.0 \(1 of 3 seeds\)$", write(table)[0], re.MULTILINE)
     line = read_csv(table.folder / "table.csv")[0]
     assert (line["label"], float(line["accuracy_unseen"])) == ("ours_1", 0.25)
 
@@ -333,18 +448,24 @@ def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
 DOCUMENT = Document(
     "50 % & more_{x}",
     ["a note ~ with \\ and ^, <1> | #2 $"],
-    [Grid("", ["method", "a & b"], [["x_1", "1 ± 2"], ["a|b", ""]]), Grid("second", ["m"], [["1"]])],
+    [
+        Grid("", ["method", "a & b"], [["x_1", "1 ± 2"], ["a|b", ""]]),
+        Grid("second", ["m"], [["1"]], "50 % below"),
+    ],
 )
 
 
 def test_text_is_aligned() -> None:
-    assert as_text(DOCUMENT).splitlines()[4:7] == ["method  a & b", "x_1     1 ± 2", "a|b"]
+    lines = as_text(DOCUMENT).splitlines()
+    assert lines[4:7] == ["method  a & b", "x_1     1 ± 2", "a|b"]
+    assert lines[8:] == ["second:", "m", "1", "", "50 % below"]
 
 
 def test_markdown_keeps_its_columns() -> None:
     lines = as_markdown(DOCUMENT).splitlines()
     assert lines[4:8] == ["| method | a & b |", "| --- | --- |", "| x_1 | 1 ± 2 |", "| a&#124;b |  |"]
     assert lines[9] == "## second"
+    assert lines[-2:] == ["", "50 % below"]
 
 
 def test_latex_has_no_character_that_means_something() -> None:
@@ -352,6 +473,7 @@ def test_latex_has_no_character_that_means_something() -> None:
     assert r"\textbf{50 \% \& more\_\{x\}}" in latex
     assert r"a note \textasciitilde{} with \textbackslash{} and \textasciicircum{}, " in latex
     assert r"\textless{}1\textgreater{} \textbar{} \#2 \$" in latex
+    assert latex.endswith("\\end{tabular}\\par\n\\noindent 50 \\% below\\par\n")
     body = [line for line in latex.splitlines() if not line.startswith("%")]
     plain = re.sub(r"\\[&%$#_{}]", "", "\n".join(body))
     assert plain.count("{") == plain.count("}")

@@ -14,7 +14,7 @@ from refusals import refused, refused_once_changed
 from hpcfl.config import flatten
 from hpcfl.errors import UserError
 from hpcfl.main import main
-from hpcfl.tables.cells import Shrinking, Table
+from hpcfl.tables.cells import Choice, Shrinking, Table
 
 PAPER = """
 title: A paper's table
@@ -216,14 +216,97 @@ def test_the_title_says_what_the_command_line_changes_but_not_where_the_data_lie
     assert table.title == f"A paper's table {said}"
 
 
+# Choosing
+
+TWO_SOURCES = PAPER.replace("data: {clients: 8}", "data: {clients: 8, source: fashionmnist}")
+
+
+def chosen(path: Path, columns: tuple[str, ...] = (), rows: tuple[str, ...] = ()) -> list[str]:
+    """Return the names of the chosen cells of the first seed."""
+    table = Table(path, [], None, choice=Choice(columns, rows))
+    assert len(table.cells) == 14
+    return [
+        table.name(table.cells[number])
+        for number in table.chosen
+        if table.cells[number].seed == table.seeds[0]
+    ]
+
+
+def test_cells_are_chosen_by_labels_or_parts_of_them(folder: Path) -> None:
+    path = folder / "paper.yaml"
+    assert len(chosen(path)) == 7
+    assert chosen(path, columns=("many",)) == ["ours, many", "fedavg, many"]
+    assert chosen(path, columns=("K = 2", "MA")) == ["ours, many", "fedavg, many", "ours, kept, k = 2"]
+    assert chosen(path, rows=("avg",)) == ["fedavg, few", "fedavg, many"]
+    assert chosen(path, columns=("kept, k = 0", "few"), rows=("ours", "local")) == [
+        "ours, few",
+        "local, few",
+        "ours, kept, k = 0",
+    ]
+
+
+def test_a_whole_label_is_chosen_before_those_it_is_a_part_of(folder: Path) -> None:
+    (folder / "paper.yaml").write_text(
+        PAPER.replace("label: ours", "label: fedavg+").replace("[ours", "[fedavg+")
+    )
+    assert chosen(folder / "paper.yaml", rows=("fedavg",)) == ["fedavg, few", "fedavg, many"]
+    assert chosen(folder / "paper.yaml", rows=("FedAvg",)) == ["fedavg, few", "fedavg, many"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        (
+            Choice(columns=("lots",)),
+            "--column lots is none of the labels; there are: few | many | kept, k = 0 | kept, k = 2",
+        ),
+        (
+            Choice(columns=("few", "kept")),
+            "--column kept is a part of 2 of the labels; there are: few | many | kept, k = 0 | kept, k = 2",
+        ),
+        (Choice(rows=("a",)), "--row a is a part of 2 of the labels; there are: ours | fedavg | local"),
+    ],
+)
+def test_a_label_that_is_none_or_several_is_refused_with_all_labels(
+    folder: Path, choice: Choice, said: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        Table(folder / "paper.yaml", [], None, choice=choice)
+    assert str(error.value) == said
+
+
+def test_rows_without_a_cell_in_the_columns_are_refused(folder: Path) -> None:
+    said = refused(folder / "paper.yaml", choice=Choice(("many",), ("local",)))
+    assert said == ": the chosen rows have no cell in the chosen columns (`without`); choose others"
+
+
+def test_the_file_of_the_data_is_for_the_chosen_columns_and_other_keys_for_all(folder: Path) -> None:
+    (folder / "paper.yaml").write_text(TWO_SOURCES)
+    file = ["data.source=npz", "data.path=x.npz", "data.layout=NHWC", "data.normalise=fashionmnist"]
+    given = [*file, "data.subset_per_class=null", "train.momentum=0.5"]
+    table = Table(folder / "paper.yaml", given, None, choice=Choice(columns=("many",)))
+    untouched = Table(folder / "paper.yaml", ["train.momentum=0.5"], None)
+    for cell, as_in_file in zip(table.cells, untouched.cells, strict=True):
+        data = cell.config.data
+        if table.columns[cell.column] == "many":
+            assert (data.source, data.path, data.layout) == ("npz", "x.npz", "NHWC")
+        else:
+            assert cell.config.tree() == as_in_file.config.tree()
+    assert table.title == "A paper's table (with train.momentum=0.5)"
+
+
 # Mistakes
 
 
 def test_one_data_set_for_columns_of_several_is_refused(folder: Path) -> None:
-    changed = PAPER.replace("data: {clients: 8}", "data: {clients: 8, source: fashionmnist}")
-    (folder / "paper.yaml").write_text(changed)
-    said = refused(folder / "paper.yaml", overrides=["data.source=digits"])
-    assert said.startswith(": data.source on the command line would replace cifar10, fashionmnist in all")
+    (folder / "paper.yaml").write_text(TWO_SOURCES)
+    for choice in (None, Choice(columns=("few", "many")), Choice(rows=("ours",))):
+        said = refused(folder / "paper.yaml", overrides=["data.source=digits"], choice=choice)
+        assert said == (
+            ": data.source on the command line would replace cifar10, fashionmnist in all columns; choose "
+            "columns of one of them with --column LABEL"
+        )
+    Table(folder / "paper.yaml", ["data.source=digits"], None, choice=Choice(columns=("few", "k = 0")))
     (folder / "paper.yaml").write_text(PAPER)
     table = Table(folder / "paper.yaml", ["data.source=digits"], None)
     assert {cell.config.data.source for cell in table.cells} == {"digits"}
@@ -362,6 +445,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "columns: [few]",
         "at: after_lunch",
         ", compare 2: at='after_lunch' is not possible: Input should be 'after_download' or 'after_training'",
+    ),
+    "a pair weighted by a number": (
+        "columns: [few]",
+        "weighted: 3",
+        ", compare 2: weighted=3 is not possible: Input should be a valid boolean",
     ),
     "an unknown quantity": (
         "source: table 1",

@@ -7,6 +7,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from processes import REPOSITORY, clean_environment
 from refusals import refused_once_changed
 
 import hpcfl.storage.checkpoint
+from hpcfl.config import resolve
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import pfedla
 from hpcfl.tables.cells import Table
+from hpcfl.tables.diagnostics import diagnostics
 from hpcfl.tables.drawing import figure
 from hpcfl.tables.figures import entries
 from hpcfl.tables.file import read_outline
@@ -404,6 +407,19 @@ def test_a_damaged_checkpoint_costs_its_own_cell_only(two: list[str], copied: Pa
         ("gamma = 0.5", 1),
     }
     assert not told.undrawn
+
+
+def test_data_that_are_gone_cost_the_diagnostics_of_their_column_only(two: list[str], copied: Path) -> None:
+    table = Table(Path(two[0]), two[1:], copied)
+    found = histories(table)
+    for number, cell in enumerate(table.cells):
+        if cell.column == 0:
+            tree = cell.config.tree()
+            tree["data"]["path"] = str(copied / "gone.npz")
+            table.cells[number] = replace(cell, config=resolve(tree))
+    with pytest.warns(UserWarning, match=r"gamma = 0\.9, seed 0: no diagnostics of this column: .*gone\.npz"):
+        lines = diagnostics(table, found)
+    assert {(line["column"], line["seed"]) for line in lines} == {("gamma = 0.5", 0), ("gamma = 0.5", 1)}
 
 
 # Mistakes

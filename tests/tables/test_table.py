@@ -340,6 +340,135 @@ def test_columns_are_run_seed_by_seed_and_their_cells_are_runs(
     ]
 
 
+# Chosen cells, and columns without data
+
+OF_TWO_SOURCES = """
+title: Two sources
+seeds: [0, 1]
+settings: {train: {lr: 0.05}}
+columns:
+  - {label: "digits, all"}
+  - {label: "photos, all", data: {source: cifar10}}
+rows:
+  - {method: {name: fedavg}}
+  - {method: {name: local}}
+compare: [[fedavg, local]]
+"""
+
+
+@pytest.fixture
+def of_two(words: list[str], tmp_path: Path) -> tuple[list[str], list[str]]:
+    """Return the words for a table of two sources, one of which is not here, and those for its file."""
+    (tmp_path / "two.yaml").write_text(OF_TWO_SOURCES)
+    settings = [*words[4:], "train.rounds=1", f"data.root={tmp_path / 'nowhere'}"]
+    return [str(tmp_path / "two.yaml"), *settings], words[1:4]
+
+
+def accuracies(folder: Path) -> dict[tuple[str, str], tuple[str, str]]:
+    """Return the accuracies of two seeds by row and column."""
+    rows = figures(folder)
+    return {(row["label"], row["column"]): (row["accuracy_seed_0"], row["accuracy_seed_1"]) for row in rows}
+
+
+def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, folder = tmp_path / "columns.yaml", tmp_path / "out"
+    path.write_text(COLUMNS_BY_ROWS)
+    own = [str(path), *words[1:], "train.rounds=1"]
+    assert table(folder, *own, "--column", "half", "--row", "local", "--part", "2/2") == FINISHED
+    out = capsys.readouterr().out
+    assert out.startswith(f"0 of 1 cells are finished, in {folder}\n")
+    assert [line for line in out.splitlines() if line.startswith("cell ")] == [
+        "cell 2/2: local, A half! seed 1"
+    ]
+    assert "1 of 2 cells are missing\n" in out
+    assert out.splitlines()[-1].endswith(
+        shlex.join(["--column", "half", "--row", "local", "--out", str(folder)])
+    )
+    before = accuracies(folder)
+    assert table(folder, *own, "--column", "all", "--write-results") == FINISHED
+    out = capsys.readouterr().out
+    assert [line[:9] for line in out.splitlines() if line.startswith("cell ")] == ["cell 1/2:", "cell 2/2:"]
+    assert "cells are missing" not in out
+    found = accuracies(folder)
+    assert all(found["fedavg", "all"])
+    # what was finished before is not lost, and what was not chosen is missing
+    assert found["local", "A half!"] == before["local", "A half!"] != ("", "")
+    assert found["fedavg", "A half!"] == ("", "")
+    results = rows_of(tmp_path / "results" / "columns.csv")
+    assert [(row["label"], row["column"], row["seeds"]) for row in results] == [
+        ("fedavg", "all", "2"),
+        ("fedavg", "A half!", "0"),
+        ("local", "A half!", "1"),
+    ]
+
+
+def test_a_column_without_data_is_skipped_and_told(
+    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, _ = of_two
+    folder = tmp_path / "out"
+    assert table(folder, *words, "--plan") == FINISHED
+    planned = capsys.readouterr().out
+    assert table(folder, *words, "--row", "fedavg") == FINISHED
+    run = capsys.readouterr().out
+    reason = f"not run: cifar10 is not in '{tmp_path / 'nowhere'}' (no file cifar-10-batches-py/data_batch_1)"
+    assert f"photos, all:\n{reason}: fetch it where there is a network with: hpcfl data fetch" in planned
+    assert "4 cells, " in planned
+    assert run.splitlines()[0] == f"0 of 4 cells are finished, in {folder}"
+    assert run.splitlines()[1].startswith(f"photos, all: {reason}")
+    assert re.findall(r"^cell (\d/\d: \w+, \w+, all seed \d)", run, re.MULTILINE) == [
+        "1/4: fedavg, digits, all seed 0",
+        "3/4: fedavg, digits, all seed 1",
+    ]
+    assert "2 of 4 cells are missing\n" in run
+    assert f"\nphotos, all: {reason}" in (folder / "table.md").read_text()
+    assert {line["column"]: line["seeds"] for line in rows_of(folder / "differences.csv")} == dict.fromkeys(
+        ("digits, all", "photos, all"), "0"
+    )
+
+
+def test_without_any_column_with_data_it_is_an_error(
+    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, _ = of_two
+    for more in ([], ["--plan"], ["--part", "2/2"]):
+        message = refused(capsys, tmp_path / "out", *words, "--column", "photos", *more)
+        assert f"hpcfl: error: {words[0]}, row " in message
+        assert ", column photos, all, seed 0: cifar10 is not in" in message
+
+
+def test_the_file_of_a_column_s_data_is_named_for_it_alone(
+    of_two: tuple[list[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, file = of_two
+    folder = tmp_path / "out"
+    assert "would replace cifar10, digits in all columns" in refused(capsys, folder, *words, *file)
+    assert table(folder, *words, *file, "--column", "photos", "--quiet") == FINISHED
+    data = yaml.safe_load((folder / "photos-all" / "local-s1" / "config.yaml").read_text())["data"]
+    assert (data["source"], data["path"]) == ("npz", file[1].partition("=")[2])
+    of_photos = accuracies(folder)["local", "photos, all"]
+    assert table(folder, *words, "--column", "digits", "--quiet") == FINISHED
+    data = yaml.safe_load((folder / "digits-all" / "local-s1" / "config.yaml").read_text())["data"]
+    assert (data["source"], data["path"]) == ("digits", None)
+    # neither this command nor one for all columns loses the cells of the file that they do not name
+    assert accuracies(folder)["local", "photos, all"] == of_photos != ("", "")
+    shutil.rmtree(folder / "photos-all" / "local-s1")
+    before = files(folder / "digits-all")
+    capsys.readouterr()
+    assert table(folder, *words) == FINISHED
+    out = capsys.readouterr().out
+    assert out.startswith("7 of 8 cells are finished")
+    assert "cell 8/8: local, photos, all seed 1" in out
+    assert accuracies(folder)["local", "photos, all"] == of_photos
+    assert files(folder / "digits-all") == before
+    assert table(folder, *words, "--plan") == FINISHED
+    assert "not run" not in capsys.readouterr().out
+    # the pairs of a column are of one file
+    assert [line["seeds"] for line in rows_of(folder / "differences.csv")] == ["2", "2"]
+
+
 # Going on
 
 
@@ -701,6 +830,8 @@ def test_a_mistake_is_told_before_anything_starts(
         (["--part", "2"], "--part 2 is not possible"),
         (["--part"], "argument --part: expected one argument"),
         (["--colour"], "unrecognized arguments: --colour; see hpcfl table --help"),
+        (["--row", "fedavgs"], "--row fedavgs is none of the labels; there are: fedavg | HeurpFedLA, k = 2"),
+        (["--column", "a"], "--column a is none of the labels; there are: none"),
         (["train.round=4"], "row 1 (fedavg): train.round=4 is an unknown key"),
         (["run.seed=4"], "run.seed=4: the table's list of seeds sets it"),
         (["data.clients=99999"], "row 1 (fedavg), seed 0: "),
