@@ -93,7 +93,8 @@ VARIANTS = {
     "fedamp-cosine": ["method.weights=cosine"],
     "fedphp-distillation": ["method.regulariser=distillation"],
     "fedrod-hyper": ["method.hyper_head=true"],
-    "per_fedavg-hessian": ["method.variant=hessian_free"],
+    "per_fedavg-exact": ["method.variant=exact"],
+    "per_fedavg-first": ["method.variant=first_order"],
     "pfedhn-private": ["method.private_head=true"],
 }
 """Variants that are methods of their own, tested as the others are."""

@@ -4,22 +4,30 @@
     v_i   = sigmoid((log e - log(1 - e) + z_i) / tau),  e ~ U(0, 1),  V_i = 1[v_i > 0.5]     (eq. 5)
     u_j   = mean of the outputs that open paths lead to block j, else 0                      (eq. 13)
     theta_i <- E epochs of SGD on encoders, active blocks and routing hypernetwork           (Algorithm 1)
-    theta^b <- sum_i n_i a_i^b theta_i^b / sum_i n_i a_i^b,  a_i^b = 1 if block b gets an input at client i
+    theta^b <- sum_i n_i a_i^b theta_i^b / n,  a_i^b = 1 if block b gets an input at client i  (section II-E)
 
 A round has four messages: the routing hypernetwork goes down, the decision V_i goes up, the encoders and
 active blocks go down, and after training the routing hypernetwork, the encoders and active blocks go up.
+
+Differs from the paper, each with the option for the printed rule where there is one:
+  mean         of theta^b, it is divided by sum_i n_i a_i^b, not by n: the printed sum shrinks blocks that few
+               clients use in every round (`method.aggregation=sum`; differs from section II-E)
+  norms        each of the router's two embeddings is divided by its root mean square. The paper normalises
+               their concatenation (section IV-B); then all |z| are near 0 and nearly equal
+               (`method.router_norm=joint`)
+  step         the router has a step size of its own, `method.router_lr`; a larger one makes the z_i of all
+               clients alike within a few rounds. The paper has one for all, tuned on 0.001 to 0.05
+               (differs from Algorithm 1; `method.router_lr` equal to `train.lr`)
+  dropout      blocks have none; the paper's have (section IV-B, which gives no rate)
 
 Choices the paper leaves open:
   start        projections and blocks are drawn for ReLU (He et al., 2015). PyTorch's default weights are
                smaller, and the means over blocks shrink the signals further: with both, training makes
                hardly any progress for many rounds
   routing      h is a sum of a term of the image and a term of the label, so z_i depends on a client's images
-               and on its labels, but not on which label an image has. Each of the two embeddings is divided
-               by its root mean square; if the concatenated embeddings were divided by their length, all
-               |z| would be near 0 and nearly equal. At the start, z depends on the label only and has mean 0
-               over the classes, so z_i is further from 0 the fewer classes a client has
-               (`method.router_spread`). The router has its own step size `method.router_lr`; a larger one
-               makes the z_i of all clients alike within a few rounds
+               and on its labels, but not on which label an image has. At the start, z depends on the label
+               only and has mean 0 over the classes, so z_i is further from 0 the fewer classes a client has
+               (`method.router_spread`; not in the paper)
   gradient     V_i is drawn once per round. Its derivative is that of v_i (straight-through), where the
                mini-batch estimates the mean in z_i. Eq. 13 is differentiated with its number of open paths:
                if this number were held constant, every path would enlarge the signal, and the router would
@@ -28,7 +36,7 @@ Choices the paper leaves open:
                and a smaller tau only sharpens the gradient
   dead ends    a path from a block without input is closed; if no path to the next layer is open, the most
                likely one is opened
-  activation   encoders and blocks end in ReLU, the last layer's in logits; no dropout (no rate is given)
+  activation   encoders and blocks end in ReLU, the last layer's in logits
   embedding    128 numbers of the image, 64 of the label, concatenated
   temperature  tau_t = tau_1 (tau_T / tau_1)^((t - 1) / (T - 1))
   pretraining  the first `method.pretrain_rounds` rounds train the first encoder and a classifier by FedAvg;
@@ -40,7 +48,9 @@ Choices the paper leaves open:
                before it ended, and the server averages the weights of all these clients. All decisions are
                made before, by the server's router; bytes are the same
   evaluated    after the download: the newest weights with the decision 1[Pi_i > 0.5], computed on the
-               training set; after training, as in the paper: the local weights with the round's V_i
+               training set, or with `method.scored_paths=sampled` those with the V_i of the client's last
+               round, which the authors' program prints. After training: the local weights with the round's
+               V_i. The paper says only that it scores on each client's local test data
   unseen       a client that takes no part in training gets its decision from the router, as it is evaluated;
                router and blocks stay as they are (not in the paper)
   kept         a client keeps Pi_i and V_i of its last round; they are zero before its first round
@@ -65,7 +75,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State
-from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Routed, num_paths, path_names
+from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Norm, Routed, num_paths, path_names
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.pictures import Picture
 from hpcfl.randomness import stream_seed, torch_stream
@@ -90,12 +100,15 @@ class FedMNParams(Params):
     travel; `open` opens all paths."""
     aggregation: Literal["normalised", "sum", "count"] = "normalised"
     """Mean of a block's weights: `normalised` weighs the clients where the block was active by n_i; `sum` is
-    the paper's sum of n_i a_i / n, which shrinks rarely used blocks; `count` weighs all these clients equally
-    (authors' code)."""
+    the paper's, with weights n_i a_i / n, which shrinks rarely used blocks; `count` weighs all these clients
+    equally (authors' code)."""
     temperature: float = Field(1.0, gt=0)
     """Temperature tau of the first round (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
     """Temperature tau of the last round (paper: 0.1)."""
+    router_norm: Norm = "separate"
+    """Norm of the router's embeddings: `separate` gives that of the image and that of the label a root mean
+    square of 1 each; `joint` gives both together the length 1 (the paper and the authors' code)."""
     router_lr: float = Field(0.003, gt=0)
     """Step size of the routing hypernetwork, with the run's lr_decay and momentum; its weight decay acts with
     `train.lr`, as on all other weights."""
@@ -104,6 +117,9 @@ class FedMNParams(Params):
     order: Literal["parallel", "chain"] = "parallel"
     """Whether each client of a round starts from the server's weights (`parallel`), or from the weights with
     which the client before it ended (`chain`, as in the authors' code), which needs a single worker."""
+    scored_paths: Literal["likely", "sampled"] = "likely"
+    """Decision of the model after a download: `likely` opens the paths with Pi_i > 0.5; `sampled` takes the
+    V_i of the client's last round (authors' code), and `likely`'s of a client without one."""
     pretrain_rounds: int = Field(0, ge=0)
     """Number of rounds at the start that train one encoder by FedAvg (the paper does not count them)."""
 
@@ -162,7 +178,13 @@ class FedMN(Method):
             networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
             with_classifier = params.pretrain_rounds > 0
             return ModularNetwork(
-                sizes, widths, context.num_classes, networks, with_classifier, params.router_spread
+                sizes,
+                widths,
+                context.num_classes,
+                networks,
+                with_classifier,
+                params.router_spread,
+                params.router_norm,
             )
 
     def make_layers(self) -> tuple[Layer, ...]:
@@ -231,7 +253,7 @@ class FedMN(Method):
         self._last = self._before
 
     def trained(self, clients: Clients, down: Message, up: Message) -> Message:
-        """Return the local models with the decisions they were trained with: what the paper scores."""
+        """Return the local models with the decisions they were trained with."""
         model = {"theta": up["theta"]}
         if self.negotiates(clients.round):
             model["decision"] = clients["decision"]
@@ -269,7 +291,12 @@ class FedMN(Method):
             return Message(shared)
         logits = self.logits(clients, down)
         decision = self._decision((logits / self.temperature(clients.round - 1)).sigmoid(), logits)
-        return Message(shared, {"decision": decision.to(clients.device)})
+        decision = decision.to(clients.device)
+        if self.params.scored_paths == "sampled":
+            last = clients["decision"]
+            # a decision has an open path at least
+            decision = torch.where(last.any(dim=1, keepdim=True), last, decision)
+        return Message(shared, {"decision": decision})
 
     def adapt(self, clients: Clients, down: Message) -> Message:
         model = self.personalised(clients, down)

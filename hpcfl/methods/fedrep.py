@@ -18,7 +18,8 @@ from typing import Any
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.methods.base import Params
+from hpcfl.errors import UserError
+from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
@@ -29,8 +30,9 @@ class FedRepParams(Params):
 
     head_epochs: int | None = Field(None, ge=0)
     """Epochs of the head alone (authors: 10); 0 never trains it, default: as many as `train.local_epochs`."""
-    body_epochs: int = Field(1, ge=0)
-    """Epochs of the body after the head's (authors: 1 for CIFAR-10, 5 for CIFAR-100); 0 never trains it."""
+    body_epochs: int | None = Field(1, ge=0)
+    """Epochs of the body after the head's (authors: 1 for CIFAR-10, 5 for CIFAR-100); 0 never trains it,
+    null: what `head_epochs` leaves of `train.local_epochs`, so that both have as many as other methods."""
 
 
 class FedRep(FedPer):
@@ -39,12 +41,29 @@ class FedRep(FedPer):
     Params = FedRepParams
     params: FedRepParams
 
+    def __init__(self, context: Context, params: FedRepParams) -> None:
+        super().__init__(context, params)
+        if (rest := _body_epochs(params, context.train)) < 1 and params.body_epochs is None:
+            raise UserError(
+                f"method.body_epochs=null: train.local_epochs={context.train.local_epochs} leaves the body "
+                f"{rest} epochs; raise train.local_epochs or set method.head_epochs=1"
+            )
+
     def local_training(self, clients: Clients, theta: Tensor) -> Tensor:
         body, head = self.layout.body, self.layout.head
         theta = clients.sgd(theta, epochs=self.params.head_epochs, trained=head, purpose="head").theta
-        return clients.sgd(theta, epochs=self.params.body_epochs, trained=body).theta
+        return clients.sgd(theta, epochs=_body_epochs(self.params, self.context.train), trained=body).theta
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        heads = params.head_epochs
-        return (train.local_epochs if heads is None else heads) + params.body_epochs
+        return _head_epochs(params, train) + _body_epochs(params, train)
+
+
+def _head_epochs(params: FedRepParams, train: TrainConfig) -> int:
+    return train.local_epochs if params.head_epochs is None else params.head_epochs
+
+
+def _body_epochs(params: FedRepParams, train: TrainConfig) -> int:
+    return (
+        train.local_epochs - _head_epochs(params, train) if params.body_epochs is None else params.body_epochs
+    )

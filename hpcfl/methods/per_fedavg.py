@@ -3,13 +3,15 @@ meta-learning approach, NeurIPS 2020.
 
 With independent mini-batches A, B and C, a client does from w
 
-    u <- w - alpha g(w; A),  d = g(u; B)                                        (Algorithm 1)
-    w <- w - beta d                                                 first-order (`first_order`)
-    w <- w - beta (d - alpha H d),
-         H d = (g(w + delta d; C) - g(w - delta d; C)) / (2 delta)  Hessian-free (`hessian_free`)
+    u <- w - alpha g(w; A),  d = g(u; B)
+    w <- w - beta (d - alpha H d),  H the Hessian of the loss at w on C         (Algorithm 1; `exact`)
+         H d = (g(w + delta d; C) - g(w - delta d; C)) / (2 delta)              (`hessian_free`)
+         H = 0                                                                  (`first_order`)
 
-and the server takes the weighted mean. The evaluated model is w after `method.adaptation_steps` steps of size
-alpha on mini-batches of the client's training data, never of its test data; it is discarded afterwards.
+and the server takes the weighted mean. Where the curvature is above 1 / alpha, the adaptation goes beyond the
+minimum, d has the wrong sign, and the first-order step goes uphill; with alpha of the size of beta, w can end
+where all samples get one class. The evaluated model is w after `method.adaptation_steps` steps of size alpha
+on mini-batches of the client's training data, never of its test data; it is discarded afterwards.
 
 Choices: beta is `train.lr`. A, B and C each pass through the training data in an order of their own; a local
 epoch is one pass of B. The weights of the mean are training-set sizes. Running statistics are those of
@@ -22,24 +24,30 @@ A client that takes no part in training adapts in the same way: the paper trains
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 from pydantic import Field
 from torch import Tensor
+from torch.func import grad
+from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import Message
-from hpcfl.methods.base import Params
+from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
+from hpcfl.training.forward import Forward
 from hpcfl.training.settings import TrainConfig
 
 
 class PerFedAvgParams(Params):
     """Hyper-parameters of Per-FedAvg; `train.lr` is beta."""
 
-    variant: Literal["first_order", "hessian_free"] = "first_order"
-    """Whether second derivatives are left out, or taken as differences of gradients."""
+    variant: Literal["hessian_free", "exact", "first_order"] = "hessian_free"
+    """Whether the product with the Hessian is a difference of gradients, is exact, or is left out (all three
+    are the paper's); `first_order` needs alpha below `train.lr`."""
     alpha: float = Field(0.01, ge=0)
     """Step size of the adaptation (paper: 0.01); 0 is FedAvg."""
     delta: float = Field(0.001, gt=0)
@@ -54,10 +62,20 @@ class PerFedAvg(FedAvg):
     Params = PerFedAvgParams
     params: PerFedAvgParams
 
+    def __init__(self, context: Context, params: PerFedAvgParams) -> None:
+        super().__init__(context, params)
+        if params.variant == "first_order" and params.alpha >= context.train.lr:
+            warnings.warn(
+                f"method.variant=first_order with method.alpha={params.alpha:g}, not below train.lr="
+                f"{context.train.lr:g}, can end with one class for all samples; set method.variant="
+                "hessian_free, or a smaller method.alpha",
+                stacklevel=1,
+            )
+
     def train(self, clients: Clients, down: Message) -> Message:
         outer = clients.descent(down["theta"])
         orders = [clients.batches("adaptation"), clients.batches()]
-        if self.params.variant == "hessian_free":
+        if self.params.variant != "first_order":
             orders.append(clients.batches("curvature"))
         for adaptation, batch, *curvature in zip(*orders, strict=True):
             w = outer.theta[batch.members]
@@ -85,7 +103,7 @@ class PerFedAvg(FedAvg):
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * (4 if params.variant == "hessian_free" else 2)
+        return train.local_epochs * {"hessian_free": 4, "exact": 3, "first_order": 2}[params.variant]
 
     @staticmethod
     def _slope(clients: Clients, theta: Tensor, batch: Batch) -> Tensor:
@@ -93,7 +111,20 @@ class PerFedAvg(FedAvg):
             return clients.plain_gradient(theta, batch)[0]
 
     def _hessian_times(self, direction: Tensor, clients: Clients, w: Tensor, batch: Batch) -> Tensor:
+        if self.params.variant == "exact":
+            return clients.gradient(_slope_along, {"theta": w, "direction": direction}, batch)[0]["theta"]
         step = self.params.delta * direction
         # the next gradient may overwrite this one
         ahead = self._slope(clients, w + step, batch).clone()
         return (ahead - self._slope(clients, w - step, batch)) / (2 * self.params.delta)
+
+
+def _slope_along(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+    """Return <g(theta), direction>, whose gradient is the Hessian times the direction."""
+
+    def loss(theta: Tensor, buffers: Tensor) -> Tensor:
+        return cross_entropy(forward.logits(theta, batch.x, buffers), batch.y)
+
+    # the running statistics are an argument, since torch.func changes nothing in place that is not
+    slope: Tensor = grad(loss)(tensors["theta"], forward.buffers_copy())
+    return (slope * tensors["direction"].detach()).sum()

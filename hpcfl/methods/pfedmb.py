@@ -10,14 +10,17 @@ Branches are mixed before the forward pass: with g = dL/dW_l, dL/dW_{b,l} = alph
 dL/dalpha_{b,l} = <g, W_{b,l}>, so a step costs one ordinary backward pass for any B. With B = 1 the method
 equals FedAvg bit for bit; with alpha fixed at 1/B it is FedAvg for any B.
 
+Differs from the paper:
+  step         dL/dW_{b,l} is divided by sum_b alpha_{b,l}^2, so a client's mixture moves as FedAvg's model
+               does with the same `train.lr` (differs from eq. 4). Eq. 4 as printed (`method.step=branch`)
+               moves the mixture by 1/B of that while weights are equal, and by all of that once one branch
+               has all the weight
+
 Choices the paper leaves open:
   start        W_b = W + D_b, where W is the common initial model (drawn or given) and the differences D_b sum
                to zero, so the uniform mixture is the ordinary network W. The mean of B independent draws has
                weights smaller by a factor of sqrt(B) in every layer, hence logits near zero; equal
                branches would always have equal gradients
-  step         dL/dW_{b,l} is divided by sum_b alpha_{b,l}^2, so a client's mixture moves as FedAvg's model
-               does with the same `train.lr`. Eq. 4 as printed (`method.step=branch`) moves the mixture by
-               1/B of that while weights are equal, and by all of that once one branch has all the weight
   alpha        softmax of logits that start at 0; `method.constraint=simplex` projects after each step
   bias         belongs to its branch
   BatchNorm    one for all branches (the paper's network has none); running statistics are those of
@@ -61,7 +64,8 @@ class PFedMBParams(Params):
     alpha_lr: float = Field(1.0, ge=0)
     """Step size of alpha (of its logits with softmax; the paper tunes it); 0 keeps all weights at 1/B."""
     step: Literal["mixture", "branch"] = "mixture"
-    """Whether the client's mixture, or each branch as in eq. 4, moves by `train.lr` times its gradient."""
+    """Whether the client's mixture, or each branch as in eq. 4, moves by `train.lr` times its gradient; the
+    paper is `branch`."""
     difference: float = Field(1.0, gt=0)
     """Standard deviation of D_b at the start, as a factor on that of the same tensor of the common model."""
     constraint: Literal["softmax", "simplex"] = "softmax"

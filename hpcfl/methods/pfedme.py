@@ -6,6 +6,8 @@ From w_i = theta_i = w, each mini-batch D of the client does
     w_i     <- w_i - lr lambda (w_i - theta_i)                                   (Algorithm 1)
     w       <- (1 - beta) w + beta weighted mean of w_i
 
+With lr lambda = 1, w_i is at theta_i after each step; it is beyond theta_i with more, and diverges from 2 on.
+
 Choices: the paper's R inner rounds are the mini-batches of `train.local_epochs`. theta_i starts each round at
 w and continues from one mini-batch to the next. There is no extra weight decay (the authors' code adds
 0.001). Momentum and weight decay of `train.*` act on theta_i. Only sampled clients train. The weights of the
@@ -17,6 +19,7 @@ part in training has the theta_i of one round (not in the paper).
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +28,9 @@ from pydantic import Field
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.errors import UserError
 from hpcfl.methods._own_model import OwnBesideGlobal
-from hpcfl.methods.base import Params, State, pull_towards
+from hpcfl.methods.base import Context, Params, State, pull_towards
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
 
@@ -51,6 +55,20 @@ class PFedMe(OwnBesideGlobal):
     # lr lambda is how far w_i follows theta_i in one mini-batch
     train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.005}
     params: PFedMeParams
+
+    def __init__(self, context: Context, params: PFedMeParams) -> None:
+        super().__init__(context, params)
+        share = context.train.lr * params.pull
+        if share < 1:
+            return
+        said = (
+            f"train.lr={context.train.lr:g} times method.pull={params.pull:g} is {share:g}, how far w_i "
+            "follows theta_i in one mini-batch: "
+        )
+        advice = f"set train.lr below {1 / params.pull:.3g}, or method.pull below {1 / context.train.lr:.3g}"
+        if share >= 2:
+            raise UserError(f"{said}from 2 on it diverges; {advice}")
+        warnings.warn(f"{said}from 1 on it is not between w_i and theta_i; {advice}", stacklevel=1)
 
     def train(self, clients: Clients, down: Message) -> Message:
         w = down["theta"].clone(memory_format=torch.contiguous_format)

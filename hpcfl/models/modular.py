@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from hpcfl.models.networks import Network
 ROUTER, CLASSIFIER = "router", "classifier"
 IMAGE_EMBEDDING, LABEL_EMBEDDING = 128, 64
 """Widths of the routing hypernetwork's two embeddings (the authors' code)."""
+
+Norm = Literal["separate", "joint"]
 
 
 class Encoder(nn.Module):
@@ -37,13 +40,16 @@ class Encoder(nn.Module):
 class Router(nn.Module):
     """The routing hypernetwork: a sample and its label to one logit a path, [B, E] (eq. 9).
 
-    Each embedding is divided by its root mean square. At the start, logits depend on the label alone: they
-    have mean 0 over all classes and a standard deviation of about `spread`.
+    Each embedding is divided by its root mean square; or, where the `norm` is joint, both together by their
+    length. At the start, logits depend on the label alone: they have mean 0 over all classes and, with
+    separate norms, a standard deviation of about `spread`.
     """
 
-    def __init__(self, network: Network, num_classes: int, num_paths: int, spread: float) -> None:
+    def __init__(
+        self, network: Network, num_classes: int, num_paths: int, spread: float, norm: Norm = "separate"
+    ) -> None:
         super().__init__()
-        self.num_classes = num_classes
+        self.num_classes, self.norm = num_classes, norm
         self.images = Encoder(network, IMAGE_EMBEDDING)
         self.labels = nn.Linear(num_classes, LABEL_EMBEDDING)
         self.paths = nn.Linear(IMAGE_EMBEDDING + LABEL_EMBEDDING, num_paths)
@@ -60,7 +66,11 @@ class Router(nn.Module):
         classes = torch.arange(self.num_classes, device=y.device)
         one_hot = (y.unsqueeze(1) == classes).to(images.dtype)
         labels = self.labels(one_hot - 1 / self.num_classes)
-        logits: Tensor = self.paths(torch.cat([_scaled(images), _scaled(labels)], dim=1))
+        if self.norm == "joint":
+            embedding = nn.functional.normalize(torch.cat([images, labels], dim=1))
+        else:
+            embedding = torch.cat([_scaled(images), _scaled(labels)], dim=1)
+        logits: Tensor = self.paths(embedding)
         return logits
 
 
@@ -69,7 +79,8 @@ class ModularNetwork(nn.Module):
 
     `sizes` [n_1, ..., n_L] counts encoders and blocks a layer; `widths` [L - 1] are the encoders' outputs and
     those of all layers of blocks but the last, which gives logits. `networks` are n_1 + 1 networks whose
-    bodies become the encoders' and the router's; `router_spread` is its `spread`.
+    bodies become the encoders' and the router's; `router_spread` and `router_norm` are its `spread` and
+    `norm`.
     """
 
     def __init__(
@@ -80,6 +91,7 @@ class ModularNetwork(nn.Module):
         networks: Sequence[Network],
         with_classifier: bool,
         router_spread: float = 1.0,
+        router_norm: Norm = "separate",
     ) -> None:
         super().__init__()
         self.sizes = tuple(sizes)
@@ -90,7 +102,8 @@ class ModularNetwork(nn.Module):
             for number in range(1, sizes[layer - 1] + 1):
                 make = nn.Linear if layer == len(sizes) else _linear_for_relu
                 self.add_module(f"block{layer}_{number}", make(inputs, width))
-        self.add_module(ROUTER, Router(networks[-1], num_classes, num_paths(sizes), router_spread))
+        router = Router(networks[-1], num_classes, num_paths(sizes), router_spread, router_norm)
+        self.add_module(ROUTER, router)
         if with_classifier:
             self.add_module(CLASSIFIER, nn.Linear(widths[0], num_classes))
 

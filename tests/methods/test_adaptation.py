@@ -25,6 +25,7 @@ from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients
 
 PER_FEDAVG, FEDALA = "method.name=per_fedavg", "method.name=fedala"
+VARIANTS = ("hessian_free", "exact", "first_order")
 LINEAR = ("model.name=mlp", "model.hidden=[]")
 DIGITS_CNN, HEAD = 13_706, 650
 
@@ -64,8 +65,7 @@ def spoil(run: Run, split: str) -> None:
 @pytest.mark.parametrize(
     "ours",
     [
-        (PER_FEDAVG, "method.alpha=0"),
-        (PER_FEDAVG, "method.alpha=0", "method.variant=hessian_free"),
+        *((PER_FEDAVG, "method.alpha=0", f"method.variant={name}") for name in VARIANTS),
         (FEDALA, "method.weights_lr=0"),
     ],
 )
@@ -91,6 +91,13 @@ def test_without_a_step_size_both_are_fedavg_to_the_bit(ours: tuple[str, ...], k
 # Per-FedAvg
 
 
+def hessian_times(run: Run, direction: Tensor, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the product of the loss's Hessian at a model [P] with a direction [P]."""
+    leaf = theta.clone().requires_grad_()
+    gradient = torch.autograd.grad(loss(run, leaf, x, y), leaf, create_graph=True)[0]
+    return torch.autograd.grad(gradient @ direction, leaf)[0]
+
+
 def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: Tensor) -> Tensor:
     """Return one client's model after a round of Algorithm 1; statistics [U] move."""
     train, params = run.config.train, run.config.params
@@ -106,6 +113,8 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
         if params.variant == "hessian_free":
             ahead, behind = (slope(run, w + sign * params.delta * d, *c) for sign in (1, -1))
             w.grad = d - params.alpha * (ahead - behind) / (2 * params.delta)
+        if params.variant == "exact":
+            w.grad = d - params.alpha * hessian_times(run, d, w, *c)
         optimiser.step()
         assert not torch.equal(a[0], b[0])
         assert not torch.equal(b[0], c[0])
@@ -113,7 +122,7 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
     return w
 
 
-@pytest.mark.parametrize("variant", ["first_order", "hessian_free"])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -122,8 +131,10 @@ def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: T
     ],
 )
 @pytest.mark.usefixtures("double")
+@pytest.mark.filterwarnings("ignore:method.variant=first_order")
 def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> None:
-    run = Run(PER_FEDAVG, f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
+    keys = (f"method.variant={variant}", "method.alpha=0.2", "train.rounds=2", *keys)
+    run = Run(PER_FEDAVG, *keys)
     start = run.driver.initial_server()
     theta, statistics = start["theta"], run.method.initial_buffers()
     for number in range(2):
@@ -145,25 +156,68 @@ def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> No
 @pytest.mark.usefixtures("double")
 def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
     common = (PER_FEDAVG, *LINEAR, "train.rounds=1", "train.batch_size=100", "train.lr=1", "method.alpha=0.5")
-    run = Run(*common)
+    run = Run(*common, "method.variant=first_order")
     start = run.driver.initial_server()
     x, y = run.workplace.shard.samples("train", 0)
-    w = start["theta"].clone().requires_grad_()
-    d = slope(run, w.detach() - 0.5 * slope(run, w.detach(), x, y), x, y)
-    gradient = torch.autograd.grad(loss(run, w, x, y), w, create_graph=True)[0]
-    product = torch.autograd.grad(gradient @ d, w)[0]
+    w = start["theta"]
+    d = slope(run, w - 0.5 * slope(run, w, x, y), x, y)
+    product = hessian_times(run, d, w, x, y)
     errors = []
     for delta in (0.04, 0.02, 0.01):
-        free = Run(*common, "method.variant=hessian_free", f"method.delta={delta}").method
+        free = Run(*common, f"method.delta={delta}").method
         trained = Driver(free).work(*sent_to(run, 0, 0, start)).rows["theta"][0]
-        correction = trained - (start["theta"] - d)
-        errors.append(float((correction - 0.5 * product).norm()))
+        errors.append(float((trained - (w - d) - 0.5 * product).norm()))
     # central differences: a quarter of the error for half the distance
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.1)
     assert errors[2] < 0.01 * float(0.5 * product.norm())
     first_order = run.driver.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
-    torch.testing.assert_close(first_order, start["theta"] - d, rtol=0, atol=1e-12)
+    torch.testing.assert_close(first_order, w - d, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.usefixtures("double")
+def test_the_step_on_a_quadratic_loss_worked_out(
+    variant: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half_square(logits: Tensor, _: Tensor) -> Tensor:
+        return 0.5 * logits.square().sum(dim=1).mean()
+
+    for module in ("methods.per_fedavg", "training.engines", "training.losses"):
+        monkeypatch.setattr(f"hpcfl.{module}.cross_entropy", half_square)
+    keys = ("train.rounds=1", "train.batch_size=100", "train.lr=0.6", "method.alpha=0.5")
+    run = Run(PER_FEDAVG, *LINEAR, *keys, f"method.variant={variant}", f"run.engine={engine}")
+    start = run.driver.initial_server()
+    x, _ = run.workplace.shard.samples("train", 0)
+    inputs = torch.cat([x.flatten(1), torch.ones(len(x), 1)], dim=1)
+    # the Hessian of each class's weights and bias, whose gradient is H w
+    hessian = inputs.T @ inputs / len(x)
+
+    def of_classes(theta: Tensor) -> Tensor:
+        return torch.cat([theta[:640].view(10, 64), theta[640:].unsqueeze(1)], dim=1).T
+
+    w = of_classes(start["theta"])
+    left = torch.eye(65) - 0.5 * hessian
+    gradient = left @ hessian @ (left @ w)
+    if variant == "first_order":
+        gradient = hessian @ (left @ w)
+    trained = run.driver.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+    torch.testing.assert_close(of_classes(trained), w - 0.6 * gradient, rtol=0, atol=1e-9)
+    # in some directions the curvature is above 1 / alpha: there, only the first-order step goes uphill
+    values, vectors = torch.linalg.eigh(hessian)
+    steep = (vectors[:, values > 2.0].T @ (of_classes(trained) - w)) * (vectors[:, values > 2.0].T @ w)
+    assert len(steep)
+    assert (steep > 0).any() == (variant == "first_order")
+
+
+def test_a_first_order_step_of_the_size_of_the_adaptation_is_warned_of() -> None:
+    keys = (PER_FEDAVG, "method.variant=first_order", "train.lr=0.05", "train.rounds=1")
+    said = "method.alpha=0.05, not below train.lr=0.05,.*; set method.variant=hessian_free, or a smaller"
+    with pytest.warns(UserWarning, match=said):
+        Run(*keys, "method.alpha=0.05")
+    Run(*keys, "method.alpha=0.04")
+    Run(*keys, "method.alpha=0.05", "method.variant=exact")
 
 
 def test_the_step_is_taken_from_w_and_not_from_the_adapted_model() -> None:

@@ -487,6 +487,21 @@ def test_the_evaluated_decision_is_that_of_the_mean() -> None:
         assert torch.equal(decision, network.opened((logits > 0).float(), logits))
 
 
+def test_the_authors_program_scores_the_newest_weights_with_the_sampled_decisions() -> None:
+    keys = (*NARROW, "train.rounds=1", "train.participation=0.5")
+    sampled, likely = (Run(*keys, f"method.scored_paths={paths}") for paths in ("sampled", "likely"))
+    assert torch.equal(sampled.server["theta"], likely.server["theta"])
+    found, others = sampled.evaluated(), likely.evaluated()
+    assert torch.equal(found["theta"], others["theta"])
+    last = sampled.clients["decision"]
+    met = sampled.simulation.cohort(0).clients
+    assert len(met) == 2
+    for client in range(4):
+        expected = last[client] if client in met else others["decision"][client]
+        assert torch.equal(found["decision"][client], expected)
+    assert not torch.equal(found["decision"], others["decision"])
+
+
 def test_models_after_training_are_the_local_ones_with_the_decision_of_the_round() -> None:
     run = Run(*NARROW, *UNEQUAL, "train.rounds=1", kind=Watched)
     run.server = run.method.server_state()

@@ -69,7 +69,7 @@ P_MODULAR = ENCODER + 2 * (16 + 1) * 8 + 2 * (8 + 1) * K + ROUTER
 CASES = [*METHODS, *VARIANTS]
 FOR_ENGINES = {
     "fedala-settles": ["method.last_passes=2", "method.threshold=0.05", "method.most_passes=20"],
-    "per_fedavg-adapts": ["method.variant=hessian_free", "method.adaptation_steps=3"],
+    "per_fedavg-adapts": ["method.adaptation_steps=3"],
 }
 """What only the engines may see: clients that are done sooner than others, and several steps in a row."""
 

@@ -20,7 +20,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
-from hpcfl.errors import BAD_INPUT
+from hpcfl.errors import BAD_INPUT, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Context, Params
 from hpcfl.methods.fedbn import FedBN
@@ -314,6 +314,17 @@ def test_fedreps_epochs_are_those_of_both_phases() -> None:
     pending = run.simulation.ledger.tables()["pending"]
     # 28 samples are four mini-batches of at most eight, for each of four clients
     assert pending.values[0, pending.columns.index("steps")] == 5 * 4 * 4
+
+
+def test_fedreps_body_gets_the_epochs_that_its_head_leaves() -> None:
+    keys = (*SOME, "method.name=fedrep", "method.head_epochs=1", "train.local_epochs=3", "train.rounds=1")
+    rest, two = (Run(*keys, f"method.body_epochs={epochs}") for epochs in ("null", 2))
+    assert torch.equal(rest.server["theta"], two.server["theta"])
+    assert (rest.method.epochs_a_round, two.method.epochs_a_round) == (3, 3)
+    with pytest.raises(
+        UserError, match=r"local_epochs=1 leaves the body 0 epochs; raise train.local_epochs or set"
+    ):
+        Run(*keys, "method.body_epochs=null", "train.local_epochs=1")
 
 
 # FedBABU

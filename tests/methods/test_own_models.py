@@ -20,6 +20,7 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
+from hpcfl.errors import UserError
 from hpcfl.methods.fedphp import FedPHP, discrepancy
 from hpcfl.methods.pfedme import PFedMe
 from hpcfl.training.clients import Clients
@@ -317,13 +318,27 @@ def test_pfedme_without_a_pull_never_moves_w() -> None:
 
 @pytest.mark.usefixtures("double")
 def test_fine_tuning_of_pfedme_has_the_step_size_of_its_own_models() -> None:
-    keys = (*MLP, *SOME, "method.personal_lr=0.03", "train.lr=0.7")
+    keys = (*MLP, *SOME, "method.personal_lr=0.03", "train.lr=0.06")
     run = Run(PFEDME, *keys, "train.finetune_epochs=1")
     for client, tuned in enumerate(run.evaluated()["theta"]):
         theta = run.clients["theta"][client]
         for x, y in batches_of(run, client, 3, "finetune", epochs=1):
             theta = theta - 0.03 * 0.8**3 * gradient(run, theta, x, y)
         torch.testing.assert_close(tuned, theta, rtol=0, atol=1e-12)
+
+
+def test_pfedme_refuses_steps_that_diverge_and_warns_of_those_that_overshoot() -> None:
+    keys = (PFEDME, *MLP, "train.rounds=1", "train.batch_size=100")
+    with pytest.raises(UserError, match=r"is 2, .* diverges; set train.lr below 0.1, or method.pull below 5"):
+        Run(*keys, "train.lr=0.2", "method.pull=10")
+    said = "is 1.5, how far w_i follows theta_i in one mini-batch: from 1 on .*; set train.lr below 0.0667"
+    with pytest.warns(UserWarning, match=said):
+        run = Run(*keys, "train.lr=0.1", "method.pull=15")
+    start = run.method.context.initial_parameters()
+    # of one mini-batch: half as far again as to theta_i
+    w = start + 1.5 * (run.clients["theta"].mean(dim=0) - start)
+    torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-6)
+    Run(*keys, "train.lr=0.1", "method.pull=9.9")
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 3.25), (0.5, 6.625), (2.0, -3.5)])

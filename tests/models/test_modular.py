@@ -12,7 +12,7 @@ from harness import paths_by_hand
 from torch import Tensor
 
 from hpcfl.models import MODELS, build_network
-from hpcfl.models.modular import ModularNetwork, num_paths, path_names
+from hpcfl.models.modular import ModularNetwork, Norm, num_paths, path_names
 
 SIZES = [[1, 1], [2, 2, 2], [3, 1, 2], [1, 3, 2, 2], [2, 4, 3]]
 
@@ -33,6 +33,7 @@ def modular(
     classes: int = 3,
     with_classifier: bool = False,
     router_spread: float = 1.0,
+    router_norm: Norm = "separate",
     **options: Any,
 ) -> ModularNetwork:
     chosen = MODELS[model].options.model_validate(options)
@@ -42,7 +43,7 @@ def modular(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         widths = widths or [5, 4, 6, 3][: len(sizes) - 1]
-        return ModularNetwork(sizes, widths, classes, networks, with_classifier, router_spread)
+        return ModularNetwork(sizes, widths, classes, networks, with_classifier, router_spread, router_norm)
 
 
 def stream(seed: int) -> torch.Generator:
@@ -234,8 +235,11 @@ def test_the_likeliest_path_from_an_active_block_is_opened() -> None:
 # Parts
 
 
-def test_the_router_divides_each_embedding_by_its_root_mean_square() -> None:
-    network, x = modular([2, 2, 2]), torch.randn(4, 1, 2, 2, generator=stream(2))
+@pytest.mark.parametrize("norm", ["separate", "joint"])
+def test_the_router_divides_each_embedding_by_its_root_mean_square_or_both_by_their_length(
+    norm: Norm,
+) -> None:
+    network, x = modular([2, 2, 2], router_norm=norm), torch.randn(4, 1, 2, 2, generator=stream(2))
     router, y = network.get_submodule("router"), torch.tensor([2, 0, 1, 2])
     with torch.no_grad():
         for parameter in router.parameters():
@@ -246,6 +250,9 @@ def test_the_router_divides_each_embedding_by_its_root_mean_square() -> None:
     both = torch.cat(
         [part / part.square().mean(dim=1, keepdim=True).sqrt() for part in (images, labels)], dim=1
     )
+    if norm == "joint":
+        both = torch.cat([images, labels], dim=1)
+        both = both / both.square().sum(dim=1, keepdim=True).sqrt()
     expected = both @ router.paths.weight.T + router.paths.bias
     torch.testing.assert_close(router(x, y), expected, rtol=1e-12, atol=1e-12)
 
