@@ -16,7 +16,8 @@ Differs from the paper:
                to another head, so CE falls as a_i grows: with eq. 6 alone a_i reached 1, which is local
                training, in our runs. The step size only decides how soon, and learning a_i on held-out
                samples does not prevent it. With rho, a_i settles at a - (d CE / d a) / rho, which differs
-               between clients but does not depend on the number of rounds
+               between clients but does not depend on the number of rounds; in the first rounds, while
+               phi_g is still poor, this costs accuracy
 
 Choices the paper leaves open:
   schedule     the first three updates take turns batch by batch; `method.schedule=sequential` runs each of
