@@ -226,8 +226,7 @@ def test_what_methods_keep_in_their_history_is_summed_up(whole: Path) -> None:
     last = [line for line in lines if (line["seed"], line["round"]) == ("1", "3")]
     counts = [float(line["value"]) for line in last if line["quantity"] == "retained_rounds"]
     assert counts == pytest.approx(retained.mean(axis=0), rel=1e-5)
-    # the mean over seven clients; weights of those that trained twice differ between layers in the third round
-    assert sum(counts) == pytest.approx(retained.sum() / 7, rel=1e-5)
+    # weights of a client that trained twice differ between layers in the third round
     assert 0 < retained.sum() <= 4 * 2
     own = [float(line["value"]) for line in last if line["clients"] == "itself"]
     assert own == pytest.approx(np.einsum("clc->lc", weights).mean(axis=1), rel=1e-5)
