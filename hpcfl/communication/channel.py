@@ -5,10 +5,11 @@ Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbe
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from hpcfl.communication.codecs import AS_IT_IS, Codec, Frame, UploadCoding
 from hpcfl.communication.messages import Cohort, Message, Piece
-from hpcfl.communication.upload import FixedPointSum, Upload, exponent_of
+from hpcfl.communication.upload import FixedPointSum, Upload
 from hpcfl.communication.world import World
 from hpcfl.parameters import Layer, spread
 
@@ -305,7 +306,7 @@ class _SentUpload(Upload):
         super().__init__((), sent)
         self._world, self._uploaded = world, uploaded
         self._unread = [entry.name for entry in uploaded.entries]
-        self._gathering: Iterator[tuple[slice, Message]] = iter(())
+        self._gathering = self._gather([])
 
     @property
     def outline(self) -> Message:
@@ -362,6 +363,8 @@ class _SentUpload(Upload):
         """Have the other ranks do something with tensors that are not read yet. Called by the server."""
         if not self._world.is_server:
             raise RuntimeError("the server reads an upload, the other ranks call drain")
+        if inspect.getgeneratorstate(self._gathering) == inspect.GEN_SUSPENDED:
+            raise RuntimeError("read the blocks of an upload to the end before anything else of it")
         if other := [name for name in names if name not in self._unread]:
             raise ValueError(f"{', '.join(other)}: not in this upload, or read before; read each tensor once")
         self._mark_read(names)
@@ -381,8 +384,8 @@ class _SentUpload(Upload):
             travels = spread(frame.sizes, is_sent)
             sizes = tuple(size * int(sent) for size, sent in zip(sizes, is_sent, strict=bool(sizes)))
             rows = rows[..., travels]
-        exponent, has_others = self._world.maxima(exponent_of(rows))
-        total = FixedPointSum(rows, shares[:, own], exponent, has_others > 0, sizes)
+        total = FixedPointSum(rows, shares[:, own], sizes)
+        total.add(self._world.maxima(total.bounds), shares.shape[1])
         for tensor in total.tensors:
             self._world.sum_on_server(tensor)
         if travels is None:
@@ -404,7 +407,7 @@ class _SentUpload(Upload):
         arrived = [_unpack(_pack(tensor, piece), piece, len(rows)) for tensor, piece in pieces]
         return codec.decode(arrived, frame, base)
 
-    def _gather(self, names: Sequence[str]) -> Iterator[tuple[slice, Message]]:
+    def _gather(self, names: Sequence[str]) -> Generator[tuple[slice, Message], None, None]:
         """Yield the blocks of some tensors, on the server. Collective."""
         world, up = self._world, self._uploaded
         entries = [entry for entry in up.entries if entry.name in names]

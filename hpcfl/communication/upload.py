@@ -6,7 +6,7 @@ Shapes: S clients of the cohort, C clients of a block or rank, L layers, K sums 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,7 +19,7 @@ _BITS = 61
 _LEAST_EXPONENT = -900
 """So that no power of two here is beyond float64."""
 _AT_ONCE = 2**15
-"""Numbers that are added at a time, so that they stay in a core's cache."""
+"""Columns of a block: its numbers stay in a core's cache, and have one scale."""
 
 
 class Upload:
@@ -61,14 +61,15 @@ class Upload:
         """Return weighted sums over the cohort, [K, ...] of rows [S, ...], by name. Called by the server.
 
         Shares [K, S] are of whole rows, shares [K, S, ..., L] of the layers of rows [S, ..., P]; `sizes` are
-        those of the layers. A share of 0 leaves the client out, whatever its numbers are. A sum is exact to
-        2 ** -61 of the largest product, which outdoes one in float32; it is nan where a client has a number
-        that is nan or infinite.
+        those of the layers. A share of 0 leaves the client out, whatever its numbers are. Products are
+        rounded to about 2 ** -61 of what the sum could be in the same 32,768 columns, which outdoes a sum in
+        float32; the sum is nan where a product is nan or infinite.
         """
         found, sizes = {}, tuple(sizes)
         for name, of_clients in shares.items():
             rows = torch.cat([block.rows[name] for _, block in self._kept()])
-            total = FixedPointSum(rows, of_clients, *exponent_of(rows), sizes)
+            total = FixedPointSum(rows, of_clients, sizes)
+            total.add(total.bounds, of_clients.shape[1])
             found[name] = total.value()
         self._read |= {*shares}
         return found
@@ -91,66 +92,81 @@ class Upload:
 class FixedPointSum:
     """Weighted sums of a rank's rows in whole numbers: the same bits in whatever order they are added.
 
-    Each product of a row and its share is rounded to a multiple of 2 ** (exponent - 61), in int64.
+    Each product of a number and its share is rounded to a multiple of 2 ** (e - 61), in int64, where all sums
+    of a block of columns are below 2 ** e.
     """
 
-    def __init__(
-        self, rows: Tensor, shares: Tensor, exponent: int, has_others: bool, sizes: tuple[int, ...] = ()
-    ) -> None:
-        """Add up rows [C, ...] with shares [K, C] or [K, C, ..., L].
+    def __init__(self, rows: Tensor, shares: Tensor, sizes: tuple[int, ...] = ()) -> None:
+        """Take rows [C, ...] with shares [K, C] or [K, C, ..., L], and bound their products."""
+        self._rows, self._shares, self._sizes = rows.flatten(1), shares, sizes
+        self._shape = (len(shares), *rows.shape[1:])
+        width = rows.shape[1:].numel()
+        self._parts = [slice(start, min(start + _AT_ONCE, width)) for start in range(0, width, _AT_ONCE)]
+        bounds = torch.full((len(shares), len(self._parts)), _LEAST_EXPONENT)
+        has_others = False
+        for number, block, product in self._products():
+            least, largest = (float(bound) for bound in product.aminmax())
+            if not math.isfinite(largest - least):
+                has_others = True
+                least, largest = (float(b) for b in product.nan_to_num(0.0, 0.0, 0.0).aminmax())
+            if least or largest:
+                exponent = math.frexp(max(-least, largest))[1]
+                bounds[number, block] = max(int(bounds[number, block]), exponent)
+        self.bounds = [*bounds.flatten().tolist(), int(has_others)]
+        """The least e with |product| < 2 ** e for all, by sum and block; and 1 if some are nan or infinite.
 
-        All sums over all ranks must be below 2 ** exponent; with `has_others`, numbers may also be nan or
-        infinite.
+        The largest of each over ranks bounds the products of all ranks.
         """
-        self._shape, self._dtype = (len(shares), *rows.shape[1:]), rows.dtype
-        self._scale = 2.0 ** (_BITS - exponent)
-        size = rows.shape[1:].numel()
-        self.tensors = [torch.zeros(len(shares), size, dtype=torch.int64) for _ in range(1 + has_others)]
-        """The sums [K, W], and how many numbers were nan or infinite; both are to be added over ranks."""
-        for client, row in enumerate(rows.reshape(len(rows), size)):
-            for number, share in enumerate(shares[:, client]):
-                if share.any():
-                    by_number = share.reshape(-1, share.shape[-1]) if share.dim() else share
-                    self._add(number, row, _spread(by_number, sizes) if share.dim() else float(by_number))
+        self.tensors: list[Tensor] = []
+        """After `add`: the sums [K, W], and how many products are nan or infinite, to be added over ranks."""
 
-    def _add(self, number: int, row: Tensor, share: Tensor | float) -> None:
-        """Add a row [W] with its share, of all numbers or of each [W], to one of the sums."""
-        total, *others = (tensor[number] for tensor in self.tensors)
-        for counts in others:
-            is_wrong = ~row.isfinite() if isinstance(share, float) else ~row.isfinite() & (share != 0)
-            counts += is_wrong
-            row = row.nan_to_num(0.0, 0.0, 0.0)
-        share = share * self._scale
-        for start in range(0, len(row), _AT_ONCE):
-            part = slice(start, start + _AT_ONCE)
-            factor = share if isinstance(share, float) else share[part]
-            total[part].add_(row[part].double().mul_(factor).round_().long())
+    def add(self, bounds: Sequence[int], num_clients: int) -> None:
+        """Add up the products, given the bounds of all ranks' and how many clients these have together."""
+        *exponents, has_others = bounds
+        headroom = max(0, num_clients - 1).bit_length()
+        self._exponents = torch.tensor(exponents).view(self._shape[0], -1) + headroom
+        width = self._rows.shape[1]
+        self.tensors = [
+            torch.zeros(self._shape[0], width, dtype=torch.int64) for _ in range(1 + bool(has_others))
+        ]
+        for number, block, product in self._products():
+            total, *others = (tensor[number, self._parts[block]] for tensor in self.tensors)
+            for counts in others:
+                counts += ~product.isfinite()
+                product = product.nan_to_num_(0.0, 0.0, 0.0)
+            total += product.mul_(self._scale(number, block)).round_().long()
 
     def value(self) -> Tensor:
         """Return the sums [K, ...]."""
         total, *others = self.tensors
-        value = (total.double() / self._scale).to(self._dtype)
+        value = total.double()
+        for number, of_sum in enumerate(value):
+            for block, part in enumerate(self._parts):
+                of_sum[part] /= self._scale(number, block)
         for counts in others:
             value[counts > 0] = torch.nan
-        return value.view(self._shape)
+        dtype = self._rows.dtype
+        return (value if dtype.is_floating_point else value.round()).to(dtype).view(self._shape)
+
+    def _scale(self, number: int, block: int) -> float:
+        return 2.0 ** (_BITS - int(self._exponents[number, block]))
+
+    def _products(self) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the number of the sum, the block of columns, and a client's products in it, float64."""
+        for client, row in enumerate(self._rows):
+            for number, share in enumerate(self._shares[:, client]):
+                if not share.any():
+                    continue
+                factor = _spread(share, self._sizes) if share.dim() else float(share)
+                for block, part in enumerate(self._parts):
+                    product = row[part].to(torch.float64, copy=True)
+                    if isinstance(factor, float):
+                        yield number, block, product.mul_(factor)
+                    else:
+                        # a share of 0 leaves a number out, whatever it is
+                        yield number, block, product.mul_(factor[part]).masked_fill_(factor[part] == 0, 0.0)
 
 
 def _spread(share: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the share of each number [W] from those of layers [models, L]."""
-    return share.repeat_interleave(torch.tensor(sizes), dim=-1).flatten()
-
-
-def exponent_of(rows: Tensor) -> tuple[int, bool]:
-    """Return the least e with |x| < 2 ** e for all finite numbers of a tensor, and whether it has others.
-
-    The largest of each over ranks is that of all ranks' rows.
-    """
-    if not rows.numel():
-        return _LEAST_EXPONENT, False
-    least, largest = (float(bound) for bound in rows.aminmax())
-    has_others = not math.isfinite(largest - least)
-    if has_others:
-        finite = rows.where(rows.isfinite(), 0.0)
-        least, largest = (float(bound) for bound in finite.aminmax())
-    exponent = math.frexp(max(-least, largest))[1] if least or largest else _LEAST_EXPONENT
-    return max(exponent, _LEAST_EXPONENT), has_others
+    """Return the share of each number [W] from those of layers [..., L]."""
+    return share.reshape(-1, share.shape[-1]).repeat_interleave(torch.tensor(sizes), dim=-1).flatten()

@@ -276,6 +276,19 @@ def test_an_upload_read_halfway_can_be_drained() -> None:
 
 
 @pytest.mark.mpi
+def test_an_upload_read_halfway_refuses_to_be_read_otherwise() -> None:
+    world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
+    whole = Message(rows={name: rows(cohort, P) for name in "ab"})
+    upload = Channel(world, LAYERS, N).up(rows_of(whole, own_part(cohort, world)), cohort)
+    if world.is_server:
+        next(upload.blocks("a"))
+        with pytest.raises(RuntimeError, match="read the blocks of an upload to the end"):
+            upload.collect("b")
+    upload.drain()
+    assert world.maximum(world.rank) == world.size - 1
+
+
+@pytest.mark.mpi
 def test_each_tensor_of_an_upload_is_read_once_in_any_order() -> None:
     world, cohort = CountingWorld(2**20), cohort_of(COHORTS[0])
     own = own_part(cohort, world)
@@ -376,6 +389,47 @@ def test_what_is_no_number_stays_in_its_place() -> None:
     rows = torch.tensor([[1.0, torch.nan, 3.0, torch.inf], [3.0, 2.0, 1.0, -torch.inf]])
     mean = weighted_mean(upload_of(rows), "theta", torch.ones(2))
     torch.testing.assert_close(mean, torch.tensor([2.0, torch.nan, 2.0, torch.nan]), equal_nan=True)
+
+
+def test_a_client_without_a_share_changes_nothing_however_large_its_numbers_are() -> None:
+    rows = torch.tensor([[1.0, 2.0, 0.1], [1e30, torch.inf, torch.nan]])
+    assert torch.equal(weighted_mean(upload_of(rows), "theta", torch.tensor([2, 0])), rows[0])
+    old = {"theta": torch.zeros(2, 3)}
+    rows[1] = 1e30
+    means = cluster_means(upload_of(rows), ["theta"], torch.ones(2), torch.tensor([0, 1]), old)["theta"]
+    assert torch.equal(means, rows)
+    rows, weights = rows[:, :1].repeat(1, P), torch.tensor([[1, 1, 1], [0, 1e-30, 0]])
+    mean = layer_mean(rows, weights, torch.zeros(P))
+    assert mean.tolist() == [1.0] * 3 + [2.0] * 2 + [1.0] * 4
+
+
+def test_a_large_number_takes_digits_from_its_own_block_of_columns_alone() -> None:
+    rows = torch.full((2, 100_000), 1e-12)
+    rows[0, 70_000] = 1e6
+    mean = weighted_mean(upload_of(rows), "theta", torch.ones(2))
+    torch.testing.assert_close(mean[:60_000], rows[1, :60_000], rtol=2**-23, atol=0)
+    assert mean[70_000] == 5e5
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_give_no_numbers(wrong: float) -> None:
+    mean = weighted_mean(upload_of(torch.ones(3, 2)), "theta", torch.tensor([1.0, wrong, 1.0]))
+    assert mean.isnan().all()
+    assert weighted_mean(upload_of(torch.ones(2, 2)), "theta", torch.zeros(2)).isnan().all()
+    weights = torch.ones(2, L)
+    weights[1, 0] = wrong
+    of_layers = layer_mean(torch.ones(2, P), weights, torch.zeros(P))
+    assert of_layers[:3].isnan().all()
+    assert (of_layers[3:] == 1).all()
+
+
+def test_sums_may_be_of_shares_of_any_size() -> None:
+    shares = {"theta": torch.full((1, 30), 2.0**30)}
+    assert upload_of(torch.ones(30, 2)).sums(shares)["theta"].tolist() == [[30 * 2.0**30] * 2]
+
+
+def test_whole_numbers_are_rounded() -> None:
+    assert weighted_mean(upload_of(torch.full((3, 2), 7)), "theta", torch.ones(3)).tolist() == [7, 7]
 
 
 def layer_mean(tensor: Tensor, weights: Tensor, old: Tensor, total: Tensor | None = None) -> Tensor:
