@@ -28,6 +28,8 @@ class UserError(Exception):
     """
 
     exit_code: ClassVar[int] = BAD_INPUT
+    is_on_all_ranks = False
+    """Whether all ranks raise it in the same step."""
 
 
 class DivergedError(UserError):
@@ -37,6 +39,7 @@ class DivergedError(UserError):
     """
 
     exit_code = DIVERGED
+    is_on_all_ranks = True
 
 
 class MemoryFault(UserError):

@@ -50,7 +50,6 @@ LONGEST = [
             "paper_figures",
             "process_faults",
             "jobs",
-            "slurm_nodes",
             "marked_device",
             "take_away",
         ),

@@ -147,8 +147,8 @@ def _timed(
     }
     config = config_of(folder, settings)
     plan = agreed(world, lambda: _plan(config, network, workers + 1) if world.is_server else None)
-    part = world.part(workers + 1)
-    timing = agreed(world, lambda: _run(part, folder, config))
+    with world.part(workers + 1) as part:
+        timing = agreed(world, lambda: _run(part, folder, config))
     if world.maximum(timing is None):
         raise StoppedError
     return None if plan is None or timing is None else (timing, plan)

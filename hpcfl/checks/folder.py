@@ -165,7 +165,7 @@ def _checkpoint(folder: Path) -> tuple[float, float]:
 def _lock(folder: Path, out: Path, checked: Checked, at_exit: ExitStack) -> None:
     """Take the lock of a run folder, and ask for it from another process."""
     no_locks = (
-        f"{out}: this file system has no locks, so that a second run in a folder is not refused: name "
+        f"{out}: this file system has no locks, so that a second run in a folder may not be refused: name "
         "another folder with --out DIR, or see to it yourself that no two runs share one"
     )
     with warnings.catch_warnings(record=True) as told:

@@ -81,7 +81,8 @@ class Heartbeat:
             return False
         self._beat_s = now_s
         self._take()
-        for peer in self._coming:
+        # one that has ended listens until it hears of this rank's end
+        for peer in self._arrived:
             # one that stands still takes nothing: what is on the way to it is enough
             if peer not in self._going or self._going[peer].Test():
                 self._going[peer] = self._send(_ALIVE, peer)

@@ -74,13 +74,14 @@ def bytes_at_rank_0(load: Load, ranks: int, ranks_per_node: int) -> tuple[float,
 
 def measured(world: World) -> Network:
     """Measure the network between rank 0 and the workers; rank 0 has the result to use. Collective."""
-    gathered = world.gather_bytes(world.host.encode())
-    hosts = world.broadcast_bytes(b"\n".join(gathered or [])).split(b"\n")
-    per_node = max(Counter(hosts).values())
+    # host names need not differ
+    gathered = world.gather_bytes(str(min(world.ranks_of_node())).encode())
+    nodes = world.broadcast_bytes(b"\n".join(gathered or [])).split(b"\n")
+    per_node = max(Counter(nodes).values())
     if world.size == 1:
         return Network(per_node)
-    near = [rank - 1 for rank in range(1, world.size) if hosts[rank] == hosts[0]]
-    far = [rank - 1 for rank in range(1, world.size) if hosts[rank] != hosts[0]]
+    near = [rank - 1 for rank in range(1, world.size) if nodes[rank] == nodes[0]]
+    far = [rank - 1 for rank in range(1, world.size) if nodes[rank] != nodes[0]]
     latency_s = fastest_s(world, lambda: there_and_back(world, range(world.num_workers), 1)) / 2
     return Network(per_node, latency_s, _rate(world, near, latency_s), _rate(world, far, latency_s))
 

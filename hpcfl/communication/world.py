@@ -85,8 +85,11 @@ class World:
         self.host = socket.gethostname()
         self.bytes_received = 0
         """What collectives and other workers have brought to this rank so far."""
-        self.bytes_in_common = self.bytes_of_rows = 0
-        """What rank 0 has broadcast and summed so far, and scattered and gathered; also if it is alone."""
+        self.bytes_in_common = 0
+        """Of tensors that all ranks have in common: broadcast from rank 0 so far, or summed on the way to it.
+        Each counts once, also if rank 0 is alone."""
+        self.bytes_of_rows = 0
+        """What rank 0 has scattered and gathered so far, also if it is alone."""
         self.waited_s = 0.0
         """Seconds that this rank has spent in messages so far, and waiting for them."""
         self.stage = AT_THE_START
@@ -120,15 +123,20 @@ class World:
         if self._heartbeat is not None:
             self._heartbeat.beat()
 
-    def part(self, count: int) -> World | None:
-        """Return a world of the first `count` ranks, and None on the others. Collective."""
+    @contextmanager
+    def part(self, count: int) -> Iterator[World | None]:
+        """Give a world of the first `count` ranks, and None to the others. Collective, also at the end."""
         if self._comm is None:
-            return self
+            yield self
+            return
         from mpi4py import MPI
 
         self.barrier()
         comm = self._comm.Split(0 if self.rank < count else MPI.UNDEFINED, self.rank)
-        return World(MPI.Intracomm(comm), self.max_elements) if comm else None
+        yield World(MPI.Intracomm(comm), self.max_elements) if comm else None
+        # not after an exception: the other ranks may be elsewhere
+        if comm:
+            comm.Free()
 
     def shard(self, num_items: int, worker: int | None = None) -> range:
         """Return the items of one worker (default: this rank's own; the pure server has none).
@@ -569,7 +577,9 @@ def agreed(world: World, step: Callable[[], T]) -> T:
         mistake = error
     common = agree(world, None if mistake is None else str(mistake))
     if common is not None:
-        raise (UserError if mistake is None else type(mistake))(common)
+        shared = (UserError if mistake is None else type(mistake))(common)
+        shared.is_on_all_ranks = True
+        raise shared
     return result
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
-from hpcfl.communication.world import World
+from hpcfl.communication.world import World, abort_saying
+from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
 from hpcfl.simulation.device_memory import end_without_memory, out_of_memory
 from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
@@ -118,7 +119,8 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all rounds that are not done yet. Collective.
 
-        Raises MemoryFault where the device's memory does not suffice; a rank among several ends all.
+        Raises MemoryFault where the device's memory does not suffice, and UserError where a hook does. A rank
+        among several that has one of them alone ends all.
         """
         try:
             return self._rounds()
@@ -128,6 +130,11 @@ class Simulation:
             state_bytes = self._experiment.bytes_of_state_on_device
             told = out_of_memory(self.config, place, workplace.engine.clients_at_once, state_bytes)
             end_without_memory(world, told)
+        except UserError as error:
+            if self._world.size == 1 or error.is_on_all_ranks:
+                raise
+            # as of a hook of one's own: the other ranks go on, and would wait for this one for ever
+            abort_saying(self._world, f"hpcfl: error: {for_terminal(error)}\n", error.exit_code)
 
     def _rounds(self) -> Outcome:
         """Do what `run` says."""

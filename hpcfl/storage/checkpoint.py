@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcfl.errors import UserError
+from hpcfl.errors import StorageFault, UserError
 from hpcfl.storage.hdf5 import ForeignError, LoadedCheckpoint, find_damage, write_snapshot
 from hpcfl.storage.snapshot import Snapshot
 
@@ -30,10 +31,15 @@ class CheckpointStore:
         """What the newest checkpoint takes; 0 where there is none."""
         return self._newest.stat().st_size if self._newest.exists() else 0
 
-    def save(self, snapshot: Snapshot) -> None:
+    def save(self, snapshot: Snapshot, end_if_lost: Callable[[], None] = lambda: None) -> None:
         """Write a checkpoint and make it the newest; the one before becomes the previous one if it is good.
 
         If anything fails, both old checkpoints stay as they are; blocks of the snapshot may be consumed.
+
+        Args:
+            snapshot: what is written.
+            end_if_lost: is called right before the old ones are replaced; raises StorageFault where the
+                folder is another run's by now.
 
         Raises:
             OSError: the file could not be written, or reads back otherwise than it was written.
@@ -44,9 +50,13 @@ class CheckpointStore:
             write_snapshot(self._unfinished, snapshot)
             if damage := find_damage(self._unfinished):
                 raise OSError(f"{self._unfinished} {damage}")
+            end_if_lost()
             if self._newest_is_good and self._newest.exists():
                 os.replace(self._newest, self._previous)
             os.replace(self._unfinished, self._newest)
+        except StorageFault:
+            # the other run may be writing the unfinished one
+            raise
         except BaseException:
             # where nothing can be written, the failure that is told is the first one
             with suppress(OSError):

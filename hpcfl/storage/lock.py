@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from hpcfl.errors import UserError
+from hpcfl.errors import STORAGE_FAULT, UserError
+from hpcfl.machine import boot_id
 
 LOCK_NAME = ".lock"
 MOST_BYTES = 1000
@@ -34,9 +35,10 @@ class FolderLock:
     not to the file object: it is lost when any part of the process opens and closes that file. It follows
     the file when the folder is renamed.
 
-    Locks of some network file systems reach one node only, and some have none. Who finds the lock free and
-    an owner on another machine named takes the folder over, with a warning that names it: mostly that is a
-    job whose node died. Where it lives after all, `lost` tells it so before it writes again, and it ends.
+    Locks of some network file systems reach one node only, and some have none; there, the file also tells
+    the owner's process from all others of its machine. Who finds the lock free and an owner on another
+    machine named takes the folder over, with a warning that names it: mostly that is a job whose node died.
+    Where it lives after all, `lost` tells it so as soon as the file system shows it, and it ends.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,11 +48,13 @@ class FolderLock:
         if self._path.exists() and _identity(self._path.stat()) in _held_files:
             raise UserError(_in_use(folder, "this process"))
         before = holder(folder)
-        self._owner = _owner()
+        if before.is_seen:
+            raise UserError(_in_use(folder, before.owner or "another process"))
+        self._owner, self._has_locks = _owner(), True
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._take(folder)
-            self._write(f"{self._owner}\n")
+            self._write(f"{self._owner}\n" + ("" if self._has_locks else f"{_process(os.getpid())}\n"))
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -58,7 +62,8 @@ class FolderLock:
         if before.owner and not before.is_gone:
             warnings.warn(
                 f"{folder} has the lock of {before.owner}, which is not seen here and is taken for dead; "
-                "if it runs (see squeue, or ps on that machine), it ends as soon as it writes",
+                "if it runs (see squeue, or ps on that machine), it ends soon, with exit code "
+                f"{STORAGE_FAULT}",
                 stacklevel=1,
             )
 
@@ -70,9 +75,10 @@ class FolderLock:
                 raise UserError(_in_use(folder, self._named() or "another process")) from None
             if error.errno not in _UNSUPPORTED_ERRORS:
                 raise
+            self._has_locks = False
             warnings.warn(
-                f"{folder}: this file system has no locks; of two runs that start in the same moment, one "
-                "ends later, with an error that names the other",
+                f"{folder}: this file system has no locks: any later start on another machine takes the "
+                f"folder over, and this run then ends soon, with exit code {STORAGE_FAULT}",
                 stacklevel=1,
             )
 
@@ -128,6 +134,10 @@ class FolderLock:
 
     def _named(self) -> str:
         """Return the owner that the file names."""
+        if not self._has_locks:
+            # what another machine wrote is sure to be read only from a file that is opened anew
+            return _first_line(self._path.read_bytes()[:MOST_BYTES])
+        # opened and closed, the file would lose the lock
         return _first_line(os.pread(self._descriptor, MOST_BYTES, 0))
 
     def _write(self, text: str) -> None:
@@ -148,14 +158,14 @@ class Holder:
     is_seen: bool
     """Whether the lock is held for all that this machine can tell. Where locks do not reach over the network,
     that of a process on another machine is not seen."""
-    has_locks: bool = True
-    """Whether the file system has locks at all."""
+    is_known: bool = True
+    """Whether this machine can tell at all whether an owner here lives."""
 
     @property
     def is_gone(self) -> bool:
         """Whether the owner has certainly ended, without giving the lock up."""
         here = re.compile(rf"pid \d+ on {re.escape(socket.gethostname())}(, .*)?")
-        return self.has_locks and not self.is_seen and here.fullmatch(self.owner) is not None
+        return self.is_known and not self.is_seen and here.fullmatch(self.owner) is not None
 
 
 def holder(folder: Path) -> Holder:
@@ -167,8 +177,9 @@ def holder(folder: Path) -> Holder:
         # opened and closed here, the file would lose this process's lock
         return Holder(_owner(), True)
     with path.open("rb") as file:
-        is_locked = _is_locked(file.fileno())
-        return Holder(_first_line(file.read(MOST_BYTES)), is_locked is True, is_locked is not None)
+        is_locked, content = _is_locked(file.fileno()), file.read(MOST_BYTES)
+    lives = _lives(content) if is_locked is None else is_locked
+    return Holder(_first_line(content), lives is True, lives is not None)
 
 
 def _is_locked(descriptor: int) -> bool | None:
@@ -183,6 +194,24 @@ def _is_locked(descriptor: int) -> bool | None:
     except OSError:
         return None
     return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def _lives(content: bytes) -> bool | None:
+    """Whether the process that a lock file names lives; None where it is not told, or of another machine."""
+    named = re.match(rb"pid (\d+) on .*\n((\S+) start \d+)\n", content)
+    if named is None or named[3] != boot_id().encode():
+        return None
+    return named[2] == _process(int(named[1])).encode()
+
+
+def _process(pid: int) -> str:
+    """Return what tells a live process from all others that had or will have its number; "" if none has."""
+    try:
+        # after the name, which may hold anything: the state, and 19 fields on the time of the start
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else f"{boot_id()} start {fields[19]}"
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

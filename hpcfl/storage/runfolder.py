@@ -209,7 +209,7 @@ class RunFolder:
     def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint, and warn where the next one will have no room."""
         with self._writing(f"the checkpoint of round {snapshot.header.round}"):
-            self.store.save(snapshot)
+            self.store.save(snapshot, self._end_if_lost)
         was_tight = self._is_tight
         with suppress(OSError):
             self._is_tight = self._free_bytes() < self.store.newest_bytes

@@ -17,6 +17,7 @@ import torch
 from processes import Mpirun, run_tree
 
 from hpcfl.communication import heartbeat
+from hpcfl.communication.network import measured
 from hpcfl.communication.world import World, abort_on_exception, agree, open_world, refuse_foreign_launcher
 from hpcfl.errors import MOST_CHARACTERS, StorageFault, UserError
 
@@ -256,6 +257,46 @@ def test_a_rank_at_work_that_beats_is_waited_for() -> None:
             world.barrier()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_a_rank_that_has_ended_hears_of_one_that_goes_on() -> None:
+    world = open_world()
+    assert world._comm is not None
+    last = world.size - 1
+    with world.giving_up_after(1.2):
+        if world.rank == 0:
+            world.start_receive(torch.zeros(1), last).wait()
+        if world.rank == last:
+            began_s = time.monotonic()
+            while time.monotonic() - began_s < 3:
+                time.sleep(0.2)
+                world.heartbeat()
+            world.start_send(torch.zeros(1), 0).wait()
+    world.barrier()
+    assert not [peer for peer in range(world.size) if world._comm.Iprobe(peer, heartbeat.HEARTBEAT_TAG)]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_part_of_a_world_gives_its_communicator_back() -> None:
+    """MPICH has 2,048 at once."""
+    world = open_world()
+    with world.part(2) as part:
+        assert (part is None) is (world.rank > 1)
+        comm = None if part is None else part._comm
+        assert part is None or part.maximum(world.rank) == 1
+    # it is MPI's null by now
+    assert not comm
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nodes_of_the_network_are_told_apart_by_their_memory() -> None:
+    world = open_world()
+    ranks_of_node = world.maximum(len(world.ranks_of_node()))
+    world.host = f"host-{world.rank}"
+    network = measured(world)
+    assert network.ranks_per_node == ranks_of_node
+    assert (network.link_bytes_a_s is None) is (ranks_of_node == world.size)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_BEAT_EVERY_S", 0.02)
@@ -269,6 +310,11 @@ def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest
             # the server waits for workers, and beats in each round
             time.sleep(0.1 if world.is_worker else 0)
             world.barrier()
+        # all have stopped; each takes what has come, and sends one more
+        comm.Barrier()
+        time.sleep(0.05)
+        world.heartbeat()
+        comm.Barrier()
         queued = 0
         for peer in range(world.size):
             # receives that are under way take the first one of each rank
@@ -277,8 +323,8 @@ def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest
                 queued += 1
         # no rank may end, which sends one too, before all have counted
         world.barrier()
-        # of some 40: no more than came since the last wait began
-        assert queued < 12
+        # of some 40 to each worker
+        assert queued < world.size
 
 
 @pytest.mark.mpi(min_size=2)

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings, write_digits
 from launches import PATIENCE_S, Launch
-from processes import kill_tree
+from processes import Mpirun, kill_tree
 from strikes import Strike
 
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED
@@ -348,6 +348,48 @@ def test_a_worker_without_memory_ends_all(launch: Launcher, tmp_path: Path, goes
     assert "Traceback" not in said
     assert rounds_in(tmp_path / "run") > 0
     goes_on(BRIEF_ROUNDS)
+
+
+# A mistake of one rank
+
+
+MISTAKEN = '''"""FedAvg with a mistake in a hook of one rank."""
+
+from hpcfl.communication.world import open_world
+from hpcfl.errors import UserError
+from hpcfl.methods.fedavg import FedAvg
+
+
+class Mistaken(FedAvg):
+    name = "mistaken"
+    summary = "FedAvg with a mistake"
+
+
+def mistaken(self, *arguments):
+    if open_world().rank == RANK:
+        raise UserError("no client\\nhas its number")
+    return getattr(FedAvg, "HOOK")(self, *arguments)
+
+
+Mistaken.HOOK = mistaken
+'''
+
+
+@pytest.mark.parametrize(
+    ("hook", "rank"), [("server_state", 0), ("download", 0), ("aggregate", 0), ("train", 2)]
+)
+def test_a_mistake_that_one_rank_alone_meets_ends_all(
+    settings: list[str], tmp_path: Path, mpirun: Mpirun, hook: str, rank: int
+) -> None:
+    own = tmp_path / "mistaken.py"
+    own.write_text(MISTAKEN.replace("RANK", str(rank)).replace("HOOK", hook))
+    keys = [f"method.path={own}" if key.startswith("method.name=") else key for key in settings]
+    words = ["--quiet", "--out", tmp_path / "run", *keys]
+    done = mpirun(3, "-m", "hpcfl.main", *words, timeout=60, check=False)
+    assert done.returncode == BAD_INPUT, done.stderr
+    assert "Traceback" not in done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("hpcfl: ")]
+    assert told == ["hpcfl: error: no client has its number"]
 
 
 # Clocks

@@ -31,9 +31,11 @@ from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_FAULT, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.storage import checkpoint
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.storage.snapshot import Snapshot
 
 ROUNDS = 4
 METHOD = METHODS["heurpfedla"]
@@ -481,6 +483,29 @@ def test_a_run_whose_folder_another_has_taken_over_ends(
     assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
     # the line of round 3 would be in the other's files
     assert len((folder / "metrics.csv").read_text().splitlines()) == 3
+
+
+def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
+    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other run's checkpoints stay, and the one that it may be writing."""
+    folder = tmp_path / "run"
+
+    def prepare() -> None:
+        write = checkpoint.write_snapshot
+
+        def overtaken(path: Path, snapshot: Snapshot) -> None:
+            write(path, snapshot)
+            if snapshot.header.round == 3:
+                (folder / ".lock").write_text(f"{FOREIGN}\n")
+
+        checkpoint.write_snapshot = overtaken
+
+    process = start_run(folder, settings, prepare)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == STORAGE_FAULT
+    assert the_error(capfd).startswith(f"hpcfl: error: {folder} was taken over by {FOREIGN} while this run ")
+    assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
+    assert round_of(folder / "checkpoint.tmp.h5") == 3
 
 
 # Clocks, and places for passing files

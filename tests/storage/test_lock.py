@@ -10,14 +10,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import clean_environment
+from processes import clean_environment, forked
 
 from hpcfl.errors import UserError
+from hpcfl.machine import boot_id
 from hpcfl.storage.lock import FolderLock, Holder, holder
 
 FOREIGN = "pid 7 on another-node, job 12345"
@@ -89,13 +91,71 @@ def test_the_lock_of_another_process_ends_with_it(tmp_path: Path) -> None:
     FolderLock(tmp_path).release()
 
 
-def test_a_file_system_without_locks_gives_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lockf(descriptor: int, command: int) -> None:
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the kernel answer as for a file system without locks."""
+
+    def refused(*arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "lockf", lockf)
-    with pytest.warns(UserWarning, match=f"{tmp_path}: this file system has no locks"):
-        FolderLock(tmp_path).release()
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    monkeypatch.setattr(fcntl, "fcntl", refused)
+
+
+@contextmanager
+def without_locks(folder: Path) -> Iterator[FolderLock]:
+    """Take a folder where there are no locks; no other warning is given."""
+    told = (
+        f"^{folder}: this file system has no locks: any later start on another machine takes the folder over"
+    )
+    with pytest.warns(UserWarning, match=told) as warned:
+        held = FolderLock(folder)
+    assert len(warned) == 1
+    with held:
+        yield held
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_where_there_are_no_locks_a_live_owner_here_keeps_the_folder(tmp_path: Path) -> None:
+    def hold() -> None:
+        with without_locks(tmp_path):
+            time.sleep(60)
+
+    owner = forked(hold)
+    try:
+        until_s = time.monotonic() + 60
+        while not holder(tmp_path).owner and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert holder(tmp_path) == Holder(f"pid {owner} on {socket.gethostname()}", True)
+        with pytest.raises(UserError, match=f"{tmp_path} is in use by pid {owner} on "):
+            FolderLock(tmp_path)
+    finally:
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+    assert holder(tmp_path).is_gone
+    with without_locks(tmp_path) as held:
+        assert held.lost() is None
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_where_there_are_no_locks_a_process_with_the_owner_s_number_is_not_the_owner(tmp_path: Path) -> None:
+    owner = f"pid {os.getpid()} on {socket.gethostname()}"
+    (tmp_path / ".lock").write_text(f"{owner}\n{boot_id()} start 1\n")
+    assert holder(tmp_path).is_gone
+    with without_locks(tmp_path):
+        pass
+    (tmp_path / ".lock").write_text(f"{owner}\nthat-of-another-machine start 1\n")
+    assert holder(tmp_path) == Holder(owner, False, False)
+    assert not holder(tmp_path).is_gone
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_where_there_are_no_locks_an_owner_is_told_of_another_machine_s_start(tmp_path: Path) -> None:
+    with without_locks(tmp_path) as held:
+        (tmp_path / ".lock").write_text(f"{FOREIGN}\nthat-of-another-machine start 1\n")
+        assert held.lost() == f"was taken over by {FOREIGN}"
+    assert (tmp_path / ".lock").read_text().startswith(FOREIGN)
 
 
 def test_an_owner_names_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +178,7 @@ def test_an_owner_elsewhere_that_is_not_seen_is_taken_for_dead(tmp_path: Path) -
         assert held.lost() is None
     assert [str(entry.message) for entry in told] == [
         f"{tmp_path} has the lock of {FOREIGN}, which is not seen here and is taken for dead; if it runs "
-        "(see squeue, or ps on that machine), it ends as soon as it writes"
+        "(see squeue, or ps on that machine), it ends soon, with exit code 74"
     ]
 
 
