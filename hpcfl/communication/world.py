@@ -132,8 +132,8 @@ class World:
         from mpi4py import MPI
 
         self.barrier()
-        comm = self._comm.Split(0 if self.rank < count else MPI.UNDEFINED, self.rank)
-        yield World(MPI.Intracomm(comm), self.max_elements) if comm else None
+        comm = MPI.Intracomm(self._comm.Split(0 if self.rank < count else MPI.UNDEFINED, self.rank))
+        yield World(comm, self.max_elements) if comm else None
         # not after an exception: the other ranks may be elsewhere
         if comm:
             comm.Free()
