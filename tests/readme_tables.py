@@ -1,11 +1,12 @@
-"""The tables of README.md and of configs/tables/results/README.md, made from configs/tables/results/*.csv.
+"""The tables of README.md, of docs/papers and of configs/tables/results/README.md, made from result files.
 
     python tests/readme_tables.py        writes them
 
 A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
 <!-- results/pfedmb_table1_evening_differences.csv --> or
 <!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
-are shown as they are: <!-- results/long_run.csv -->.
+are shown as they are: <!-- results/long_run.csv -->. What stands between <!-- claims/pfedla.yaml --> and
+<!-- end of claims --> is what `hpcfl claims` prints of the file; all papers' claims follow <!-- claims -->.
 """
 
 from __future__ import annotations
@@ -16,8 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
+from hpcfl.tables.claims import document, overview, read_claims
+from hpcfl.tables.document import Document
+from hpcfl.tables.document import as_markdown as document_as_markdown
+
 REPOSITORY = Path(__file__).parent.parent
+CLAIMS = sorted((REPOSITORY / "configs" / "claims").glob("*.yaml"))
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
+PAPERS = tuple(REPOSITORY / "docs" / "papers" / f"{path.stem}.md" for path in CLAIMS)
 PAGES = (REPOSITORY / "README.md", RESULTS / "README.md")
 """The pages that hold tables."""
 MARK = re.compile(r"(<!-- results/([\w-]+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
@@ -114,6 +121,25 @@ def as_markdown(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(line[first:])} |\n" for line in lines)
 
 
+def with_claims(page: str) -> str:
+    """Return a page with the claims of each marked file judged anew."""
+
+    def judged(found: re.Match[str]) -> str:
+        made = document(read_claims(REPOSITORY / "configs" / "claims" / found[2]))
+        text = document_as_markdown(Document("", made.notes, made.grids)).removeprefix("# \n")
+        return f"{found[1]}{text.strip()}\n\n{found[3]}"
+
+    page = re.sub(
+        r"(<!-- claims/(\w+\.yaml) -->\n).*?(<!-- end of claims -->)", judged, page, flags=re.DOTALL
+    )
+    if "<!-- claims -->" not in page:
+        return page
+    grid = overview([read_claims(path) for path in CLAIMS])
+    rows = [["", f"[{name}](docs/papers/{name}.md)", *rest] for name, *rest in grid.rows]
+    table = as_markdown(["", *grid.header], rows)
+    return re.sub(r"(<!-- claims -->\n)(?:\|.*\n)*", lambda found: found[1] + table, page)
+
+
 def with_tables(page: str) -> str:
     """Return a page with every marked table made anew."""
 
@@ -131,5 +157,5 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(with_tables(page.read_text()))
+    for page in (*PAGES, *PAPERS):
+        page.write_text(with_claims(with_tables(page.read_text())))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import REPOSITORY, Mpirun, run_forked, run_tree
-from readme_tables import MARK, PAGES, RESULTS, with_tables
+from readme_tables import CLAIMS, MARK, PAGES, PAPERS, RESULTS, with_claims, with_tables
 
 from hpcfl.main import main
 
@@ -262,6 +262,21 @@ def test_tables_of_results_are_made_from_the_files_beside_the_table_files(page: 
     text = page.read_text()
     assert MARK.search(text)
     assert with_tables(text) == text
+
+
+@pytest.mark.parametrize("page", [PAGES[0], *PAPERS], ids=lambda page: page.stem)
+def test_verdicts_on_claims_are_made_from_the_claims_and_result_files(page: Path) -> None:
+    text = page.read_text()
+    assert "<!-- claims" in text
+    assert with_claims(text) == text
+
+
+def test_every_claims_file_has_a_page() -> None:
+    pages = REPOSITORY / "docs" / "papers"
+    assert {path.stem for path in CLAIMS} == {path.stem for path in pages.glob("*.md")}
+    for page in PAPERS:
+        for path in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
+            assert (pages / path).exists(), path
 
 
 def test_every_file_of_results_is_shown_on_the_page_of_results() -> None:

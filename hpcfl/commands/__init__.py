@@ -21,6 +21,7 @@ COMMANDS = {
     "compare": "compare_runs",
     "bench": "run_bench",
     "table": "run_table",
+    "claims": "judge_claims",
     "watch": "watch_runs",
     "completion": "print_completion",
 }

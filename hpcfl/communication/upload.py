@@ -142,7 +142,7 @@ class FixedPointSum:
         value = total.double()
         for number, of_sum in enumerate(value):
             for block, part in enumerate(self._parts):
-                of_sum[part] /= self._scale(number, block)
+                of_sum[part].div_(self._scale(number, block))
         for counts in others:
             value[counts > 0] = torch.nan
         dtype = self._rows.dtype

@@ -338,7 +338,7 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
         "method.name=fedavg",
         "data.per_client=40",
         "train.rounds=20000",
-        "train.local_epochs=2000",
+        "train.local_epochs=40000",
     ]
     text = told(capsys, *words, "run.device=cuda", "--time", "1-00:10:00")
     assert "of this machine, which has no GPU, as run.device=cuda wants: " in text

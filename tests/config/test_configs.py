@@ -123,7 +123,8 @@ def split_sizes(parts: list[ClientIndices]) -> list[int]:
 
 
 def test_every_file_is_expected() -> None:
-    assert {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml")} == {*EXPECTED, *TABLES}
+    found = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.yaml") if path.parent.name != "claims"}
+    assert found == {*EXPECTED, *TABLES}
 
 
 @pytest.mark.parametrize("name", EXPECTED)

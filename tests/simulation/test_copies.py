@@ -46,9 +46,9 @@ class Copies(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("method", "copies"),
     [
-        # down for all; to the start of training, to the upload; each in float64 and in whole numbers for the
-        # sum, which comes back the same way
-        ("fedavg", 1 + 4 * CLIENTS + 2),
+        # down for all; to the start of training, to the upload; in float64 by blocks for the sum's scale,
+        # and in float64 and whole numbers for the sum, which comes back the same way
+        ("fedavg", 1 + 5 * CLIENTS + 2),
         # down, to the start of training, to the upload, up; the server stores it, and measures it in float64
         ("pfedla", 4 * CLIENTS + 2 * CLIENTS),
     ],

@@ -182,10 +182,10 @@ def test_heurpfedla_downloads_what_pfedla_does_but_the_retained_layers(
             assert 0 <= missing <= N
             retained += missing
             assert moved(heurpfedla, "up", layer, round) == moved(pfedla, "up", layer, round) == 4 * size * N
-        assert retained == k * N
+        # of the first two rounds no weight tells layers apart
+        assert retained == (0 if round <= 2 else k * N)
         assert moved(heurpfedla, "down", "(indices)", round) == 8 * retained
-    assert moved(heurpfedla, "down", next(iter(LAYERS)), 1) == 0
-    assert table(heurpfedla, "metrics.csv")[-1]["index_bytes_down"] == str(8 * k * N * ROUNDS)
+    assert table(heurpfedla, "metrics.csv")[-1]["index_bytes_down"] == str(8 * k * N * (ROUNDS - 2))
     assert table(heurpfedla, "metrics.csv")[-1]["index_bytes_up"] == "0"
 
 

@@ -1,0 +1,218 @@
+"""Verdicts on claims, from table files and result files made for the purpose."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.main import main
+from hpcfl.tables.claims import document, overview, read_claims
+from hpcfl.tables.document import as_text
+
+FULL = """\
+title: A table
+seeds: [0, 1, 2]
+settings: {train: {rounds: 40}}
+columns:
+  - {label: few}
+  - {label: many, data: {clients: 12}}
+rows:
+  - {label: ours, method: {name: pfedla}, published: {few: 61.43, many: 70.0}}
+  - {label: alone, method: {name: local}}
+  - {label: mean, method: {name: fedavg}, without: [many]}
+compare:
+  - [ours, alone]
+  - {rows: [ours, alone], at: after_training}
+  - [mean, ours]
+"""
+SMALL = "extends: full.yaml\nsettings: {train: {rounds: 3}}\n"
+CLAIMS = """\
+paper: A paper
+tables: [full]
+claims:
+  - sentence: it does better
+    where: table 1
+    rule: printed
+    runs:
+      - {table: full, row: ours, above: alone}
+"""
+
+
+def difference(
+    first: str, second: str, moment: str, mean: float, *bounds: float, seeds: int
+) -> dict[str, Any]:
+    low, high = bounds or ("", "")
+    return {
+        "first": first,
+        "second": second,
+        "column": "few",
+        "moment": moment,
+        "difference": mean,
+        "over_seeds_low": low,
+        "over_seeds_high": high,
+        "seeds": seeds,
+    }
+
+
+class Folder:
+    """configs/ with two table files, result files and a claims file."""
+
+    def __init__(self, path: Path) -> None:
+        self.claims, self.tables = path / "claims", path / "tables"
+        self.results = self.tables / "results"
+        for folder in (self.claims, self.results):
+            folder.mkdir(parents=True)
+        (self.tables / "full.yaml").write_text(FULL)
+        (self.tables / "small.yaml").write_text(SMALL)
+
+    def write(self, name: str, lines: list[dict[str, Any]]) -> None:
+        with (self.results / name).open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(lines[0]))
+            writer.writeheader()
+            writer.writerows(lines)
+
+    def result(self, name: str, label: str, *accuracies: float, rounds: int = 40) -> None:
+        seeds = {f"accuracy_seed_{seed}": accuracy for seed, accuracy in enumerate(accuracies)}
+        mean = sum(accuracies) / len(accuracies)
+        line = {"label": label, "column": "few", "seeds": len(accuracies), "rounds": rounds}
+        line |= {"scored": "after download", "accuracy_mean": mean, "accuracy_std_over_seeds": ""}
+        self.write(name, [line | seeds])
+
+    def said(self, text: str = CLAIMS) -> Path:
+        path = self.claims / "paper.yaml"
+        path.write_text(text)
+        return path
+
+    def words(self, text: str = CLAIMS) -> list[tuple[str, str, str]]:
+        verdicts = read_claims(self.said(text)).verdicts
+        return [(verdict.column, verdict.word, verdict.text) for verdict in verdicts]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mean", "bounds", "seeds", "word", "text"),
+    [
+        (0.034, (0.022, 0.046), 3, "shown", "+3.4 [+2.2, +4.6]"),
+        (0.034, (0.022, 0.046), 2, "seen", "+3.4 [+2.2, +4.6]"),
+        (0.01, (-0.011, 0.031), 3, "seen", "+1.0 [-1.1, +3.1]"),
+        (0.01, (), 1, "seen", "+1.0"),
+        (-0.01, (-0.031, 0.011), 3, "not shown", "-1.0 [-3.1, +1.1]"),
+        (-0.03, (-0.04, -0.02), 2, "not shown", "-3.0 [-4.0, -2.0]"),
+        (-0.03, (-0.04, -0.02), 3, "refuted", "-3.0 [-4.0, -2.0]"),
+    ],
+)
+def test_the_verdict_follows_from_seeds_and_interval(
+    folder: Folder, mean: float, bounds: tuple[float, ...], seeds: int, word: str, text: str
+) -> None:
+    line = difference("ours", "alone", "after download, after training", mean, *bounds, seeds=seeds)
+    folder.result("full.csv", "ours", *[0.6] * seeds)
+    folder.write("full_differences.csv", [line])
+    assert folder.words() == [("few", word, text), ("many", "not run", "")]
+
+
+def test_a_pair_that_the_table_compares_the_other_way_round_changes_its_sign(folder: Folder) -> None:
+    folder.result("full.csv", "ours", 0.6)
+    folder.write("full_differences.csv", [difference("mean", "ours", "", -0.2, -0.3, -0.1, seeds=3)])
+    words = folder.words(CLAIMS.replace("above: alone", "above: mean"))
+    assert words == [("few", "shown", "+20.0 [+10.0, +30.0]")]
+
+
+def test_moments_are_told_apart(folder: Folder) -> None:
+    own = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
+    trained = difference("ours", "alone", "after training", -0.01, seeds=1)
+    folder.result("full.csv", "ours", 0.6)
+    for lines in ([own, trained], [trained, own]):
+        folder.write("full_differences.csv", lines)
+        assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
+        at = CLAIMS.replace("above: alone", "above: alone, at: after_training, columns: [few]")
+        assert folder.words(at) == [("few", "not shown", "-1.0")]
+
+
+def test_a_number_may_be_the_other_side(folder: Folder) -> None:
+    """60, 62 and 64 % beside 60 %: 2 points, and t(2) = 4.303 times 2 / sqrt(3) on each side."""
+    folder.result("full.csv", "ours", 0.60, 0.62, 0.64)
+    words = folder.words(CLAIMS.replace("above: alone", "above: 60.0, columns: [few]"))
+    assert words == [("few", "seen", "+2.0 [-3.0, +7.0]")]
+    words = folder.words(CLAIMS.replace("above: alone", "above: 50, columns: [few]"))
+    assert words == [("few", "shown", "+12.0 [+7.0, +17.0]")]
+
+
+def test_a_smaller_version_says_how_many_of_the_printed_rounds_it_has(folder: Folder) -> None:
+    folder.result("small-2rounds.csv", "ours", 0.6, rounds=2)
+    line = difference("ours", "alone", "after download, after training", 0.01, seeds=1)
+    folder.write("small-2rounds_differences.csv", [line])
+    claims = read_claims(folder.said(CLAIMS.replace("{table: full,", "{table: small,")))
+    assert [(v.rounds, v.word, v.table) for v in claims.verdicts if v.seeds] == [("2 of 40", "seen", "small")]
+
+
+def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
+    folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.result("full.csv", "ours", 0.6, 0.62)
+    folder.write("full_differences.csv", [difference("ours", "alone", "", 0.01, seeds=2)])
+    reason = "    reason: too few rounds\n    evidence: full.csv\n"
+    path = folder.said(CLAIMS + reason)
+    made = document(read_claims(path))
+    assert made.grids[0].caption.endswith("(the paper's rule); why: too few rounds (full.csv)")
+    assert made.grids[1].rows == [
+        ["ours", "61.0, 2 seeds (61.43)", "not run (70.00)"],
+        ["alone", "not run", "not run"],
+        ["mean", "not run", "-"],
+    ]
+    assert overview([read_claims(path)]).rows == [
+        ["paper", "table 1", "it does better", "printed", "1 seen, 1 not run"]
+    ]
+    assert main(["claims", str(path)]) == FINISHED
+    assert capsys.readouterr().out == as_text(made) + "\n"
+    assert main(["claims", str(path), "--markdown"]) == FINISHED
+    assert "| ours - alone | few | seen | +1.0 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("row: ours", "row: theirs", "full: row theirs is not there; there are: ours | alone | mean"),
+        ("above: alone", "above: no one", "row no one is not there"),
+        ("above: alone", "above: alone, columns: [none]", "column none is not there; there are: few | many"),
+        ("above: alone", "above: alone, at: at_last", "'after_download' or 'after_training'"),
+        ("above: alone", "above: mean, columns: [many]", "ours and mean are not both in column many"),
+        ("row: ours, above: alone", "row: mean, above: alone", "does not compare these rows; add"),
+        ("above: alone", "above: mean, at: after_training", "add {rows: [ours, mean], at: after_training}"),
+        ("above: alone", "above: 60, at: after_training", "at=after_training goes with other rows"),
+        ("{table: full", "{table: none", "there is no table file"),
+        ("tables: [full]", "tables: [none]", "there is no table file"),
+        ("    where: table 1\n", "", "claims.0.where is missing"),
+        ("paper: A paper", "paper: A paper\npapers: 1", "papers is an unknown key; allowed: paper, tables"),
+        ("    runs:", "    evidence: none.csv\n    runs:", "evidence=none.csv is no file in"),
+    ],
+)
+def test_a_claim_on_what_is_not_there_is_told_in_a_line(
+    folder: Folder, old: str, new: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert old in CLAIMS
+    path = folder.said(CLAIMS.replace(old, new))
+    with pytest.raises(UserError) as error:
+        read_claims(path)
+    assert str(path) in str(error.value)
+    assert said in str(error.value)
+    assert main(["claims", str(path)]) == BAD_INPUT
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_file_whose_tables_have_no_results_is_told_in_a_line(
+    folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder.said()
+    assert main(["claims", str(path)]) == BAD_INPUT
+    assert "none of its tables has results; make them with hpcfl table" in capsys.readouterr().err
+    monkeypatch.chdir(folder.claims)
+    assert main(["claims"]) == BAD_INPUT
+    assert "there is no claims file in configs/claims" in capsys.readouterr().err
