@@ -334,8 +334,9 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     """Return the verdicts on one claim; columns in which a pair was not run share a line."""
     claim = verdicts[0].claim
     caption = f"{claim.where}: {claim.sentence} ({RULES[claim.rule]})"
+    note = ""
     if claim.reason is not None:
-        caption += f"; why: {claim.reason}" + (f" ({claim.evidence})" if claim.evidence else "")
+        note = f"Why: {claim.reason}" + (f" ({claim.evidence})." if claim.evidence else ".")
     header = ["rows", "column", "verdict", "difference", "scored", "seeds", "rounds", "table"]
     rows, not_run = [], dict[tuple[str, str], list[str]]()
     for verdict in verdicts:
@@ -347,7 +348,7 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     for (pair, table), columns in not_run.items():
         told = columns[0] if len(columns) == 1 else f"{len(columns)} columns"
         rows.append([pair, told, "not run", "", "", "", "", table])
-    return Grid(caption, header, rows)
+    return Grid(caption, header, rows, note)
 
 
 def _beside(results: Results) -> Grid:

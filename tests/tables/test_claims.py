@@ -161,7 +161,8 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
     reason = "    reason: too few rounds\n    evidence: full.csv\n"
     path = folder.said(CLAIMS + reason)
     made = document(read_claims(path))
-    assert made.grids[0].caption.endswith("(the paper's rule); why: too few rounds (full.csv)")
+    assert made.grids[0].caption == "table 1: it does better (the paper's rule)"
+    assert made.grids[0].note == "Why: too few rounds (full.csv)."
     assert made.grids[1].rows == [
         ["ours", "61.0, 2 seeds (61.43)", "not run (70.00)"],
         ["alone", "not run", "not run"],
