@@ -126,8 +126,8 @@ _hpcfl() {
 compdef _hpcfl hpcfl
 """
 
-WITHOUT_KEYS = ("watch", "report", "export", "predict", "compare")
-"""Commands that take folders of runs, and no keys."""
+WITHOUT_KEYS = ("watch", "report", "export", "predict", "compare", "claims")
+"""Commands that take folders of runs or files, and no keys."""
 
 SHELLS = {
     "bash": (BASH, "In ~/.bashrc: source <(hpcfl completion bash), or a file with it."),

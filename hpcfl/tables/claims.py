@@ -14,13 +14,14 @@ interval over seeds:
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from hpcfl.config import read_yaml
 from hpcfl.errors import UserError
@@ -59,6 +60,8 @@ class RunsEntry(_Entry):
     """Default: all in which the table compares these rows."""
     at: Moment | None = None
     """When models are scored; default: each row's own moment."""
+    printed_rounds: int | None = Field(None, ge=1)
+    """Rounds of the paper, where the table has fewer."""
 
 
 class ClaimEntry(_Entry):
@@ -71,7 +74,13 @@ class ClaimEntry(_Entry):
     reason: Line | None = None
     """Why the outcome is as it is, as far as it was found."""
     evidence: Line | None = None
-    """Result file that the reason rests on."""
+    """Result file that the reason rests on; a reason has one."""
+
+    @model_validator(mode="after")
+    def _reason_has_evidence(self) -> ClaimEntry:
+        if (self.reason is None) != (self.evidence is None):
+            raise ValueError("reason and evidence, the result file that it rests on, go together")
+        return self
 
 
 class ClaimsEntry(_Entry):
@@ -98,6 +107,8 @@ class Verdict:
     low: float | None = None
     high: float | None = None
     """Bounds of the 95 % interval over seeds; None without one."""
+    is_of_one_partition: bool = False
+    """Whether all seeds deal the same samples to the same clients."""
 
     @property
     def word(self) -> str:
@@ -116,7 +127,8 @@ class Verdict:
         if self.difference is None:
             return ""
         bounds = "" if self.low is None else f" [{100 * self.low:+.1f}, {100 * (self.high or 0):+.1f}]"
-        return f"{100 * self.difference:+.1f}{bounds}"
+        of_one = " of one partition" if bounds and self.is_of_one_partition else ""
+        return f"{100 * self.difference:+.1f}{bounds}{of_one}"
 
 
 class Results:
@@ -128,9 +140,14 @@ class Results:
             raise UserError(f"{place}: there is no table file {path}; name one that is there")
         self.table = Table(path, [], None)
         folder = path.parent / RESULTS
-        # of a table that was run in full and shortened, the first
-        found = [folder / f"{path.stem}.csv", *sorted(folder.glob(f"{path.stem}-*rounds.csv"))]
-        self.path = next((file for file in found if file.is_file()), None)
+        # the table in full, or else the one that was shortened least
+        found = {
+            int(rounds[1]): file
+            for file in folder.glob(f"{path.stem}-*rounds.csv")
+            if (rounds := re.fullmatch(rf"{re.escape(path.stem)}-(\d+)rounds", file.stem))
+        }
+        full = folder / f"{path.stem}.csv"
+        self.path = full if full.is_file() else found.get(max(found, default=0))
         self.title = self.table.title
 
     @cached_property
@@ -141,15 +158,6 @@ class Results:
     def differences(self) -> list[dict[str, str]]:
         file = None if self.path is None else self.path.with_name(f"{self.path.stem}_differences.csv")
         return _lines(file) if file is not None and file.is_file() else []
-
-    @cached_property
-    def printed_rounds(self) -> dict[str, int]:
-        """Rounds by column of the table that this one is a smaller version of."""
-        path, table = self.table.path, self.table
-        while isinstance(below := read_yaml(path).get("extends"), str):
-            path = path.parent / below
-            table = Table(path, [], None)
-        return {table.columns[cell.column]: cell.config.train.rounds for cell in table.cells}
 
     def line(self, label: str, column: str) -> dict[str, str] | None:
         """Return the result of a row in a column, None where no seed is finished."""
@@ -166,6 +174,8 @@ class Claims:
     verdicts: list[Verdict]
     tables: list[Results]
     """Of the paper in full."""
+    smaller: list[Results]
+    """Other tables that tell of its claims; a cell of the same labels stands in for one that is not run."""
 
     @property
     def by_claim(self) -> list[list[Verdict]]:
@@ -204,7 +214,8 @@ def read_claims(path: Path) -> Claims:
         for runs in claim.runs:
             verdicts += _verdicts(claim, runs, results(runs.table, place), f"{place}, {runs.table}")
     tables = [results(name, f"{path}, tables") for name in entry.tables]
-    return Claims(path, entry.paper, verdicts, tables)
+    smaller = [found for name, found in known.items() if name not in entry.tables]
+    return Claims(path, entry.paper, verdicts, tables, smaller)
 
 
 def _mistake(error: ValidationError) -> str:
@@ -222,7 +233,7 @@ def _mistake(error: ValidationError) -> str:
 
 def document(claims: Claims) -> Document:
     """Return the verdicts, and each cell of the paper's tables beside ours."""
-    grids = [*map(_verdicts_on, claims.by_claim), *map(_beside, claims.tables)]
+    grids = [*map(_verdicts_on, claims.by_claim), *(_beside(full, claims.smaller) for full in claims.tables)]
     notes = [
         "Shown: three seeds or more, and the 95 % interval over seeds lies above 0. Seen: above, but of "
         "fewer seeds, or of an interval with 0 in it. Not shown: not above, likewise. Refuted: the interval "
@@ -259,7 +270,8 @@ def _verdicts(claim: ClaimEntry, runs: RunsEntry, results: Results, place: str) 
 def _above_row(
     claim: ClaimEntry, runs: RunsEntry, other: str, results: Results, place: str
 ) -> Iterator[Verdict]:
-    pairs = [p for p in results.table.compare if p.rows in ((runs.row, other), (other, runs.row))]
+    both = ((runs.row, other), (other, runs.row))
+    pairs = [p for p in results.table.compare if p.rows in both and not p.weighted]
     pair = next((p for p in pairs if p.at == runs.at), None)
     moment = "" if runs.at is None else f", at: {runs.at}"
     if pair is None:
@@ -276,7 +288,9 @@ def _above_row(
         found = [
             line
             for line in results.differences
-            if (line["first"], line["second"], line["column"]) == (*pair.rows, column) and line["difference"]
+            if (line["first"], line["second"], line["column"]) == (*pair.rows, column)
+            and line["difference"]
+            and line.get("weighted") != "1"
         ]
         own = [
             line for line in found if (line["moment"] == wanted if wanted else line["moment"] not in others)
@@ -295,6 +309,8 @@ def _above_row(
                 difference=sign * float(line["difference"]),
                 low=low,
                 high=high,
+                # older files say so in words
+                is_of_one_partition=line.get("partitions") == "1" or "one partition" in line.get("size", ""),
             )
         yield verdict
 
@@ -324,10 +340,9 @@ def _not_run(claim: ClaimEntry, results: Results, runs: RunsEntry, column: str, 
 
 def _rounds(results: Results, runs: RunsEntry, column: str) -> str:
     line = results.line(runs.row, column)
-    printed = results.printed_rounds.get(column)
     if line is None:
         return ""
-    return line["rounds"] if printed is None else f"{line['rounds']} of {printed}"
+    return line["rounds"] if runs.printed_rounds is None else f"{line['rounds']} of {runs.printed_rounds}"
 
 
 def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
@@ -351,15 +366,17 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     return Grid(caption, header, rows, note)
 
 
-def _beside(results: Results) -> Grid:
-    """Return the accuracy of each row and column beside the paper's, in %."""
+def _beside(results: Results, smaller: Sequence[Results]) -> Grid:
+    """Return the accuracy of each row and column beside the paper's, in %, with its seeds and rounds."""
     table = results.table
     columns = [column for column in table.columns if any(column in row.published for row in table.rows)]
     rows = []
     for row in table.rows:
         cells = [row.label]
         for column in columns:
-            published, line = row.published.get(column), results.line(row.label, column)
+            published = row.published.get(column)
+            same = [results, *(other for other in smaller if other.table.source == table.source)]
+            line = next((line for other in same if (line := other.line(row.label, column))), None)
             if column in row.without:
                 cells.append("-")
                 continue
@@ -369,7 +386,8 @@ def _beside(results: Results) -> Grid:
                 spread = line["accuracy_std_over_seeds"]
                 ours = f"{100 * float(line['accuracy_mean']):.1f}"
                 ours += f" ± {100 * float(spread):.1f}" if spread else ""
-                ours += f", {line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
+                seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
+                ours += f", {seeds}, {line['rounds']} rounds"
             cells.append(ours + paper)
         rows.append(cells)
     names = ["accuracy, %" if column == ONLY else column for column in columns]

@@ -145,12 +145,36 @@ def test_a_number_may_be_the_other_side(folder: Folder) -> None:
     assert words == [("few", "shown", "+12.0 [+7.0, +17.0]")]
 
 
-def test_a_smaller_version_says_how_many_of_the_printed_rounds_it_has(folder: Folder) -> None:
-    folder.result("small-2rounds.csv", "ours", 0.6, rounds=2)
-    line = difference("ours", "alone", "after download, after training", 0.01, seeds=1)
-    folder.write("small-2rounds_differences.csv", [line])
-    claims = read_claims(folder.said(CLAIMS.replace("{table: full,", "{table: small,")))
-    assert [(v.rounds, v.word, v.table) for v in claims.verdicts if v.seeds] == [("2 of 40", "seen", "small")]
+def test_of_shortened_results_the_longest_are_taken_with_their_rounds_beside_the_papers(
+    folder: Folder,
+) -> None:
+    for rounds, mean in ((2, 0.01), (30, 0.02), (4, 0.03)):
+        folder.result(f"small-{rounds}rounds.csv", "ours", 0.6, rounds=rounds)
+        line = difference("ours", "alone", "after download, after training", mean, seeds=1)
+        folder.write(f"small-{rounds}rounds_differences.csv", [line])
+    text = CLAIMS.replace("{table: full, row: ours,", "{table: small, row: ours, printed_rounds: 40,")
+    claims = read_claims(folder.said(text))
+    assert [(v.rounds, v.text, v.table) for v in claims.verdicts if v.seeds] == [
+        ("30 of 40", "+2.0", "small")
+    ]
+    # a cell that is not run at full size has the smaller one
+    assert document(claims).grids[1].rows[0] == ["ours", "60.0, 1 seed, 30 rounds (61.43)", "not run (70.00)"]
+
+
+def test_seeds_of_one_partition_are_told(folder: Folder) -> None:
+    folder.result("full.csv", "ours", 0.6)
+    line = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
+    folder.write("full_differences.csv", [line | {"partitions": 1}])
+    assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0] of one partition")
+    folder.write("full_differences.csv", [line | {"partitions": 3}])
+    assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
+
+
+def test_differences_weighted_by_samples_are_left_out(folder: Folder) -> None:
+    folder.result("full.csv", "ours", 0.6)
+    line = difference("ours", "alone", "after download, after training", 0.03, seeds=1)
+    folder.write("full_differences.csv", [line | {"weighted": 1}, line | {"weighted": 0, "difference": 0.01}])
+    assert folder.words()[0] == ("few", "seen", "+1.0")
 
 
 def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
@@ -164,7 +188,7 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
     assert made.grids[0].caption == "table 1: it does better (the paper's rule)"
     assert made.grids[0].note == "Why: too few rounds (full.csv)."
     assert made.grids[1].rows == [
-        ["ours", "61.0, 2 seeds (61.43)", "not run (70.00)"],
+        ["ours", "61.0, 2 seeds, 40 rounds (61.43)", "not run (70.00)"],
         ["alone", "not run", "not run"],
         ["mean", "not run", "-"],
     ]
@@ -192,7 +216,12 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
         ("tables: [full]", "tables: [none]", "there is no table file"),
         ("    where: table 1\n", "", "claims.0.where is missing"),
         ("paper: A paper", "paper: A paper\npapers: 1", "papers is an unknown key; allowed: paper, tables"),
-        ("    runs:", "    evidence: none.csv\n    runs:", "evidence=none.csv is no file in"),
+        ("    runs:", "    reason: so\n    evidence: none.csv\n    runs:", "evidence=none.csv is no file in"),
+        (
+            "    runs:",
+            "    reason: so\n    runs:",
+            "reason and evidence, the result file that it rests on, go",
+        ),
     ],
 )
 def test_a_claim_on_what_is_not_there_is_told_in_a_line(
