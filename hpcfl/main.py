@@ -2,11 +2,10 @@
 
 mpirun -n 9 python -m hpcfl.main                                 pFedLA on the bundled digits
 mpirun -n 9 python -m hpcfl.main CONFIG.yaml key.sub=value ...   any run; without mpirun: serially
-hpcfl list | plan | data fetch | bench | watch | completion      other commands; each has --help
+hpcfl list | plan | data fetch | bench | watch | claims ...      other commands; each has --help
 mpirun -n 9 hpcfl doctor                                         is this machine fit for runs?
 hpcfl report | export | predict | compare RUN ...                runs as a page, and taken away
 mpirun -n 9 python -m hpcfl.main table TABLE.yaml                a whole comparison and its table
-hpcfl claims                                                     what papers claim, and what results say
 
 Running the same command again resumes. Exit codes: 0 finished; 2 bad configuration or input;
 3 stopped as numbers became nan or infinite (run.on_divergence); 71 a rank is out of memory; 74 the

@@ -317,7 +317,7 @@ def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
 
 
 def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ([], ["list"], ["plan"], ["doctor"], ["data"], ["bench"], ["watch"], ["completion"]):
+    for command in ([], ["list"], ["plan"], ["doctor"], ["data"], ["bench"], ["watch"], ["claims"]):
         with pytest.raises(SystemExit) as leaving:
             main([*command, "--help"])
         assert leaving.value.code == FINISHED
