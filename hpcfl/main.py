@@ -1,21 +1,24 @@
 """Run a simulation of personalised federated learning.
 
-mpirun -n 9 python -m hpcfl.main                                 pFedLA on the bundled digits
-mpirun -n 9 python -m hpcfl.main CONFIG.yaml key.sub=value ...   any run; without mpirun: serially
-hpcfl list | plan | data fetch | bench | watch | claims ...      other commands; each has --help
-mpirun -n 9 hpcfl doctor                                         is this machine fit for runs?
-hpcfl report | export | predict | compare RUN ...                runs as a page, and taken away
-mpirun -n 9 python -m hpcfl.main table TABLE.yaml                a whole comparison and its table
+mpirun -n 9 hpcfl run                                pFedLA on the bundled digits
+mpirun -n 9 hpcfl run CONFIG.yaml key.sub=value ...  any run; without mpirun: serially
+hpcfl list | plan | data fetch | bench | watch ...   other commands; each has --help
+mpirun -n 9 hpcfl doctor                             is this machine fit for runs?
+hpcfl report | export | predict | compare RUN ...    pages, models, predictions, differences
+mpirun -n 9 hpcfl table TABLE.yaml                   a whole comparison and its table
+hpcfl claims                                         what the papers claim, judged by the results
+
+`python -m hpcfl` is the same as `hpcfl`. The word `run` may be left out.
 
 Running the same command again resumes. Exit codes: 0 finished; 2 bad configuration or input;
-3 stopped as numbers became nan or infinite (run.on_divergence); 71 a rank is out of memory; 74 the
-run folder cannot be written, mend what is said and run again; 75 stopped early with a checkpoint,
-run again to continue; 128 + the number of a second stop signal, which ends at once; anything else
-is a fault.
+3 stopped because numbers became nan or infinite (run.on_divergence); 71 a rank is out of memory;
+74 the run folder cannot be written: fix it and run again; 75 stopped early with a checkpoint: run
+again to resume; 128 + N: ended at once by a second stop signal, of number N; others are faults.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import warnings
@@ -51,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
             at_exit.enter_context(warnings.catch_warnings())
             warnings.showwarning = lambda message, *_args, **_kwargs: print_warning(str(message))
-            if not arguments or arguments[0] not in COMMANDS:
-                return _run(arguments, world, at_exit)
-            name, *words = arguments
+            name, *words = arguments if _names_a_command(arguments) else ["run", *arguments]
+            if name == "run":
+                return _run(words, world, at_exit)
             takes_part = world.is_server or name in COLLECTIVE_COMMANDS
             stopped = agreed(world, lambda: command(name)(words, world) if takes_part else False)
             return STOPPED if stopped else FINISHED
@@ -63,6 +66,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def _names_a_command(arguments: Sequence[str]) -> bool:
+    """Return whether the first word is a command, not a file, a key or an option; UserError if it is none."""
+    word = arguments[0] if arguments else "--"
+    known = ("run", *COMMANDS)
+    if word in known:
+        return True
+    if word.startswith("-") or "=" in word or word.endswith((".yaml", ".yml")) or Path(word).exists():
+        return False
+    near = difflib.get_close_matches(word, known, n=1)
+    hint = (
+        f"did you mean {near[0]!r}?"
+        if near
+        else f"a configuration file ends in .yaml; commands: {', '.join(known)}"
+    )
+    raise UserError(f"unknown command {word!r}; {hint}")
 
 
 def _run(arguments: Sequence[str], world: World, at_exit: ExitStack) -> int:

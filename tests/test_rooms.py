@@ -12,6 +12,7 @@ from processes import REPOSITORY
 PACKAGE = REPOSITORY / "hpcfl"
 
 ROOMS = [
+    ["__main__"],
     ["main"],
     ["commands"],
     ["benchmarks", "checks"],

@@ -61,8 +61,8 @@ class RunOptions:
 
 
 def parse_run(arguments: Sequence[str], description: str | None) -> RunOptions:
-    """Read the words behind `python -m hpcfl.main`. Raises UserError; SystemExit after `--help`."""
-    parser = Parser("python -m hpcfl.main", description)
+    """Read the words of a run. Raises UserError; SystemExit after `--help`."""
+    parser = Parser("hpcfl run", description)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<name>)")
     parser.add_argument("--fresh", action="store_true", help="move the old run folder aside and start over")

@@ -123,17 +123,20 @@ MISTAKES = [
     (["data.source=mnist", "data.root=my sets"], "hpcfl data fetch mnist --root 'my sets'"),
     (["damaged.yaml"], "damaged.yaml is not YAML"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
-    (["--colour"], "unrecognized arguments: --colour; see python -m hpcfl.main --help"),
+    (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),
     (["--qui"], "unrecognized arguments: --qui"),
     (["plan", "train.round=3"], "nearest known one is train.rounds"),
     (["plan", "one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
+    (["reprot"], "unknown command 'reprot'; did you mean 'report'?"),
+    (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
+    (["run", "train.round=3"], "nearest known one is train.rounds"),
     (["list", "methods"], "methods is nothing to list; give nothing, or keys, such as hpcfl list keys"),
     (["data", "fetch", "imagenet"], "allowed: " + ", ".join(SOURCES)),
     (["bench", "--colour"], "unrecognized arguments: --colour; see hpcfl bench --help"),
     (["data"], "the following arguments are required: action, name; see hpcfl data --help"),
 ]
-IS_COMMAND = ("plan", "list", "data", "bench")
+IS_COMMAND = ("reprot", "zzz", "plan", "list", "data", "bench")
 
 
 @pytest.mark.parametrize(("words", "said"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
@@ -152,6 +155,18 @@ def test_a_mistake_is_one_line_and_touches_nothing(
     assert said in refused(capsys, *words, "--out", finished, "--fresh")
     assert contents(finished) == before
     assert [path.name for path in finished.parent.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("words", [["run", *TINY], ["run", "tiny.yaml"], ["tiny.yaml"], ["tiny"]])
+def test_all_ways_to_type_a_run_are_the_same_run(words: list[str], finished: Path, tmp_path: Path) -> None:
+    for name in ("tiny.yaml", "tiny"):
+        (tmp_path / name).write_text(
+            "data: {clients: 4, per_client: 20}\ntrain: {local_epochs: 1, rounds: 2}\n"
+        )
+    typed = [sys.executable, "-m", "hpcfl", *words, "--out", str(finished)]
+    done = subprocess.run(typed, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == FINISHED
+    assert "finished" in done.stdout
 
 
 def test_an_option_without_its_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

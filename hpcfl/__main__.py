@@ -1,0 +1,10 @@
+"""`python -m hpcfl WORDS` is `python -m hpcfl.main WORDS`."""
+
+from __future__ import annotations
+
+import sys
+
+from hpcfl.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
