@@ -45,7 +45,7 @@ LONGEST = [
     for name in (
         *(
             "bits",
-            "readme",
+            "docs",
             "unseen",
             "paper_figures",
             "process_faults",

@@ -1,4 +1,4 @@
-"""The README's promises: its commands run, its example of a new method works."""
+"""What the README and docs/ promise: commands run, and pages made from the code are as the code is."""
 
 from __future__ import annotations
 
@@ -9,26 +9,102 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from docs_pages import DOCS, pages
 from processes import REPOSITORY, Mpirun, run_forked, run_tree
-from readme_tables import CLAIMS, MARK, PAGES, PAPERS, RESULTS, with_claims, with_tables
+from results_tables import CLAIMS, MARK, PAPERS, RESULTS, RESULTS_PAGE, with_claims, with_tables
 
 from hpcfl.main import main
 
-README = (REPOSITORY / "README.md").read_text()
+README = REPOSITORY / "README.md"
+WALKED = [
+    README,
+    *(
+        DOCS / f"{name}.md"
+        for name in (
+            *("install", "tutorial", "own_data", "own_model", "resume", "tables", "unseen_clients"),
+            *("report", "python", "performance", "results"),
+        )
+    ),
+    *sorted((DOCS / "examples").glob("*.sh")),
+]
+"""Pages and scripts whose commands all run, each from the top to the end in one folder."""
+
+BENCH = "takes minutes; tests/benchmarks runs its parts in small"
+PAPER = "needs CIFAR-10; tests/tables runs every table file in small"
+ELSEWHERE = {
+    "bash jobs/quickstart.sh": "installs an environment; its run is the one of tests/commands",
+    "hpcfl bench": BENCH,
+    "mpirun -n 3 hpcfl bench --parts rounds": BENCH,
+    "hpcfl bench --parts scale --clients 100,1000": BENCH,
+    "mpirun -n 4 hpcfl bench --parts nodes": BENCH,
+    "hpcfl table TABLE.yaml --write-results": PAPER,
+    "hpcfl table configs/tables/pfedla_table1.yaml --plan": PAPER,
+    "hpcfl table configs/tables/pfedla_table1.yaml --rounds 60 --seeds 0,1": PAPER,
+    "hpcfl table configs/tables/pfedla_table1.yaml --column 'CIFAR-10, 10 clients' --row pFedLA": PAPER,
+}
+"""Commands that the walks leave out, and why."""
+
+PROGRAMS = ("bash", "hpcfl", "mpirun", "python")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 
-def blocks(language: str) -> list[str]:
-    """Return the README's code blocks of a language; "" are those without."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    return [text for name, text in fences if name == language]
+def commands(text: str) -> list[list[str]]:
+    """Return the words of each command in lines of a shell."""
+    found = [shlex.split(line, comments=True) for line in text.splitlines() if not line.startswith(" ")]
+    return [words for words in found if words and words[0] in PROGRAMS]
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the README's example of a new method as a file of the user's own."""
-    path = tmp_path_factory.mktemp("own") / "my_method.py"
-    path.write_text(next(text for text in blocks("python") if "class FedProx(" in text))
-    return path
+def steps(page: Path) -> list[tuple[str, str, str]]:
+    """Return language, text and file of each block of a page; its file is named right before it."""
+    text = page.read_text()
+    if page.suffix == ".sh":
+        return [("", text, "")]
+    found, end = [], 0
+    for fence in FENCE.finditer(text):
+        names = re.findall(r"`(\w+\.(?:py|yaml))`", text[end : fence.start()])
+        found.append((fence[1], fence[2], names[-1] if names else ""))
+        end = fence.end()
+    return found
+
+
+@pytest.mark.parametrize("page", WALKED, ids=lambda page: page.stem)
+def test_every_command_and_script_runs_in_the_order_of_the_page(
+    page: Path, tmp_path: Path, mpirun: Mpirun
+) -> None:
+    """From the top to the end, in one folder, as a reader does who types it all."""
+    for name in ("configs", "docs"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    for language, text, file in steps(page):
+        if language in ("python", "yaml") and file:
+            (tmp_path / file).write_text(text)
+        elif language == "python":
+            needs_no_hpcfl = "from model import" in text
+            folder = tmp_path / "client3_own" if needs_no_hpcfl else tmp_path
+            if needs_no_hpcfl:
+                (folder / "images.npz").symlink_to(tmp_path / "images.npz")
+            (folder / "example.py").write_text(text)
+            run_tree([sys.executable, "example.py"], cwd=folder)
+        for words in commands(text) if not language else ():
+            if shlex.join(words) in ELSEWHERE:
+                continue
+            if words[0] == "mpirun":
+                mpirun(int(words[2]), "-m", "hpcfl.main", *words[4:], cwd=tmp_path)
+            elif words[0] == "hpcfl":
+                run_forked(words[1:], cwd=tmp_path)
+            else:
+                run_tree([sys.executable, *words[1:]], cwd=tmp_path)
+
+
+def test_all_commands_that_the_walks_leave_out_are_on_a_page() -> None:
+    walked = [
+        shlex.join(words)
+        for page in WALKED
+        for language, text, _ in steps(page)
+        if not language
+        for words in commands(text)
+    ]
+    assert set(ELSEWHERE) <= set(walked)
+    assert len(set(walked) - set(ELSEWHERE)) >= 50
 
 
 def theta_of(folder: Path) -> bytes:
@@ -38,74 +114,31 @@ def theta_of(folder: Path) -> bytes:
         return bytes(file["server/theta"][:].tobytes())
 
 
-def run(folder: Path, *overrides: str) -> bytes:
-    settings = ["data.per_client=40", "data.clients=4", "train.rounds=2", "train.local_epochs=2", *overrides]
-    assert main([*settings, "--out", str(folder), "--quiet"]) == 0
-    return theta_of(folder)
-
-
 @pytest.mark.usefixtures("own_code_forgotten")
-def test_the_example_of_a_new_method_runs_and_without_its_pull_is_fedavg(
-    tmp_path: Path, example: Path
-) -> None:
-    fedavg = run(tmp_path / "fedavg", "method.name=fedavg")
-    without = run(tmp_path / "without", f"method.path={example}", "method.mu=0")
-    pulled = run(tmp_path / "pulled", f"method.path={example}", "method.mu=1")
-    assert without == fedavg
-    assert pulled != fedavg
+def test_the_example_of_a_new_method_without_its_pull_is_fedavg(tmp_path: Path) -> None:
+    example = tmp_path / "my_method.py"
+    example.write_text(next(text for _, text, file in steps(README) if file == example.name))
+    settings = ["data.per_client=40", "data.clients=4", "train.rounds=2", "train.local_epochs=2", "--quiet"]
+    theta = {}
+    for name, words in {
+        "fedavg": ["method.name=fedavg"],
+        "without": [f"method.path={example}", "method.mu=0"],
+        "pulled": [f"method.path={example}", "method.mu=1"],
+    }.items():
+        assert main([*settings, *words, "--out", str(tmp_path / name)]) == 0
+        theta[name] = theta_of(tmp_path / name)
+    assert theta["without"] == theta["fedavg"]
+    assert theta["pulled"] != theta["fedavg"]
 
 
-ELSEWHERE = {
-    "bash jobs/quickstart.sh": "installs an environment; its run is the one of tests/commands",
-    "bash jobs/test.sh": "runs this test",
-    "hpcfl bench": "takes minutes; tests/benchmarks runs its parts in small",
-    "mpirun -n 3 python -m hpcfl.main bench --parts rounds": "the same",
-    "hpcfl bench --parts scale --clients 100,1000": "the same",
-    "mpirun -n 4 python -m hpcfl.main bench --parts nodes": "the same",
-    "python -m hpcfl.main table TABLE.yaml --write-results": "tests/tables runs every table file in small",
-    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --plan": "needs CIFAR-10; see tests/tables",
-    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --rounds 60 --seeds 0,1": "the same",
-    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml --write-results": "the same",
-    "python -m hpcfl.main table configs/tables/pfedla_table1.yaml "
-    "--column 'CIFAR-10, 10 clients' --row pFedLA": "the same",
-}
-"""Commands of the README that the walk through it leaves out, and why."""
-
-PROGRAMS = ("bash", "hpcfl", "mpirun", "python")
+@pytest.mark.parametrize("path", pages(), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_pages_made_from_the_code_are_as_the_code_is(path: Path) -> None:
+    """If not: python tests/docs_pages.py."""
+    assert path.read_text() == pages()[path]
 
 
-def test_every_command_and_script_runs_in_the_order_of_the_page(tmp_path: Path, mpirun: Mpirun) -> None:
-    """From the top to the end, in one folder, as a reader does who types it all."""
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    run_lines, run_mpirun, left_out = 0, False, set()
-    for language, text in re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
-        if language == "python" and "class FedProx(" in text:
-            (tmp_path / "my_method.py").write_text(text)
-        elif language == "python":
-            needs_no_hpcfl = "from model import" in text
-            folder = tmp_path / "client3_own" if needs_no_hpcfl else tmp_path
-            if needs_no_hpcfl:
-                (folder / "images.npz").symlink_to(tmp_path / "images.npz")
-            (folder / "example.py").write_text(text)
-            run_tree([sys.executable, "example.py"], cwd=folder)
-        for line in text.splitlines() if not language else ():
-            words = shlex.split(line, comments=True)
-            if not words or words[0] not in PROGRAMS or line.startswith(" "):
-                continue
-            if (typed := shlex.join(words)) in ELSEWHERE:
-                left_out.add(typed)
-                continue
-            if words[0] == "mpirun":
-                # the first one starts its ranks as a reader's does
-                mpirun(int(words[2]), *words[4:], cwd=tmp_path, anew=not run_mpirun)
-                run_mpirun = True
-            elif words[0] == "hpcfl":
-                run_forked(words[1:], cwd=tmp_path)
-            else:
-                run_tree([sys.executable, *words[1:]], cwd=tmp_path)
-            run_lines += 1
-    assert left_out == set(ELSEWHERE)
-    assert run_lines >= 15
+def test_no_page_of_a_method_is_left_over() -> None:
+    assert set((DOCS / "methods").glob("*.md")) <= set(pages())
 
 
 FAULTS = {
@@ -237,7 +270,7 @@ FAULTS = {
 
 
 def test_every_fault_of_the_table_has_its_tests() -> None:
-    table = README.partition("### When something goes wrong")[2].partition("\n## ")[0]
+    table = (DOCS / "faults.md").read_text()
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[1:]] == list(FAULTS)
     for place in chain.from_iterable(FAULTS.values()):
@@ -245,26 +278,34 @@ def test_every_fault_of_the_table_has_its_tests() -> None:
         assert f"\ndef {name}(" in (REPOSITORY / "tests" / file).read_text(), place
 
 
-def test_the_readme_shows_pictures_that_exist() -> None:
-    shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", README)
-    assert len(shown) >= 3
-    for path in shown:
-        assert (REPOSITORY / path).stat().st_size < 150_000, path
-
-
-def test_the_readme_names_files_that_exist() -> None:
-    for path in re.findall(r"(?:docs|jobs|configs|hpcfl)/[\w./-]+\.(?:md|sh|sbatch|yaml|py)", README):
-        assert (REPOSITORY / path).exists(), path
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
-def test_tables_of_results_are_made_from_the_files_beside_the_table_files(page: Path) -> None:
+@pytest.mark.parametrize(
+    "page",
+    [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.rglob("*.md"))],
+    ids=lambda page: str(page.relative_to(REPOSITORY)),
+)
+def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text()
+    for picture, target, anchor in re.findall(r"(!?)\[[^]]*\]\(([^)#\s]*)#?([^)\s]*)\)", text):
+        if ":" in target:
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), target
+        if picture:
+            assert path.stat().st_size < 150_000, target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", path.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+    for name in re.findall(r"(?:docs|jobs|configs|hpcfl)/[\w./-]+\.(?:md|sh|sbatch|yaml|py)", text):
+        assert (REPOSITORY / name).exists() or page.name == "CHANGELOG.md" or "NAME" in name, name
+
+
+def test_tables_of_results_are_made_from_the_files_beside_the_table_files() -> None:
+    text = RESULTS_PAGE.read_text()
     assert MARK.search(text)
     assert with_tables(text) == text
 
 
-@pytest.mark.parametrize("page", [PAGES[0], *PAPERS], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [RESULTS_PAGE, *PAPERS], ids=lambda page: page.stem)
 def test_verdicts_on_claims_are_made_from_the_claims_and_result_files(page: Path) -> None:
     text = page.read_text()
     assert "<!-- claims" in text
@@ -272,18 +313,10 @@ def test_verdicts_on_claims_are_made_from_the_claims_and_result_files(page: Path
 
 
 def test_every_claims_file_has_a_page() -> None:
-    pages = REPOSITORY / "docs" / "papers"
-    assert {path.stem for path in CLAIMS} == {path.stem for path in pages.glob("*.md")}
-    for page in PAPERS:
-        for path in re.findall(r"\]\(([\w./-]+)\)", page.read_text()):
-            assert (pages / path).exists(), path
+    assert {path.stem for path in CLAIMS} == {path.stem for path in (DOCS / "papers").glob("*.md")}
 
 
 def test_every_file_of_results_is_shown_on_the_page_of_results() -> None:
-    shown = {name for _, name, *_ in MARK.findall((RESULTS / "README.md").read_text())}
+    shown = {name for _, name, *_ in MARK.findall(RESULTS_PAGE.read_text())}
     tables = {path.stem for path in RESULTS.glob("*.csv")}
     assert {name for name in tables if not name.endswith(("_clients", "_diagnostics"))} <= shown
-
-
-def test_nothing_in_the_readme_waits_to_be_filled_in() -> None:
-    assert not re.findall(r"\b[A-Z]+_[A-Z]+\b", re.sub(r"`[^`]*`", "", README))

@@ -1,6 +1,6 @@
-"""The tables of README.md, of docs/papers and of configs/tables/results/README.md, made from result files.
+"""The tables of docs/results.md and of docs/papers, made from result files.
 
-    python tests/readme_tables.py        writes them
+    python tests/results_tables.py        writes them
 
 A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
 <!-- results/pfedmb_table1_evening_differences.csv --> or
@@ -25,8 +25,7 @@ REPOSITORY = Path(__file__).parent.parent
 CLAIMS = sorted((REPOSITORY / "configs" / "claims").glob("*.yaml"))
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
 PAPERS = tuple(REPOSITORY / "docs" / "papers" / f"{path.stem}.md" for path in CLAIMS)
-PAGES = (REPOSITORY / "README.md", RESULTS / "README.md")
-"""The pages that hold tables."""
+RESULTS_PAGE = REPOSITORY / "docs" / "results.md"
 MARK = re.compile(r"(<!-- results/([\w-]+)\.csv(?:: ([\w ,]+))? -->\n)((?:\|.*\n)*)")
 
 Line = dict[str, str]
@@ -135,7 +134,7 @@ def with_claims(page: str) -> str:
     if "<!-- claims -->" not in page:
         return page
     grid = overview([read_claims(path) for path in CLAIMS])
-    rows = [["", f"[{name}](docs/papers/{name}.md)", *rest] for name, *rest in grid.rows]
+    rows = [["", f"[{name}](papers/{name}.md)", *rest] for name, *rest in grid.rows]
     table = as_markdown(["", *grid.header], rows)
     return re.sub(r"(<!-- claims -->\n)(?:\|.*\n)*", lambda found: found[1] + table, page)
 
@@ -157,5 +156,5 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in (*PAGES, *PAPERS):
+    for page in (RESULTS_PAGE, *PAPERS):
         page.write_text(with_claims(with_tables(page.read_text())))
