@@ -22,7 +22,7 @@ def make_report(arguments: Sequence[str], world: World) -> None:
     A run may still be going on; of a table's folder, and of any folder of runs, all finished ones are
     shown. Python files that a run's config.yaml names are run only where --own-code names them, too.
     For example:
-      hpcfl report runs/pfedla-digits-s0-7b13d73d runs/fedavg-digits-s0-f8e9fb8a --out both.html
+      hpcfl report runs/pfedla-digits-s0-eea85792 runs/fedavg-digits-s0-f8e9fb8a --out both.html
     """
     parser = Parser("hpcfl report", make_report.__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs")

@@ -33,12 +33,10 @@ from hpcfl.simulation.refusals import (
     refuse_slow_precision,
     refuse_small_blocks,
 )
-from hpcfl.simulation.step_timing import fastest_convolutions
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.clients import Workplace
 from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
-from hpcfl.training.graphs import GraphedSGD, recorder_on
 from hpcfl.training.scoring import BatchedScorer
 
 
@@ -232,16 +230,14 @@ def assemble(
     kept_on = state_device(config, device, sharing, state_bytes)
     evaluator = LoopEngine(network, method.layout, config.train.precision)
     engine: Engine = evaluator
-    scorer, graphs, engine_name = None, None, "loop"
+    scorer, engine_name = None, "loop"
     if many_at_once:
         beside = 0 if kept_on.type == "cpu" else state_bytes
         batched, engine_name = batched_engine(config, method, network, device, sharing, len(clients), beside)
         engine = batched
-        if config.run.cuda_graphs and device.type == "cuda":
-            graphs = GraphedSGD(batched, config.train, recorder_on(device))
         scorer = BatchedScorer(network, method.layout)
     workplace = Workplace(
-        shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer, graphs
+        shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
     )
     unseen_workplace = replace(
         workplace,
@@ -289,12 +285,7 @@ def batched_engine(
     at_once = clients_at_once(config, method, device, sharing, most, state_bytes)
     # a choice decides the last bits, so that the record must have it
     name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-    kind = config.run.convolutions
-    if kind == "auto":
-        on_gpu = device.type == "cuda"
-        kind = fastest_convolutions(method, network, device, at_once) if on_gpu else "grouped"
-        name += f", {kind} convolutions"
-    return BatchedEngine(with_convolutions(network, kind), method.layout, at_once), name
+    return BatchedEngine(with_convolutions(network, config.run.convolutions), method.layout, at_once), name
 
 
 def is_batched(config: Config, device: torch.device) -> bool:

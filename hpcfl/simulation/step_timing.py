@@ -5,12 +5,10 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import nn
 
 from hpcfl.methods import Method
 from hpcfl.training.batches import Batch
-from hpcfl.training.convolutions import ConvolutionKind, with_convolutions
-from hpcfl.training.engines import BatchedEngine, Engine
+from hpcfl.training.engines import Engine
 
 TIMED_STEPS, TIMED_S = 10, 2.0
 """Most steps that are timed, and most seconds that they take; four steps are in any case."""
@@ -38,17 +36,3 @@ def seconds_of_step(engine: Engine, method: Method, device: torch.device, count:
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began_s)
     return min(times) / count
-
-
-def fastest_convolutions(
-    method: Method, network: nn.Module, device: torch.device, count: int
-) -> ConvolutionKind:
-    """Return which way of convolving makes the faster step of `count` clients; `network` is on the device."""
-    kinds: tuple[ConvolutionKind, ...] = ("grouped", "unfold")
-    seconds = {
-        kind: seconds_of_step(
-            BatchedEngine(with_convolutions(network, kind), method.layout, count), method, device, count
-        )
-        for kind in kinds
-    }
-    return min(kinds, key=lambda kind: seconds[kind])

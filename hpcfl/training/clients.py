@@ -21,7 +21,6 @@ from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.engines import Engine, LoopEngine
-from hpcfl.training.graphs import GraphedSGD
 from hpcfl.training.losses import Loss, cross_entropy_loss
 from hpcfl.training.scoring import BatchedScorer
 from hpcfl.training.settings import TrainConfig
@@ -39,8 +38,7 @@ class Workplace:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
     `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
-    (`run.state`); `scorer`, if there is one, scores many clients' models at once, and `graphs` do the steps
-    of plain training.
+    (`run.state`); `scorer`, if there is one, scores many clients' models at once.
     """
 
     shard: Shard
@@ -52,7 +50,6 @@ class Workplace:
     device: torch.device
     state: Tensors
     scorer: BatchedScorer | None = None
-    graphs: GraphedSGD | None = None
 
 
 class Clients:
@@ -227,11 +224,6 @@ class Clients:
         its argument theta [len(members), ...] holds the current weights of the group's clients `members`.
         `trained`: see Descent; `samples`: see `batches`.
         """
-        graphs = self._workplace.graphs
-        if graphs is not None and gradient is None and extra_gradient is None:
-            return self._replayed(
-                graphs, theta, self.lr if lr is None else lr, trained, purpose, epochs, samples
-            )
         descent = self.descent(theta, lr=lr, trained=trained)
         gradient = gradient or self.plain_gradient
         steps_before = self.steps.clone()
@@ -243,25 +235,6 @@ class Clients:
             descent.step(batch.members, slope)
             self.record(batch, losses)
         return Trained(descent.theta, self.steps - steps_before)
-
-    def _replayed(
-        self,
-        graphs: GraphedSGD,
-        theta: Tensor,
-        lr: float,
-        trained: slice,
-        purpose: str,
-        epochs: int | None,
-        samples: Sequence[Tensor] | None,
-    ) -> Trained:
-        """Do what `sgd` does without a gradient of a method's own, by recorded steps."""
-        steps_before = self.steps.clone()
-        group = graphs.start(theta, self.buffers, self.loss_sum, lr, trained)
-        for batch in self.batches(purpose, epochs, samples=samples):
-            graphs.step(group, batch)
-            self._count(batch)
-        self.buffers, self.loss_sum = group.buffers.clone(), group.loss_sum.clone()
-        return Trained(group.descent.theta.clone(), self.steps - steps_before)
 
     def descent(self, theta: Tensor, *, lr: float | None = None, trained: slice = slice(None)) -> Descent:
         """Return SGD from theta [C, ...] for a method's own training loop; `lr` defaults to this round's."""

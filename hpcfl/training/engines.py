@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy
 
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.convolutions import pair_columns
 from hpcfl.training.forward import Forward, in_precision
 from hpcfl.training.losses import Loss, class_probabilities, cross_entropy_loss
 from hpcfl.training.settings import Precision
@@ -45,8 +44,6 @@ class LoopEngine:
     def __init__(self, network: nn.Module, layout: ParameterLayout, precision: Precision = "float32") -> None:
         self._layout, self._precision = layout, precision
         self._network = prepare(network)
-        if next(network.parameters()).device.type == "cpu":
-            pair_columns(self._network)
         # a working copy whose parameters and gradients are views of one flat vector each
         self._working = copy.deepcopy(self._network)
         theta, self._buffers = layout.flatten(self._working)

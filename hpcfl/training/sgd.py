@@ -31,17 +31,6 @@ class Descent:
         self._lr, self._train, self._trained = lr, train, trained
         self._velocity = torch.zeros_like(theta) if train.momentum else None
 
-    @property
-    def state(self) -> list[Tensor]:
-        """What a step changes."""
-        return [self.theta] if self._velocity is None else [self.theta, self._velocity]
-
-    def start_again(self, theta: Tensor) -> None:
-        """Go back to the start, in the same memory, from another theta [C, ...]."""
-        self.theta.copy_(theta)
-        if self._velocity is not None:
-            self._velocity.zero_()
-
     def step(self, members: slice | Tensor, gradient: Tensor) -> None:
         """Move the group's clients `members` against their gradient [len(members), ...]."""
         weights = self.theta[members]

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from bits import run_here
 from harness import SMALL, make_network, make_place, spread
 from torch import nn
 
 from hpcfl.training.clients import Clients
-from hpcfl.training.convolutions import PairedConv2d, UnfoldedConv2d, pair_columns, with_convolutions
+from hpcfl.training.convolutions import UnfoldedConv2d, with_convolutions
 from hpcfl.training.engines import BatchedEngine
 from hpcfl.training.settings import TrainConfig
 
@@ -64,46 +63,7 @@ def test_a_local_round_is_the_same_by_either_way(name: str, side: int) -> None:
     assert (ends[0][0] - theta).abs().max() > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("convolution", "shape"),
-    [
-        (nn.Conv2d(3, 6, 5), (4, 3, 32, 32)),
-        (nn.Conv2d(1, 6, 5), (1, 1, 28, 27)),
-        (nn.Conv2d(3, 6, 5), (0, 3, 32, 32)),
-        (nn.Conv2d(3, 5, (3, 4), padding=(1, 2), bias=False), (2, 3, 9, 11)),
-        (nn.Conv2d(2, 8, 2, padding=1), (1, 2, 7, 8)),
-        (nn.Conv2d(16, 3, (1, 5)), (2, 16, 9, 7)),
-    ],
-)
-def test_two_columns_at_once_are_a_convolution(convolution: nn.Conv2d, shape: tuple[int, ...]) -> None:
-    network = nn.Sequential(copy.deepcopy(convolution), nn.MaxPool2d(2), nn.ReLU()).double()
-    twin = copy.deepcopy(network)
-    pair_columns(twin)
-    assert type(twin[0]) is PairedConv2d
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    output = network(x)
-    slope = torch.randn_like(output)
-    expected = [output, *torch.autograd.grad(output, [x, *network.parameters()], slope)]
-    for given in (x, x.contiguous(memory_format=torch.channels_last)):
-        found = twin(given)
-        gradients = torch.autograd.grad(found, [x, *twin.parameters()], slope)
-        torch.testing.assert_close([found, *gradients], expected, rtol=0, atol=1e-11)
-
-
-def test_only_narrow_convolutions_before_pooling_take_two_columns() -> None:
-    network = nn.Sequential(
-        *(nn.Conv2d(3, 9, 3), nn.MaxPool2d(2)),
-        *(nn.Conv2d(9, 6, 3, stride=2), nn.MaxPool2d(2)),
-        *(nn.Conv2d(6, 6, 1), nn.MaxPool2d(2)),
-        *(nn.Conv2d(6, 6, 3), nn.ReLU()),
-        *(nn.Conv2d(6, 6, 3), nn.MaxPool2d(2)),
-    )
-    pair_columns(network)
-    assert [type(module) is PairedConv2d for module in network[::2]] == [False] * 4 + [True]
-
-
-@pytest.mark.parametrize("kind", ["unfold", "auto"])
-def test_a_run_names_what_it_chose(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_convolves_as_its_key_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[type]] = []
     gradient = BatchedEngine.gradient
 
@@ -112,12 +72,7 @@ def test_a_run_names_what_it_chose(kind: str, tmp_path: Path, monkeypatch: pytes
         return gradient(self, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(BatchedEngine, "gradient", watched)
-    keys = [*SMALL, "train.rounds=1", "run.engine=batched", f"run.convolutions={kind}"]
+    keys = [*SMALL, "train.rounds=1", "run.engine=batched", "run.convolutions=unfold"]
     assert run_here(tmp_path / "run", keys) == 0
-    record = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert record["run"]["convolutions"] == kind
-    # without a GPU, nothing is measured
-    workers = {"unfold": "cpu batched", "auto": "cpu batched, grouped convolutions"}
-    assert record["environment"]["workers"] == workers[kind]
     assert seen
-    assert all((UnfoldedConv2d in types) == (kind == "unfold") for types in seen)
+    assert all(UnfoldedConv2d in types for types in seen)

@@ -125,21 +125,11 @@ def test_nothing_waits_between_two_steps(
         on_gpu(settings, case, engine)
 
 
-@pytest.mark.parametrize("key", ["run.cuda_graphs=true", "run.convolutions=unfold", "run.convolutions=auto"])
 @pytest.mark.parametrize("case", ["fedavg", "fedrep", "ditto"])
 @pytest.mark.usefixtures("double")
-def test_recorded_steps_and_either_convolution_in_float64(
-    settings: list[str], on_cpu: Callable[..., Run], case: str, key: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    run = on_gpu(settings, case, "batched", key)
+def test_unfolded_convolutions_in_float64(settings: list[str], on_cpu: Callable[..., Run], case: str) -> None:
+    run = on_gpu(settings, case, "batched", "run.convolutions=unfold")
     assert_alike(run, on_cpu(case), rtol=1e-7, atol=1e-9)
-    assert (run.workplace.graphs is not None) == key.startswith("run.cuda_graphs")
-    # a step that cannot be recorded warns, and is done plainly
-    assert not recwarn.list
-    if key.endswith("auto"):
-        assert re.fullmatch(
-            r"batched by 3, (grouped|unfold) convolutions", run.simulation._experiment.engine_name
-        )
 
 
 def test_bench_has_a_device(capsys: pytest.CaptureFixture[str]) -> None:
