@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcfl.errors import UserError
-from hpcfl.plain_files import read_plain
 from hpcfl.settings import Settings
 
 OWN_MODULE = "hpcfl_own_"
@@ -29,9 +28,6 @@ _added: set[tuple[str, str]] = set()
 
 _allowed: set[bytes] = set()
 """SHA-256 of the texts that may run."""
-
-MOST_BYTES = 2**24
-"""Of a Python file."""
 
 
 def is_own(key: str, name: str) -> bool:
@@ -113,9 +109,10 @@ def allow(key: str, path: str) -> None:
 
 def _read(key: str, path: str) -> bytes:
     try:
-        return read_plain(Path(path), MOST_BYTES)
-    except OSError as error:
-        raise UserError(f"{key}={path}: {error.strerror}; give a Python file") from error
+        return Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{key}={path}: {reason}; give a Python file") from error
 
 
 def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:

@@ -27,7 +27,7 @@ ROOMS = [
     ["communication", "data", "models"],
     ["parameters", "torchvision_parts"],
     ["own_code"],
-    ["pictures", "plain_files", "randomness", "settings"],
+    ["pictures", "randomness", "settings"],
     ["errors", "machine", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""
@@ -35,7 +35,7 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {
     "mpi4py": ["communication/world.py"],
-    "h5py": ["storage/foreign.py", "storage/hdf5.py"],
+    "h5py": ["storage/hdf5.py"],
     "matplotlib": ["tables/drawing.py"],
 }
 """Which files import a library."""

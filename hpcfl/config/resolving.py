@@ -34,7 +34,7 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 
     Raises UserError for an unreadable file, unknown keys or names, wrong types and impossible values.
     """
-    tree = {} if path is None else read_yaml(path, allows_pipe=True)
+    tree = {} if path is None else read_yaml(path)
     tree.pop(ENVIRONMENT, None)
     return resolve(lay_over(tree, overrides))
 
@@ -244,7 +244,6 @@ def _validate(group: str, kind: type[Settings], values: Mapping[str, Any]) -> Se
             f"{group}.{key}={shown(values[key])} is not possible; {allowed(kind.model_fields[key])}"
         ) from error
     for key, value in made:
-        # which no YAML file holds (see `plain_yaml`)
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise UserError(
                 f"{group}.{key}={shown(value)} is a number beyond 64 bits; {allowed(kind.model_fields[key])}"

@@ -7,29 +7,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hpcfl.config.choices import CHOICES, DEFAULT_SOURCE, default_name
-from hpcfl.config.plain_yaml import MOST_BYTES, plain_yaml
+from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
 from hpcfl.own_code import OWN_KEYS, allow
-from hpcfl.plain_files import read_plain, read_plain_or_pipe
 
 
-def read_yaml(path: Path, allows_pipe: bool = False) -> dict[str, Any]:
-    """Return the nested keys of a YAML file, or of an allowed pipe; UserError where there are none."""
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the nested keys of a YAML file; UserError where there are none."""
     try:
-        read = read_plain_or_pipe if allows_pipe else read_plain
-        tree = plain_yaml(read(path, MOST_BYTES).decode())
+        tree = parse_yaml(path.read_bytes().decode())
     except OSError as error:
         raise UserError(
             f"cannot read configuration file {path}: {error.strerror}; "
             "give a YAML file, key=value such as train.rounds=50, or a command of --help"
         ) from error
-    except (yaml.YAMLError, ValueError) as error:
-        reason = " ".join(str(error).replace('in "<unicode string>", ', "").split())
-        raise UserError(f"{path} is not YAML: {reason}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
     if tree is not None and not isinstance(tree, dict):
         raise UserError(f"{path} holds no groups of keys, such as train: {{rounds: 50}}")
     return tree or {}
@@ -79,8 +74,8 @@ def _split(override: str) -> tuple[str, Any]:
     if not key:
         raise UserError(f"{override!r} names no key; settings are key=value, such as train.rounds=50")
     try:
-        return key, plain_yaml(text)
-    except (yaml.YAMLError, ValueError):
+        return key, parse_yaml(text)
+    except ValueError:
         return key, text
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfl.data.archives import DAMAGES, opened, read_array
 from hpcfl.errors import UserError, one_line
 
 MOST_NAMES = 10
@@ -74,17 +73,23 @@ def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]
     keywords = ", ".join(f"{name}={name}" for name in names)
     not_npz = f"{where}: cannot be read as an npz file; write it with numpy.savez(FILE, {keywords})"
     try:
-        with opened(file) as archive:
-            there = [name.removesuffix(".npy") for name in archive.namelist()]
-            absent = [name for name in names if f"{name}.npy" not in archive.namelist()]
+        # a file of our own: numpy leaves its one open where the archive is damaged
+        with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
+            there = archive.files
+            absent = [name for name in names if name not in there]
             if absent:
                 more = f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else ""
                 raise UserError(
                     f"{where}: has no array '{absent[0]}' (it holds {', '.join(there[:MOST_NAMES])}{more}); "
                     f"needed: {' and '.join(names)}"
                 )
-            return [read_array(archive, name) for name in names]
-    except DAMAGES as error:
+            found = [archive[name] for name in names]
+            if not all(isinstance(array, np.ndarray) for array in found):
+                raise ValueError("a member is no array")
+            return found
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(f"{not_npz} ({getattr(error, 'strerror', None) or one_line(error)})") from error
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config, resolve
 from hpcfl.errors import UserError
-from hpcfl.own_code import MOST_BYTES, OWN_KEYS, allow, digest
-from hpcfl.plain_files import read_plain
+from hpcfl.own_code import OWN_KEYS, allow, digest
 from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
@@ -280,7 +279,7 @@ def _refuse_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
         if not isinstance(keys, dict) or not keys.get(name) or not keys.get("code"):
             continue
         try:
-            found = digest(read_plain(Path(str(keys[name])), MOST_BYTES))
+            found = digest(Path(str(keys[name])).read_bytes())
             said = f"is another version now ({found})"
         except OSError as error:
             found, said = "", f"cannot be read ({error.strerror})"

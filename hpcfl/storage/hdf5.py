@@ -1,4 +1,4 @@
-"""Snapshots as HDF5 files that plain h5py reads: all that knows HDF5, with `foreign.py`.
+"""Snapshots as HDF5 files that plain h5py reads: all that knows HDF5.
 
 A file's first 512 bytes, HDF5's user block, hold a line of text with the SHA-256 of everything after them, so
 that no flipped bit goes unnoticed. Client rows are written and read in blocks, so that memory for all clients
@@ -25,8 +25,6 @@ import torch
 
 from hpcfl import __version__
 from hpcfl.errors import UserError, one_line
-from hpcfl.plain_files import open_plain
-from hpcfl.storage.foreign import MISFITS, finite, refuse_foreign, whole
 from hpcfl.storage.reading import record_of
 from hpcfl.storage.snapshot import (
     Block,
@@ -59,24 +57,24 @@ class LoadedCheckpoint:
         """Open the file; raise ForeignError where it has parts that no run writes, or not those it writes."""
         self.path = path
         # by a file of our own: a user's script may have HDF5 open the same path, in its own way, meanwhile
-        raw = open_plain(path)
+        raw = io.FileIO(path)
         self._file = h5py.File(raw, "r")
         # also where nobody calls it
         self.close = weakref.finalize(self, _close, self._file, raw)
         """Close the file; what was not read yet cannot be read any more."""
         try:
-            refuse_foreign(self._file, os.fstat(raw.fileno()).st_size)
+            _check_own_content(self._file)
             self._read()
-        except MISFITS as error:
+        except Exception as error:
             self.close()
             raise ForeignError(f"{path} holds what no run writes ({one_line(error)})") from error
 
     def _read(self) -> None:
-        """Read all that is small; raises one of MISFITS where it is not as it was written."""
+        """Read all that is small; raises where it is not as it was written."""
         attributes = self._file.attrs
         self.schema = int(attributes["schema"])
         self.header = Header(
-            attributes["method"].decode(), whole(attributes["round"], 0), attributes["config"].decode()
+            attributes["method"].decode(), int(attributes["round"]), attributes["config"].decode()
         )
         self.record = record_of(self.header.config)
         """The nested keys of the configuration."""
@@ -291,9 +289,21 @@ def _write_layout(group: h5py.Group, records: Sequence[TensorRecord]) -> None:
 
 def _read_layout(group: h5py.Group) -> tuple[TensorRecord, ...]:
     names, layers = _decode(group["names"][()]), _decode(group["layers"][()])
-    shapes = (tuple(whole(size, 0) for size in shape if size >= 0) for shape in group["shapes"][()].tolist())
-    offsets = [whole(offset, 0) for offset in group["offsets"][()].tolist()]
+    shapes = (tuple(size for size in shape if size >= 0) for shape in group["shapes"][()].tolist())
+    offsets = group["offsets"][()].tolist()
     return tuple(TensorRecord(*record) for record in zip(names, shapes, offsets, layers, strict=True))
+
+
+def _check_own_content(group: h5py.Group) -> None:
+    """Raise ValueError where a part of the file is in another file, which reading would open."""
+    for name in group:
+        if not isinstance(group.get(name, getlink=True), h5py.HardLink):
+            raise ValueError(f"{name!r} is a link to another place")
+        item = group[name]
+        if isinstance(item, h5py.Group):
+            _check_own_content(item)
+        elif item.is_virtual or item.external:
+            raise ValueError(f"{name!r} is in another file")
 
 
 def _write_data(group: h5py.Group, record: DataRecord) -> None:
@@ -305,14 +315,12 @@ def _write_data(group: h5py.Group, record: DataRecord) -> None:
 
 def _read_data(group: h5py.Group) -> DataRecord:
     found = group.attrs
-    channels, height, width = (whole(size, 1) for size in found["image_shape"].tolist())
+    channels, height, width = found["image_shape"].tolist()
     dtype = found["dtype"].decode()
     # the text of an exported model.py has these in it
     if dtype not in ("uint8", "float32"):
         raise ValueError(f"images of type {dtype!r}")
-    scale, mean, std = (
-        [finite(value) for value in np.ravel(found[name]).tolist()] for name in ("scale", "mean", "std")
-    )
+    scale, mean, std = (np.ravel(found[name]).tolist() for name in ("scale", "mean", "std"))
     if [len(scale), len(mean), len(std)] != [1, channels, channels]:
         raise ValueError(f"a scale and a mean and a deviation a channel, of {channels}")
     return DataRecord(
@@ -321,8 +329,8 @@ def _read_data(group: h5py.Group) -> DataRecord:
         scale[0],
         tuple(mean),
         tuple(std),
-        whole(found["num_classes"], 1),
-        tuple(whole(count, 0) for count in group["num_samples"][()].tolist()),
+        int(found["num_classes"]),
+        tuple(group["num_samples"][()].tolist()),
     )
 
 
@@ -453,12 +461,12 @@ def find_damage(path: Path) -> str | None:
         UserError: it is whole, but a newer hpcfl wrote it.
     """
     try:
-        with open_plain(path) as raw:
+        with io.FileIO(path) as raw:
             user_block = raw.read(USER_BLOCK_BYTES)
             if user_block != _user_block(_sha256_after_user_block(raw)):
                 return "is damaged (its bytes do not match the SHA-256 at its start)"
-        with open_plain(path) as raw, h5py.File(raw, "r") as file:
-            schema = whole(file.attrs.get("schema", 0), 0)
+        with io.FileIO(path) as raw, h5py.File(raw, "r") as file:
+            schema = int(file.attrs.get("schema", 0))
             if schema > SCHEMA:
                 raise UserError(
                     f"{path} has checkpoint schema {schema}, this hpcfl {__version__} reads up to {SCHEMA}; "
@@ -468,7 +476,9 @@ def find_damage(path: Path) -> str | None:
                 return "is damaged (it was not written to its end)"
     except FileNotFoundError:
         return "is missing"
-    except MISFITS as error:
+    except UserError:
+        raise
+    except Exception as error:
         return f"is damaged (it cannot be read: {error})"
     return None
 

@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from hpcfl.config import ENVIRONMENT, flatten
 from hpcfl.errors import UserError, printable
-from hpcfl.plain_files import is_plain
-from hpcfl.storage.lock import LOCK_NAME, Holder, holder
+from hpcfl.storage.lock import Holder, holder
 from hpcfl.storage.reading import read_record, read_rows, whole_lines
 
 LOG_BYTES = 10_000
@@ -89,8 +88,6 @@ def view(path: Path) -> RunView:
 
 def _holder(path: Path) -> Holder:
     """Return who has the lock, by a name that a terminal can show."""
-    if not is_plain(path / LOCK_NAME):
-        raise UserError(f"{path / LOCK_NAME} is no file; remove it, or name the folder of another run")
     found = holder(path)
     return replace(found, owner=printable(found.owner))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import pickletools
 import random
@@ -158,25 +157,13 @@ def test_pfllib_s_files_are_read_or_refused(seeds: Sequence[int], tmp_path: Path
     assert_refused_or_read(pfllib_reader(tmp_path), seeds)
 
 
-@pytest.mark.parametrize(
-    ("operations", "said"),
-    [
-        # a table of 2**31 places for what is remembered: 16 GB
-        (b"Nr\xff\xff\xff\x7f0", "a pickle that remembers something at place 2147483647"),
-        (b"\x96" + (2**40).to_bytes(8, "little"), "expected 1099511627776 bytes in a bytearray8"),
-        (b"\x96" + (4).to_bytes(8, "little") + bytes(4), "a pickle with BYTEARRAY8"),
-        (b"cbuiltins\neval\n", "wants to run code"),
-        (b"\x82\x01", "a pickle with EXT1"),
-        (b"N0" * 6000, "more than 10000 operations"),
-        (b"c_codecs\nencode\n(X\x01\x00\x00\x00aX\x04\x00\x00\x00idnatR0", "bytes in the encoding 'idna'"),
-    ],
-)
-def test_a_pickle_takes_no_more_than_its_arrays(operations: bytes, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("operations", [b"cbuiltins\neval\n", b"cos\nsystem\n"])
+def test_a_pickle_runs_no_code(operations: bytes, tmp_path: Path) -> None:
     pfllib_reader(tmp_path)
     whole = pickle.dumps(np.array(PART, dtype=object), 2)
     content = NPY_HEADER.getvalue() + whole[:2] + operations + whole[2:]
     (tmp_path / "pfllib" / "train" / "0.npz").write_bytes(zipped({"data.npy": content}))
-    with pytest.raises(UserError, match=f"train/0.npz: (cannot be read|refused).*{said}"):
+    with pytest.raises(UserError, match=r"train/0.npz: refused, since it wants to run code"):
         read_pfllib(str(tmp_path / "pfllib"))
 
 
@@ -197,15 +184,3 @@ def test_texts_make_no_array_as_wide_as_the_longest(tmp_path: Path) -> None:
 def test_a_file_of_no_writers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="users names no writer"):
         read_leaf(leaf(tmp_path / "leaf", {"users": [], "user_data": {}}))
-
-
-def test_a_pipe_is_no_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "all_data_0.json")
-    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
-        read_leaf(str(tmp_path))
-
-
-def test_a_file_that_is_all_hole_takes_no_memory(tmp_path: Path) -> None:
-    os.truncate(leaf(tmp_path / "leaf", {}) + "/all_data_0.json", 2**42)
-    with pytest.raises(UserError, match=r"it has 4,398,046,511,104 bytes, allowed: "):
-        read_leaf(str(tmp_path / "leaf"))

@@ -115,53 +115,19 @@ def lying(shape: str, descr: str = "'|u1'", version: tuple[int, int] = (1, 0)) -
 @pytest.mark.parametrize(
     ("member", "said"),
     [
-        (lying("(1000000000000,)"), r"which its \d+ bytes are not"),
-        (lying("(2147483647,)", "'<f2'"), r"which its \d+ bytes are not"),
-        (lying("(1099511627776, 1099511627776)"), "bytes are not"),
-        (lying("(-6, -16)"), "bytes are not"),
-        (lying("(96,)", "'|O'"), "x is an array of object, and not of numbers"),
-        (lying("(96,)", "[('a', '|O')]"), "and not of numbers"),
-        (lying("(96,)", "'|S0'"), "and not of numbers"),
-        (lying("(96,)", version=(3, 0)), "an array of version"),
-        (lying("(96,), 'more': 1"), "Header does not contain the correct keys"),
+        (lying("(1000,)"), "EOF"),
+        (lying("(96,)", "'|O'"), "Object arrays cannot be loaded"),
         (lying("__import__('os').mkdir('created')"), "malformed node or string"),
-        (lying("(" * 3000), "EOF in multi-line statement|nested parentheses"),
-        (b"no array", "the magic string is not correct"),
-        (b"", "EOF: reading magic string"),
     ],
 )
-def test_an_array_is_no_larger_than_its_member(member: bytes, said: str, tmp_path: Path) -> None:
+def test_an_array_is_what_its_header_says(member: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "lying.npz").write_bytes(zipped({"x.npy": member, "y.npy": npy(Y)}))
     with pytest.raises(UserError, match=f"lying.npz: cannot be read as an npz file.*{said}"):
         read_npz(str(tmp_path / "lying.npz"), "NCHW")
     assert not Path("created").exists()
 
 
-def test_a_member_that_is_no_array_is_not_there(tmp_path: Path) -> None:
-    (tmp_path / "raw.npz").write_bytes(zipped({"x": npy(X), "y.npy": npy(Y)}))
-    with pytest.raises(UserError, match="has no array 'x'"):
-        read_npz(str(tmp_path / "raw.npz"), "NCHW")
+def test_an_array_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "many.npz").write_bytes(zipped({f"{n}.npy": npy(Y) for n in range(99)}))
     with pytest.raises(UserError, match=r"it holds 0, 1, 2, .*, 9 and 89 more\)"):
         read_npz(str(tmp_path / "many.npz"), "NCHW")
-
-
-def test_a_member_is_no_larger_than_it_can_be(tmp_path: Path) -> None:
-    whole = zipped({"x.npy": npy(X), "y.npy": npy(Y)}, zipfile.ZIP_DEFLATED)
-    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
-        size = archive.getinfo("x.npy").file_size.to_bytes(4, "little")
-    # both in front of the member and in the directory at the end
-    (tmp_path / "lying.npz").write_bytes(whole.replace(size, (2**31).to_bytes(4, "little")))
-    with pytest.raises(UserError, match=r"x.npy says that its \d+ bytes hold 2,147,483,648"):
-        read_npz(str(tmp_path / "lying.npz"), "NCHW")
-
-
-def test_what_is_packed_for_more_memory_than_there_is_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "large.npz").write_bytes(
-        zipped({"x.npy": npy(np.zeros((1, 1000, 1000))), "y.npy": npy(Y)}, 8)
-    )
-    monkeypatch.setattr("hpcfl.data.archives.free_bytes", lambda: 7_000_000)
-    with pytest.raises(UserError, match=r"x.npy holds 8,000,128 bytes, more than the memory that is free"):
-        read_npz(str(tmp_path / "large.npz"), "NCHW")

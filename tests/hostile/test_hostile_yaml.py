@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,7 @@ import pytest
 import yaml
 from mutations import Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
-from hpcfl.config import load_config, read_yaml
+from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, MOST_CHARACTERS, UserError, for_terminal
 from hpcfl.main import main
 from hpcfl.tables.cells import Table
@@ -56,30 +52,18 @@ TABLE: dict[str, Any] = {
 }
 TEXTS = (
     "a: !!python/object/apply:os.system [touch created]",
-    "!!python/name:os.system",
     "a: !!bool x",
-    "a: !!timestamp x",
     "a: !!int ''",
     "a: 2001-99-99",
-    "a: 0x" + "f" * 5000,
-    "a: " + "1:" * 5000 + "1",
     "a: 1e99999",
-    "&a [*a]",
-    "&a {b: *a}",
     "a: &a {<<: *a}",
     "[" * 3000,
-    "{a: " * 3000,
-    "? " * 3000,
-    "a: |\n" + " " * 9000,
     "%YAML 9.9\n---\na: 1",
     "--- a\n--- b",
     "a: !!binary '%%'",
-    "!!set {a, b}",
     "- !!omap [a: 1]",
-    "\ufeffa: 1",
     "a: b: c",
     "\x00",
-    "\n".join(["a: &a0 [x, x]", *(f"a{n}: &a{n + 1} [*a{n}, *a{n}, *a{n}, *a{n}]" for n in range(30))]),
 )
 
 
@@ -143,88 +127,16 @@ def test_a_table_is_read_or_refused(seeds: Sequence[int], tmp_path: Path) -> Non
     ("text", "said"),
     [
         ("a: !!python/object/apply:os.mkdir [created]", "could not determine a constructor"),
-        ("a: !!bool x", "a value that is none of its kind"),
-        ("a: !!timestamp x", "a value that is none of its kind"),
-        ("a: !!int ''", "a value that is none of its kind"),
         ("a: 2001-99-99", "month must be in 1..12"),
-        ("run: {seed: 0x" + "f" * 20 + "}", "is a number beyond 64 bits"),
-        ("run: {seed: 0x" + "f" * 9000 + "}", "a number of 9002 digits"),
-        ("run: {seed: 1" + ":1" * 9000 + "}", "a number of 18001 digits"),
-        ("&a [*a]", "nested more than 20 deep"),
-        ("run: &a {seed: *a}", "nested more than 20 deep"),
-        ("[" * 9000, "nested more than 20 deep"),
-        (TEXTS[-1], "more than 20000 values"),
-        ("a: 1\n" * 30_000, "more than 20000 values"),
         ("run: {seed: 1}\nrun: {seed: 2}", "line 1: run is there twice; keep one"),
-        ("\x00", "unacceptable character"),
-        ("%TAG ! tag:x,2026:\n" * 9000 + "--- {a: 1}", "a directive, which no configuration needs"),
+        ("\x00", "unacceptable character|control characters"),
     ],
 )
-def test_yaml_that_says_much_in_little_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_yaml_that_is_none_is_refused_and_runs_nothing(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=f"config.yaml is not YAML: .*{said}"):
+    with pytest.raises(UserError, match=f"config.yaml is not YAML: .*({said})"):
         load_config(tmp_path / "config.yaml", [])
     assert not Path("created").exists()
-
-
-def test_a_large_file_or_none_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_bytes(b" " * (2**20 + 1))
-    with pytest.raises(UserError, match=r"it has 1,048,577 bytes, allowed: 1,048,576"):
-        load_config(path, [])
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(UserError, match="it is a pipe through which nothing comes"):
-        load_config(path, [])
-    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
-        read_yaml(path)
-    with pytest.raises(UserError, match="it is a pipe or a device, and no file"):
-        load_config(Path("/dev/zero"), [])
-
-
-@pytest.mark.parametrize(("size", "said"), [(100, ""), (2**20 + 1, "it has more bytes than 1,048,576")])
-def test_a_configuration_comes_through_a_pipe(size: int, said: str) -> None:
-    reader, writer = os.pipe()
-    text = b"run: {seed: 7}\n"
-
-    def write() -> None:
-        with suppress(BrokenPipeError), open(writer, "wb") as file:
-            # not in one piece
-            time.sleep(0.05)
-            file.write(text + b"\n" * (size - len(text)))
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    path = Path(f"/dev/fd/{reader}")
-    if said:
-        with pytest.raises(UserError, match=said):
-            load_config(path, [])
-    else:
-        assert load_config(path, []).run.seed == 7
-    os.close(reader)
-    thread.join()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            f"run.seed={2**63}",
-            f"run.seed={2**63} is not possible; allowed: a whole number >= 0 and <= {2**63 - 1}",
-        ),
-        (f"data.seed={'9' * 30}", f"data.seed={'9' * 30} is not possible"),
-        (
-            f"run.checkpoint_every={2**63}",
-            f"run.checkpoint_every={2**63} is a number beyond 64 bits; allowed",
-        ),
-        ('run: {eval_every: "9223372036854775808"}', f"run.eval_every={2**63} is a number beyond 64 bits"),
-    ],
-)
-def test_a_number_that_a_run_could_not_read_again_is_refused(words: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("" if "=" in words else words)
-    with pytest.raises(UserError, match=said):
-        load_config(tmp_path / "config.yaml", [words] if "=" in words else [])
-    assert load_config(None, [f"run.seed={2**63 - 1}"]).run.seed == 2**63 - 1
 
 
 @pytest.mark.parametrize(
