@@ -18,7 +18,6 @@ again to resume; 128 + N: ended at once by a second stop signal, of number N; ot
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import warnings
@@ -36,6 +35,7 @@ with quick_imports():
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config, load_config
     from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageFault, UserError, for_terminal
+    from hpcfl.formatting import did_you_mean
     from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag
 
@@ -76,13 +76,8 @@ def _names_a_command(arguments: Sequence[str]) -> bool:
         return True
     if word.startswith("-") or "=" in word or word.endswith((".yaml", ".yml")) or Path(word).exists():
         return False
-    near = difflib.get_close_matches(word, known, n=1)
-    hint = (
-        f"did you mean {near[0]!r}?"
-        if near
-        else f"a configuration file ends in .yaml; commands: {', '.join(known)}"
-    )
-    raise UserError(f"unknown command {word!r}; {hint}")
+    otherwise = f"; a configuration file ends in .yaml; commands: {', '.join(known)}"
+    raise UserError(f"unknown command {word!r}{did_you_mean(word, known, otherwise)}")
 
 
 def _run(arguments: Sequence[str], world: World, at_exit: ExitStack) -> int:

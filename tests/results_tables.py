@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
+from hpcfl.formatting import Document
+from hpcfl.formatting import as_markdown as document_as_markdown
 from hpcfl.tables.claims import document, overview, read_claims
-from hpcfl.tables.document import Document
-from hpcfl.tables.document import as_markdown as document_as_markdown
 
 REPOSITORY = Path(__file__).parent.parent
 CLAIMS = sorted((REPOSITORY / "configs" / "claims").glob("*.yaml"))

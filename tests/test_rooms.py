@@ -28,7 +28,7 @@ ROOMS = [
     ["parameters", "torchvision_parts"],
     ["own_code"],
     ["pictures", "randomness", "settings"],
-    ["errors", "machine", "startup"],
+    ["errors", "formatting", "machine", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""
 

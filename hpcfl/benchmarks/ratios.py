@@ -18,7 +18,7 @@ import torch
 
 from hpcfl import __version__
 from hpcfl.errors import UserError
-from hpcfl.tables.document import Document, Grid, as_text
+from hpcfl.formatting import Document, Grid, as_text
 
 
 @dataclass(frozen=True)

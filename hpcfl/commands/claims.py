@@ -8,8 +8,8 @@ from pathlib import Path
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.world import World
 from hpcfl.errors import UserError
+from hpcfl.formatting import as_markdown, as_text
 from hpcfl.tables.claims import document, read_claims
-from hpcfl.tables.document import as_markdown, as_text
 
 FOLDER = Path("configs/claims")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -13,6 +12,7 @@ from hpcfl.config.reference import Key, about, citation, keys
 from hpcfl.data.partitions import PARTITIONS, add_own_partition
 from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
+from hpcfl.formatting import did_you_mean, markdown
 from hpcfl.methods import METHODS, add_own_method
 from hpcfl.models import MODELS, add_own_model
 from hpcfl.own_code import allow
@@ -80,11 +80,8 @@ def _chosen(words: Sequence[str]) -> list[Key]:
         of_word = [key for key in known if any(_begins(name, word) for name in _names(key))]
         if not of_word:
             names = sorted({name for key in known for name in _names(key)})
-            near = difflib.get_close_matches(word, names, n=1)
-            advice = (
-                f"the nearest one is {near[0]}: hpcfl list keys {near[0]}" if near else "see hpcfl list keys"
-            )
-            raise UserError(f"{word} is no key and no group of keys; {advice}")
+            hint = did_you_mean(word, names, "; see hpcfl list keys")
+            raise UserError(f"{word} is no key and no group of keys{hint}")
         found += [key for key in of_word if key not in found]
     return found
 
@@ -114,18 +111,11 @@ def _as_lines(group: Sequence[Key]) -> str:
 
 def _as_table(group: Sequence[Key]) -> str:
     """Return a group as a table of Markdown."""
-    lines = [f"### {_title(group[0].group)}", "", "| key | meaning | allowed | default | source |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    rows = [["key", "meaning", "allowed", "default", "source"]]
     for key in group:
-        cells = [
-            f"`{key.name}`",
-            key.meaning,
-            key.kind,
-            f"`{key.default}`" if key.default else "",
-            key.origin,
-        ]
-        lines.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
-    return "\n".join(lines)
+        default = f"`{key.default}`" if key.default else ""
+        rows.append([f"`{key.name}`", key.meaning, key.kind, default, key.origin])
+    return f"### {_title(group[0].group)}\n\n{markdown(rows)}".rstrip()
 
 
 def _title(group: str) -> str:

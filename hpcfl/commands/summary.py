@@ -7,8 +7,8 @@ from pathlib import Path
 from hpcfl.commands.arguments import RunOptions, command_line
 from hpcfl.communication.world import World
 from hpcfl.config import Config
+from hpcfl.formatting import readable_bytes
 from hpcfl.methods import METHODS
-from hpcfl.results.units import readable_bytes
 from hpcfl.simulation.divergence import named
 from hpcfl.simulation.progress import Progress
 from hpcfl.storage.ledger import Ledger

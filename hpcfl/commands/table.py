@@ -10,20 +10,19 @@ import time
 from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 
 from hpcfl.commands.arguments import Parser, RunOptions, add_own_code, command_line, split_settings
 from hpcfl.commands.run import run
 from hpcfl.communication.world import World, agreed
 from hpcfl.errors import StoppedAtOnce, StorageFault, UserError
+from hpcfl.formatting import as_text, clock
 from hpcfl.simulation.loop import Outcome
 from hpcfl.simulation.progress import print_warning
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Choice, Shrinking, Table
-from hpcfl.tables.document import as_text
 from hpcfl.tables.figures import is_finished
 from hpcfl.tables.paper_figures import refuse_parts_not_there
 from hpcfl.tables.planning import methods_of, plan
@@ -152,7 +151,7 @@ def _run_cells(
             if _must_stop(world, stop):
                 return True, failed
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
-            left = f"  time left {timedelta(seconds=round(left_s))}"
+            left = f"  time left {clock(left_s)}"
         place = f"{whole.chosen.index(number) + 1}/{len(whole.chosen)}"
         _speech(quiet)(f"cell {place}: {whole.name(cell)} seed {cell.seed}{left}")
         options = RunOptions(None, (), cell.folder, fresh, quiet)

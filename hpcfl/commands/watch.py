@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.world import World
 from hpcfl.errors import UserError
-from hpcfl.results.units import readable_bytes
-from hpcfl.simulation.curves import curve, sparkline
-from hpcfl.simulation.progress import clock, console
+from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
+from hpcfl.simulation.progress import console
 from hpcfl.storage.view import ENDED, RunView, view
 
 if TYPE_CHECKING:
@@ -104,13 +103,8 @@ def _lines(views: Sequence[RunView], encoding: str, width: int) -> str:
     header = ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     # where the line is too short, names of runs are
-    left_over = width - sum(widths[1:]) - 2 * len(widths[1:])
-    widths[0] = min(widths[0], max(SHORTEST_NAME, left_over))
-    lines = [
-        "  ".join(cell[:size].ljust(size) for cell, size in zip(row, widths, strict=True)).rstrip()
-        for row in (header, *rows)
-    ]
-    return "\n".join(lines)
+    left_over = max(SHORTEST_NAME, width - sum(widths[1:]) - 2 * len(widths[1:]))
+    return "\n".join(aligned([[row[0][:left_over], *row[1:]] for row in (header, *rows)]))
 
 
 def _configuration(run: RunView) -> str:

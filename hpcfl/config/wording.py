@@ -12,13 +12,13 @@ from pydantic.fields import FieldInfo
 
 from hpcfl.config.choices import CHOICES
 from hpcfl.errors import UserError
+from hpcfl.formatting import did_you_mean
 
 
 def one_of(key: str, value: Any, names: Sequence[str]) -> str:
     """Return a name if it is one of those known; raise UserError otherwise."""
     if value not in names:
-        near = difflib.get_close_matches(str(value), names, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(str(value), names)
         raise UserError(f"{key}={value} is unknown; allowed: {', '.join(names)}{hint}")
     return str(value)
 

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import timedelta
 
 import numpy as np
 
 from hpcfl.config import flatten
 from hpcfl.errors import UserError
+from hpcfl.formatting import clock, readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
 from hpcfl.results.comparison import scored_when
 from hpcfl.results.run import Columns, Run
 from hpcfl.results.statistics import worst_tenth
-from hpcfl.results.units import readable_bytes
 from hpcfl.simulation.divergence import named
 from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
 from hpcfl.training.batches import minibatches
@@ -197,7 +196,7 @@ def _headline(
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
         *of_diverged,
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
-        entry("Time", str(timedelta(seconds=round(last["wall_s"]))), last["wall_s"], "h:min:s"),
+        entry("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
         entry("Gradients", f"{last['round'] * gradients:,.0f}", last["round"] * gradients, "of mini-batches"),
     ]
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from hpcfl.config import Config, differences
 from hpcfl.errors import UserError
+from hpcfl.formatting import aligned, half_width
 from hpcfl.methods import METHODS
 from hpcfl.results.run import Run
-from hpcfl.results.statistics import Interval, PairedDifference, paired_difference
+from hpcfl.results.statistics import PairedDifference, paired_difference
 
 SEEDS = ("run.seed", "data.seed")
 
@@ -66,9 +67,9 @@ class Comparison:
         pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)
-            over = paired.over_clients
-            line = [f"{names[first]} - {names[second]}", f"{100 * over.mean:+.2f}", _half_width(over)]
-            line += [str(over.count), _half_width(paired.over_seeds), str(paired.over_seeds.count)]
+            line = [f"{names[first]} - {names[second]}", f"{100 * paired.over_clients.mean:+.2f}"]
+            for found in (paired.over_clients, paired.over_seeds):
+                line += [half_width(found.mean, found.half_width, digits=2), str(found.count)]
             pairs.append(line)
         keys = [["keys that differ", *names]]
         keys += [[key, *(_shown(value) for value in values)] for key, values in self.keys.items()]
@@ -76,8 +77,8 @@ class Comparison:
             "*: the interval excludes 0. That over clients holds for these runs only; conclude on methods "
             "from that over seeds."
         )
-        tables = [_aligned(lines), _aligned(pairs), note]
-        return "\n\n".join([*tables, _aligned(keys) if self.keys else "no key differs"])
+        tables = [aligned(lines), aligned(pairs), [note], aligned(keys) if self.keys else ["no key differs"]]
+        return "\n\n".join(map("\n".join, tables))
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
@@ -180,19 +181,5 @@ def _name(entry: Sequence[Run]) -> str:
     return f"{entry[0].path.resolve().name}{more}"
 
 
-def _half_width(found: Interval) -> str:
-    if found.count < 2:
-        return "-"
-    return f"± {100 * found.half_width:.2f}{' *' if found.excludes_zero else ''}"
-
-
 def _shown(value: Any) -> str:
     return "-" if value is None else str(value)
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )

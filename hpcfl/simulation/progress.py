@@ -7,11 +7,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from typing import IO, TYPE_CHECKING
 
 from hpcfl.errors import printable
-from hpcfl.simulation.curves import curve
+from hpcfl.formatting import clock, curve
 from hpcfl.storage.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -145,8 +144,3 @@ def _bar(console: Console) -> Bar:
         console=console,
         transient=True,
     )
-
-
-def clock(seconds: float) -> str:
-    """Return seconds as hours, minutes and seconds."""
-    return str(timedelta(seconds=round(seconds)))

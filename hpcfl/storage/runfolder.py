@@ -20,6 +20,7 @@ import yaml
 from hpcfl import __version__
 from hpcfl.config import ENVIRONMENT, Config, differences
 from hpcfl.errors import StorageFault, UserError
+from hpcfl.formatting import readable_bytes
 from hpcfl.machine import package_versions, processor
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
@@ -262,8 +263,8 @@ class RunFolder:
         sizes = []
         with suppress(OSError):
             if needed := self.store.newest_bytes:
-                sizes.append(f"a checkpoint takes {_megabytes(needed)}")
-            sizes.append(f"{_megabytes(self._free_bytes())} are free, quotas apart")
+                sizes.append(f"a checkpoint takes {readable_bytes(needed)}")
+            sizes.append(f"{readable_bytes(self._free_bytes())} are free, quotas apart")
         return f"make room ({', '.join(sizes)})" if sizes else "make room"
 
     def _free_bytes(self) -> int:
@@ -367,10 +368,6 @@ class RunFolder:
                     "the last bits may differ",
                     stacklevel=2,
                 )
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.3g} MB"
 
 
 def _refuse_links(path: Path) -> None:

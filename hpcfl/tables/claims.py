@@ -25,9 +25,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from hpcfl.config import read_yaml
 from hpcfl.errors import UserError
+from hpcfl.formatting import Document, Grid
 from hpcfl.results.statistics import interval
 from hpcfl.tables.cells import Table
-from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.file import ONLY
 from hpcfl.tables.schema import Line, Moment
 

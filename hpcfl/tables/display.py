@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from hpcfl.results.statistics import Interval
+from hpcfl.formatting import Document, Grid, half_width
 from hpcfl.tables.cells import Table
-from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.figures import Difference, Entry
 from hpcfl.tables.file import ONLY
 from hpcfl.tables.quantities import DEFAULT_SHOW, ONLY_WHERE_THEY_DIFFER, QUANTITIES
@@ -83,8 +82,12 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
             rows.append([*line, MISSING, "", "0", "", ""])
             continue
         of_one = " of one partition" if difference.partitions < over_seeds.count else ""
-        line += [f"{100 * over_seeds.mean:+.1f}", _half_width(over_seeds) + of_one, str(over_seeds.count)]
-        rows.append([*line, *(["", ""] if over_clients is None else _interval(over_clients))])
+        width = half_width(over_seeds.mean, over_seeds.half_width, digits=1)
+        line += [f"{100 * over_seeds.mean:+.1f}", width + of_one, str(over_seeds.count)]
+        of_clients = ["", ""]
+        if over_clients is not None:
+            of_clients = [half_width(over_clients.mean, over_clients.half_width, 1), str(over_clients.count)]
+        rows.append([*line, *of_clients])
     header = ["rows", *(["column"] if has_columns else []), "scored", "difference, points", "95 % over seeds"]
     is_of_one = any(difference.partitions < len(difference.seeds) for difference in compared)
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
@@ -96,16 +99,6 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
         rows,
         f"Differences shown: {shown}; their 95 % intervals are not corrected for this number.",
     )
-
-
-def _interval(found: Interval) -> list[str]:
-    return [_half_width(found), str(found.count)]
-
-
-def _half_width(found: Interval) -> str:
-    if found.count < 2:
-        return NO_CELL
-    return f"± {100 * found.half_width:.1f}{' *' if found.excludes_zero else ''}"
 
 
 def _shown(show: Callable[[Entry], str], entry: Entry, of_runs: bool, first: bool = True) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 
 from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
 from hpcfl.errors import UserError, printable
+from hpcfl.formatting import did_you_mean
 from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
 from hpcfl.tables.schema import (
     ColumnEntry,
@@ -366,8 +366,6 @@ def _laid(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
     names = [label for label in known if label != ONLY]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
     # labels may hold commas
     there = " | ".join(names) or "none, as the table has one column without a name"
-    return f"{name} is none of the {kind}; there are: {there}{hint}"
+    return f"{name} is none of the {kind}; there are: {there}{did_you_mean(name, names)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcfl.errors import UserError
+from hpcfl.formatting import percent
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
 from hpcfl.storage.reading import read_rows
@@ -17,7 +18,6 @@ from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.figures import Entry
 from hpcfl.tables.file import ONLY
 from hpcfl.tables.histories import History, evaluations
-from hpcfl.tables.quantities import percent
 from hpcfl.tables.schema import BarsEntry, CurvesEntry, FigureEntry, HeatMapsEntry, PointsEntry
 
 
@@ -194,7 +194,7 @@ def _heat_maps(
         said.append(
             f"seed {cell.seed}" + (f" of {', '.join(map(str, table.seeds))}" * (len(table.seeds) > 1))
         )
-        said.append(f"accuracy {percent(entry.figures[cell.seed]['accuracy_mean'], None)} %")
+        said.append(f"accuracy {percent(entry.figures[cell.seed]['accuracy_mean'])} %")
         said += [] if entry.published is None else [f"published {entry.published:.2f} %"]
         notes.append(f"{title}: {', '.join(said)}".removeprefix(": "))
     if not lines:

@@ -10,12 +10,12 @@ from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
+from hpcfl.formatting import Document, Grid
 from hpcfl.methods.base import Method
 from hpcfl.simulation.experiment import deal, is_batched, make_method, read_source
 from hpcfl.simulation.refusals import refuse_chain
 from hpcfl.simulation.work import step_seconds, work_of
 from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.document import Document, Grid
 from hpcfl.tables.figures import is_finished
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hpcfl.formatting import percent
+
 if TYPE_CHECKING:
     from hpcfl.tables.figures import Entry
 
@@ -18,13 +20,6 @@ class Quantity:
     show: Callable[[Entry], str]
     of_runs: bool = True
     """Whether the quantity is known only after a run has finished."""
-
-
-def percent(mean: float | None, deviation: float | None) -> str:
-    """Return an accuracy between 0 and 1 as `61.4 ± 0.5`, in %."""
-    if mean is None:
-        return ""
-    return f"{100 * mean:.1f}{'' if deviation is None else f' ± {100 * deviation:.1f}'}"
 
 
 def _accuracy(name: str) -> Callable[[Entry], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +20,7 @@ from pydantic import (
 
 from hpcfl.config import GROUPS
 from hpcfl.errors import printable
+from hpcfl.formatting import did_you_mean
 
 MOST_CHARACTERS = 1000
 
@@ -263,10 +263,7 @@ def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
     key = ".".join(map(str, keys)) if keys else what
     allowed = ", ".join(kind.model_fields)
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, kind.model_fields, n=1)
-        return f"{place}: {key} is an unknown key; allowed: {allowed}" + "".join(
-            f"; did you mean {name}?" for name in near
-        )
+        return f"{place}: {key} is an unknown key; allowed: {allowed}{did_you_mean(key, kind.model_fields)}"
     if first["type"] == "missing":
         return f"{place}: {key} is missing; it has {allowed}"
     reason = first["msg"].removeprefix("Value error, ")

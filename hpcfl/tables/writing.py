@@ -15,13 +15,13 @@ from typing import Any
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
+from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.storage.lock import FolderLock
 from hpcfl.storage.replacing import replace_file
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, Line, diagnostics
 from hpcfl.tables.display import document
-from hpcfl.tables.document import as_latex, as_markdown, as_text
 from hpcfl.tables.figures import ACCURACIES, COSTS, Difference, Entry, differences, entries
 from hpcfl.tables.histories import histories
 from hpcfl.tables.paper_figures import sheets

@@ -128,7 +128,7 @@ MISTAKES = [
     (["plan", "train.round=3"], "nearest known one is train.rounds"),
     (["plan", "one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
-    (["reprot"], "unknown command 'reprot'; did you mean 'report'?"),
+    (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
     (["run", "train.round=3"], "nearest known one is train.rounds"),
     (["list", "methods"], "methods is nothing to list; give nothing, or keys, such as hpcfl list keys"),

@@ -144,9 +144,9 @@ def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: 
     ("words", "said"),
     [
         (["methods"], "methods is nothing to list; give nothing, or keys, such as hpcfl list keys method.pf"),
-        (["keys", "pfedla"], "the nearest one is method.pfedla: hpcfl list keys method.pfedla"),
+        (["keys", "pfedla"], "did you mean method.pfedla?"),
         (["keys", "zzz"], "zzz is no key and no group of keys; see hpcfl list keys"),
-        (["keys", "train.round"], "the nearest one is train.rounds: hpcfl list keys train.rounds"),
+        (["keys", "train.round"], "did you mean train.rounds?"),
         (["--markdown"], "--markdown is for keys; type hpcfl list keys --markdown"),
     ],
 )

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.formatting import as_text
 from hpcfl.main import main
 from hpcfl.tables.claims import document, overview, read_claims
-from hpcfl.tables.document import as_text
 
 FULL = """\
 title: A table

@@ -25,7 +25,6 @@ from hpcfl.results.statistics import (
 )
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Cell, Shrinking, Table
-from hpcfl.tables.document import Document, Grid, as_latex, as_markdown, as_text
 from hpcfl.tables.figures import entries
 from hpcfl.tables.quantities import QUANTITIES
 from hpcfl.tables.writing import MOST_CLIENT_LINES, FromHistories, write, write_results
@@ -441,48 +440,6 @@ def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
     assert (line["title"], line["rounds"], line["accuracy_seed_1"]) == (shrunk, "3", "0.25")
     assert (tmp_path / "out" / "table.md").read_text().startswith(f"# {shrunk}\n\ntiny: 4 clients\n")
     assert r"\textbf{Two \& two (shrunk: at most 3 rounds" in (tmp_path / "out" / "table.tex").read_text()
-
-
-# Formats
-
-DOCUMENT = Document(
-    "50 % & more_{x}",
-    ["a note ~ with \\ and ^, <1> | #2 $"],
-    [
-        Grid("", ["method", "a & b"], [["x_1", "1 ± 2"], ["a|b", ""]]),
-        Grid("second", ["m"], [["1"]], "50 % below"),
-    ],
-)
-
-
-def test_text_is_aligned() -> None:
-    lines = as_text(DOCUMENT).splitlines()
-    assert lines[4:7] == ["method  a & b", "x_1     1 ± 2", "a|b"]
-    assert lines[8:] == ["second:", "m", "1", "", "50 % below"]
-
-
-def test_markdown_keeps_its_columns() -> None:
-    lines = as_markdown(DOCUMENT).splitlines()
-    assert lines[4:8] == ["| method | a & b |", "| --- | --- |", "| x_1 | 1 ± 2 |", "| a&#124;b |  |"]
-    assert lines[9] == "## second"
-    assert lines[-2:] == ["", "50 % below"]
-
-
-def test_latex_has_no_character_that_means_something() -> None:
-    latex = as_latex(DOCUMENT)
-    assert r"\textbf{50 \% \& more\_\{x\}}" in latex
-    assert r"a note \textasciitilde{} with \textbackslash{} and \textasciicircum{}, " in latex
-    assert r"\textless{}1\textgreater{} \textbar{} \#2 \$" in latex
-    assert latex.endswith("\\end{tabular}\\par\n\\noindent 50 \\% below\\par\n")
-    body = [line for line in latex.splitlines() if not line.startswith("%")]
-    plain = re.sub(r"\\[&%$#_{}]", "", "\n".join(body))
-    assert plain.count("{") == plain.count("}")
-    assert plain.count("$") % 2 == 0
-    assert not re.search("[_#^~%]", plain)
-    assert plain.count(r"\begin{tabular}") == plain.count(r"\end{tabular}") == 2
-    first = body[body.index(r"\medskip\noindent\begin{tabular}{lr}") :]
-    rows = [line for line in first[: first.index(r"\end{tabular}\par")] if line.endswith(r"\\")]
-    assert rows == [r"method & a \& b \\", r"x\_1 & 1 $\pm$ 2 \\", r"a\textbar{}b &  \\"]
 
 
 # The command

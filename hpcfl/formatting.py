@@ -1,0 +1,185 @@
+"""Numbers, tables and hints as people read them: the one place that lays out what is printed."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+
+TEXT_WIDTH = 110
+"""Of sentences on a terminal; tables are as wide as they are."""
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_LEVELS = ".:-=+*#@"
+
+
+def readable_bytes(count: float) -> str:
+    """Return a number of bytes with three digits and its unit, such as "16.4 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def readable_seconds(seconds: float) -> str:
+    """Return a short time with three digits and its unit, such as "1.5 ms"."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as days, hours, minutes and seconds, such as "1:02:03"."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def percent(mean: float | None, deviation: float | None = None) -> str:
+    """Return a fraction in %, such as "61.4 ± 0.5"; "" for None."""
+    if mean is None:
+        return ""
+    return f"{100 * mean:.1f}{'' if deviation is None else f' ± {100 * deviation:.1f}'}"
+
+
+def half_width(mean: float, width: float, digits: int) -> str:
+    """Return half the width of a confidence interval in points, with a star where it excludes 0.
+
+    "-" where there is none (nan).
+    """
+    return "-" if math.isnan(width) else f"± {100 * width:.{digits}f}{' *' * (abs(mean) > width)}"
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return a hint at the known word that is most like another one, or `otherwise` if none is like it."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]}?" if near else otherwise
+
+
+def curve(values: Sequence[float], width: int, encoding: str) -> str:
+    """Return fractions such as accuracies as `lowest ▁▃▅█ highest` (see `sparkline`); "" without any."""
+    if not len(values):
+        return ""
+    return f"{min(values):.2%} {sparkline(values, width, encoding)} {max(values):.2%}"
+
+
+def sparkline(values: Sequence[float], width: int, encoding: str) -> str:
+    """Return numbers as at most `width` characters between the lowest and the highest.
+
+    If there are more numbers, neighbours share a character of the height of their mean. Characters are ASCII
+    where the encoding has no blocks.
+    """
+    if not len(values):
+        return ""
+    means = np.array([part.mean() for part in np.array_split(values, min(width, len(values)))])
+    lowest, highest = means.min(), means.max()
+    heights = (means - lowest) / (highest - lowest) if highest > lowest else np.zeros(len(means))
+    try:
+        BLOCKS.encode(encoding)
+        levels = BLOCKS
+    except (UnicodeEncodeError, LookupError):
+        levels = ASCII_LEVELS
+    return "".join(levels[round(height * (len(levels) - 1))] for height in heights.tolist())
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column stands on the left, the others on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of Markdown; the first row is its header."""
+    lines = (rows[0], ["---"] * len(rows[0]), *rows[1:])
+    return "".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n" for line in lines)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One table of a document."""
+
+    caption: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+    """A sentence below it."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """All that is printed of a table, in no format yet."""
+
+    title: str
+    notes: list[str]
+    grids: list[Grid]
+
+
+def as_text(document: Document) -> str:
+    """Return a document as aligned columns for a terminal."""
+    notes = [textwrap.fill(note, TEXT_WIDTH) for note in document.notes]
+    parts = [f"# {document.title}\n", *(f"{note}\n" for note in notes)]
+    for grid in document.grids:
+        caption = textwrap.fill(f"{grid.caption}:", TEXT_WIDTH) + "\n" if grid.caption else ""
+        parts.append(caption + "\n".join(aligned([grid.header, *grid.rows])) + "\n")
+        if grid.note:
+            parts.append(textwrap.fill(grid.note, TEXT_WIDTH) + "\n")
+    return "\n".join(parts)
+
+
+def as_markdown(document: Document) -> str:
+    """Return a document as Markdown."""
+    parts = [f"# {document.title}\n", *(f"{note}\n" for note in document.notes)]
+    for grid in document.grids:
+        if grid.caption:
+            parts.append(f"## {grid.caption}\n")
+        parts.append(markdown([grid.header, *grid.rows]))
+        if grid.note:
+            parts.append(f"{grid.note}\n")
+    return "\n".join(parts)
+
+
+def as_latex(document: Document) -> str:
+    r"""Return a document as LaTeX to be put into another with \input; it needs no package."""
+    parts = [f"% {document.title}", *(f"% {note}" for note in document.notes), ""]
+    notes = " ".join(map(_escaped, document.notes))
+    parts += [rf"\noindent\textbf{{{_escaped(document.title)}}}\par", rf"\noindent {notes}\par"]
+    for grid in document.grids:
+        if grid.caption:
+            parts.append(rf"\medskip\noindent\textbf{{{_escaped(grid.caption)}}}\par")
+        header, *rows = (" & ".join(map(_escaped, line)) + r" \\" for line in (grid.header, *grid.rows))
+        parts += [
+            rf"\medskip\noindent\begin{{tabular}}{{l{'r' * (len(grid.header) - 1)}}}",
+            r"\hline",
+            header,
+            r"\hline",
+            *rows,
+            r"\hline",
+            r"\end{tabular}\par",
+            *([rf"\noindent {_escaped(grid.note)}\par"] if grid.note else []),
+        ]
+    return "\n".join(parts) + "\n"
+
+
+_LATEX = str.maketrans(
+    {character: rf"\{character}" for character in "&%$#_{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "±": r"$\pm$",
+    }
+)
+
+
+def _escaped(text: str) -> str:
+    return text.translate(_LATEX)

@@ -1,0 +1,115 @@
+"""Numbers and tables as people read them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from hpcfl.formatting import (
+    ASCII_LEVELS,
+    BLOCKS,
+    Document,
+    Grid,
+    aligned,
+    as_latex,
+    as_markdown,
+    as_text,
+    clock,
+    curve,
+    did_you_mean,
+    half_width,
+    percent,
+    readable_bytes,
+    readable_seconds,
+    sparkline,
+)
+
+
+def test_numbers_have_three_digits_and_a_unit() -> None:
+    counts = [0, 999, 1000, 16_440_000, 999_600_000, 2e12, 3e16]
+    said = ["0 B", "999 B", "1 kB", "16.4 MB", "1 GB", "2 TB", "3e+04 TB"]
+    assert [readable_bytes(count) for count in counts] == said
+    assert [readable_seconds(value) for value in (0.00154, 0.25, 12.345)] == ["1.54 ms", "250 ms", "12.3 s"]
+    assert [clock(value) for value in (61.4, 7200, 90_000)] == ["0:01:01", "2:00:00", "1 day, 1:00:00"]
+
+
+def test_shares_and_intervals_are_in_points() -> None:
+    assert [percent(0.614), percent(0.614, 0.005), percent(None)] == ["61.4", "61.4 ± 0.5", ""]
+    assert half_width(0.02, 0.01, 1) == "± 1.0 *"
+    assert half_width(-0.01, 0.02, 2) == "± 2.00"
+    assert half_width(0.02, math.nan, 1) == "-"
+
+
+def test_a_hint_names_the_nearest_word() -> None:
+    assert did_you_mean("roudns", ["round", "rounds", "lr"]) == "; did you mean rounds?"
+    assert did_you_mean("x", ["rounds"]) == ""
+    assert did_you_mean("x", ["rounds"], "; see --help") == "; see --help"
+
+
+def test_only_the_first_column_stands_on_the_left() -> None:
+    assert aligned([["a", "bc", ""], ["def", "g", "hi"]]) == ["a    bc", "def   g  hi"]
+
+
+def test_each_value_has_the_character_of_its_height() -> None:
+    values = np.linspace(0.2, 0.9, 8).tolist()
+    assert curve(values, 40, "utf-8") == f"20.00% {BLOCKS} 90.00%"
+    assert sparkline(values[::-1], 40, "utf-8") == BLOCKS[::-1]
+    assert curve([0.5], 40, "utf-8") == "50.00% ▁ 50.00%"
+    assert curve([], 40, "utf-8") == sparkline([], 40, "utf-8") == ""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "no such encoding"])
+def test_encodings_without_blocks_get_ascii(encoding: str) -> None:
+    assert sparkline(list(range(8)), 8, encoding) == ASCII_LEVELS
+    assert len(ASCII_LEVELS) == len(BLOCKS)
+    assert ASCII_LEVELS.isascii()
+
+
+def test_several_values_share_a_character_of_their_mean() -> None:
+    # the means of the pairs are 0.5, 2.5 and 4.5
+    assert sparkline([0, 1, 2, 3, 4, 5], 3, "utf-8") == "▁▅█"
+    assert curve([0.0, 0.1, 0.2, 0.3], 2, "utf-8") == "0.00% ▁█ 30.00%"
+    assert len(sparkline(list(range(2500)), 40, "utf-8")) == 40
+
+
+DOCUMENT = Document(
+    "50 % & more_{x}",
+    ["a note ~ with \\ and ^, <1> | #2 $"],
+    [
+        Grid("", ["method", "a & b"], [["x_1", "1 ± 2"], ["a|b", ""]]),
+        Grid("second", ["m"], [["1"]], "50 % below"),
+    ],
+)
+
+
+def test_text_is_aligned() -> None:
+    lines = as_text(DOCUMENT).splitlines()
+    assert lines[4:7] == ["method  a & b", "x_1     1 ± 2", "a|b"]
+    assert lines[8:] == ["second:", "m", "1", "", "50 % below"]
+
+
+def test_markdown_keeps_its_columns() -> None:
+    lines = as_markdown(DOCUMENT).splitlines()
+    assert lines[4:8] == ["| method | a & b |", "| --- | --- |", "| x_1 | 1 ± 2 |", "| a&#124;b |  |"]
+    assert lines[9] == "## second"
+    assert lines[-2:] == ["", "50 % below"]
+
+
+def test_latex_has_no_character_that_means_something() -> None:
+    latex = as_latex(DOCUMENT)
+    assert r"\textbf{50 \% \& more\_\{x\}}" in latex
+    assert r"a note \textasciitilde{} with \textbackslash{} and \textasciicircum{}, " in latex
+    assert r"\textless{}1\textgreater{} \textbar{} \#2 \$" in latex
+    assert latex.endswith("\\end{tabular}\\par\n\\noindent 50 \\% below\\par\n")
+    body = [line for line in latex.splitlines() if not line.startswith("%")]
+    plain = re.sub(r"\\[&%$#_{}]", "", "\n".join(body))
+    assert plain.count("{") == plain.count("}")
+    assert plain.count("$") % 2 == 0
+    assert not re.search("[_#^~%]", plain)
+    assert plain.count(r"\begin{tabular}") == plain.count(r"\end{tabular}") == 2
+    first = body[body.index(r"\medskip\noindent\begin{tabular}{lr}") :]
+    rows = [line for line in first[: first.index(r"\end{tabular}\par")] if line.endswith(r"\\")]
+    assert rows == [r"method & a \& b \\", r"x\_1 & 1 $\pm$ 2 \\", r"a\textbar{}b &  \\"]
