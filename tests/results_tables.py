@@ -56,7 +56,6 @@ CELLS: dict[str, tuple[str, Callable[[Line], str]]] = {
     "seeds": ("seeds", lambda line: line["seeds"]),
     "down": ("bytes down", lambda line: sent(line, "down")),
     "up": ("bytes up", lambda line: sent(line, "up")),
-    "gradients": ("gradients", lambda line: f"{float(line['gradients_a_batch']):.3g}"),
     "finetune": ("fine-tuning", lambda line: line["finetune_epochs"]),
     "tuned": ("chosen on validation samples", lambda line: line["tuned"]),
 }

@@ -39,8 +39,6 @@ MESSAGE_TURNS = 5
 METHOD_SAMPLES = 200
 """Those of each client in the comparison of methods."""
 CHECKPOINT_EVERY = 50
-FORWARD = 1 / 3
-"""Cost of a forward pass, or of a gradient of the last layers alone, in gradients of a network."""
 METHODS_BESIDE_FEDAVG = 3
 """Methods that are compared with one run of FedAvg, just before them."""
 
@@ -132,13 +130,10 @@ def _waiting(world: World, folder: Path) -> dict[str, float]:
 
 
 def methods(world: World, device: str = "cpu") -> Iterator[Ratio]:
-    """Time each method's round and evaluation over FedAvg's, beside the gradients that it needs in theory.
+    """Time each method's round over FedAvg's.
 
-    A method's figure is seconds of a round over FedAvg's, divided by its theory: gradients over FedAvg's, of
-    which a forward pass and a gradient of the last layers alone count a third. Its parts are the seconds of
-    training and of all else (server and messages) over those of FedAvg's whole round, the seconds of an
-    evaluation over FedAvg's, and what the theory consists of. Methods that train a network of their own have
-    no goal.
+    Its parts are the seconds of training and of all else (server and messages) over those of FedAvg's whole
+    round, and the seconds of an evaluation over FedAvg's.
     """
     # rounds 3, 5 and 7 are timed, which are not evaluated; evaluations after 2, 4 and 6
     settings: dict[str, Any] = {
@@ -153,38 +148,22 @@ def methods(world: World, device: str = "cpu") -> Iterator[Ratio]:
         warnings.simplefilter("ignore")
         for number, name in enumerate(others):
             if number % METHODS_BESIDE_FEDAVG == 0:
-                fedavg = _run(world, folder, settings | {"method": {"name": "fedavg"}})
-            other = _run(world, folder, settings | {"method": {"name": name}})
+                _, fedavg = _run(world, folder, settings | {"method": {"name": "fedavg"}})
+            _, other = _run(world, folder, settings | {"method": {"name": name}})
             if world.is_server:
                 yield _beside_fedavg(name, other, fedavg)
 
 
-def _beside_fedavg(name: str, other: tuple[Method, Timing], fedavg: tuple[Method, Timing]) -> Ratio:
-    """Return the cost of a method's round over FedAvg's, by their gradients."""
-    method, timing = other
-    training_s, server_s = _round_s(timing)
-    fedavg_s, epochs = sum(_round_s(fedavg[1])), fedavg[0].epochs_a_round
-    gradients, of_last_layers, forwards = (
-        own / epochs for own in (method.epochs_a_round, method.last_layers_epochs, method.forward_epochs)
-    )
-    theory = gradients - of_last_layers + (of_last_layers + forwards) * FORWARD
+def _beside_fedavg(name: str, other: Timing, fedavg: Timing) -> Ratio:
+    """Return the cost of a method's round over FedAvg's."""
+    training_s, server_s = _round_s(other)
+    fedavg_s = sum(_round_s(fedavg))
     parts = {
         "training": training_s / fedavg_s,
         "server": server_s / fedavg_s,
-        "evaluation": min(timing.evaluate_s) / min(fedavg[1].evaluate_s),
-        "gradients": gradients,
-        "of last layers": of_last_layers,
-        "forward passes": forwards,
-        "theory": theory,
+        "evaluation": min(other.evaluate_s) / min(fedavg.evaluate_s),
     }
-    has_own_network = method.network is not method.context.network
-    return Ratio(
-        f"{name}: round over FedAvg's / gradients over FedAvg's",
-        (training_s + server_s) / fedavg_s / theory,
-        None if has_own_network else 1.25,
-        "a network of its own" if has_own_network else "",
-        parts=parts,
-    )
+    return Ratio(f"{name}: round / FedAvg's", (training_s + server_s) / fedavg_s, parts=parts)
 
 
 def _round_s(timing: Timing) -> tuple[float, float]:

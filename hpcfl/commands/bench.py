@@ -29,9 +29,7 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     engines  the batched engine beside the loop engine (--device)
     scale    pFedLA's server with --clients (all ranks)
     rounds   what of pFedLA's is not training; messages, checkpoints, waiting (all ranks, --device)
-    methods  each beside FedAvg; training and server are of FedAvg's round, evaluation is of FedAvg's;
-             theory is gradients, of which those of the last layers and forward passes count a third
-             (all ranks, --device)
+    methods  each beside FedAvg: a round, of it training and server, and an evaluation (all ranks, --device)
     nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """

@@ -394,16 +394,6 @@ class Method:
         """`gradient_epochs` of this run."""
         return self.gradient_epochs(self.params, self.context.train)
 
-    @property
-    def last_layers_epochs(self) -> float:
-        """How many of `epochs_a_round` differentiate the last layers alone, at the cost of a forward pass."""
-        return 0
-
-    @property
-    def forward_epochs(self) -> float:
-        """How many forward passes without a gradient a client makes over its training data in a round."""
-        return 0
-
     def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
         """Return the initial running statistics: [U], or [C, U] for some clients."""
         buffers = self.layout.flatten(self.network)[1]

@@ -190,11 +190,6 @@ class FedAFK(Method):
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
         return train.local_epochs * (2 + params.mixing) + params.head_epochs
 
-    @property
-    def forward_epochs(self) -> float:
-        # the teacher's, at every step of the local update
-        return self.context.train.local_epochs if self.params.transfer else 0
-
     def mix(self, coefficient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
         """Return phi_p with the local head [C, P] from a [C], local and shared models [C, P] (eq. 3)."""
         body = self.layout.body

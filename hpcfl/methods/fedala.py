@@ -97,10 +97,6 @@ class FedALA(FedAvg):
         # W_i's pass goes over a share of the samples; the first learning takes several
         return train.local_epochs + params.share
 
-    @property
-    def last_layers_epochs(self) -> float:
-        return float(self.params.share)
-
     def combined(self, weights: Tensor, own: Tensor, shared: Tensor) -> Tensor:
         """Return hat_i [C, P] from W_i [C, numbers of the top], own and received models [C, P]."""
         theta = shared.clone(memory_format=torch.contiguous_format)

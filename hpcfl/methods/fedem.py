@@ -140,10 +140,6 @@ class FedEM(FedAvg):
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
         return train.local_epochs * params.components
 
-    @property
-    def forward_epochs(self) -> float:
-        return self.params.components
-
     @classmethod
     def finetuning_gradients(cls, params: Any) -> float:
         return float(params.components)

@@ -154,11 +154,6 @@ class FedFomo(ModelBank):
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
         return train.local_epochs * (1 - params.held_out)
 
-    @property
-    def forward_epochs(self) -> float:
-        # its last two models and the received ones, on what it holds out
-        return (2 + self.num_models) * float(self.params.held_out)
-
     @classmethod
     def finetuning_gradients(cls, params: Any) -> float:
         return 1 - float(params.held_out)

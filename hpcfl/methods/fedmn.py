@@ -211,10 +211,6 @@ class FedMN(Method):
         keep = self._is_router if self.negotiates(cohort.round) else self._is_pretrained
         return Message(shared={"theta": server["theta"]}, keep={"theta": keep})
 
-    @property
-    def forward_epochs(self) -> float:
-        return 1
-
     def request(self, clients: Clients, down: Message) -> Message:
         logits = self.logits(clients, down)
         soft = torch.stack(

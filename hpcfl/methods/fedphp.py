@@ -66,10 +66,6 @@ class FedPHP(OwnBesideGlobal):
     def client_state(self, clients: Sequence[int]) -> State:
         return super().client_state(clients) | {"count": torch.zeros(len(clients), dtype=torch.int64)}
 
-    @property
-    def forward_epochs(self) -> float:
-        return 1
-
     def train(self, clients: Clients, down: Message) -> Message:
         private, buffers = clients["theta"], clients.buffers.clone()
         count = clients["count"]

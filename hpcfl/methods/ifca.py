@@ -93,9 +93,5 @@ class IFCA(Method):
         return {"models": 4 * self.largest_row}
 
     @property
-    def forward_epochs(self) -> float:
-        return self.params.clusters
-
-    @property
     def largest_row(self) -> int:
         return self.params.clusters * self.layout.size

@@ -52,10 +52,6 @@ class Moon(FedAvg):
             previous["previous_buffers"] = self.initial_buffers(clients)
         return previous | {"count": torch.zeros(len(clients), dtype=torch.int64)}
 
-    @property
-    def forward_epochs(self) -> float:
-        return 2
-
     def train(self, clients: Clients, down: Message) -> Message:
         received = {"theta": down["theta"], BUFFERS: clients.buffers}
         previous = {"theta": clients["previous"], BUFFERS: clients.buffers}

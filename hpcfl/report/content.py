@@ -20,7 +20,6 @@ from hpcfl.results.run import Columns, Run
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
 from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
-from hpcfl.training.batches import minibatches
 
 PICTURE_BYTES = 1_400_000
 """What the pictures of all runs of a page take, before base64."""
@@ -86,7 +85,8 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
     best = int(np.argmax(np.nan_to_num(metrics["accuracy_mean"], nan=-1)))
     kept = np.union1d(kept, [best])
     notes = [] if len(kept) == count else [f"curves: {len(kept)} of {count} evaluations"]
-    gradients = _gradients_a_round(run)
+    seconds = np.diff(metrics.get("train_s", np.zeros(count)), prepend=0.0)
+    steps = np.cumsum(metrics["client_steps_per_s"] * seconds).round()
     sent = sum(values for name, values in metrics.items() if "bytes_" in name)
     has_detail = num_runs <= MOST_CONFIGURATIONS
     pictures = [
@@ -112,12 +112,12 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
         "isFinished": run.is_finished and done == config.train.rounds,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, gradients, has_unseen, has_diverged, num_runs),
+        "headline": _headline(run, clients, best, steps[-1], has_unseen, has_diverged, num_runs),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
             "bytes": numbers(np.asarray(sent)[kept], 6),
-            "gradients": numbers(metrics["round"][kept] * gradients, 6) if gradients else [],
+            "steps": numbers(steps[kept], 6),
             **{name: numbers(metrics[name][kept]) for name in (*CURVES, *UNSEEN_CURVES) if name in metrics},
         },
         "bands": bands,
@@ -142,7 +142,7 @@ def _headline(
     run: Run,
     clients: Columns,
     best: int,
-    gradients: float,
+    steps: float,
     has_unseen: bool,
     has_diverged: bool,
     num_runs: int,
@@ -197,7 +197,7 @@ def _headline(
         *of_diverged,
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
         entry("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
-        entry("Gradients", f"{last['round'] * gradients:,.0f}", last["round"] * gradients, "of mini-batches"),
+        entry("Training steps", f"{steps:,.0f}", steps, "of all clients"),
     ]
 
 
@@ -243,17 +243,6 @@ def _clients(run: Run) -> Columns:
 def _samples(run: Run, name: str) -> np.ndarray:
     """Return a column of partition.csv, summed over classes [N]."""
     return np.bincount(run.partition["client"].astype(int), weights=run.partition[name])
-
-
-def _gradients_a_round(run: Run) -> float:
-    """Return about how many gradients of mini-batches a round takes; 0 where samples are not known."""
-    if "client" not in run.partition:
-        return 0.0
-    config, samples = run.config, _samples(run, "train_samples").astype(int)
-    samples, train = samples[: len(samples) - run.num_unseen], config.train
-    batches = [len(minibatches(count, train.batch_size, train.last_batch)) for count in samples.tolist()]
-    epochs = METHODS[config.method].gradient_epochs(config.params, train)
-    return float(np.mean(batches)) * epochs * train.cohort_size(len(samples))
 
 
 def _bands(run: Run, rounds: np.ndarray) -> Json:

@@ -614,7 +614,7 @@ const DRAWINGS = {
     return bars(place, { title: "Where the time went", remark: "The rest: messages, the server, waiting, start.", rows: there.map((run) => ({ name: run.label, values: Object.values(run.seconds) })), parts, format: seconds, label: "time" });
   },
   "by-bytes": (place, runs) => byCost(place, runs, "bytes", { label: "bytes sent", format: bytes, remark: "Everything sent down and up, running statistics and indices too." }),
-  "by-gradients": (place, runs) => byCost(place, runs, "gradients", { label: "gradients of mini-batches", format: whole, tick: short, remark: "About what training computes, all clients together." }),
+  "by-steps": (place, runs) => byCost(place, runs, "steps", { label: "training steps", format: whole, tick: short, remark: "Of all clients together; a step costs some methods more than others." }),
 };
 
 const drawn = new Map();

@@ -9,7 +9,6 @@ from math import isnan, nan
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
-from hpcfl.methods import METHODS
 from hpcfl.results.comparison import scored_when
 from hpcfl.results.statistics import (
     Interval,
@@ -77,12 +76,6 @@ class Entry:
     def published(self) -> float | None:
         """In %."""
         return self.row.published.get(self.column)
-
-    @property
-    def gradients_a_batch(self) -> float:
-        """Gradients that a client takes of each mini-batch, where plain local training takes one."""
-        config = self.config
-        return METHODS[config.method].gradient_epochs(config.params, config.train) / config.train.local_epochs
 
     @property
     def scored(self) -> str:

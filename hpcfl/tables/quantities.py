@@ -75,9 +75,6 @@ QUANTITIES = {
     "bytes_down": Quantity("bytes down", _bytes("down")),
     "bytes_up": Quantity("bytes up", _bytes("up")),
     "published_bytes": Quantity("published bytes down and up", _published_bytes, of_runs=False),
-    "gradients": Quantity(
-        "gradients a mini-batch", lambda entry: f"{entry.gradients_a_batch:.3g}", of_runs=False
-    ),
     "finetune_epochs": Quantity(
         "fine-tuning epochs", lambda entry: str(entry.config.train.finetune_epochs), of_runs=False
     ),
@@ -98,7 +95,6 @@ DEFAULT_SHOW = (
     "seeds",
     "bytes_down",
     "bytes_up",
-    "gradients",
     "finetune_epochs",
     "steps_per_s",
     "rounds",

@@ -50,7 +50,6 @@ COLUMNS = (
     "rounds",
     "eval_split",
     *COSTS,
-    "gradients_a_batch",
     "finetune_epochs",
     "tuned",
     "title",
@@ -243,7 +242,6 @@ def _line(entry: Entry) -> dict[str, Any]:
         **{f"seeds_{moment}": entry.count(f"accuracy_{moment}") for moment in MOMENTS},
         "rounds": entry.config.train.rounds,
         "eval_split": entry.config.run.eval_split,
-        "gradients_a_batch": entry.gradients_a_batch,
         "finetune_epochs": entry.config.train.finetune_epochs,
         "tuned": entry.row.tuned,
     }

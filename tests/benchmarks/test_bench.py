@@ -120,20 +120,14 @@ def test_engines_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    names = ("fedavg", "ifca", "fedmn", "fedala")
+    names = ("fedavg", "ifca", "fedmn")
     monkeypatch.setattr(runs, "METHODS", {name: METHODS[name] for name in names})
     monkeypatch.setattr(runs, "METHOD_SAMPLES", 20)
-    ifca, fedmn, fedala = methods(open_world())
-    assert ifca.name.startswith("ifca: ")
-    theory = ("gradients", "of last layers", "forward passes", "theory")
-    assert [ifca.parts[part] for part in theory] == pytest.approx([1, 0, 2, 5 / 3])
-    assert [fedala.parts[part] for part in theory] == pytest.approx([1.8, 0.8, 0, 1 + 0.8 / 3])
-    for method in (ifca, fedala):
-        round_ = method.parts["training"] + method.parts["server"]
-        assert method.value == pytest.approx(round_ / method.parts["theory"])
-        assert min(method.parts["server"], method.parts["evaluation"]) > 0
-    assert (ifca.goal, fedmn.goal) == (1.25, None)
-    assert fedmn.detail == "a network of its own"
+    found = [*methods(open_world())]
+    assert [method.name for method in found] == ["ifca: round / FedAvg's", "fedmn: round / FedAvg's"]
+    for method in found:
+        assert method.value == pytest.approx(method.parts["training"] + method.parts["server"])
+        assert min(method.parts.values()) > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -71,7 +71,7 @@ def image(page: Page, selector: str) -> str:
     return str(page.locator(selector).first.evaluate("canvas => canvas.toDataURL()"))
 
 
-KINDS = ("accuracy", "loss", "clients", "picture", "bytes", "seconds", "by-bytes", "by-gradients")
+KINDS = ("accuracy", "loss", "clients", "picture", "bytes", "seconds", "by-bytes", "by-steps")
 
 
 def test_a_run_is_drawn_whole(browser: Browser, pfedla: Path) -> None:
@@ -172,7 +172,7 @@ def test_runs_side_by_side_are_drawn_when_they_are_opened(browser: Browser, pfed
     shares = RNG.random((4, 5)).astype(np.float32)
     apfl = make_run(pfedla.parent / "apfl", rising(4, 5), ["method.name=apfl"], of_method={"alpha": shares})
     path = written(apfl, pfedla)
-    side_by_side = ("accuracy", "loss", "distribution", "bytes", "seconds", "by-bytes", "by-gradients")
+    side_by_side = ("accuracy", "loss", "distribution", "bytes", "seconds", "by-bytes", "by-steps")
     draws_all(browser, path, *side_by_side)
     with opened_page(browser, path) as opened:
         page = opened.page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import tomllib
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [entry["name"] for entry in run["headline"]][:3] == ["Mean accuracy", "Spread", "Worst tenth"]
     assert run["layerBytes"]["layers"] == ["conv1", "conv2", "fc1", "fc2"]
     # 3 clients of 14 samples: one mini-batch of each, in each of 2 rounds
-    assert run["curves"]["gradients"] == [3, 6]
+    assert run["curves"]["steps"] == [3, 6]
     assert set(run["seconds"]) == {"training", "evaluation", "checkpoints", "the rest"}
     assert min(run["seconds"]["training"], run["seconds"]["evaluation"], run["seconds"]["checkpoints"]) > 0
     assert run["pictures"][0]["axes"] == ["client", "layer", "client"]
@@ -122,10 +121,8 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
         [0.1, 0.2, 0.3],
         [0.9, 0.8, 0.7],
     )
-    # 40 samples are 3 mini-batches, 5 epochs of the 4
-    config = load_run(folder).config.train
-    a_round = 4 * math.ceil(40 / config.batch_size) * config.local_epochs
-    assert run["curves"]["gradients"] == [a_round, 2 * a_round, 3 * a_round]
+    # 10 steps a round
+    assert run["curves"]["steps"] == [10, 20, 30]
     # a quantile over the four
     assert run["bands"]["accuracy"][1][-1] == pytest.approx(np.quantile(seen[-1], 0.25), abs=1e-4)
 
