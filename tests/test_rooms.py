@@ -27,7 +27,7 @@ ROOMS = [
     ["communication", "data", "models"],
     ["parameters", "torchvision_parts"],
     ["own_code"],
-    ["pictures", "randomness", "settings"],
+    ["randomness", "settings"],
     ["errors", "formatting", "machine", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""

@@ -89,7 +89,7 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
     refuse_single_samples(config, method)
     if options.ranks is not None:
         refuse_chain(method, ranks - 1)
-    elif method.chain is not None:
+    elif method.sequential is not None:
         ranks = min(ranks, 2)
     rehearsal = rehearse(_here(config), arrays, parts)
     if rehearsal.has_diverged:
@@ -237,7 +237,7 @@ def _network(network: Network) -> str:
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
     """Yield the table of times, of the ranks that are asked for and of others."""
     per_node = planner.network.ranks_per_node
-    most = 2 if method.chain is not None else max(NODES) * per_node
+    most = 2 if method.sequential is not None else max(NODES) * per_node
     estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
     header = "nodes, ranks, in all, round, training, server, network, evaluation, limited by"
     rows = [header.split(", ")]

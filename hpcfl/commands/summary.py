@@ -66,6 +66,6 @@ def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:
     words = [] if options.config is None else [str(options.config)]
     words += [word for word in options.overrides if not word.startswith("method.")]
     words.append(f"method.name={other}")
-    if config.train.buffers not in (None, *METHODS[other].buffer_policies):
+    if config.train.buffers not in (None, *METHODS[other].traits.buffers):
         words.append("train.buffers=null")
     return command_line(words, num_ranks)

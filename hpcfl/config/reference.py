@@ -127,7 +127,7 @@ def _defaults_of(method: str) -> Iterator[Key]:
     """Yield the keys of every run that have another default with a method."""
     for key in _keys_of(f"method.{method}", "train", TrainConfig):
         name = key.name.removeprefix("train.")
-        if name in (other := METHODS[method].train_defaults):
+        if name in (other := METHODS[method].traits.train_defaults):
             yield Key(key.group, key.name, key.meaning, key.kind, key.values, shown(other[name]), key.origin)
 
 

@@ -57,7 +57,7 @@ def resolve(tree: Mapping[str, Any]) -> Config:
     }
     if data.get("clients") is None and PARTITIONS[names["data.partition"]].counts is not None:
         data["clients"] = DEFAULT_CLIENTS
-    given["train"] = METHODS[names["method"]].train_defaults | given["train"]
+    given["train"] = METHODS[names["method"]].traits.train_defaults | given["train"]
     options = {group: choice.options_of(names[group]) for group, choice in CHOICES.items()}
     kinds: dict[str, type[Settings]] = {
         "method": options["method"],

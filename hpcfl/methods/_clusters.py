@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS
-from hpcfl.methods.base import buffers_of_models
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import sample_losses
 
@@ -18,7 +17,10 @@ def best_model(clients: Clients, models: Tensor) -> tuple[Tensor, Tensor]:
     statistics of its model.
     """
     count = models.shape[1]
-    buffers = buffers_of_models(clients, count)
+    buffers = clients.buffers
+    if buffers.dim() == 2:
+        # the client's own, with whichever model it takes
+        buffers = buffers.unsqueeze(1).expand(-1, count, -1)
     losses = []
     for number in range(count):
         model = {"theta": models[:, number], BUFFERS: buffers[:, number]}

@@ -26,7 +26,7 @@ class OwnLayers(FedAvg):
     coverage, the share of clients that were sampled at least once.
     """
 
-    has_global_model = False
+    traits = FedAvg.traits.replace(has_global_model=False)
     own_part: ClassVar[str]
     """Name of the private layers in the client state and in checkpoints."""
 
@@ -58,16 +58,16 @@ class OwnLayers(FedAvg):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"] = torch.where(self.is_own, server["theta"], mean)
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self.merged(clients, down)})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""
         theta = self.merged(clients, down)
         # by numbers and not by the mask, whose positions a GPU would have to tell the host
         places = self.is_own.nonzero().squeeze(1).to(clients.device)
         own = clients.descent(theta[:, places])
-        with self.fixed_buffers(clients):
+        with self.keeping_averaged_buffers(clients):
             for batch in clients.batches("finetune"):
                 theta[:, places] = own.theta
                 gradient, losses = clients.plain_gradient(theta[batch.members], batch)

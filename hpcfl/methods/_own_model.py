@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hpcfl.communication.messages import Message
-from hpcfl.methods.base import Method, State
+from hpcfl.methods.base import Method, State, Traits
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training.clients import Clients
 
@@ -20,26 +20,26 @@ class OwnModel(Method):
     that were sampled at least once.
     """
 
-    scored_moment = "training"
-    buffer_policies = ("local",)
+    traits = Traits(eval_after="training", buffers=("local",))
 
     def client_state(self, clients: Sequence[int]) -> State:
         return {"theta": self.context.initial_parameters(clients)}
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": clients["theta"]})
 
 
 class OwnBesideGlobal(OwnModel, FedAvg):
     """Each client keeps its own model, which is evaluated; the server sends a global model `theta`."""
 
+    traits = OwnModel.traits.replace(has_global_model=True)
     # explicit, so that the order of the base classes does not matter
-    personalised = OwnModel.personalised
+    eval_model = OwnModel.eval_model
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         """Let a new client's own model start as the global one, and do its first round."""
         clients["theta"] = down["theta"].clone(memory_format=torch.contiguous_format)
-        return super().adapt(clients, down)
+        return super().new_client_model(clients, down)
 
-    def received(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})

@@ -20,7 +20,7 @@ starts as the received w, and it does one round (not in the paper).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -29,7 +29,7 @@ from torch import Tensor
 from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
-from hpcfl.pictures import Picture
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
 
@@ -50,10 +50,10 @@ class APFL(OwnBesideGlobal):
     name = "apfl"
     summary = "each client's own model and the global one, mixed by a learnt weight"
     Params = APFLParams
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("client",)}
-    pictures = (
-        Picture(
+    diagnostics = (
+        Diagnostic(
             "alpha",
+            ("client",),
             "How much each client leans on its own model",
             "Mixing weight of the own model; 1 is local training, 0 the global model.",
             low=0,
@@ -74,7 +74,7 @@ class APFL(OwnBesideGlobal):
         alpha_lr = clients.lr if self.params.alpha_lr is None else self.params.alpha_lr * clients.lr_decay
         for batch in clients.batches():
             members = batch.members
-            with clients.buffers_aside():
+            with clients.discarding_buffer_updates():
                 gradient, _ = clients.plain_gradient(shared.theta[members], batch)
             shared.step(members, gradient)
             share, models = alpha[members], (own.theta[members], shared.theta[members])
@@ -89,12 +89,9 @@ class APFL(OwnBesideGlobal):
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)
         return Message(rows={"theta": shared.theta})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         clients["own"] = down["theta"].clone(memory_format=torch.contiguous_format)
-        return super().adapt(clients, down)
-
-    def client_history(self, clients: Clients) -> State:
-        return {"alpha": clients["alpha"]}
+        return super().new_client_model(clients, down)
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:

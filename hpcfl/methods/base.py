@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
@@ -19,9 +20,9 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
-from hpcfl.pictures import Picture
 from hpcfl.settings import Settings
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -124,6 +125,34 @@ class Context:
         return self._theta.expand(len(clients), -1).clone()
 
 
+@dataclass(frozen=True)
+class Traits:
+    """What is fixed about a method, whatever its hyper-parameters; `replace` changes some in a subclass."""
+
+    eval_after: Literal["download", "training"] = "download"
+    """Whether the evaluated models (`eval_model`) exist after a download, or only after local training."""
+    buffers: tuple[BufferPolicy, ...] = ("average", "local")
+    """What `train.buffers`, the treatment of BatchNorm's running statistics, may be; the first is the
+    default. local: they stay with the client. average: the server averages them. mixed: the method mixes
+    them, in its own state."""
+    averages_own_buffers: bool = False
+    """Whether `aggregate` averages the clients' running statistics itself, for example cluster by cluster."""
+    has_global_model: bool = False
+    """Whether the server's `theta` [P], with the running statistics it averages, is one model for all."""
+    needs_body: bool = False
+    """Whether the method treats feature extractor and head differently; the network must then have both."""
+    uses_total_rounds: bool = False
+    """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
+    growing_state: frozenset[str] = frozenset()
+    """Tensors of the server's state whose shapes change with rounds; all others keep those of the start."""
+    train_defaults: dict[str, Any] = field(default_factory=dict)
+    """Defaults under `train.*` that differ from everybody's."""
+
+    def replace(self, **changes: Any) -> Traits:
+        """Return these traits with some changes."""
+        return replace(self, **changes)
+
+
 class Method:
     """One federated method, written as hooks that the round loop calls; a subclass overrides some of them.
 
@@ -135,37 +164,33 @@ class Method:
     name: ClassVar[str]
     summary: ClassVar[str]
     Params: ClassVar[Any] = Params
-    buffer_policies: ClassVar[tuple[BufferPolicy, ...]] = ("average", "local")
-    """What `train.buffers` may be; the first is the default."""
-    train_defaults: ClassVar[dict[str, Any]] = {}
-    """Defaults under `train.*` that differ from everybody's."""
-    scored_moment: ClassVar[Literal["download", "training"]] = "download"
-    """Whether the models that `personalised` returns exist after a download, or only after local training."""
-    growing_state: ClassVar[frozenset[str]] = frozenset()
-    """Tensors of the server's state whose shapes change with rounds; all others keep those of the start."""
-    schedule_uses_rounds: ClassVar[bool] = False
-    """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Axes of the diagnostics that tables summarise and pictures draw, by name: "client" first, then "layer",
-    "branch", "component", "path" or a second "client"."""
-    pictures: ClassVar[tuple[Picture, ...]] = ()
-    """What the method is known by, of diagnostics with `history_axes`."""
-
-    needs_body: ClassVar[bool] = False
-    """Whether the method treats feature extractor and head differently; the network must then have both."""
+    traits: Traits = Traits()
+    diagnostics: tuple[Diagnostic, ...] = ()
+    """What evaluations record of the method, for pages, figures and tables."""
 
     sharded_state: str | None = None
     """The client state [N, P] that the server's hooks mix and compare through `sharded`; None: no state."""
     sharded: ShardedRows
     """The rows of `sharded_state`, set when a run begins; a hook that gets an upload reads that to its end
     first."""
+    num_models: int | None = None
+    """Number M of models that a client gets and trains, each with running statistics of its own: those of a
+    group are [C, M, U]. None: one model, and [C, U]."""
+    sequential: str | None = None
+    """The setting, such as `method.order=chain`, that makes each client of a round start where the client
+    before it ended (`Clients.handover`); this needs a single worker. None: clients are independent."""
 
-    has_global_model: ClassVar[bool] = False
-    """Whether the server's `theta` [P], with the running statistics it averages, is one model for all."""
-
-    chain: str | None = None
-    """The setting, such as `method.order=chain`, that makes each client of a round start from the weights of
-    the client before it; this needs a single worker. None: every client starts from its download."""
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a class whose hooks contradict each other."""
+        super().__init_subclass__()
+        if "as_module" in vars(cls) and cls.predict is Method.predict:
+            raise TypeError(
+                f"{cls.__name__} overrides as_module but not predict, so that evaluations would not use the "
+                "module; override both"
+            )
+        names = [diagnostic.name for diagnostic in cls.diagnostics]
+        if len(names) > len(set(names)):
+            raise TypeError(f"{cls.__name__} has two diagnostics of one name: {', '.join(names)}")
 
     def __init__(self, context: Context, params: Any) -> None:
         self.context = context
@@ -174,14 +199,17 @@ class Method:
         """What clients train."""
         self.layout = ParameterLayout(self.network)
         self.layers = self.make_layers()
-        self.buffers: BufferPolicy = context.train.buffers or self.buffer_policies[0]
-        if self.buffers not in self.buffer_policies:
+        allowed = self.traits.buffers
+        self.buffers: BufferPolicy = context.train.buffers or allowed[0]
+        if self.buffers not in allowed:
             raise UserError(
                 f"train.buffers={self.buffers} does not go with method.name={self.name}; "
-                f"allowed: {', '.join(self.buffer_policies)}"
+                f"allowed: {', '.join(allowed)}"
             )
-        if self.needs_body:
-            self.refuse_without_body()
+        if self.traits.needs_body:
+            self.check_body()
+
+    # what is made once
 
     def make_network(self) -> nn.Module:
         """Return what clients train, with its first weights; default: the configured model."""
@@ -191,13 +219,13 @@ class Method:
         """Return the layers, the units of weights, masks and byte counts; default: one layer per module."""
         return self.layout.layers()
 
-    def refuse_without_body(self) -> None:
+    def check_body(self) -> None:
         """Raise UserError where the network has no layers before its head."""
         if not self.body_layers.any():
             raise UserError(
                 f"method.name={self.name} tells a feature extractor from a head, and model.name="
-                f"{self.context.model_name} has no layers before its head here; use a model that "
-                "has, such as model.name=lenet"
+                f"{self.context.model_name} has no layers before its head here; use one that has, such as "
+                "model.name=lenet"
             )
 
     def server_state(self) -> State:
@@ -211,25 +239,11 @@ class Method:
         """
         return {}
 
+    # a round
+
     def download(self, server: State, cohort: Cohort) -> Message:
         """Return the message from the server to the cohort. Must not change the state."""
         return Message()
-
-    def scored(self, server: State, cohort: Cohort) -> Message:
-        """Return the message that an evaluation needs; its bytes do not count. Default: the download."""
-        return self.download(server, cohort)
-
-    def negotiates(self, round: int) -> bool:
-        """Return whether clients answer this round's download with a request, and the server sends more."""
-        return False
-
-    def request(self, clients: Clients, down: Message) -> Message:
-        """Return the request of a group, rows [C, ...]; the message `down` of `train` contains it."""
-        raise NotImplementedError
-
-    def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
-        """Return the server's answer to the cohort's requests, which are tensors [S, ...] by name."""
-        raise NotImplementedError
 
     def train(self, clients: Clients, down: Message) -> Message:
         """Train the clients of a group; return their upload, rows [C, ...].
@@ -239,26 +253,11 @@ class Method:
         """
         raise NotImplementedError
 
-    def leave_out(self, clients: Clients) -> None:
-        """Forget what `train` has just left in this object, if anything: a client of the group has diverged.
-
-        What it wrote to the clients' state is forgotten without this hook.
-        """
-
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        """Update the server's state from the cohort's upload: means of its tensors first, then its blocks."""
+        """Update the server's state from the cohort's upload: means of its tensors first, then its blocks.
 
-    def server_buffers(self) -> Tensor:
-        """Return the server's initial averaged running statistics: [U], or [M, U] of M models."""
-        return self.initial_buffers()
-
-    def download_buffers(self, server: State, cohort: Cohort) -> Message:
-        """Return the averaged running statistics that go down with a download; default: all to everybody."""
-        return Message(shared={BUFFERS: server[BUFFERS]})
-
-    def weights_of_buffers(self, cohort: Cohort) -> Tensor | None:
-        """Return the weights [S] of the clients' running statistics; None: `aggregate` averages them."""
-        return cohort.num_samples
+        It is called on the server alone; reading the upload is collective, and possible once.
+        """
 
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Update the server's state once models and running statistics are aggregated; default: nothing.
@@ -266,89 +265,97 @@ class Method:
         The cohort may be empty: its clients have all diverged, and nothing was aggregated.
         """
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    # which model is scored when
+
+    def eval_download(self, server: State, cohort: Cohort) -> Message:
+        """Return the message that an evaluation needs; its bytes do not count. Default: the download."""
+        return self.download(server, cohort)
+
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         """Return the models that are evaluated: `theta`, or a model's parts by name.
 
-        A part that all clients have in common is `shared` [P], the others are rows [C, P].
+        A part that all clients have in common is `shared` [P], the others are rows [C, P]. `down` is what
+        `eval_download` returned. The clients' state cannot be written here.
         """
         raise NotImplementedError
 
-    def received(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: Clients, down: Message) -> Message:
         """Return the models right after a download, before local training; empty where there are none.
 
-        `down` is what `scored` returned. Default: the evaluated models if `scored_moment` is "download".
+        Arguments as of `eval_model`. Default: the evaluated models if they exist then (`eval_after`).
         """
-        return self.personalised(clients, down) if self.scored_moment == "download" else Message()
+        return self.eval_model(clients, down) if self.traits.eval_after == "download" else Message()
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return the models of a group right after `train`, which returned `up`; empty where there are none.
 
-        Default: the evaluated models if `scored_moment` is "training", else the upload's `theta`. A method
-        that uploads anything but the trained model, such as a difference, overrides this hook.
+        Default: the evaluated models if they exist only then (`eval_after`), else the upload's `theta`. A
+        method that uploads anything but the trained model, such as a difference, overrides this hook. The
+        clients' state cannot be written here.
         """
-        if self.scored_moment == "training":
-            return self.personalised(clients, down)
+        if self.traits.eval_after == "training":
+            return self.eval_model(clients, down)
         return Message(rows={"theta": up.rows["theta"]}) if "theta" in up.rows else Message()
+
+    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+        """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
+        theta = self.eval_model(clients, down).of(len(clients))["theta"]
+        return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
 
     def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
         return clients.probabilities(model, position, x)
 
-    def network_of(self, model: Tensors) -> nn.Module:
-        """Return a client's evaluated model as a network from images to logits.
+    def as_module(self, model: Tensors) -> nn.Module:
+        """Return a client's evaluated model as a module from images to logits, whose softmax is `predict`'s.
 
-        `model` has `theta` [P], `buffers` [U], and what else `personalised` returns, without a client axis.
-        The softmax of the logits is what `predict` returns: a method that overrides one overrides both.
-        Default: the network that clients train.
+        `model` has `theta` [P], `buffers` [U], and what else `eval_model` returns, without a client axis. A
+        method that overrides `predict` and is no single module leaves this hook: its models are exported as
+        tensors. Default: the network that clients train.
         """
         return self.with_weights(model["theta"], model[BUFFERS])
 
-    def with_weights(self, theta: Tensor, buffers: Tensor) -> nn.Module:
-        """Return a copy of the network with weights [P] and running statistics [U], in evaluation mode."""
-        network = copy.deepcopy(self.network).eval()
-        network.load_state_dict(self.layout.views(theta) | self.layout.buffer_views(buffers))
-        return network
+    # clients that never took part in training
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
-        """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
-        theta = self.personalised(clients, down).of(len(clients))["theta"]
-        return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
-
-    def welcome(self, server: State, cohort: Cohort) -> Message:
+    def new_client_download(self, server: State, cohort: Cohort) -> Message:
         """Return the message to clients that never took part in training; its bytes do not count.
 
-        Their ids are N or more, so that no state of the server has rows of theirs. Default: `scored`, which
-        a method overrides whose message has a row a client.
+        Their ids are N or more, so that no state of the server has rows of theirs. Default: `eval_download`,
+        which a method overrides whose message has a row a client.
         """
-        return self.scored(server, cohort)
+        return self.eval_download(server, cohort)
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
-        """Return the evaluated models of clients that never took part in training; see `personalised`.
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
+        """Return the evaluated models of clients that never took part in training; see `eval_model`.
 
-        `down` is what `welcome` returned; the clients' state is a new client's, and what is written to it is
-        forgotten. Local epochs are `train.unseen_epochs`. Default: the client's first round where models
-        exist after local training only, else fine-tuning. Overridden where a part is to stay as it is, and
-        where `train` needs the answer to a request.
+        `down` is what `new_client_download` returned; the clients' state is a new client's, and what is
+        written to it is forgotten. Local epochs are `train.unseen_epochs`. Default: the client's first round
+        where models exist after local training only, else fine-tuning. Overridden where a part is to stay as
+        it is, and where `train` needs the answer to a request.
         """
-        if self.scored_moment == "training":
+        if self.traits.eval_after == "training":
             self.train(clients, down)
-            return self.personalised(clients, down)
+            return self.eval_model(clients, down)
         return self.finetune(clients, down, clients.local_epochs)
 
-    def fixed_buffers(self, clients: Clients) -> AbstractContextManager[None]:
-        """Keep running statistics that the server averages as they are, for `adapt` of a part beside them."""
-        return clients.buffers_aside() if self.averages_buffers else nullcontext()
+    # what is recorded
+
+    def server_diagnostics(self, server: State) -> State:
+        """Return what an evaluation records of the server's state, one tensor per name.
+
+        Default: the tensors of the state that `diagnostics` name.
+        """
+        return {one.name: server[one.name] for one in self.diagnostics if one.name in server}
+
+    def client_diagnostics(self, clients: Clients) -> State:
+        """Return what an evaluation records of a group, one tensor [C, ...] per name.
+
+        Default: the tensors of the clients' state that `diagnostics` name.
+        """
+        return {one.name: clients[one.name] for one in self.diagnostics if one.name in clients}
 
     def derived(self, server: State) -> State:
         """Return tensors for readers of a checkpoint; a resumed run does not load them."""
-        return {}
-
-    def history(self, server: State) -> State:
-        """Return the method's diagnostics, one tensor per name, recorded at every evaluation."""
-        return {}
-
-    def client_history(self, clients: Clients) -> State:
-        """Return the diagnostics of a group, one tensor [C, ...] per name, recorded at every evaluation."""
         return {}
 
     def server_bytes(self) -> dict[str, int]:
@@ -361,19 +368,9 @@ class Method:
         return ""
 
     @property
-    def body_layers(self) -> Tensor:
-        """Which layers make up the feature extractor, bool [L]."""
-        return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
-
-    @property
     def largest_row(self) -> int:
         """Largest number of elements that one client has in any tensor that travels."""
         return self.layout.size
-
-    @classmethod
-    def entry_names(cls, axis: str, params: Any) -> list[str]:
-        """Return what the entries along an axis of `history_axes` are called; empty: by their numbers."""
-        return []
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
@@ -394,26 +391,53 @@ class Method:
         """`gradient_epochs` of this run."""
         return self.gradient_epochs(self.params, self.context.train)
 
-    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
-        """Return the initial running statistics: [U], or [C, U] for some clients."""
-        buffers = self.layout.flatten(self.network)[1]
-        return buffers if clients is None else buffers.expand(len(clients), -1).clone()
+    # for use in hooks
+
+    @property
+    def body_layers(self) -> Tensor:
+        """Which layers make up the feature extractor, bool [L]."""
+        return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
 
     @property
     def averages_buffers(self) -> bool:
         """Whether the server keeps an average of the clients' running statistics."""
         return self.buffers == "average" and self.layout.buffer_size > 0
 
+    def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
+        """Return the initial running statistics: [U], or [C, U] for some clients."""
+        buffers = self.layout.flatten(self.network)[1]
+        return buffers if clients is None else buffers.expand(len(clients), -1).clone()
 
-def buffers_of_models(clients: Clients, count: int) -> Tensor:
-    """Return running statistics [C, count, U] of `count` models per client.
+    def with_weights(self, theta: Tensor, buffers: Tensor) -> nn.Module:
+        """Return a copy of the network with weights [P] and running statistics [U], in evaluation mode."""
+        network = copy.deepcopy(self.network).eval()
+        network.load_state_dict(self.layout.views(theta) | self.layout.buffer_views(buffers))
+        return network
 
-    These are the received statistics of each model, or else the client's own [C, U], repeated for each model.
-    """
-    buffers = clients.buffers
-    return buffers if buffers.dim() == 3 else buffers.unsqueeze(1).expand(-1, count, -1)
+    def keeping_averaged_buffers(self, clients: Clients) -> AbstractContextManager[None]:
+        """Keep running statistics that the server averages as they are, to adapt a part beside them."""
+        return clients.discarding_buffer_updates() if self.averages_buffers else nullcontext()
 
 
-def pull_towards(anchor: Tensor, strength: float) -> Callable[[Tensor, slice | Tensor], Tensor]:
+class TwoPhaseMethod(Method):
+    """A method whose clients answer a download with a request, which the server answers before they train."""
+
+    def needs_request(self, round: int) -> bool:
+        """Return whether this round has a request; default: every round."""
+        return True
+
+    def client_request(self, clients: Clients, down: Message) -> Message:
+        """Return the request of a group, rows [C, ...]; the message `down` of `train` contains it.
+
+        What `train` needs besides goes into `clients.scratch`.
+        """
+        raise NotImplementedError
+
+    def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
+        """Return the server's answer to the cohort's requests, which are tensors [S, ...] by name."""
+        raise NotImplementedError
+
+
+def proximal_gradient(anchor: Tensor, strength: float) -> Callable[[Tensor, slice | Tensor], Tensor]:
     """Return the gradient of strength / 2 ||theta - anchor||^2, anchor [C, P], for `Clients.sgd`."""
     return lambda theta, members: strength * (theta - anchor[members])

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -40,8 +40,8 @@ from hpcfl.communication.means import cluster_means, mean_of
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._clusters import best_model
-from hpcfl.methods.base import Method, Params, State
-from hpcfl.pictures import Picture
+from hpcfl.methods.base import Method, Params, State, Traits
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.training.clients import Clients
 
 
@@ -71,11 +71,11 @@ class ClusteredFL(Method):
     name = "clustered_fl"
     summary = "FedAvg that splits its clients in two where their updates disagree"
     Params = ClusteredFLParams
-    growing_state = frozenset({"theta", BUFFERS})
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"cluster": ("client",)}
-    pictures = (
-        Picture(
+    traits = Traits(averages_own_buffers=True, growing_state=frozenset({"theta", BUFFERS}))
+    diagnostics = (
+        Diagnostic(
             "cluster",
+            ("client",),
             "Which cluster each client is in",
             "Number of a client's cluster; a cluster splits where its clients' updates disagree.",
             is_name=True,
@@ -85,24 +85,17 @@ class ClusteredFL(Method):
 
     def server_state(self) -> State:
         clients, size = self.context.num_clients, self.layout.size
-        return {
+        buffers = {BUFFERS: self.initial_buffers().unsqueeze(0)} if self.averages_buffers else {}
+        return buffers | {
             "theta": self.context.initial_parameters().unsqueeze(0),
             "cluster": torch.zeros(clients, dtype=torch.int64),
             "updates": torch.zeros(clients, size),
             "is_known": torch.zeros(clients, dtype=torch.int64),
         }
 
-    def server_buffers(self) -> Tensor:
-        return self.initial_buffers().unsqueeze(0)
-
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(rows={"theta": server["theta"][server["cluster"][list(cohort.clients)]]})
-
-    def download_buffers(self, server: State, cohort: Cohort) -> Message:
-        return Message(rows={BUFFERS: server[BUFFERS][server["cluster"][list(cohort.clients)]]})
-
-    def weights_of_buffers(self, cohort: Cohort) -> None:
-        """Return None: `aggregate` averages them cluster by cluster, as the models."""
+        cluster = server["cluster"][list(cohort.clients)]
+        return Message(rows={name: server[name][cluster] for name in ("theta", BUFFERS) if name in server})
 
     def train(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"update": clients.sgd(down["theta"]).theta - down["theta"]})
@@ -135,20 +128,20 @@ class ClusteredFL(Method):
                 stacklevel=2,
             )
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
 
-    def welcome(self, server: State, cohort: Cohort) -> Message:
+    def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={name: server[name] for name in ("theta", BUFFERS) if name in server})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         _, theta = best_model(clients, down["theta"])
         return self.finetune(clients, Message(rows={"theta": theta}), clients.local_epochs)
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": down["theta"] + up.rows["update"]})
 
-    def history(self, server: State) -> State:
+    def server_diagnostics(self, server: State) -> State:
         """Return each client's cluster, update norm and its cluster's mean update norm, [N] each.
 
         Norms are nan for a client that has not trained in its present cluster.

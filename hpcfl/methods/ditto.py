@@ -21,7 +21,7 @@ from pydantic import Field
 
 from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
-from hpcfl.methods.base import Params, pull_towards
+from hpcfl.methods.base import Params, proximal_gradient
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
 
@@ -44,9 +44,9 @@ class Ditto(OwnBesideGlobal):
 
     def train(self, clients: Clients, down: Message) -> Message:
         w, epochs = down["theta"], self.params.personal_epochs
-        pull = pull_towards(w, self.params.pull)
+        pull = proximal_gradient(w, self.params.pull)
         clients["theta"] = clients.sgd(clients["theta"], epochs=epochs, extra_gradient=pull).theta
-        with clients.buffers_aside():
+        with clients.discarding_buffer_updates():
             return Message(rows={"theta": clients.sgd(w).theta})
 
     @classmethod

@@ -34,7 +34,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -44,9 +44,9 @@ from torch.nn.functional import cross_entropy
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.methods.base import Context, Method, Params, State, Traits
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import Tensors
-from hpcfl.pictures import Picture
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
@@ -89,19 +89,17 @@ class FedAFK(Method):
     name = "fedafk"
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     Params = FedAFKParams
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"coefficient": ("client",)}
-    pictures = (
-        Picture(
+    traits = Traits(eval_after="training", buffers=("local",), needs_body=True)
+    diagnostics = (
+        Diagnostic(
             "coefficient",
+            ("client",),
             "How much each client leans on its own extractor",
             "Coefficient that mixes the extractors; 1 is the local one alone, 0 the global one (eq. 3).",
             low=0,
             high=1,
         ),
     )
-    scored_moment = "training"
-    buffer_policies = ("local",)
-    needs_body = True
     params: FedAFKParams
 
     def __init__(self, context: Context, params: FedAFKParams) -> None:
@@ -168,20 +166,17 @@ class FedAFK(Method):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"][self.layout.body] = mean[self.layout.body]
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": clients["theta"]})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
-        clients["theta"] = self.received(clients, down).rows["theta"]
-        return super().adapt(clients, down)
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
+        clients["theta"] = self.model_after_download(clients, down).rows["theta"]
+        return super().new_client_model(clients, down)
 
-    def received(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: Clients, down: Message) -> Message:
         arrived = clients["theta"].clone()
         arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
         return Message(rows={"theta": arrived})
-
-    def client_history(self, clients: Clients) -> State:
-        return {"coefficient": clients["coefficient"]}
 
     def server_bytes(self) -> dict[str, int]:
         return {"extractor": 4 * self.layout.body.stop}

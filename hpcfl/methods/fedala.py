@@ -88,7 +88,7 @@ class FedALA(FedAvg):
         clients["theta"] = clients.sgd(start).theta
         return Message(rows={"theta": clients["theta"]})
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         weights, _ = self._learn(clients, down["theta"])
         return Message(rows={"theta": self.combined(weights, clients["theta"], down["theta"])})
 
@@ -125,7 +125,7 @@ class FedALA(FedAvg):
                     "lower": shared[members, : self._top.start],
                     "top": torch.lerp(own[members, self._top], shared[members, self._top], weights[members]),
                 }
-                with clients.buffers_aside():
+                with clients.discarding_buffer_updates():
                     gradients, values = clients.gradient(_loss_of_top, parts, batch)
                 slope = gradients["top"] * apart[members]
                 moved = (weights[members] - self.params.weights_lr * slope).clamp(0, 1)

@@ -21,7 +21,7 @@ instead of u_i (not in the paper).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -30,9 +30,9 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError
 from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
-from hpcfl.methods.base import Context, Params, State, pull_towards
+from hpcfl.methods.base import Context, Params, State, proximal_gradient
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import COLUMNS_AT_ONCE
-from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 LONGEST = 1e18
@@ -63,10 +63,10 @@ class FedAMP(ModelBank):
     name = "fedamp"
     summary = "each client's own model, pulled towards those of similar clients"
     Params = FedAMPParams
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"attention": ("client", "client")}
-    pictures = (
-        Picture(
+    diagnostics = (
+        Diagnostic(
             "attention",
+            ("client", "client"),
             "Who attends to whom",
             "Weight that a client (row) gives to each client's model (column) in u_i; a row sums to 1.",
             low=0,
@@ -101,17 +101,17 @@ class FedAMP(ModelBank):
 
     def train(self, clients: Clients, down: Message) -> Message:
         around = down["theta"]
-        theta = clients.sgd(around, extra_gradient=pull_towards(around, self.params.pull)).theta
+        theta = clients.sgd(around, extra_gradient=proximal_gradient(around, self.params.pull)).theta
         clients["theta"] = theta
         return Message(rows={"theta": theta})
 
-    def welcome(self, server: State, cohort: Cohort) -> Message:
+    def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": self.mean_model(server)})
 
-    def received(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
 
-    def history(self, server: State) -> State:
+    def server_diagnostics(self, server: State) -> State:
         """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""
         models, count = server["models"], self.context.num_clients
         if count**2 > HISTORY_LIMIT:

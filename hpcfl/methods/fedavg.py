@@ -14,14 +14,14 @@ from __future__ import annotations
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods.base import Method, State
+from hpcfl.methods.base import Method, State, Traits
 from hpcfl.training.clients import Clients
 
 
 class FedAvg(Method):
     name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
-    has_global_model = True
+    traits = Traits(has_global_model=True)
 
     def server_state(self) -> State:
         return {"theta": self.context.initial_parameters()}
@@ -35,5 +35,5 @@ class FedAvg(Method):
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         server["theta"] = weighted_mean(up, "theta", cohort.num_samples)
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return down.only("theta")

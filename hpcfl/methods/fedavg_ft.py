@@ -10,12 +10,10 @@ the number of epochs matters more than the method.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
 from hpcfl.methods.fedavg import FedAvg
 
 
 class FedAvgFinetuned(FedAvg):
     name = "fedavg_ft"
     summary = "FedAvg, fine-tuned locally before each evaluation"
-    train_defaults: ClassVar[dict[str, Any]] = {"finetune_epochs": 1}
+    traits = FedAvg.traits.replace(train_defaults={"finetune_epochs": 1})

@@ -15,7 +15,7 @@ the same way, for `train.unseen_epochs`.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Literal
 
 from hpcfl.communication.means import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
@@ -36,8 +36,7 @@ class FedBABU(FedAvg):
     name = "fedbabu"
     summary = "a shared body under one fixed random head, fine-tuned before each evaluation"
     Params = FedBABUParams
-    train_defaults: ClassVar[dict[str, Any]] = {"finetune_epochs": 5}
-    needs_body = True
+    traits = FedAvg.traits.replace(needs_body=True, train_defaults={"finetune_epochs": 5})
     params: FedBABUParams
 
     def __init__(self, context: Context, params: FedBABUParams) -> None:
@@ -56,7 +55,7 @@ class FedBABU(FedAvg):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"][self.layout.body] = mean[self.layout.body]
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return self._with_head(down)
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:

@@ -25,7 +25,7 @@ class FedBN(OwnLayers):
     name = "fedbn"
     summary = "FedAvg whose BatchNorm stays with the client"
     own_part = "batchnorm"
-    buffer_policies = ("local",)
+    traits = OwnLayers.traits.replace(buffers=("local",))
 
     def __init__(self, context: Context, params: Any) -> None:
         super().__init__(context, params)

@@ -26,7 +26,7 @@ One mini-batch costs M gradients. With M = 1 the method equals FedAvg bit for bi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
-from hpcfl.methods.base import Context, Params, State, buffers_of_models
+from hpcfl.methods.base import Context, Params, State, Traits
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.models.mixture import Mixture
 from hpcfl.parameters import Tensors
-from hpcfl.pictures import Picture
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
@@ -57,13 +57,11 @@ class FedEM(FedAvg):
     name = "fedem"
     summary = "a mixture of global models, weighed by each client"
     Params = FedEMParams
-    has_global_model = False
-    buffer_policies = ("average",)
-    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.15}
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"weights": ("client", "component")}
-    pictures = (
-        Picture(
+    traits = Traits(buffers=("average",), train_defaults={"lr": 0.15})
+    diagnostics = (
+        Diagnostic(
             "weights",
+            ("client", "component"),
             "Which components each client is a mixture of",
             "Weight of each component (column) for each client (row); a row sums to 1.",
             low=0,
@@ -75,43 +73,34 @@ class FedEM(FedAvg):
     def __init__(self, context: Context, params: FedEMParams) -> None:
         super().__init__(context, params)
         context.refuse_equal_starts(params.components, "components")
+        self.num_models = params.components
 
     def server_state(self) -> State:
         return {"theta": self.context.different_starts(self.params.components)}
-
-    def server_buffers(self) -> Tensor:
-        return self.initial_buffers().repeat(self.params.components, 1)
 
     def client_state(self, clients: Sequence[int]) -> State:
         num_components = self.params.components
         return {"weights": torch.full((len(clients), num_components), 1 / num_components)}
 
     def train(self, clients: Clients, down: Message) -> Message:
-        clients.buffers = buffers_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])
         clients["weights"] = self._mean_shares(clients, shares)
         return Message(rows={"theta": self._maximise(clients, down["theta"], shares)})
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
-        clients.buffers = buffers_of_models(clients, self.params.components)
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         weights = self._scored_weights(clients, down["theta"])
         return Message({"theta": down.shared["theta"]}, {"weights": weights})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
-        clients.buffers = buffers_of_models(clients, self.params.components)
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         losses = self._losses(clients, down["theta"])
         for _ in range(clients.local_epochs):
             clients["weights"] = self._mean_shares(clients, self._shares(clients, losses))
         return Message({"theta": down.shared["theta"]}, {"weights": clients["weights"]})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": up.rows["theta"], "weights": clients["weights"]})
 
-    def client_history(self, clients: Clients) -> State:
-        return {"weights": clients["weights"]}
-
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
-        clients.buffers = buffers_of_models(clients, self.params.components)
         shares = self.sample_shares(clients, down["theta"])
         weights = self._scored_weights(clients, down["theta"])
         theta = self._maximise(clients, down["theta"], shares, epochs, "finetune")
@@ -125,7 +114,7 @@ class FedEM(FedAvg):
         ]
         return torch.einsum("m,mnk->nk", model["weights"][position], torch.stack(scores))
 
-    def network_of(self, model: Tensors) -> Mixture:
+    def as_module(self, model: Tensors) -> Mixture:
         pairs = zip(model["theta"], model[BUFFERS], strict=True)
         return Mixture((self.with_weights(*pair) for pair in pairs), model["weights"])
 

@@ -25,7 +25,7 @@ all uploaded models as its own and as theta_prev; then it does one round (not in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -36,7 +36,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
 from hpcfl.methods.base import Context, Params, State
-from hpcfl.pictures import Picture
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import sample_losses
@@ -60,10 +60,10 @@ class FedFomo(ModelBank):
     name = "fedfomo"
     summary = "each client's own model, moved towards others' that do better on its data"
     Params = FedFomoParams
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"affinity": ("client", "client")}
-    pictures = (
-        Picture(
+    diagnostics = (
+        Diagnostic(
             "affinity",
+            ("client", "client"),
             "Whose models help whom",
             "Sum of the weights that a client (row) has found for each client's model (column) so far; below "
             "0, it did worse on the client's held-out samples.",
@@ -74,9 +74,9 @@ class FedFomo(ModelBank):
     def __init__(self, context: Context, params: FedFomoParams) -> None:
         super().__init__(context, params)
         others = context.num_clients - 1
-        self.num_models = min(5, others) if params.models is None else params.models
+        self.num_received = min(5, others) if params.models is None else params.models
         """M, the models that a client gets."""
-        if self.num_models > others:
+        if self.num_received > others:
             raise UserError(
                 f"method.models={params.models} is more than the other clients; allowed: 0 to {others}, as "
                 f"there are {context.num_clients} clients"
@@ -101,20 +101,20 @@ class FedFomo(ModelBank):
     def download(self, server: State, cohort: Cohort) -> Message:
         is_known = server["is_known"] == 1
         others = min(int(is_known.sum()) - int(is_known[i]) for i in cohort.clients)
-        count = min(self.num_models, others)
+        count = min(self.num_received, others)
         ids = torch.stack(
             [self.chosen(server["affinity"][i], is_known, i, cohort.round)[:count] for i in cohort.clients]
         )
         return Message(rows={"models": server["models"][ids], "ids": ids})
 
-    def welcome(self, server: State, cohort: Cohort) -> Message:
+    def new_client_download(self, server: State, cohort: Cohort) -> Message:
         is_known, affinity = server["is_known"] == 1, torch.zeros(self.context.num_clients)
         ids = torch.stack([self.chosen(affinity, is_known, i, cohort.round) for i in cohort.clients])
         return Message({"mean": self.mean_model(server)}, {"models": server["models"][ids]})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         clients["theta"] = clients["previous"] = down["mean"].clone(memory_format=torch.contiguous_format)
-        return super().adapt(clients, down)
+        return super().new_client_model(clients, down)
 
     def train(self, clients: Clients, down: Message) -> Message:
         start, weights = self._start(clients, down)
@@ -131,7 +131,7 @@ class FedFomo(ModelBank):
             for client, chosen, weights in zip(members, ids[positions], block.rows["weights"], strict=True):
                 server["affinity"][client, chosen] += weights
 
-    def received(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._start(clients, down)[0]})
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
@@ -139,7 +139,7 @@ class FedFomo(ModelBank):
         theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
         return Message(rows={"theta": theta})
 
-    def history(self, server: State) -> State:
+    def server_diagnostics(self, server: State) -> State:
         """Return the matrix [N, N]; of more than HISTORY_LIMIT entries, only /server has the newest."""
         return {"affinity": server["affinity"]} if server["affinity"].numel() <= HISTORY_LIMIT else {}
 
@@ -148,7 +148,7 @@ class FedFomo(ModelBank):
 
     @property
     def largest_row(self) -> int:
-        return max(1, self.num_models) * self.layout.size
+        return max(1, self.num_received) * self.layout.size
 
     @classmethod
     def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
@@ -165,7 +165,7 @@ class FedFomo(ModelBank):
         others = others[is_known[others] & (others != client)]
         ranking = others[affinity[others].argsort(descending=True, stable=True)].tolist()
         chosen = []
-        for _ in range(min(self.num_models, len(ranking))):
+        for _ in range(min(self.num_received, len(ranking))):
             draw, position = torch.rand(2, generator=stream).tolist()
             explores = draw < self.params.epsilon - round * self.params.epsilon_decay
             chosen.append(ranking.pop(int(position * len(ranking)) if explores else 0))

@@ -63,7 +63,7 @@ chain and with momentum, and does not count its rounds of pretraining.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -74,10 +74,10 @@ from hpcfl.communication.means import layer_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.methods.base import Context, Params, State, Traits, TwoPhaseMethod
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Norm, Routed, num_paths, path_names
 from hpcfl.parameters import Layer, Tensors, columns
-from hpcfl.pictures import Picture
 from hpcfl.randomness import stream_seed, torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -124,32 +124,36 @@ class FedMNParams(Params):
     """Number of rounds at the start that train one encoder by FedAvg (the paper does not count them)."""
 
 
-class FedMN(Method):
+def _paths(params: FedMNParams) -> list[str]:
+    """Name the paths, from a block to one of the next layer."""
+    return path_names(params.architecture)
+
+
+class FedMN(TwoPhaseMethod):
     name = "fedmn"
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
     # means over encoders and blocks reduce the effect of each step, so the default step size is larger
-    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.1}
-    schedule_uses_rounds = True
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {
-        "probability": ("client", "path"),
-        "decision": ("client", "path"),
-    }
-    pictures = (
-        Picture(
+    traits = Traits(uses_total_rounds=True, train_defaults={"lr": 0.1})
+    diagnostics = (
+        Diagnostic(
             "probability",
+            ("client", "path"),
             "How likely each path is open",
             "Probability of each path (column) for each client (row), from a block to one of the next layer "
             "(eq. 10); 0 before a client's first round.",
             low=0,
             high=1,
+            entries=_paths,
         ),
-        Picture(
+        Diagnostic(
             "decision",
+            ("client", "path"),
             "Which paths each client took",
             "1 where a client's last round had the path open (eq. 5).",
             low=0,
             high=1,
+            entries=_paths,
         ),
     )
     params: FedMNParams
@@ -157,10 +161,7 @@ class FedMN(Method):
 
     def __init__(self, context: Context, params: FedMNParams) -> None:
         super().__init__(context, params)
-        if params.order == "chain":
-            self.chain = "method.order=chain"
-        self._last: _Link | None = None
-        self._before: _Link | None = None
+        self.sequential = "method.order=chain" if params.order == "chain" else None
         names = [layer.name for layer in self.layers]
         self._is_router = torch.tensor([name == ROUTER for name in names])
         self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
@@ -197,21 +198,14 @@ class FedMN(Method):
         rows = torch.zeros(len(clients), num_paths(self.params.architecture))
         return {"probability": rows, "decision": rows.clone()}
 
-    def client_history(self, clients: Clients) -> State:
-        return {name: clients[name] for name in ("probability", "decision")}
-
-    @classmethod
-    def entry_names(cls, axis: str, params: FedMNParams) -> list[str]:
-        return path_names(params.architecture) if axis == "path" else []
-
-    def negotiates(self, round: int) -> bool:
+    def needs_request(self, round: int) -> bool:
         return round >= self.params.pretrain_rounds
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        keep = self._is_router if self.negotiates(cohort.round) else self._is_pretrained
+        keep = self._is_router if self.needs_request(cohort.round) else self._is_pretrained
         return Message(shared={"theta": server["theta"]}, keep={"theta": keep})
 
-    def request(self, clients: Clients, down: Message) -> Message:
+    def client_request(self, clients: Clients, down: Message) -> Message:
         logits = self.logits(clients, down)
         soft = torch.stack(
             [self._sampled(z, clients.round, i) for z, i in zip(logits, clients.ids, strict=True)]
@@ -219,51 +213,49 @@ class FedMN(Method):
         decision = self._decision(soft, logits)
         clients["probability"] = logits.sigmoid().to(clients.device)
         clients["decision"] = decision.to(clients.device)
-        clients.notes["slope"] = (soft * (1 - soft) / self.temperature(clients.round)).to(clients.device)
+        clients.scratch["slope"] = (soft * (1 - soft) / self.temperature(clients.round)).to(clients.device)
         return Message(rows={"paths": _packed(decision)})
 
-    def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
+    def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         active = self.active_layers(_unpacked(requests["paths"], num_paths(self.params.architecture)))
         return Message(shared={"parts": server["theta"]}, keep={"parts": active})
 
     def train(self, clients: Clients, down: Message) -> Message:
-        if not self.negotiates(clients.round):
+        if not self.needs_request(clients.round):
             theta = clients.sgd(down["theta"]).theta
             if self.buffers == "local":
                 for statistics in clients.buffers:
                     self._hand_on(self.layout.buffer_views(statistics))
             return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
-        fixed = {"decision": clients["decision"]} | clients.notes
+        fixed = {"decision": clients["decision"]} | clients.scratch
         keep = down.keep["parts"].cpu() | self._is_router
         # a client does not have the weights of blocks that it did not request
         has = columns(self.layers, keep.to(clients.device))
-        pool = self._pool(clients, down)
-        theta = clients.sgd(pool.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
-        if self.chain is not None:
-            self._before = self._last
-            self._last = _Link(clients.round, theta.where(has, pool), clients.buffers.clone())
+        # in a chain, all weights from where the client before stopped, or else the server's
+        start = clients.handover.get("theta", down["parts"])
+        if "theta" in clients.handover and self.averages_buffers:
+            clients.buffers = clients.handover[BUFFERS].clone()
+        theta = clients.sgd(start.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
+        if self.sequential is not None:
+            clients.handover = {"theta": theta.where(has, start), BUFFERS: clients.buffers.clone()}
         return Message(rows={"theta": theta}, keep={"theta": keep})
 
-    def leave_out(self, clients: Clients) -> None:
-        """Let a chain go on from where the client before stopped."""
-        self._last = self._before
-
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return the local models with the decisions they were trained with."""
         model = {"theta": up["theta"]}
-        if self.negotiates(clients.round):
+        if self.needs_request(clients.round):
             model["decision"] = clients["decision"]
         return Message(rows=model)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
         keep = self._is_pretrained
-        if self.negotiates(cohort.round):
+        if self.needs_request(cohort.round):
             keep = up.sent.keep["parts"] | self._is_router
         samples = cohort.num_samples.double().view(-1, 1)
         weights = keep.double().expand(len(cohort), -1)
         total = None
-        aggregation = self.params.aggregation if self.negotiates(cohort.round) else "normalised"
+        aggregation = self.params.aggregation if self.needs_request(cohort.round) else "normalised"
         if aggregation != "count":
             weights = weights * samples
         if aggregation == "sum":
@@ -278,10 +270,10 @@ class FedMN(Method):
             if BUFFERS in server:
                 self._hand_on(self.layout.buffer_views(server[BUFFERS]))
 
-    def scored(self, server: State, cohort: Cohort) -> Message:
+    def eval_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         shared = {"theta": down.shared["theta"]}
         if not self._is_modular(clients):
             return Message(shared)
@@ -294,8 +286,8 @@ class FedMN(Method):
             decision = torch.where(last.any(dim=1, keepdim=True), last, decision)
         return Message(shared, {"decision": decision})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
-        model = self.personalised(clients, down)
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
+        model = self.eval_model(clients, down)
         if self.buffers == "local":
             # a new client has no running statistics, and gradients find them
             decision = {"decision": model["decision"]} if "decision" in model else None
@@ -312,13 +304,13 @@ class FedMN(Method):
 
         return clients.outputs(model, position, probabilities, x)
 
-    def network_of(self, model: Tensors) -> Routed:
-        network = super().network_of(model)
+    def as_module(self, model: Tensors) -> Routed:
+        network = super().as_module(model)
         assert isinstance(network, ModularNetwork)
         return Routed(network, model["decision"])
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
-        model = self.personalised(clients, down).of(len(clients))
+        model = self.eval_model(clients, down).of(len(clients))
         gradient = self._gradient(clients, {"decision": model["decision"]}) if "decision" in model else None
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
         return Message(rows=model.rows | {"theta": theta})
@@ -355,14 +347,6 @@ class FedMN(Method):
     def _is_modular(self, clients: Clients) -> bool:
         """Whether an evaluation scores the modular network, not the classifier of the pretraining."""
         return clients.round > self.params.pretrain_rounds
-
-    def _pool(self, clients: Clients, down: Message) -> Tensor:
-        """Return the weights [C, P] that a group's round starts from, all blocks included."""
-        if self._last is None or self._last.round != clients.round:
-            return down["parts"]
-        if self.averages_buffers:
-            clients.buffers = self._last.buffers.clone()
-        return self._last.theta
 
     def _sampled(self, logits: Tensor, round: int, client: int) -> Tensor:
         """Draw the soft decision v [E] of a client (eq. 5)."""
@@ -414,14 +398,6 @@ class FedMN(Method):
             _, is_body, rest = name.partition(".body.")
             if is_body:
                 tensor.copy_(views[f"encoder1.body.{rest}"])
-
-
-class _Link(NamedTuple):
-    """Where the last client of a chain stopped: its round, the weights [1, P], running statistics [1, U]."""
-
-    round: int
-    theta: Tensor
-    buffers: Tensor
 
 
 def _check(params: FedMNParams, widths: list[int], rounds: int) -> None:

@@ -20,7 +20,7 @@ class FedPer(OwnLayers):
     name = "fedper"
     summary = "a shared body under each client's own head, trained together"
     own_part = "head"
-    needs_body = True
+    traits = OwnLayers.traits.replace(needs_body=True)
 
     def shared_layers(self) -> Tensor:
         return self.body_layers

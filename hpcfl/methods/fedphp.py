@@ -59,8 +59,7 @@ class FedPHP(OwnBesideGlobal):
     name = "fedphp"
     summary = "each client's moving average of its models, which teaches the next one"
     Params = FedPHPParams
-    schedule_uses_rounds = True
-    needs_body = True
+    traits = OwnBesideGlobal.traits.replace(uses_total_rounds=True, needs_body=True)
     params: FedPHPParams
 
     def client_state(self, clients: Sequence[int]) -> State:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from hpcfl.communication.messages import Message
-from hpcfl.methods.base import Params, pull_towards
+from hpcfl.methods.base import Params, proximal_gradient
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training.clients import Clients
 
@@ -34,4 +34,6 @@ class FedProx(FedAvg):
 
     def train(self, clients: Clients, down: Message) -> Message:
         w = down["theta"]
-        return Message(rows={"theta": clients.sgd(w, extra_gradient=pull_towards(w, self.params.mu)).theta})
+        return Message(
+            rows={"theta": clients.sgd(w, extra_gradient=proximal_gradient(w, self.params.mu)).theta}
+        )

@@ -55,7 +55,7 @@ class FedRoD(FedAvg):
     name = "fedrod"
     summary = "a generic model by balanced softmax, plus each client's own head"
     Params = FedRoDParams
-    needs_body = True
+    traits = FedAvg.traits.replace(needs_body=True)
     params: FedRoDParams
 
     def __init__(self, context: Context, params: FedRoDParams) -> None:
@@ -97,15 +97,15 @@ class FedRoD(FedAvg):
         names = [name for name in ("theta", "hypernetwork") if name in server]
         server.update(weighted_means(up, dict.fromkeys(names, cohort.num_samples)))
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, down)})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         theta, head = self._with_both_heads(clients, down), self.layout.head
-        with self.fixed_buffers(clients):
+        with self.keeping_averaged_buffers(clients):
             return Message(rows={"theta": clients.sgd(theta, trained=head, purpose="finetune").theta})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, up)})
 
     @property

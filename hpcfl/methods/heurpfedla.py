@@ -21,7 +21,6 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -31,9 +30,9 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import columns
-from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 
@@ -48,13 +47,11 @@ class HeurpFedLA(PFedLA):
     name = "heurpfedla"
     summary = "pFedLA whose clients keep the k layers they weigh highest"
     Params = HeurpFedLAParams
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = PFedLA.history_axes | {
-        "retained_rounds": ("client", "layer")
-    }
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        *PFedLA.pictures,
-        Picture(
+    diagnostics = (
+        *PFedLA.diagnostics,
+        Diagnostic(
             "retained_rounds",
+            ("client", "layer"),
             "How often each layer stays with its client",
             "Rounds in which a client kept its own layer, of the rounds so far (Algorithm 2: the k layers of "
             "highest self-weight).",
@@ -109,16 +106,11 @@ class HeurpFedLA(PFedLA):
             server["retained_rounds"][list(cohort.clients)] += retained
         super().aggregate(server, cohort, up)
 
-    def history(self, server: State) -> State:
-        """Return pFedLA's diagnostics and the number of rounds that retained a layer, int64 [N, L]."""
-        counts = {"retained_rounds": server["retained_rounds"]} if self.params.k else {}
-        return super().history(server) | counts
-
     def server_bytes(self) -> dict[str, int]:
         counts = {"retained_rounds": 8 * self.context.num_clients * len(self.layers)} if self.params.k else {}
         return super().server_bytes() | counts
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._merge(clients, down)})
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:

@@ -16,18 +16,15 @@ equals FedAvg bit for bit. A client that takes no part in training fine-tunes th
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from hpcfl.communication.means import cluster_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._clusters import best_model
-from hpcfl.methods.base import Context, Method, Params, State
-from hpcfl.pictures import Picture
+from hpcfl.methods.base import Context, Method, Params, State, Traits
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.training.clients import Clients
 
 
@@ -42,10 +39,11 @@ class IFCA(Method):
     name = "ifca"
     summary = "several global models, of which each client picks the one that fits it"
     Params = IFCAParams
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"cluster": ("client",)}
-    pictures = (
-        Picture(
+    traits = Traits(averages_own_buffers=True)
+    diagnostics = (
+        Diagnostic(
             "cluster",
+            ("client",),
             "Which model each client picks",
             "Number of the model that a client chose when it last trained; none before.",
             is_name=True,
@@ -56,18 +54,13 @@ class IFCA(Method):
     def __init__(self, context: Context, params: IFCAParams) -> None:
         super().__init__(context, params)
         context.refuse_equal_starts(params.clusters, "clusters")
+        self.num_models = params.clusters
 
     def server_state(self) -> State:
         return {
             "theta": self.context.different_starts(self.params.clusters),
             "cluster": torch.full((self.context.num_clients,), -1),
         }
-
-    def server_buffers(self) -> Tensor:
-        return self.initial_buffers().repeat(self.params.clusters, 1)
-
-    def weights_of_buffers(self, cohort: Cohort) -> None:
-        """Return None: `aggregate` averages them cluster by cluster, as the models."""
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})
@@ -82,12 +75,8 @@ class IFCA(Method):
         names = [name for name in ("theta", BUFFERS) if name in server]
         server |= cluster_means(up, names, cohort.num_samples, chosen, server)
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": best_model(clients, down["theta"])[1]})
-
-    def history(self, server: State) -> State:
-        """Return the model that each client chose when it last trained, int64 [N]; -1 before."""
-        return {"cluster": server["cluster"]}
 
     def server_bytes(self) -> dict[str, int]:
         return {"models": 4 * self.largest_row}

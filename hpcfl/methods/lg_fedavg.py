@@ -36,7 +36,7 @@ class LGFedAvg(OwnLayers):
     summary = "each client's own lower layers under shared upper ones"
     Params = LGFedAvgParams
     own_part = "lower_layers"
-    buffer_policies = ("local", "average")
+    traits = OwnLayers.traits.replace(buffers=("local", "average"))
     params: LGFedAvgParams
 
     def __init__(self, context: Context, params: LGFedAvgParams) -> None:

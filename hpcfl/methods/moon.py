@@ -43,7 +43,7 @@ class Moon(FedAvg):
     name = "moon"
     summary = "FedAvg whose features lean towards the global model's, away from the client's last"
     Params = MoonParams
-    needs_body = True
+    traits = FedAvg.traits.replace(needs_body=True)
     params: MoonParams
 
     def client_state(self, clients: Sequence[int]) -> State:

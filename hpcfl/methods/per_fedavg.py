@@ -88,14 +88,14 @@ class PerFedAvg(FedAvg):
             clients.record(batch, losses)
         return Message(rows={"theta": outer.theta})
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         adapted = clients.descent(down["theta"], lr=self.params.alpha)
         for batch in clients.batches("evaluation", steps=self.params.adaptation_steps):
             adapted.step(batch.members, self._slope(clients, adapted.theta[batch.members], batch))
         return Message(rows={"theta": adapted.theta})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
-        return self.personalised(clients, down)
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
+        return self.eval_model(clients, down)
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
@@ -107,7 +107,7 @@ class PerFedAvg(FedAvg):
 
     @staticmethod
     def _slope(clients: Clients, theta: Tensor, batch: Batch) -> Tensor:
-        with clients.buffers_aside():
+        with clients.discarding_buffer_updates():
             return clients.plain_gradient(theta, batch)[0]
 
     def _hessian_times(self, direction: Tensor, clients: Clients, w: Tensor, batch: Batch) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.models.generators import EMBEDDING, HEAD_WEIGHT, Generator
 from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.clients import Clients
@@ -71,7 +71,7 @@ class PFedHN(Method):
     name = "pfedhn"
     summary = "a hypernetwork on the server generates each client's model"
     Params = PFedHNParams
-    buffer_policies = ("local",)
+    traits = Traits(buffers=("local",))
     params: PFedHNParams
 
     def __init__(self, context: Context, params: PFedHNParams) -> None:
@@ -82,7 +82,7 @@ class PFedHN(Method):
                 "use method.start=common"
             )
         if params.private_head:
-            self.refuse_without_body()
+            self.check_body()
         self._generated = self.layout.body if params.private_head else slice(0, self.layout.size)
         embedding = 1 + context.num_clients // 4 if params.embedding is None else params.embedding
         self.generator = Generator(
@@ -119,14 +119,14 @@ class PFedHN(Method):
             for client, delta in zip(cohort.clients[positions], block.rows["update"], strict=True):
                 self._step(server, [client], delta.unsqueeze(0))
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._with_head(clients, down)})
 
-    def welcome(self, server: State, cohort: Cohort) -> Message:
+    def new_client_download(self, server: State, cohort: Cohort) -> Message:
         weights = self._part(server, HYPERNETWORK)
         return Message(shared=weights | {EMBEDDING: weights[EMBEDDING].mean(dim=0)})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         """Learn a new client's embedding, from the mean one, under the hypernetwork as it is."""
         embedding = down[EMBEDDING].clone(memory_format=torch.contiguous_format)
         weights, velocity = down.shared | {EMBEDDING: embedding}, torch.zeros_like(embedding)
@@ -149,7 +149,7 @@ class PFedHN(Method):
             self._move(embedding, velocity)
         return Message(rows={"theta": self._with_head(clients, generated())})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         # start - (start - trained) is the trained model; a private head comes from the client's state
         theta = down["theta"] - up.rows["update"]
         return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})

@@ -51,10 +51,10 @@ from torch import Tensor
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.methods.base import Context, Method, Params, State, Traits
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
 from hpcfl.parameters import Granularity, Layer, pieces
-from hpcfl.pictures import Picture
 from hpcfl.training.clients import Clients
 
 HYPERNETWORKS = "hypernetworks/"
@@ -120,21 +120,19 @@ class PFedLA(Method):
     name = "pfedla"
     summary = "a hypernetwork a client weighs all clients' models layer by layer"
     Params: ClassVar[Any] = PFedLAParams
-    buffer_policies = ("local", "mixed", "average")
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {
-        "alpha": ("client", "layer", "client"),
-        "self_weight": ("client", "layer"),
-    }
-    pictures: ClassVar[tuple[Picture, ...]] = (
-        Picture(
+    traits = Traits(buffers=("local", "mixed", "average"))
+    diagnostics: tuple[Diagnostic, ...] = (
+        Diagnostic(
             "alpha",
+            ("client", "layer", "client"),
             "Who listens to whom",
             "Weight that a client (row) gives to each client's model (column), layer by layer; a row sums to "
             "1 (figures 5 to 7 of the paper).",
             low=0,
         ),
-        Picture(
+        Diagnostic(
             "self_weight",
+            ("client", "layer"),
             "How much each client keeps to itself",
             "Weight that a client gives to its own model, layer by layer; 1 is local training.",
             low=0,
@@ -250,20 +248,20 @@ class PFedLA(Method):
         if self._mixes_buffers:
             server[BUFFERS][index] = arrived[BUFFERS]
 
-    def welcome(self, server: State, cohort: Cohort) -> Message:
+    def new_client_download(self, server: State, cohort: Cohort) -> Message:
         shared = {"models": server["theta"]}
         if self._mixes_buffers:
             shared["models_buffers"] = server[BUFFERS]
         return Message(shared)
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         """Learn a new client's weights from uniform ones, beside the models as they are."""
         models = down.shared["models"]
         scaled = self.params.optimiser == "scaled"
         lr = (self.hypernetwork_lr if scaled else STEP_SIZES["scaled"]) * len(models)
         outputs = models.new_zeros(len(clients), len(self.layers), len(models), requires_grad=True)
         largest = models.new_zeros(len(clients), dtype=torch.float64)
-        with self.fixed_buffers(clients):
+        with self.keeping_averaged_buffers(clients):
             for epoch in range(clients.local_epochs):
                 alpha = outputs.softmax(dim=-1)
                 start = self._mixture(clients, down, alpha.detach())
@@ -280,16 +278,16 @@ class PFedLA(Method):
             clients.buffers = self.mix_buffers(alpha, down.shared["models_buffers"])
         return self.mix(alpha, down.shared["models"])
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
 
     def derived(self, server: State) -> State:
         """Return the weights [N, L, N], or the own ones [N, L] if there are more than CHECKPOINT_LIMIT."""
         return self._weights(server, CHECKPOINT_LIMIT)
 
-    def history(self, server: State) -> State:
+    def server_diagnostics(self, server: State) -> State:
         """Return the weights [N, L, N], or the own ones [N, L] if there are more than HISTORY_LIMIT."""
-        return self._weights(server, HISTORY_LIMIT)
+        return super().server_diagnostics(server) | self._weights(server, HISTORY_LIMIT)
 
     def _weights(self, server: State, limit: int) -> State:
         num_clients, of_one = self.context.num_clients, len(self.layers) * self.context.num_clients

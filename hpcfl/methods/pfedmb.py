@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -46,7 +46,7 @@ from hpcfl.communication.means import layer_means
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, Method, Params, State
-from hpcfl.pictures import Picture
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
@@ -93,10 +93,10 @@ class PFedMB(Method):
     name = "pfedmb"
     summary = "several branches a layer, mixed by each client's own weights"
     Params = PFedMBParams
-    history_axes: ClassVar[dict[str, tuple[str, ...]]] = {"alpha": ("client", "layer", "branch")}
-    pictures = (
-        Picture(
+    diagnostics = (
+        Diagnostic(
             "alpha",
+            ("client", "layer", "branch"),
             "Which branches each client uses",
             "Weight of each branch (column) for each client (row), layer by layer; a row sums to 1 (figure 3 "
             "of the paper).",
@@ -141,7 +141,7 @@ class PFedMB(Method):
         means = layer_means(up, weights, self.layers, old)
         server["branches"] = self._together(Message(shared=means))[0]
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))})
 
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
@@ -149,16 +149,16 @@ class PFedMB(Method):
         branches, kept = self._routine(clients, self._together(down), epochs, "finetune", trains_alpha)
         return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
 
-    def adapt(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: Clients, down: Message) -> Message:
         branches = self._together(down)
-        with self.fixed_buffers(clients):
+        with self.keeping_averaged_buffers(clients):
             kept = self._train_alpha(clients, branches, None, "finetune/alpha")
         return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))})
 
-    def client_history(self, clients: Clients) -> State:
+    def client_diagnostics(self, clients: Clients) -> State:
         return {"alpha": self.alpha(clients[self.kept])}
 
     def server_bytes(self) -> dict[str, int]:
@@ -244,7 +244,7 @@ class PFedMB(Method):
         """Train alpha, then the branches [C, B, P] (Algorithm 1); return branches and what clients keep."""
         kept = clients[self.kept]
         if trains_alpha and self.params.alpha_moves:
-            with clients.buffers_aside():
+            with clients.discarding_buffer_updates():
                 kept = self._train_alpha(clients, branches, epochs, f"{purpose}/alpha")
         alpha = self.alpha(kept)
         share = alpha

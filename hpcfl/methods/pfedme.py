@@ -20,7 +20,7 @@ part in training has the theta_i of one round (not in the paper).
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -30,7 +30,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods._own_model import OwnBesideGlobal
-from hpcfl.methods.base import Context, Params, State, pull_towards
+from hpcfl.methods.base import Context, Params, State, proximal_gradient
 from hpcfl.training.clients import Clients
 from hpcfl.training.settings import TrainConfig
 
@@ -53,7 +53,7 @@ class PFedMe(OwnBesideGlobal):
     summary = "each client's own model on a spring to the global one (Moreau envelope)"
     Params = PFedMeParams
     # lr lambda is how far w_i follows theta_i in one mini-batch
-    train_defaults: ClassVar[dict[str, Any]] = {"lr": 0.005}
+    traits = OwnBesideGlobal.traits.replace(train_defaults={"lr": 0.005})
     params: PFedMeParams
 
     def __init__(self, context: Context, params: PFedMeParams) -> None:
@@ -73,7 +73,7 @@ class PFedMe(OwnBesideGlobal):
     def train(self, clients: Clients, down: Message) -> Message:
         w = down["theta"].clone(memory_format=torch.contiguous_format)
         own = clients.descent(w, lr=self.params.personal_lr * clients.lr_decay)
-        pull = pull_towards(w, self.params.pull)
+        pull = proximal_gradient(w, self.params.pull)
         for batch in clients.batches():
             for _ in range(self.params.steps):
                 theta = own.theta[batch.members]

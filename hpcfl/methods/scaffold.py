@@ -67,7 +67,7 @@ class Scaffold(FedAvg):
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"], "variate": server["variate"]})
 
-    def scored(self, server: State, cohort: Cohort) -> Message:
+    def eval_download(self, server: State, cohort: Cohort) -> Message:
         return super().download(server, cohort)
 
     def train(self, clients: Clients, down: Message) -> Message:

@@ -79,7 +79,6 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
     `has_unseen` and `has_diverged` say whether any run of the page has unseen clients, or ones that diverged.
     """
     config, metrics, clients = run.config, run.metrics, _clients(run)
-    method = METHODS[config.method]
     done, count = int(metrics["round"][-1]), len(metrics["round"])
     kept = spread_out(count, max(40, min(MOST_POINTS, 4 * MOST_POINTS // num_runs)))
     best = int(np.argmax(np.nan_to_num(metrics["accuracy_mean"], nan=-1)))
@@ -90,15 +89,15 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
     sent = sum(values for name, values in metrics.items() if "bytes_" in name)
     has_detail = num_runs <= MOST_CONFIGURATIONS
     pictures = [
-        Recorded(picture, tuple(axes), *found, is_newest=picture.quantity not in run.history)
-        for picture in method.pictures
-        if (axes := method.history_axes.get(picture.quantity)) and (found := run.recorded(picture.quantity))
+        Recorded(diagnostic, *found, is_newest=diagnostic.name not in run.history)
+        for diagnostic in METHODS[config.method].diagnostics
+        if (found := run.recorded(diagnostic.name))
     ]
-    layers = run.layers(max([axes_size(one.axes, one.values) for one in pictures], default=0))
+    layers = run.layers(max([axes_size(one.diagnostic.axes, one.values) for one in pictures], default=0))
     packed = packed_pictures(pictures, PICTURE_BYTES // num_runs)
-    for one in packed:
-        names = method.entry_names(one["axes"][-1], config.params)
-        one["names"] = {"layer": layers, one["axes"][-1]: names} if names else {"layer": layers}
+    for one, shown in zip(pictures, packed, strict=True):
+        entries, axis = one.diagnostic.entries, one.diagnostic.axes[-1]
+        shown["names"] = {"layer": layers} | ({axis: entries(config.params)} if entries else {})
     bands, warnings = _bands(run, metrics["round"][kept]), _warnings(run)
     # histories of many runs would not fit in memory together
     run.close()

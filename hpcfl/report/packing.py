@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcfl.errors import UserError
-from hpcfl.pictures import Picture
+from hpcfl.methods.diagnostics import Diagnostic
 
 STEPS = 254
 """Colours of a picture beside the one of nan."""
@@ -47,8 +47,7 @@ def base64_of(values: np.ndarray) -> str:
 class Recorded:
     """A picture with what there is to draw; UserError where its axes are not those of its values."""
 
-    picture: Picture
-    axes: tuple[str, ...]
+    diagnostic: Diagnostic
     values: np.ndarray
     """[E, *axes]."""
     rounds: np.ndarray
@@ -57,15 +56,14 @@ class Recorded:
     """Whether it is the newest alone, because the history holds none."""
 
     def __post_init__(self) -> None:
-        shape = self.values.shape[1:]
-        of_clients = {size for axis, size in zip(self.axes, shape, strict=False) if axis == "client"}
-        is_drawn = self.axes[:1] == ("client",) and (len(self.axes) < 3 or self.axes[1:-1] == ("layer",))
-        if len(self.axes) != len(shape) or len(of_clients) != 1 or not is_drawn:
-            quantity = self.picture.quantity
+        name, axes, shape = self.diagnostic.name, self.diagnostic.axes, self.values.shape[1:]
+        of_clients = {size for axis, size in zip(axes, shape, strict=False) if axis == "client"}
+        is_drawn = len(axes) < 3 or axes[1:-1] == ("layer",)
+        if len(axes) != len(shape) or len(of_clients) != 1 or not is_drawn:
             raise UserError(
-                f"the picture of {quantity!r} cannot be drawn: its values of one evaluation have the shape "
-                f"{list(shape)}, and its axes are ({', '.join(self.axes)}); correct "
-                f"history_axes[{quantity!r}] of the method to the axes of a Picture that the values have"
+                f"diagnostic {name!r} cannot be drawn: its values of one evaluation have the shape "
+                f"{list(shape)}, and its axes are ({', '.join(axes)}); give Diagnostic({name!r}) the axes "
+                "of its values"
             )
 
 
@@ -84,7 +82,8 @@ def packed_pictures(pictures: Sequence[Recorded], most_bytes: int) -> list[Json]
 
 
 def _packed(recorded: Recorded, most_bytes: int) -> Json:
-    picture, axes, values = recorded.picture, recorded.axes, recorded.values
+    diagnostic, values = recorded.diagnostic, recorded.values
+    axes = diagnostic.axes
     notes = ["the newest alone, as the history holds none of so many clients"] if recorded.is_newest else []
     clients = values.shape[1]
     shown = min(clients, MOST_CLIENTS)
@@ -100,22 +99,22 @@ def _packed(recorded: Recorded, most_bytes: int) -> Json:
         kept = kept if len(kept) > 1 else np.array([len(values) - 1])
         notes.append(f"{len(kept)} of {len(values)} evaluations")
     values = values[kept].astype(np.float64)
-    codes, low, high = _coded(picture, values)
+    codes, low, high = _coded(diagnostic, values)
     told, is_known = low + codes / STEPS * (high - low), np.isfinite(values)
     # 0 and 1, or whole numbers up to 2, are told as they are
     is_exact = np.allclose(told[is_known], values[is_known], rtol=0, atol=1e-6 * (high - low))
-    if not picture.is_name and not is_exact:
+    if not diagnostic.is_name and not is_exact:
         notes.append(f"values in {STEPS} steps of {(high - low) / STEPS:.2g}")
     return {
-        "title": picture.title,
-        "caption": picture.caption,
-        "quantity": picture.quantity,
+        "title": diagnostic.title,
+        "caption": diagnostic.caption,
+        "quantity": diagnostic.name,
         "axes": axes,
         "shape": values.shape[1:],
         "rounds": recorded.rounds[kept].tolist(),
         "low": low,
         "high": high,
-        "isName": picture.is_name,
+        "isName": diagnostic.is_name,
         "codes": base64_of(codes),
         "note": "; ".join(notes),
     }
@@ -125,15 +124,15 @@ def _size(shape: tuple[int, ...], axes: tuple[str, ...], clients: int) -> int:
     return math.prod(clients if axis == "client" else size for axis, size in zip(axes, shape, strict=True))
 
 
-def _coded(picture: Picture, values: np.ndarray) -> tuple[np.ndarray, float, float]:
+def _coded(diagnostic: Diagnostic, values: np.ndarray) -> tuple[np.ndarray, float, float]:
     """Return values as bytes, and what the lowest and the highest byte stand for."""
     known = values[np.isfinite(values)]
-    if picture.is_name:
+    if diagnostic.is_name:
         codes = np.where(np.isfinite(values) & (values >= 0), np.clip(values, 0, STEPS), UNKNOWN)
         return codes.astype(np.uint8), 0.0, float(max(known.max(initial=0), 0))
     # a bound that is declared too tight would hide what lies beyond it
-    low = float(known.min(initial=math.inf if picture.low is None else picture.low))
-    high = float(known.max(initial=-math.inf if picture.high is None else picture.high))
+    low = float(known.min(initial=math.inf if diagnostic.low is None else diagnostic.low))
+    high = float(known.max(initial=-math.inf if diagnostic.high is None else diagnostic.high))
     low, high = (low, high) if math.isfinite(low) and math.isfinite(high) else (0.0, 1.0)
     scaled = (values - low) / ((high - low) or 1.0) * STEPS
     codes = np.where(np.isfinite(values), scaled.round(), UNKNOWN)

@@ -118,7 +118,7 @@ def scored_when(config: Config) -> str:
     """Say when a run's models are scored: after the download, after training, or after fine-tuning."""
     if config.train.finetune_epochs:
         return "after fine-tuning"
-    return f"after {METHODS[config.method].scored_moment}"
+    return f"after {METHODS[config.method].traits.eval_after}"
 
 
 def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:

@@ -93,10 +93,10 @@ class TrainedModels:
         if not self.is_network:
             raise UserError(
                 f"method.name={self._config.method} predicts by a rule of its own (predict) and does not say "
-                "it as a network (network_of); use `hpcfl predict`, or the tensors of `hpcfl export`"
+                "it as a network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
             )
         try:
-            return self.method.network_of(self.saved(client)).eval()
+            return self.method.as_module(self.saved(client)).eval()
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self._path} holds no model of method.name={self._config.method}: its parts do not fit "
@@ -105,11 +105,11 @@ class TrainedModels:
 
     @property
     def is_network(self) -> bool:
-        """Whether the method's `network_of` is as its `predict`: no class overrides the latter alone."""
+        """Whether the method's `as_module` is as its `predict`: no class overrides the latter alone."""
         kinds = type(self.method).__mro__
         of_network, of_rule = (
             next(number for number, kind in enumerate(kinds) if name in vars(kind))
-            for name in ("network_of", "predict")
+            for name in ("as_module", "predict")
         )
         return of_network <= of_rule
 
@@ -198,8 +198,8 @@ class TrainedModels:
         """Return the server's model; raise UserError where it has none for all clients."""
         method, name = self.method, self._config.method
         theirs = f"take a client's, 0 to {self.num_clients - 1}, or all"
-        if not method.has_global_model:
-            others = ", ".join(name for name, kind in METHODS.items() if kind.has_global_model)
+        if not method.traits.has_global_model:
+            others = ", ".join(name for name, kind in METHODS.items() if kind.traits.has_global_model)
             raise UserError(f"method.name={name} has no global model; {theirs}; methods with one: {others}")
         server = self._checkpoint.server
         if method.layout.buffer_size and BUFFERS not in server:
@@ -219,7 +219,7 @@ class TrainedModels:
 
     def _without_models(self) -> str:
         rounds = self._config.train.rounds
-        instead = f", or take {GLOBAL}, which is there already" if self.method.has_global_model else ""
+        instead = f", or take {GLOBAL}, which is there already" if self.method.traits.has_global_model else ""
         return (
             f"{self._path} is of round {self.round} of {rounds} and has no personalised models yet; they are "
             f"saved after the last round; let the run finish (its command again goes on){instead}"

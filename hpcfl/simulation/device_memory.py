@@ -73,7 +73,7 @@ def clients_at_once(
         most: clients of this rank.
         state_bytes: what the state that this rank will keep on the device takes.
     """
-    if method.chain is not None:
+    if method.sequential is not None:
         return 1
     if config.run.clients_at_once is not None:
         return config.run.clients_at_once

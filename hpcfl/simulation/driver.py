@@ -12,7 +12,7 @@ import torch
 from hpcfl.communication.means import weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods.base import Method, State
+from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.parameters import ParameterLayout
 from hpcfl.training.clients import Clients
 
@@ -30,10 +30,11 @@ class Driver:
 
     def initial_server(self) -> State:
         """Return the whole server state, running statistics included."""
-        method = self.method
-        if not method.averages_buffers:
-            return method.server_state()
-        return method.server_state() | {BUFFERS: method.server_buffers()}
+        method, state = self.method, self.method.server_state()
+        if method.averages_buffers and BUFFERS not in state:
+            buffers = method.initial_buffers()
+            state[BUFFERS] = buffers if method.num_models is None else buffers.repeat(method.num_models, 1)
+        return state
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
@@ -43,38 +44,43 @@ class Driver:
 
     def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
         """Return the download of a cohort."""
-        return self._sent(self.method.scored if for_evaluation else self.method.download, server, cohort)
+        method = self.method
+        return self._sent(method.eval_download if for_evaluation else method.download, server, cohort)
 
-    def welcome(self, server: State, cohort: Cohort) -> Message:
-        """Return what clients get that take no part in training.
-
-        Raises TypeError where the method looks for them in state that has no rows of theirs.
-        """
+    def new_client_download(self, server: State, cohort: Cohort) -> Message:
+        """Return what clients get that take no part in training."""
         try:
-            return self._sent(self.method.welcome, server, cohort)
+            return self._sent(self.method.new_client_download, server, cohort)
         except IndexError as error:
-            name = type(self.method).__name__
-            raise TypeError(
-                f"{name}.welcome looks in the server's state for clients {cohort.clients[0]} and on, which "
-                "take no part in training; let it return what new clients get, or set data.unseen_clients=0"
-            ) from error
+            error.add_note(
+                f"The server's state has no rows of clients {cohort.clients[0]} and on, which take no part "
+                f"in training: if {type(self.method).__name__} looks for them, override new_client_download, "
+                "or set data.unseen_clients=0"
+            )
+            raise
 
     def _sent(self, hook: Callable[[State, Cohort], Message], server: State, cohort: Cohort) -> Message:
         """Return a hook's message to a cohort, with the averaged running statistics if it has none."""
         message = self._message(hook.__name__, hook(server, cohort), len(cohort))
         if BUFFERS in message or not self.method.averages_buffers:
             return message
-        buffers = self.method.download_buffers(server, cohort)
-        return message | self._message("download_buffers", buffers, len(cohort))
+        return message | Message(shared={BUFFERS: server[BUFFERS]}, num_clients=len(cohort))
+
+    def needs_request(self, round: int) -> bool:
+        """Return whether clients answer this round's download with a request."""
+        return isinstance(self.method, TwoPhaseMethod) and self.method.needs_request(round)
 
     def ask(self, clients: Clients, down: Message) -> Message:
         """Return a group's request."""
+        assert isinstance(self.method, TwoPhaseMethod)
         down = self._arrived(clients, down)
-        return self._rows("request", self.method.request(clients, down), len(clients))
+        return self._rows("client_request", self.method.client_request(clients, down), len(clients))
 
     def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return what a cohort gets upon its requests."""
-        return self._message("supply", self.method.supply(server, cohort, requests), len(cohort))
+        assert isinstance(self.method, TwoPhaseMethod)
+        response = self.method.server_response(server, cohort, requests)
+        return self._message("server_response", response, len(cohort))
 
     def work(self, clients: Clients, down: Message) -> Message:
         """Train a group and return its upload."""
@@ -96,8 +102,8 @@ class Driver:
             up.drain()
             self.method.end_round(server, cohort)
             return
-        weights = self.method.weights_of_buffers(cohort) if self.method.averages_buffers else None
-        averaged = {} if weights is None else weighted_means(up, {BUFFERS: weights})
+        averages = self.method.averages_buffers and not self.method.traits.averages_own_buffers
+        averaged = weighted_means(up, {BUFFERS: cohort.num_samples}) if averages else {}
         self.method.aggregate(server, cohort, up)
         up.drain()
         server |= averaged
@@ -109,22 +115,27 @@ class Driver:
         epochs = self.method.context.train.finetune_epochs
         if epochs:
             return self._with_buffers("finetune", clients, self.method.finetune(clients, down, epochs))
-        return self._with_buffers("personalised", clients, self.method.personalised(clients, down))
+        with clients.read_only():
+            return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
 
     def adapted(self, clients: Clients, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
         down = self._arrived(clients, down)
-        return self._with_buffers("adapt", clients, self.method.adapt(clients, down))
+        return self._with_buffers("new_client_model", clients, self.method.new_client_model(clients, down))
 
     def after_download(self, clients: Clients, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self._arrived(clients, down)
-        return self._with_buffers("received", clients, self.method.received(clients, down))
+        with clients.read_only():
+            models = self.method.model_after_download(clients, down)
+        return self._with_buffers("model_after_download", clients, models)
 
     def after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         """Return a group's models right after `work`, with `buffers`; empty where there are none."""
         down = down.to(clients.device)
-        return self._with_buffers("trained", clients, self.method.trained(clients, down, up))
+        with clients.read_only():
+            models = self.method.model_after_training(clients, down, up)
+        return self._with_buffers("model_after_training", clients, models)
 
     def _arrived(self, clients: Clients, down: Message) -> Message:
         """Return a message on the group's device; set the group's running statistics from it or the state."""
@@ -133,6 +144,10 @@ class Driver:
             clients.buffers = down[BUFFERS].clone(memory_format=torch.contiguous_format)
         elif BUFFERS in clients:
             clients.buffers = clients[BUFFERS].clone()
+        count = self.method.num_models
+        if count is not None and clients.buffers.dim() == 2:
+            # each model starts from the client's own
+            clients.buffers = clients.buffers.unsqueeze(1).repeat(1, count, 1)
         return down
 
     def _message(self, hook: str, value: Message, count: int) -> Message:

@@ -57,7 +57,7 @@ class Evaluator:
         to the end.
         """
         rows = [torch.zeros(0, 3, dtype=torch.float64)]
-        is_same = self._method.scored_moment == "download" and not self._config.train.finetune_epochs
+        is_same = self._method.traits.eval_after == "download" and not self._config.train.finetune_epochs
         for clients, down in self._federation.evaluation_downloads(server, cohort):
             before = None if is_same else self.scores(clients, self._driver.after_download(clients, down))
             model = self._driver.evaluated(clients, down)
@@ -96,7 +96,7 @@ class Evaluator:
     def try_welcome(self, server: State) -> None:
         """Let the server greet unseen clients: a method that cannot fails before the rounds. Collective."""
         for cohort in self._federation.unseen(0):
-            self._federation.on_server(partial(self._driver.welcome, server, cohort))
+            self._federation.on_server(partial(self._driver.new_client_download, server, cohort))
             return
 
     def scores(self, clients: Clients, model: Message) -> Tensor:
@@ -109,14 +109,15 @@ class Evaluator:
                 return together
         return torch.cat([self._score(clients, model, position) for position in range(len(clients))])
 
-    def client_history(self, done: int) -> State:
+    def client_diagnostics(self, done: int) -> State:
         """Bring the diagnostics of all clients to the server, one tensor [N, ...] per name. Collective."""
-        if type(self._method).client_history is Method.client_history:
+        federation, method = self._federation, self._method
+        is_default = type(method).client_diagnostics is Method.client_diagnostics
+        if is_default and not any(one.name in federation.workplace.state for one in method.diagnostics):
             return {}
-        federation = self._federation
         cohort = federation.cohort_of(done, range(federation.num_clients))
         rows = [
-            Message(rows=self._method.client_history(clients), num_clients=len(clients))
+            Message(rows=method.client_diagnostics(clients), num_clients=len(clients))
             for _, clients in federation.groups(cohort)
         ]
         return federation.channel.up(stack(rows), cohort).collect()

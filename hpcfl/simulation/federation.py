@@ -185,7 +185,7 @@ class Federation:
 
     def welcomes(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what they get as new clients. Collective."""
-        return self._downloads(cohort, lambda: self.driver.welcome(server, cohort))
+        return self._downloads(cohort, lambda: self.driver.new_client_download(server, cohort))
 
     def _downloads(self, cohort: Cohort, send: Callable[[], Message]) -> Iterator[tuple[Clients, Message]]:
         """Yield groups of this rank's clients with what the server sends. Collective."""

@@ -16,6 +16,7 @@ from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.communication.world import World, abort_saying
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
+from hpcfl.parameters import Tensors
 from hpcfl.simulation.device_memory import end_without_memory, out_of_memory
 from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
@@ -184,17 +185,17 @@ class Simulation:
         Returns the accuracy of each client's model right after training [N]. It is nan for clients without
         such a model, in rounds without an evaluation, and on ranks other than the server.
         """
-        method, driver = self.method, self._federation.driver
+        driver = self._federation.driver
         # a client that requested layers knows which ones it gets, so their indices cost no bytes
-        names_layers = not method.negotiates(cohort.round)
-        traffic = RoundTraffic(len(cohort), method.layers, names_layers)
+        has_request = driver.needs_request(cohort.round)
+        traffic = RoundTraffic(len(cohort), self.method.layers, names_layers=not has_request)
         self._federation.visits.begin(self._federation.trips(cohort))
         groups = list(self._federation.groups(cohort))
         message = self._federation.on_server(lambda: driver.send(self.server, cohort))
         before = self._federation.deliver(message, cohort)
         traffic.count_down(before.sent)
         down, sent = self._federation.on_device(before.received), before.sent
-        if method.negotiates(cohort.round):
+        if has_request:
             asked, answer = self._negotiate(cohort, groups, down, traffic)
             down |= asked | self._federation.on_device(answer.received)
             sent, before = answer.sent, before | answer
@@ -235,8 +236,10 @@ class Simulation:
         uploads = Uploads(down.num_clients)
         driver, began_s, scoring_s = self._federation.driver, time.monotonic(), 0.0
         diverged: dict[int, str] = {}
+        handover: Tensors = {}
         for part, clients in groups:
             mine = down.select(part).to(clients.device)
+            clients.handover = handover
             up = driver.work(clients, mine)
             steps.append(clients.steps.double())
             figures = losses_and_extremes(clients, up).cpu()
@@ -250,10 +253,10 @@ class Simulation:
             # brought to the CPU group by group, so that a GPU never holds a whole cohort's
             uploads.add(part, up)
             if bad and self._divergence.leaves_out:
-                self.method.leave_out(clients)
                 clients.commit([place for place in range(len(clients)) if place not in bad])
             else:
                 clients.commit()
+                handover = clients.handover
             self._world.heartbeat()
         train_s = time.monotonic() - began_s - scoring_s
         return LocalRound(
@@ -329,10 +332,10 @@ class Simulation:
         Raises DivergedError on all ranks where a model could not be scored and the run is to stop then.
         """
         self._divergence.judge_scores(np.concatenate([found.loss, of_unseen.loss]), self.server, done)
-        of_clients = self._evaluator.client_history(done)
+        of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is None:
             return
-        known = self.method.history(self.server) | of_clients
+        known = self.method.server_diagnostics(self.server) | of_clients
         self.ledger.wall_s = self._wall_s()
         self.ledger.record_evaluation(
             done,

@@ -14,9 +14,9 @@ from hpcfl.training.engines import has_bfloat16
 
 def refuse_chain(method: Method, num_workers: int) -> None:
     """Raise UserError where several workers would train clients that come one after the other."""
-    if method.chain is not None and num_workers > 1:
+    if method.sequential is not None and num_workers > 1:
         raise UserError(
-            f"{method.chain} trains a round's clients one after the other, and {num_workers} workers "
+            f"{method.sequential} trains a round's clients one after the other, and {num_workers} workers "
             "would train them side by side; start one or two ranks, or drop it"
         )
 

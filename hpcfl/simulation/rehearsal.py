@@ -22,6 +22,7 @@ from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.methods import Method
+from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.evaluation import Evaluation
 from hpcfl.simulation.experiment import assemble, describe, is_batched, method_of
 from hpcfl.simulation.federation import sampled
@@ -200,7 +201,8 @@ class _Run(Simulation):
             self._stored(timed[0], models, of_unseen),
             evaluation,
             sum(tensor.nbytes for tensor in self.server.values()),
-            self.method.negotiates(last) or any(mask.dim() == 2 for mask in sent.keep.values()),
+            self._federation.driver.needs_request(last)
+            or any(mask.dim() == 2 for mask in sent.keep.values()),
             bool(self.ledger.diverged.any()),
         )
 
@@ -221,7 +223,7 @@ class _Run(Simulation):
     def _enter(self, done: int) -> None:
         """Enter an evaluation without scores in the ledger, which then has the bytes of the rounds so far."""
         nobody, unscored = np.zeros(self._federation.num_unseen), np.zeros(self._federation.num_clients)
-        history = {name: value.numpy() for name, value in self.method.history(self.server).items()}
+        history = {name: value.numpy() for name, value in self.method.server_diagnostics(self.server).items()}
         moments = dict.fromkeys(("after_download", "after_training"), unscored)
         self.ledger.record_evaluation(
             done,
@@ -291,7 +293,7 @@ class _Run(Simulation):
         kept = {name: rows[:1] for name, rows in federation.kept_by_codec().items()}
         rows = federation.driver.initial_clients([client]) | kept
         history, ledger = self.ledger.history(), self.ledger.tables()
-        of_clients = self.method.client_history(Clients(federation.workplace, [client], 0))
+        of_clients = self.method.client_diagnostics(Clients(federation.workplace, [client], 0))
         growing = {name: ledger.pop(name).values for name in ("metrics", "bytes")}
         an_evaluation = _bytes(history.values()) + growing["metrics"].nbytes
         return Stored(
@@ -322,7 +324,7 @@ def _phases(method: Method, rounds: int) -> dict[int, int]:
     found = {0: 1}
     firsts: dict[bool, int] = {}
     for number in range(1, rounds):
-        first = firsts.setdefault(method.negotiates(number), number)
+        first = firsts.setdefault(Driver(method).needs_request(number), number)
         found[first] = found.get(first, 0) + 1
     return found
 

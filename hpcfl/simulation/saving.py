@@ -141,7 +141,7 @@ class Saver:
             if values.shape[1:] != shape and name not in self._ledger.of_unseen:
                 wrong.append(f"history/{name}")
         server = checkpoint.shapes("server")
-        changing = self._method.growing_state & server.keys()
+        changing = self._method.traits.growing_state & server.keys()
         return wrong + [
             f"server/{name}"
             for name, shape in at_first.items()
@@ -151,7 +151,9 @@ class Saver:
     def _shapes_at_first(self) -> tuple[dict[str, RowShape], dict[str, tuple[int, ...]]]:
         """Return the shapes of the server's state as a run begins, and of what its method records of it."""
         state = self._driver.initial_server()
-        recorded = {name: tuple(value.shape) for name, value in self._method.history(state).items()}
+        recorded = {
+            name: tuple(value.shape) for name, value in self._method.server_diagnostics(state).items()
+        }
         return {name: _shape(rows, len(rows)) for name, rows in state.items()}, recorded
 
     def _forget_off_schedule(self, done: int) -> None:

@@ -65,7 +65,7 @@ def finetuning_a_batch(method: Method) -> float:
 def adapting_a_batch(method: Method) -> float:
     """Return the gradients that a client's adaptation, if it is new, takes per mini-batch of an epoch."""
     train = method.context.train.of_unseen()
-    if method.scored_moment == "training":
+    if method.traits.eval_after == "training":
         return method.gradient_epochs(method.params, train)
     return train.local_epochs * method.finetuning_gradients(method.params)
 

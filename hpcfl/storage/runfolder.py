@@ -357,7 +357,7 @@ class RunFolder:
     def _grows(self, there: Mapping[str, Any]) -> bool:
         """Whether the run is asked for more rounds than before, and its method allows that."""
         before, rounds = there.get("train", {}).get("rounds"), self._config.train.rounds
-        can_grow = not METHODS[self._config.method].schedule_uses_rounds
+        can_grow = not METHODS[self._config.method].traits.uses_total_rounds
         return can_grow and isinstance(before, int) and before < rounds
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

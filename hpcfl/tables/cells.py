@@ -12,6 +12,7 @@ from typing import Any
 from hpcfl.config import DEFAULT_SOURCE, Config, flatten, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
+from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.storage.reading import read_record
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 from hpcfl.tables.schema import FigureEntry, HeatMapsEntry
@@ -130,7 +131,8 @@ class Table:
 
     def axes_of(self, quantity: str) -> tuple[str, ...]:
         """Return the axes of the first row's diagnostic of this name that has two or more; () without any."""
-        axes = (METHODS[cell.config.method].history_axes.get(quantity, ()) for cell in self.cells)
+        known = (axes_by_name(METHODS[cell.config.method].diagnostics) for cell in self.cells)
+        axes = (by_name.get(quantity, ()) for by_name in known)
         return next((found for found in axes if len(found) > 1), ())
 
     def name(self, cell: Cell) -> str:
@@ -255,7 +257,7 @@ class Table:
             axes = self.axes_of(drawing.quantity)
             if not axes:
                 methods = [METHODS[cell.config.method] for cell in self.cells]
-                kept = dict.fromkeys(name for method in methods for name in method.history_axes)
+                kept = dict.fromkeys(name for method in methods for name in axes_by_name(method.diagnostics))
                 known = _listed([name for name in kept if self.axes_of(name)])
                 raise UserError(
                     f"{place} is not possible: of matrices the methods of its rows keep {known or 'none'}"

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcfl.data.partitions import class_table
 from hpcfl.methods import METHODS
+from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.tables.cells import Table
 from hpcfl.tables.histories import SUMMARISED, History, evaluations
 from hpcfl.tables.planning import Unread, dealt_cells
@@ -40,7 +41,7 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
     unread: dict[int, Unread] = {}
     told = [cell for cell in table.cells if cell.folder in histories and histories[cell.folder].diagnostics]
     for cell, arrays, parts in dealt_cells(told, unread):
-        axes = METHODS[cell.config.method].history_axes
+        axes = axes_by_name(METHODS[cell.config.method].diagnostics)
         in_training = parts[: len(parts) - cell.config.data.num_unseen(len(parts))]
         owned = class_table(arrays.y, in_training, arrays.num_classes) > 0
         common = owned.astype(np.int64) @ owned.T

@@ -14,6 +14,7 @@ import numpy as np
 
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
+from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.results.run import load_run
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.figures import is_finished
@@ -32,7 +33,7 @@ class History:
     accuracy: np.ndarray
     """[E, N]."""
     diagnostics: dict[str, dict[int, np.ndarray]]
-    """By name, then by the number of the evaluation, which counts from 0; axes: `Method.history_axes`.
+    """By name, then by the number of the evaluation, which counts from 0; axes: `Method.diagnostics`.
 
     Of what is too large for a checkpoint's history there is the last evaluation alone.
     """
@@ -49,7 +50,7 @@ def histories(table: Table) -> dict[Path, History]:
     wanted = [SUMMARISED, *(one.rounds for one in table.drawings if isinstance(one, HeatMapsEntry))]
     found = {}
     for cell in table.cells:
-        if (by_client or METHODS[cell.config.method].history_axes) and is_finished(cell):
+        if (by_client or METHODS[cell.config.method].diagnostics) and is_finished(cell):
             try:
                 history = _read(cell, wanted)
             except UserError as error:
@@ -82,7 +83,7 @@ def _read(cell: Cell, wanted: Sequence[Sequence[int | str]]) -> History | None:
     run = load_run(cell.folder)
     if run.checkpoint is None:
         return None
-    axes = METHODS[cell.config.method].history_axes
+    axes = axes_by_name(METHODS[cell.config.method].diagnostics)
     rounds = run.history_rounds.tolist()
     kept = sorted({at for choice in wanted for at in evaluations(rounds, choice)})
     known: dict[str, dict[int, np.ndarray]] = {}

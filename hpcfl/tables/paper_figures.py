@@ -13,6 +13,7 @@ from hpcfl.errors import UserError
 from hpcfl.formatting import percent
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
+from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.storage.reading import read_rows
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.figures import Entry
@@ -205,7 +206,7 @@ def _heat_maps(
 
 
 def _axes(method: str, drawing: HeatMapsEntry) -> tuple[str, ...] | None:
-    return METHODS[method].history_axes.get(drawing.quantity)
+    return axes_by_name(METHODS[method].diagnostics).get(drawing.quantity)
 
 
 def _diagnostics(histories: Mapping[Path, History], cell: Cell) -> Mapping[str, object]:

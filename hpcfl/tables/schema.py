@@ -138,7 +138,7 @@ class HeatMapsEntry(_Entry):
 
     draw: Literal["heat_maps"]
     quantity: Line
-    """A name in `history_axes` of the rows' methods; rows of other methods are not drawn."""
+    """A diagnostic of the rows' methods; rows of other methods are not drawn."""
     client: Annotated[StrictInt, Field(ge=0)] | None = None
     """One client's matrix of layers; default: a matrix of all clients for each layer."""
     layers: list[Line] | dict[str, list[Line]] | None = None

@@ -53,10 +53,11 @@ class Workplace:
 
 
 class Clients:
-    """Some clients of this rank in one round: what `train`, `personalised` and `finetune` are given.
+    """Some clients of this rank in one round: what `train`, `eval_model` and `finetune` are given.
 
     `clients[name]` reads and writes the clients' state [C, ...], on `device`. Writes stay with this object
-    until `commit`, which the round loop calls after training and never after an evaluation.
+    until `commit`, which the round loop calls after training and never after an evaluation. A hook that only
+    returns models cannot write (`read_only`).
     """
 
     def __init__(self, workplace: Workplace, ids: Sequence[int], round: int) -> None:
@@ -72,8 +73,12 @@ class Clients:
         """Training steps done by each client through this object [C], on the CPU."""
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
         """Sum of the losses of these steps [C]."""
-        self.notes: Tensors = {}
-        """What `request` leaves for `train`, [C, ...] a name; forgotten after the round."""
+        self.scratch: Tensors = {}
+        """What `client_request` leaves for `train`, [C, ...] a name; forgotten after the round."""
+        self.handover: Tensors = {}
+        """Of a sequential method: what the group before left here in this round, and what this group leaves
+        for the next; a group that diverged and is left out of the round leaves nothing."""
+        self._can_write = True
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -87,7 +92,18 @@ class Clients:
         return self._written[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
+        if not self._can_write:
+            raise TypeError(
+                f"clients[{name!r}] cannot be written here: evaluations change no state; write it in `train`"
+            )
         self._written[name] = value
+
+    @contextmanager
+    def read_only(self) -> Iterator[None]:
+        """Let writes to the state raise TypeError inside."""
+        before, self._can_write = self._can_write, False
+        yield
+        self._can_write = before
 
     @property
     def kept(self) -> Tensors:
@@ -281,7 +297,7 @@ class Clients:
         return gradient
 
     @contextmanager
-    def buffers_aside(self) -> Iterator[None]:
+    def discarding_buffer_updates(self) -> Iterator[None]:
         """Discard updates of the running statistics inside: they belong to a model not evaluated."""
         kept = self.buffers.clone()
         yield

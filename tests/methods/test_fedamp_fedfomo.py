@@ -222,11 +222,11 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     assert_close(sent[[0, 2]], method.attention(others, (0, 2), ALL[:3]) @ others)
     torch.testing.assert_close(sent[1], models[2], rtol=0, atol=0, equal_nan=True)
     # the history has the same weights, and the diverged client by itself
-    recorded = method.history(server)["attention"]
+    recorded = method.server_diagnostics(server)["attention"]
     assert_close(recorded[[0, 1, 3]][:, [0, 1, 3]], method.attention(others, (0, 1, 2), ALL[:3]))
     assert recorded[2].tolist() == recorded[:, 2].tolist() == [0, 0, 1, 0]
     models.fill_(torch.inf)
-    assert torch.equal(method.history(server)["attention"], torch.eye(4))
+    assert torch.equal(method.server_diagnostics(server)["attention"], torch.eye(4))
     assert torch.equal(Driver(method).send(server, cohort)["theta"], models[[0, 2, 3]])
 
 
@@ -369,7 +369,7 @@ def test_a_client_needs_samples_to_judge_on_and_to_train_on(model: str, fewest: 
 
     with pytest.raises(UserError, match=f"client 1 has {fewest - 1} of them in all; give each {fewest} or"):
         fedfomo(fewest - 1)
-    assert fedfomo(fewest).num_models == 3
+    assert fedfomo(fewest).num_received == 3
 
 
 def rest_of(run: Run, client: int, round: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -393,9 +393,9 @@ def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
         sent, cohort = models.clone(), run.simulation.cohort(number).clients
         # as many as there are for whoever may get fewest, since the own model is not sent
         count = min(
-            run.method.num_models, *(int(is_known.sum()) - int(is_known[client]) for client in cohort)
+            run.method.num_received, *(int(is_known.sum()) - int(is_known[client]) for client in cohort)
         )
-        fewer += count < run.method.num_models
+        fewer += count < run.method.num_received
         for client in cohort:
             x, y = run.workplace.shard.samples("train", client)
             samples = held_out_and_rest(run, client)[0]
@@ -455,11 +455,11 @@ def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
 
 def test_a_large_matrix_is_not_recorded_at_each_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run("method.name=fedfomo", "method.models=1", "train.rounds=1")
-    assert torch.equal(run.method.history(run.server)["affinity"], run.server["affinity"])
+    assert torch.equal(run.method.server_diagnostics(run.server)["affinity"], run.server["affinity"])
     for module in (fedamp, fedfomo):
         monkeypatch.setattr(module, "HISTORY_LIMIT", 15)
-    assert run.method.history(run.server) == {}
-    assert method_of(FedAMP).history({"models": torch.ones(4, 2)}) == {}
+    assert run.method.server_diagnostics(run.server) == {}
+    assert method_of(FedAMP).server_diagnostics({"models": torch.ones(4, 2)}) == {}
     assert run.method.server_bytes()["affinity"] == run.server["affinity"].nbytes
 
 
@@ -535,7 +535,7 @@ def test_clients_that_rank_alike_come_in_random_order() -> None:
 
 @pytest.mark.parametrize(("clients", "models"), [(1, 0), (4, 3), (9, 5)])
 def test_by_default_clients_get_five_models_or_all_there_are(clients: int, models: int) -> None:
-    assert method_of(FedFomo, clients).num_models == models
+    assert method_of(FedFomo, clients).num_received == models
 
 
 def test_more_models_than_other_clients_are_refused() -> None:

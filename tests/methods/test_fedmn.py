@@ -48,12 +48,12 @@ class Watched(FedMN):
         self.after: list[State] = []
         self.local: dict[int, State] = {}
 
-    def supply(self, server: State, cohort: Cohort, requests: State) -> Message:
+    def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         self.asked.append((cohort.clients, requests["paths"].clone()))
-        return super().supply(server, cohort, requests)
+        return super().server_response(server, cohort, requests)
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
-        models = super().trained(clients, down, up)
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+        models = super().model_after_training(clients, down, up)
         self.local[clients.ids[0]] = dict(models.rows)
         return models
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
 from harness import SMALL, OneClient, Run
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from torch_twins import batches_of, network_with, train_by_torch
 
@@ -29,7 +29,10 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.methods.local import Local
+from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
 from hpcfl.storage.ledger import METRICS
@@ -614,14 +617,14 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
         assert bool(received) == (case != "local")
         if received:
             before.append(loss_on_training_data(run, clients, received))
-        if method.scored_moment == "download" and not run.config.train.finetune_epochs:
+        if method.traits.eval_after == "download" and not run.config.train.finetune_epochs:
             scored = Driver(method).evaluated(Clients(run.workplace, [client], ROUNDS), to_score)
             assert_same_model(received, scored)
         torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
 
         clients = Clients(run.workplace, [client], ROUNDS)
         down = channel.down(Driver(method).send(run.server, cohort), cohort).select(part)
-        if method.negotiates(ROUNDS):
+        if Driver(method).needs_request(ROUNDS):
             asked = Driver(method).ask(clients, down)
             down = (
                 down
@@ -635,7 +638,7 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
         torch.testing.assert_close(
             (up.rows, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
         )
-        if method.scored_moment == "training":
+        if method.traits.eval_after == "training":
             clients.commit()
             assert_same_model(
                 trained, Driver(method).evaluated(Clients(run.workplace, [client], ROUNDS), to_score)
@@ -672,7 +675,7 @@ class Careless(FedAvg):
 
     name = "careless"
 
-    def personalised(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: Clients, down: Message) -> Message:
         own = torch.tensor(clients.ids, dtype=down["theta"].dtype).view(-1, 1)
         return Message(rows={"theta": down["theta"] + own})
 
@@ -725,7 +728,7 @@ def test_a_tensor_of_ones_own_is_counted_by_its_name() -> None:
 class Returning(FedAvg):
     """Scores what it sends, by returning the upload itself."""
 
-    def trained(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         return up
 
 
@@ -756,3 +759,30 @@ def test_clients_that_send_a_shared_tensor_are_told() -> None:
     kind = type("Sharing", (FedAvg,), {"train": lambda *_: Message(shared={"theta": torch.zeros(3)})})
     with pytest.raises(ValueError, match=r"Sharing\.train returned theta as shared; return rows"):
         Run("method.name=fedavg", kind=kind)
+
+
+def test_a_class_whose_hooks_contradict_each_other_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="Alone overrides as_module but not predict"):
+
+        class Alone(FedAvg):
+            def as_module(self, model: Tensors) -> nn.Module:
+                return nn.Linear(1, 1)
+
+    one = Diagnostic("alpha", ("client",), "", "")
+    with pytest.raises(TypeError, match="two diagnostics of one name: alpha, alpha"):
+
+        class Twice(FedAvg):
+            diagnostics = (one, one)
+
+    with pytest.raises(ValueError, match="must be 'client'"):
+        Diagnostic("alpha", ("layer", "client"), "", "")
+
+
+def test_an_evaluation_cannot_write_the_state_of_clients() -> None:
+    class Writes(Local):
+        def eval_model(self, clients: Clients, down: Message) -> Message:
+            clients["theta"] = clients["theta"] + 1
+            return super().eval_model(clients, down)
+
+    with pytest.raises(TypeError, match="cannot be written here"):
+        Run("method.name=local", "train.rounds=1", kind=Writes)

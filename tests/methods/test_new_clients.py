@@ -235,7 +235,7 @@ def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
     assert 0 < known.sum() < N
     torch.testing.assert_close(run.method.mean_model(server), server["models"][known].mean(dim=0))
     (cohort,) = run.simulation._federation.unseen(ROUNDS)
-    message = run.method.welcome(server, cohort)
+    message = run.method.new_client_download(server, cohort)
     if isinstance(run.method, FedFomo):
         sent = message.rows["models"][0]
         assert len(sent) == known.sum()

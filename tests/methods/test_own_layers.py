@@ -176,7 +176,7 @@ def test_own_layers_move_when_their_client_is_sampled_and_only_then(name: str, s
     assert torch.equal(three.clients[part][never], initial.expand(len(never), -1))
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.needs_body])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.traits.needs_body])
 def test_a_model_that_is_nothing_but_a_head_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -192,7 +192,7 @@ def test_a_model_that_is_nothing_but_a_head_is_refused(
 
 def test_methods_that_need_a_body_say_so() -> None:
     named = {"fedafk", "fedbabu", "fedper", "fedphp", "fedrep", "fedrod", "moon"}
-    assert {name for name, method in METHODS.items() if method.needs_body} >= named
+    assert {name for name, method in METHODS.items() if method.traits.needs_body} >= named
 
 
 # FedBN

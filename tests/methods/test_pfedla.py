@@ -437,7 +437,7 @@ def test_of_too_many_weights_those_of_own_models_are_recorded(monkeypatch: pytes
     # room for the weights of two clients at once
     monkeypatch.setattr(pfedla, "CHECKPOINT_LIMIT", 2 * 4 * 4)
     monkeypatch.setattr(pfedla, "HISTORY_LIMIT", 2 * 4 * 4)
-    for recorded in (run.method.derived(run.server), run.method.history(run.server)):
+    for recorded in (run.method.derived(run.server), run.method.server_diagnostics(run.server)):
         assert list(recorded) == ["self_weight"]
         torch.testing.assert_close(recorded["self_weight"], own)
 
@@ -761,7 +761,7 @@ def test_rounds_in_which_a_layer_was_retained_are_counted() -> None:
     expected = torch.zeros(4, 4, dtype=torch.int64)
     expected[:, fc1] = torch.tensor(times)
     assert torch.equal(run.server["retained_rounds"], expected)
-    assert torch.equal(run.method.history(run.server)["retained_rounds"], expected)
+    assert torch.equal(run.method.server_diagnostics(run.server)["retained_rounds"], expected)
 
 
 def test_bytes_down_and_retained_bytes_are_pfedlas_and_bytes_up_are_equal() -> None:

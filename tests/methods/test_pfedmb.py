@@ -549,7 +549,7 @@ def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
     # the weights' phase is plain SGD on the mixture
     alone = Clients(run.workplace, [1], 1)
-    start = run.method.personalised(clients, down)["theta"]
+    start = run.method.eval_model(clients, down)["theta"]
     torch.testing.assert_close(trained, alone.sgd(start).theta, rtol=0, atol=1e-9)
 
 

@@ -299,11 +299,11 @@ def test_ifca_averages_by_samples_and_an_empty_cluster_keeps_its_model_to_the_bi
 def test_ifca_tells_which_model_each_client_chose_last() -> None:
     run = Run(IFCA, "method.clusters=2", "train.rounds=1", *LINEAR)
     server = run.driver.initial_server()
-    assert run.method.history(server)["cluster"].tolist() == [-1] * 4
+    assert run.method.server_diagnostics(server)["cluster"].tolist() == [-1] * 4
     theta = torch.zeros(650)
     receive(run, server, {1: {"theta": theta, "cluster": torch.tensor(1)}})
     receive(run, server, {c: {"theta": theta, "cluster": torch.tensor(0)} for c in (1, 3)}, round=1)
-    assert run.method.history(server)["cluster"].tolist() == [-1, 0, -1, 0]
+    assert run.method.server_diagnostics(server)["cluster"].tolist() == [-1, 0, -1, 0]
 
 
 def test_traffic_of_several_models() -> None:
@@ -368,7 +368,7 @@ def test_a_cluster_splits_if_its_mean_is_short_and_its_longest_update_long(
     receive(run, server, updates(*vectors), round=2)
     assert server["cluster"].tolist() == clusters
     assert len(server["theta"]) == 1 + max(clusters)
-    assert torch.equal(run.method.history(server)["cluster"], server["cluster"])
+    assert torch.equal(run.method.server_diagnostics(server)["cluster"], server["cluster"])
 
 
 def test_no_split_without_eps_1_or_before_the_first_round() -> None:
@@ -414,16 +414,16 @@ def test_a_run_without_a_split_says_why(keys: tuple[str, ...], why: str) -> None
 def test_history_holds_the_norms_of_clients_heard_of_since_their_cluster_came_to_be() -> None:
     run, server = clustered("method.first_round=4", clients=4)
     receive(run, server, updates((3.0, 0.0), (-1.0, 0.0), clients=[0, 1]), round=2)
-    norms = run.method.history(server)
+    norms = run.method.server_diagnostics(server)
     assert norms["update_norm"].nan_to_num(-1).tolist() == [3, 1, -1, -1]
     assert norms["mean_update_norm"].nan_to_num(-1).tolist() == [1, 1, -1, -1]
     receive(run, server, updates(RIGHT, LEFT, RIGHT, LEFT), round=4)
-    norms = run.method.history(server)
+    norms = run.method.server_diagnostics(server)
     assert server["cluster"].tolist() == [0, 1, 0, 1]
     assert norms["update_norm"].isnan().all()
     assert norms["mean_update_norm"].isnan().all()
     receive(run, server, updates((3.0, 0.0), (0.0, 4.0), (1.0, 0.0), (0.0, 0.0)), round=5)
-    norms = run.method.history(server)
+    norms = run.method.server_diagnostics(server)
     assert norms["update_norm"].tolist() == [3, 4, 1, 0]
     assert norms["mean_update_norm"].tolist() == [2, 2, 2, 2]
 
@@ -591,7 +591,9 @@ class SlowTwin:
         joint = self.weights[client] * torch.stack(likelihoods, dim=1)
         return joint / joint.sum(dim=1, keepdim=True)
 
-    def trained(self, client: int, round: int, number: int, share: Tensor) -> tuple[Tensor, Tensor]:
+    def model_after_training(
+        self, client: int, round: int, number: int, share: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return one component and its statistics after local training, weighed by share [n]."""
         x, y = self.run.workplace.shard.samples("train", client)
         theta, statistics = self.theta[number].clone().requires_grad_(), self.statistics[number].clone()
@@ -618,7 +620,7 @@ class SlowTwin:
             shares = self.shares(client).detach()
             self.weights[client] = shares.mean(dim=0)
             for m in range(self.count):
-                model, moved = self.trained(client, number, m, shares[:, m])
+                model, moved = self.model_after_training(client, number, m, shares[:, m])
                 theta[m] += size / cohort.num_samples.sum() * model
                 statistics[m] += size / cohort.num_samples.sum() * moved
         self.theta, self.statistics = theta, statistics

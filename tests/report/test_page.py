@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page
 from report.made_runs import LAYERS, make_run, rising
 
 from hpcfl.methods import METHODS
-from hpcfl.pictures import Picture
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.report.page import write_report
 from hpcfl.results.run import load_run
 
@@ -282,7 +282,8 @@ def caption(page: Page, kind: str) -> str:
 def test_a_constant_without_bounds_is_drawn(
     browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(METHODS["fedafk"], "pictures", (Picture("coefficient", "Coefficient", ""),))
+    unbounded = Diagnostic("coefficient", ("client",), "Coefficient", "")
+    monkeypatch.setattr(METHODS["fedafk"], "diagnostics", (unbounded,))
     shares = np.full((3, 4), 0.5)
     folder = make_run(
         tmp_path / "fedafk", rising(3, 4), ["method.name=fedafk"], of_method={"coefficient": shares}

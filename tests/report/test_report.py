@@ -15,8 +15,8 @@ from report.made_runs import make_run, rising
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
-from hpcfl.methods import METHODS, pfedla
-from hpcfl.pictures import Picture
+from hpcfl.methods import pfedla
+from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out
 from hpcfl.report.page import labels_of
 from hpcfl.results.run import load_run
@@ -237,12 +237,11 @@ OWN = '''"""FedAvg that remembers how often it met each client."""
 import torch
 
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.pictures import Picture
+from hpcfl.methods.diagnostics import Diagnostic
 
 
 class Counting(FedAvg):
-    history_axes = {"met": ("client",)}
-    pictures = (Picture("met", "Meetings </script> & co", "Rounds with a client.", low=0),)
+    diagnostics = (Diagnostic("met", ("client",), "Meetings </script> & co", "Rounds with a client.", low=0),)
 
     def server_state(self):
         return super().server_state() | {"met": torch.zeros(self.context.num_clients)}
@@ -251,7 +250,7 @@ class Counting(FedAvg):
         super().aggregate(server, cohort, up)
         server["met"][list(cohort.clients)] += 1
 
-    def history(self, server):
+    def server_diagnostics(self, server):
         return {"met": server["met"]}
 '''
 
@@ -274,7 +273,7 @@ def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
     folder = tmp_path / "run"
     assert main([*TINY, f"method.path={tmp_path}/counting.py", "--out", str(folder)]) == FINISHED
     told = capsys.readouterr().err
-    assert "no report: the picture of 'met' cannot be drawn" in told
+    assert "no report: diagnostic 'met' cannot be drawn" in told
     assert "the shape [3], and its axes are (client, client)" in told
     assert (folder / "clients.csv").exists()
     assert "'met' cannot be drawn" in refusal(capsys, folder)
@@ -286,25 +285,14 @@ def test_a_picture_with_other_axes_than_its_values_costs_the_page_alone(
         (("client", "layer"), (4,)),
         (("client",), (4, 4)),
         (("client", "client"), (4, 3)),
-        (("layer", "client"), (2, 4)),
         (("client", "branch", "layer"), (4, 2, 3)),
     ],
 )
 def test_axes_that_are_not_those_of_the_values_are_refused(
     axes: tuple[str, ...], shape: tuple[int, ...]
 ) -> None:
-    with pytest.raises(UserError, match=r"history_axes\['a'\]"):
-        Recorded(Picture("a", "", ""), axes, np.zeros((2, *shape)), np.arange(2))
-
-
-def test_every_picture_is_of_a_quantity_with_axes() -> None:
-    pictured = {name: method.pictures for name, method in METHODS.items() if method.pictures}
-    assert {"pfedla", "heurpfedla", "pfedmb", "fedmn", "fedafk", "apfl", "ifca", "clustered_fl"} < set(
-        pictured
-    )
-    for name, pictures in pictured.items():
-        for picture in pictures:
-            assert METHODS[name].history_axes[picture.quantity][0] == "client"
+    with pytest.raises(UserError, match=r"Diagnostic\('a'\)"):
+        Recorded(Diagnostic("a", axes, "", ""), np.zeros((2, *shape)), np.arange(2))
 
 
 def codes(picture: Any) -> list[int]:
@@ -315,23 +303,23 @@ def codes(picture: Any) -> list[int]:
 
 def test_values_become_bytes_between_the_bounds() -> None:
     values, rounds = np.array([[0.0, 0.5, 1.0, np.nan], [0.25, 2.0, 0.0, -np.inf]]), np.array([3, 6])
-    (packed,) = packed_pictures([Recorded(Picture("a", "", "", low=0), ("client",), values, rounds)], 100)
+    (packed,) = packed_pictures([Recorded(Diagnostic("a", ("client",), "", "", low=0), values, rounds)], 100)
     # 2 is the highest: 127 steps a unit; what is not finite is unknown
     assert codes(packed) == [0, 64, 127, UNKNOWN, 32, 254, 0, UNKNOWN]
     assert (packed["low"], packed["high"], packed["rounds"]) == (0, 2, [3, 6])
     # a declared bound holds unless values lie beyond it
-    wide = Picture("a", "", "", low=-2, high=1)
-    (packed,) = packed_pictures([Recorded(wide, ("client",), values, rounds)], 100)
+    wide = Diagnostic("a", ("client",), "", "", low=-2, high=1)
+    (packed,) = packed_pictures([Recorded(wide, values, rounds)], 100)
     assert (packed["low"], packed["high"]) == (-2, 2)
     names = np.array([[0, 3, -1]])
-    cluster = Picture("a", "", "", is_name=True)
-    (packed,) = packed_pictures([Recorded(cluster, ("client",), names, rounds[:1])], 100)
+    cluster = Diagnostic("a", ("client",), "", "", is_name=True)
+    (packed,) = packed_pictures([Recorded(cluster, names, rounds[:1])], 100)
     assert codes(packed) == [0, 3, UNKNOWN]
 
 
 def test_steps_are_told_only_where_they_round_values() -> None:
     def note(values: list[float]) -> str:
-        one = Recorded(Picture("a", "", ""), ("client",), np.array([values]), np.zeros(1, int))
+        one = Recorded(Diagnostic("a", ("client",), "", ""), np.array([values]), np.zeros(1, int))
         return str(packed_pictures([one], 100)[0]["note"])
 
     assert note([0, 1, 1, np.nan]) == ""
@@ -344,8 +332,8 @@ def test_evaluations_are_thinned_before_clients_and_the_page_says_so() -> None:
     axes = ("client", "layer", "client")
     rounds = np.arange(9)
     pictures = [
-        Recorded(Picture("a", "", ""), axes, large, rounds),
-        Recorded(Picture("b", "", ""), ("client",), small, rounds),
+        Recorded(Diagnostic("a", axes, "", ""), large, rounds),
+        Recorded(Diagnostic("b", ("client",), "", ""), small, rounds),
     ]
     first, second = packed_pictures(pictures, 36 + 3 * 32)
     assert (first["rounds"], second["rounds"]) == ([0, 4, 8], list(range(9)))

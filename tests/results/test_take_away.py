@@ -225,7 +225,7 @@ def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) ->
 
 def test_who_has_a_global_model(place: Place) -> None:
     has, lacks = ["scaffold", "fedprox", "fedrod"], ["pfedla", "fedem", "fedbn", "fedper", "local", "fedmn"]
-    assert all(METHODS[name].has_global_model for name in has)
+    assert all(METHODS[name].traits.has_global_model for name in has)
     for name in lacks:
         message = rf"method.name={name} has no global model; take a client's, 0 to 6, or all; .*fedavg"
         with pytest.raises(UserError, match=message):
@@ -351,8 +351,8 @@ class OwnRule(FedAvg):
     name = "own_rule"
     summary = "FedAvg whose probabilities are sharpened"
 
-    def personalised(self, clients, down):
-        model = super().personalised(clients, down)
+    def eval_model(self, clients, down):
+        model = super().eval_model(clients, down)
         model.rows["sharpness"] = torch.full((len(clients), 1), 2.0)
         return model
 

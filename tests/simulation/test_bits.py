@@ -60,7 +60,7 @@ def variant_cases() -> dict[str, list[str]]:
     """Return settings by name for one rank count: what else changes the way tensors travel."""
     cases = {}
     for name, method in METHODS.items():
-        for policy in method.buffer_policies[1:]:
+        for policy in method.traits.buffers[1:]:
             cases[f"{name}-{policy}"] = [*method_settings(name), f"train.buffers={policy}"]
     special = {
         "clustered_fl-single": ["method.linkage=single", "train.rounds=3"],

@@ -85,7 +85,7 @@ def test_killed_and_then_stopped_or_prolonged(
     boundary is the end of a shorter run, where a method can be prolonged.
     """
     keys = [*settings, *short(method), "run.checkpoint_every=1"]
-    uses_rounds = METHODS[method.partition("-")[0]].schedule_uses_rounds
+    uses_rounds = METHODS[method.partition("-")[0]].traits.uses_total_rounds
     shorter = [*keys, f"train.rounds={ROUNDS if uses_rounds else 2}"]
     run_killed_in_round(1, tmp_path / "run", shorter)
     assert completed_rounds(tmp_path / "run") == 1
@@ -160,7 +160,7 @@ def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
     assert not differing(undisturbed("heurpfedla"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.schedule_uses_rounds])
+@pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.traits.uses_total_rounds])
 def test_schedules_over_all_rounds_cannot_be_prolonged(
     settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
 ) -> None:

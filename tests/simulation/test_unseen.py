@@ -338,6 +338,7 @@ def test_a_method_that_looks_them_up_is_told_before_the_first_round(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(METHODS, "looks_them_up", LooksThemUp)
-    with pytest.raises(TypeError, match=r"LooksThemUp\.welcome looks .* for clients 5 and on"):
+    with pytest.raises(IndexError) as raised:
         run_here(tmp_path / "run", [*settings, "method.name=looks_them_up"])
+    assert "no rows of clients 5 and on" in "".join(raised.value.__notes__)
     assert not (tmp_path / "run" / "checkpoint.h5").exists()

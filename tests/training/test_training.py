@@ -310,7 +310,7 @@ def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
     clients = Clients(place, ids, 0)
     clients.buffers = buffers[ids].clone()
     batches = list(clients.batches(epochs=1))
-    with clients.buffers_aside():
+    with clients.discarding_buffer_updates():
         for batch in batches:
             clients.plain_gradient(theta[ids][batch.members], batch)
         assert not torch.equal(clients.buffers, buffers[ids])

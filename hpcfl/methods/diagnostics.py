@@ -1,13 +1,17 @@
-"""What a method is known by, as pictures: declared by its file, drawn by pages and figures."""
+"""What a method's evaluations record of it, and how pages and figures draw that."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A quantity of a method's history, to be drawn by its axes (`Method.history_axes`).
+class Diagnostic:
+    """A quantity of the server's or the clients' state that every evaluation records.
+
+    Axes are "client" first, then "layer", "branch", "component", "path" or a second "client":
 
     - ("client", "layer", "client") and ("client", "layer", "branch"): a matrix for each layer, and for one
       client a matrix of its layers.
@@ -17,8 +21,8 @@ class Picture:
     Matrices are of one evaluation, and all evaluations can be stepped through.
     """
 
-    quantity: str
-    """Name in the history."""
+    name: str
+    axes: tuple[str, ...]
     title: str
     caption: str
     """What a value means and where the idea is from (paper and figure)."""
@@ -28,3 +32,14 @@ class Picture:
     """Value of the darkest colour or the axis' upper end; None: the largest one there is."""
     is_name: bool = False
     """Whether whole numbers name groups, such as clusters; negative ones name none."""
+    entries: Callable[[Any], list[str]] | None = None
+    """What the entries along the last axis are called, given the method's parameters; None: by number."""
+
+    def __post_init__(self) -> None:
+        if self.axes[:1] != ("client",):
+            raise ValueError(f"diagnostic {self.name!r}: the first of its axes {self.axes} must be 'client'")
+
+
+def axes_by_name(diagnostics: Sequence[Diagnostic]) -> dict[str, tuple[str, ...]]:
+    """Return the axes of each diagnostic."""
+    return {one.name: one.axes for one in diagnostics}
