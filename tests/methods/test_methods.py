@@ -695,7 +695,7 @@ def test_models_of_each_client_s_own_are_saved_apart_whatever_the_base_class_sha
 @pytest.mark.parametrize(
     ("hook", "value", "said"),
     [
-        ("personalised", {"theta": torch.zeros(1, 3)}, r"personalised returned a dict; return Message\("),
+        ("eval_model", {"theta": torch.zeros(1, 3)}, r"eval_model returned a dict; return Message\("),
         ("train", None, r"train returned a NoneType; return Message\("),
         (
             "train",
