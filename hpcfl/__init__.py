@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from hpcfl.results.comparison import Comparison
     from hpcfl.results.run import Run
 
 __version__ = "0.1.0"
@@ -26,3 +27,14 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
     from hpcfl.results.run import load_run
 
     return load_run(path, own_code)
+
+
+def compare(*runs: Run) -> Comparison:
+    """Return how much better runs are than others on the same clients, and which of their keys differ.
+
+    Raises:
+        hpcfl.errors.UserError: they cannot be compared.
+    """
+    from hpcfl.results.comparison import compare
+
+    return compare(runs)

@@ -23,10 +23,9 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Choice, Shrinking, Table
-from hpcfl.tables.figures import is_finished
 from hpcfl.tables.paper_figures import refuse_parts_not_there
 from hpcfl.tables.planning import methods_of, plan
-from hpcfl.tables.quantities import QUANTITIES
+from hpcfl.tables.schema import QUANTITIES
 from hpcfl.tables.writing import FromHistories, in_turn, write, write_from_histories, write_results
 
 A_CELL_NEEDS_S = 30
@@ -212,7 +211,7 @@ def _write_all(whole: Table) -> tuple[str, FromHistories, list[Cell]]:
     with in_turn(whole.folder):
         text, _ = write(whole)
         chosen = (whole.cells[number] for number in whole.chosen)
-        return text, write_from_histories(whole), [cell for cell in chosen if not is_finished(cell)]
+        return text, write_from_histories(whole), [cell for cell in chosen if cell.finished_run is None]
 
 
 def _say_missing(say: Callable[[str], None], whole: Table, missing: Sequence[Cell]) -> None:
@@ -248,7 +247,7 @@ def _pending(whole: Table, own: Sequence[int], fresh: bool, world: World) -> lis
     """
     pending = []
     for number, cell in enumerate(whole.cells):
-        if is_finished(cell):
+        if cell.finished_run:
             continue
         folder = RunFolder(cell.folder, cell.config)
         starts_over = False
@@ -274,7 +273,7 @@ def _pending(whole: Table, own: Sequence[int], fresh: bool, world: World) -> lis
 def _is_skipped(whole: Table, number: int) -> bool:
     """Whether a cell is not finished, and not run as its column's data cannot be read."""
     cell = whole.cells[number]
-    return whole.columns[cell.column] in whole.not_run and not is_finished(cell)
+    return whole.columns[cell.column] in whole.not_run and cell.finished_run is None
 
 
 def _part(text: str | None) -> tuple[int, int]:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.world import World
-from hpcfl.errors import UserError
+from hpcfl.config import flatten
+from hpcfl.errors import UserError, printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
+from hpcfl.results.run import ENDED, Run, Status
 from hpcfl.simulation.progress import console
-from hpcfl.storage.view import ENDED, RunView, view
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,41 +41,42 @@ def watch_runs(arguments: Sequence[str], world: World) -> None:
     # not (>): nan is no time either
     if not options.every > 0:
         raise UserError(f"--every {options.every:g} is not possible; give seconds above 0, such as --every 2")
-    views = [view(path) for path in options.runs]
+    runs = [Run(path) for path in options.runs]
     screen = console()
     if options.once or not screen.is_terminal:
-        screen.print(_shown(views, screen), soft_wrap=True)
+        screen.print(_shown(runs, screen), soft_wrap=True)
         return
     from rich.live import Live
 
-    with suppress(KeyboardInterrupt), Live(_shown(views, screen), console=screen) as live:
-        while not all(run.state in ENDED for run in views):
+    with suppress(KeyboardInterrupt), Live(_shown(runs, screen), console=screen) as live:
+        while not all(run.status.state in ENDED for run in runs):
             time.sleep(options.every)
-            views = [view(path) for path in options.runs]
-            live.update(_shown(views, screen), refresh=True)
+            runs = [Run(path) for path in options.runs]
+            live.update(_shown(runs, screen), refresh=True)
 
 
-def _shown(views: Sequence[RunView], screen: Console) -> Text:
+def _shown(runs: Sequence[Run], screen: Console) -> Text:
     from rich.text import Text
 
-    if len(views) > 1:
-        return Text(_lines(views, screen.encoding, screen.width))
-    figures = _figures(views[0], screen.encoding)
+    if len(runs) > 1:
+        return Text(_lines(runs, screen.encoding, screen.width))
+    figures = _figures(runs[0], screen.encoding)
     return Text("\n".join(f"{name:<11}{value}" for name, value in figures))
 
 
-def _figures(run: RunView, encoding: str) -> Iterator[tuple[str, str]]:
+def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
     """Yield what is known of a run, each with its name."""
+    status = run.status
     yield "run", str(run.path)
     yield "what", _configuration(run)
-    yield "state", _state(run)
+    yield "state", _state(status)
     yield "rounds", f"{run.done}/{run.rounds}"
     if run.metrics:
-        last = run.metrics[-1]
-        means = [row["accuracy_mean"] for row in run.metrics]
+        last = {name: float(values[-1]) for name, values in run.metrics.items()}
+        means = run.metrics["accuracy_mean"].tolist()
         best = means.index(max(means))
-        yield "accuracy", f"{last['accuracy_mean']:.2%} (round {last['round']:.0f})"
-        yield "best", f"{means[best]:.2%} (round {run.metrics[best]['round']:.0f})"
+        yield "accuracy", f"{last['accuracy_mean']:.2%} (round {run.done})"
+        yield "best", f"{means[best]:.2%} (round {run.metrics['round'][best]:.0f})"
         yield "spread", f"{last['accuracy_std']:.2%} over clients"
         if last.get("diverged"):
             yield "diverged", f"{last['diverged']:.0f} times a client's numbers were nan or infinite"
@@ -83,58 +85,55 @@ def _figures(run: RunView, encoding: str) -> Iterator[tuple[str, str]]:
         yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"
     else:
         yield "accuracy", "no evaluation yet"
-    if run.state not in ENDED:
+    if status.state not in ENDED:
         yield "time left", _time_left(run)
-    elif run.state != "finished":
-        yield "go on with", run.command
+    elif status.state != "finished":
+        yield "go on with", printable(str(run.environment.get("command", "the same command")))
     for number, line in enumerate(run.log[-LOG_LINES:]):
         yield "" if number else "log", line
 
 
-def _lines(views: Sequence[RunView], encoding: str, width: int) -> str:
+def _lines(runs: Sequence[Run], encoding: str, width: int) -> str:
     """Return a line a run, and one that names the columns."""
-    rows = []
-    for run in views:
-        means = [row["accuracy_mean"] for row in run.metrics]
+    rows = [["run", "state", "rounds", "accuracy", "best", "curve", "left"]]
+    for run in runs:
+        state, means = run.status.state, run.metrics["accuracy_mean"].tolist() if run.metrics else []
         known = (f"{means[-1]:.2%}", f"{max(means):.2%}") if means else ("-", "-")
+        left = "" if state in ENDED else _time_left(run)
         drawn = sparkline(means, SMALL_CURVE_WIDTH, encoding)
-        left = "" if run.state in ENDED else _time_left(run)
-        rows.append([run.path.name, run.state, f"{run.done}/{run.rounds}", *known, drawn, left])
-    header = ["run", "state", "rounds", "accuracy", "best", "curve", "left"]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        rows.append([run.path.name, state, f"{run.done}/{run.rounds}", *known, drawn, left])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # where the line is too short, names of runs are
     left_over = max(SHORTEST_NAME, width - sum(widths[1:]) - 2 * len(widths[1:]))
-    return "\n".join(aligned([[row[0][:left_over], *row[1:]] for row in (header, *rows)]))
+    return "\n".join(aligned([[row[0][:left_over], *row[1:]] for row in rows]))
 
 
-def _configuration(run: RunView) -> str:
-    config = run.config
-    data = config["data"]
-    return (
-        f"{config['method']['name']} on {data['source']}, {data['clients'] or 'all its'} clients, "
-        f"{data['partition']['name']} partition, {config['model']['name']}, seed {config['run']['seed']}"
-    )
+def _configuration(run: Run) -> str:
+    keys = flatten(run.record)
+    names = ("method.name", "data.source", "data.clients", "data.partition.name", "model.name", "run.seed")
+    method, source, clients, partition, model, seed = (printable(str(keys.get(name))) for name in names)
+    clients = "all its" if clients == "None" else clients
+    return f"{method} on {source}, {clients} clients, {partition} partition, {model}, seed {seed}"
 
 
-def _state(run: RunView) -> str:
-    ago = f"last change {clock(max(0, time.time() - run.changed_s))} ago"
-    owner = run.holder.owner or "a process"
+def _state(status: Status) -> str:
+    ago = f"last change {clock(max(0, time.time() - status.changed_s))} ago"
+    owner = status.owner or "a process"
     return {
         "finished": "finished",
         "running": f"running, {owner}; {ago}",
         "stopped": f"stopped; {ago}",
         "killed": f"killed or failed, {owner} is gone; {ago}",
         "out of sight": f"the lock of {owner} cannot be seen from here; {ago}",
-    }[run.state]
+    }[status.state]
 
 
-def _round_s(run: RunView) -> float:
+def _round_s(run: Run) -> float:
     """Return the seconds of a round in the last evaluations; there must be one."""
-    last = run.metrics[-1]
-    recent = run.metrics[-1 - RECENT_EVALUATIONS :]
-    before = recent[0] if len(recent) > 1 else {"round": 0.0, "wall_s": 0.0}
-    return (last["wall_s"] - before["wall_s"]) / (last["round"] - before["round"])
+    rounds, wall_s = ([0.0, *run.metrics[name].tolist()] for name in ("round", "wall_s"))
+    before = max(0, len(rounds) - 1 - RECENT_EVALUATIONS)
+    return (wall_s[-1] - wall_s[before]) / max(1, rounds[-1] - rounds[before])
 
 
-def _time_left(run: RunView) -> str:
+def _time_left(run: Run) -> str:
     return clock(_round_s(run) * (run.rounds - run.done)) if run.metrics else "unknown"

@@ -15,11 +15,11 @@ from hpcfl.errors import UserError
 from hpcfl.formatting import clock, readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pictures, spread_out
-from hpcfl.results.comparison import scored_when
-from hpcfl.results.run import Columns, Run
+from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
 from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
+from hpcfl.storage.reading import Columns
 
 PICTURE_BYTES = 1_400_000
 """What the pictures of all runs of a page take, before base64."""
@@ -50,7 +50,7 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
             values, or runs are scored on different splits.
     """
     for run in runs:
-        if "round" not in run.metrics:
+        if not run.metrics:
             raise UserError(
                 f"{run.path} has no evaluation yet, so that there is nothing to show; wait for the first one"
             )
@@ -79,7 +79,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
     `has_unseen` and `has_diverged` say whether any run of the page has unseen clients, or ones that diverged.
     """
     config, metrics, clients = run.config, run.metrics, _clients(run)
-    done, count = int(metrics["round"][-1]), len(metrics["round"])
+    count = len(metrics["round"])
     kept = spread_out(count, max(40, min(MOST_POINTS, 4 * MOST_POINTS // num_runs)))
     best = int(np.argmax(np.nan_to_num(metrics["accuracy_mean"], nan=-1)))
     kept = np.union1d(kept, [best])
@@ -106,9 +106,9 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
         "method": config.method,
         "seed": config.run.seed,
         "data": f"{config.data.source}, {config.partition}",
-        "done": done,
-        "rounds": config.train.rounds,
-        "isFinished": run.is_finished and done == config.train.rounds,
+        "done": run.done,
+        "rounds": run.rounds,
+        "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
         "headline": _headline(run, clients, best, steps[-1], has_unseen, has_diverged, num_runs),
@@ -234,7 +234,7 @@ def _clients(run: Run) -> Columns:
         for name in CLIENT_COLUMNS
         if len(values := run.history.get(name, np.empty(0)))
     }
-    if found and "client" in run.partition:
+    if found and run.partition:
         found |= {name: _samples(run, name) for name in ("train_samples", "evaluated_samples")}
     return found
 
@@ -262,7 +262,7 @@ def _bands(run: Run, rounds: np.ndarray) -> Json:
 
 def _classes(run: Run) -> Json:
     """Return samples by client and class, training and evaluated together, as uint16 in base64."""
-    if "client" not in run.partition:
+    if not run.partition:
         return {}
     client, label = (run.partition[name].astype(int) for name in ("client", "class"))
     table = np.zeros((client.max() + 1, label.max() + 1), np.int64)
@@ -273,11 +273,9 @@ def _classes(run: Run) -> Json:
 def _layer_bytes(run: Run) -> Json:
     """Return the bytes of all rounds by layer and direction, what has no layer behind those that have."""
     columns = run.bytes
-    if "layer" not in columns:
+    if not columns:
         return {"layers": []}
-    # layers that are called by numbers alone were read as numbers
-    names = [f"{name:g}" if isinstance(name, float) else name for name in columns["layer"].tolist()]
-    layers, place = np.unique(names, return_inverse=True)
+    layers, place = np.unique(columns["layer"], return_inverse=True)
     first = {name: int(np.argmax(place == number)) for number, name in enumerate(layers.tolist())}
     is_last = (BUFFERS_LABEL, INDICES_LABEL)
     order = sorted(range(len(layers)), key=lambda number: (layers[number] in is_last, first[layers[number]]))

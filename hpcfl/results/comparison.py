@@ -9,11 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcfl.config import Config, differences
+from hpcfl.config import differences
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, half_width
-from hpcfl.methods import METHODS
-from hpcfl.results.run import Run
+from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, paired_difference
 
 SEEDS = ("run.seed", "data.seed")
@@ -97,10 +96,9 @@ def compare(runs: Sequence[Run]) -> Comparison:
         if folders[number] in folders[:number]:
             raise UserError(f"{run.path} is named twice; compare runs in two folders or more")
         if not run.is_finished:
-            done = int(run.metrics["round"][-1]) if run.metrics else 0
             raise UserError(
-                f"{run.path} is not finished: its last evaluation is of round {done} of "
-                f"{run.config.train.rounds}; let it finish (its command again goes on)"
+                f"{run.path} is not finished: its last evaluation is of round {run.done} of {run.rounds}; "
+                "let it finish (its command again goes on)"
             )
     entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
     for others in zip(*entries, strict=True):
@@ -112,13 +110,6 @@ def compare(runs: Sequence[Run]) -> Comparison:
     return Comparison(
         entries, {key: values for key, values in found.items() if any(v != values[0] for v in values)}
     )
-
-
-def scored_when(config: Config) -> str:
-    """Say when a run's models are scored: after the download, after training, or after fine-tuning."""
-    if config.train.finetune_epochs:
-        return "after fine-tuning"
-    return f"after {METHODS[config.method].traits.eval_after}"
 
 
 def _by_seed(runs: Sequence[Run]) -> tuple[tuple[Run, ...], ...] | None:

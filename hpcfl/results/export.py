@@ -7,26 +7,26 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from hpcfl import __version__
 from hpcfl.errors import UserError
 from hpcfl.parameters import Tensors
-from hpcfl.results.models import GLOBAL, ClientName
+from hpcfl.results.models import GLOBAL, ClientName, TrainedModels
 from hpcfl.results.source import UntraceableError, written
-
-if TYPE_CHECKING:
-    from hpcfl.results.run import Run
+from hpcfl.storage.reading import Columns
 
 ALL: Literal["all"] = "all"
 SOURCE_NAME = "model.py"
 ONE_NETWORK = "one network, whose state the tensors are"
 
 
-def export(run: Run, client: ClientName | Literal["all"], out: Path) -> list[Path]:
-    """Write models of a run, and return the files.
+def export(
+    models: TrainedModels, client: ClientName | Literal["all"], out: Path, clients: Columns
+) -> list[Path]:
+    """Write models of a run, and return the files; `clients` are the columns of clients.csv, if it is there.
 
     A folder gets, of each model, `client3` or `global`, the weights as .pt (a state dict) and .safetensors,
     and the recipe as .json; FILE.pt or FILE.safetensors is the weights' one file, with the recipe beside. In
@@ -46,21 +46,22 @@ def export(run: Run, client: ClientName | Literal["all"], out: Path) -> list[Pat
             f"--out {out} has an ending that is not known; allowed: a folder, FILE.pt or FILE.safetensors"
         )
     folder = out.parent if is_file else out
-    names = range(run.models.num_clients) if client == ALL else [client]
+    names = range(models.num_clients) if client == ALL else [client]
     files: list[Path] = []
     try:
         for name in names:
             stem = out.with_suffix("") if is_file else folder / (name if name == GLOBAL else f"client{name}")
             suffixes = [out.suffix] if is_file else list(WRITERS)
-            files += _export_one(run, name, stem, suffixes)
+            files += _export_one(models, name, stem, suffixes, clients)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
     return list(dict.fromkeys(files))
 
 
-def _export_one(run: Run, client: ClientName, stem: Path, suffixes: list[str]) -> Iterator[Path]:
+def _export_one(
+    models: TrainedModels, client: ClientName, stem: Path, suffixes: list[str], clients: Columns
+) -> Iterator[Path]:
     """Write one model's files, and yield them."""
-    models = run.models
     source = None
     if models.is_network:
         network = models.network(client)
@@ -72,10 +73,10 @@ def _export_one(run: Run, client: ClientName, stem: Path, suffixes: list[str]) -
             parts = f"{parts}; there is no {SOURCE_NAME}: {error}"
     else:
         weights = models.tensors(client)
-        parts = f"parts that {run.config.method} combines by a rule of its own: there is no {SOURCE_NAME}"
+        parts = f"parts that {models.config.method} combines by a rule of its own: there is no {SOURCE_NAME}"
     if source is None:
         warnings.warn(f"{stem}: {parts}; its tensors are there all the same", stacklevel=2)
-    recipe = _recipe(run, client, weights, parts)
+    recipe = _recipe(models, client, weights, parts, clients)
     stem.parent.mkdir(parents=True, exist_ok=True)
     if source is not None:
         yield _write_source(stem.parent / SOURCE_NAME, source)
@@ -88,16 +89,18 @@ def _export_one(run: Run, client: ClientName, stem: Path, suffixes: list[str]) -
     yield beside
 
 
-def _recipe(run: Run, client: ClientName, weights: Tensors, parts: str) -> dict[str, Any]:
+def _recipe(
+    models: TrainedModels, client: ClientName, weights: Tensors, parts: str, clients: Columns
+) -> dict[str, Any]:
     """Return what the weights are, and what to give a network with them."""
-    config, data = run.config, run.models.data
+    config, data = models.config, models.data
     tree = config.tree()
     recipe = {
         "hpcfl": __version__,
-        "run": run.path.resolve().name,
+        "run": models.path.resolve().parent.name,
         "method": tree["method"],
         "client": client,
-        "round": run.models.round,
+        "round": models.round,
         "model": tree["model"],
         "source": config.data.source,
         "image_shape": list(data.image_shape),
@@ -111,11 +114,11 @@ def _recipe(run: Run, client: ClientName, weights: Tensors, parts: str) -> dict[
         "parts": parts,
         "tensors": {name: list(tensor.shape) for name, tensor in weights.items()},
     }
-    if client != GLOBAL and run.is_finished:
+    if client != GLOBAL and clients:
         # what the model gave at the end of the run, on the client's own samples
-        recipe |= {"split": config.run.eval_split, "accuracy": float(run.clients["accuracy"][client])}
-        if run.num_unseen:
-            recipe["unseen"] = client >= run.models.num_clients - run.num_unseen
+        recipe |= {"split": config.run.eval_split, "accuracy": float(clients["accuracy"][client])}
+        if "unseen" in clients:
+            recipe["unseen"] = bool(clients["unseen"][client])
     return recipe
 
 

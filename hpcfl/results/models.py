@@ -41,8 +41,8 @@ class TrainedModels:
     """The models in a checkpoint, with the method that made them; the run's data set need not be there."""
 
     def __init__(self, config: Config, checkpoint: LoadedCheckpoint) -> None:
-        self._config, self._checkpoint = config, checkpoint
-        self._path = checkpoint.path
+        self.config, self._checkpoint = config, checkpoint
+        self.path = checkpoint.path
         self.round = checkpoint.header.round
         """Rounds that these models have behind them."""
         self.num_clients = checkpoint.num_clients + checkpoint.num_unseen
@@ -51,12 +51,12 @@ class TrainedModels:
     @cached_property
     def data(self) -> DataRecord:
         """What the networks are given; of an older checkpoint, which does not say, the data set is read."""
-        return self._checkpoint.data or describe(self._config, *load_data(self._config))
+        return self._checkpoint.data or describe(self.config, *load_data(self.config))
 
     @cached_property
     def method(self) -> Method:
         """The run's method; raises UserError where a part of it cannot be had."""
-        config, options = self._config, self._config.model_options
+        config, options = self.config, self.config.model_options
         if getattr(options, "weights", None) is not None:
             # the trained weights take the place of those in the file, which need not be here
             config = replace(config, model_options=options.model_copy(update={"weights": None}))
@@ -66,7 +66,7 @@ class TrainedModels:
             method = method_of(config, self.data)
         if LayoutRecord.of(method.layout) != self._checkpoint.layout:
             raise UserError(
-                f"{self._path} holds a model of another structure, written by another version of hpcfl or of "
+                f"{self.path} holds a model of another structure, written by another version of hpcfl or of "
                 "torchvision; use that version"
             )
         return method
@@ -92,14 +92,14 @@ class TrainedModels:
         """
         if not self.is_network:
             raise UserError(
-                f"method.name={self._config.method} predicts by a rule of its own (predict) and does not say "
+                f"method.name={self.config.method} predicts by a rule of its own (predict) and does not say "
                 "it as a network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
             )
         try:
             return self.method.as_module(self.saved(client)).eval()
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self._path} holds no model of method.name={self._config.method}: its parts do not fit "
+                f"{self.path} holds no model of method.name={self.config.method}: its parts do not fit "
                 f"({one_line(error)}); bring it back from a copy, or name the folder of another run"
             ) from error
 
@@ -162,7 +162,7 @@ class TrainedModels:
         part = ClientIndices(nothing, nothing, np.arange(len(x)))
         shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
         engine = LoopEngine(copy.deepcopy(self.method.network), self.method.layout)
-        config, device = self._config, torch.device("cpu")
+        config, device = self.config, torch.device("cpu")
         place = Workplace(shard, [client], engine, engine, config.train, config.run.seed, device, {})
         return Clients(place, [client], self.round)
 
@@ -178,7 +178,7 @@ class TrainedModels:
                 x.shape[1:] == shape for shape in (data.image_shape, (height, width, channels))
             )
             # the run's own decides only where both would do
-            of_run = self._config.data.layout if fits_first and fits_last else None
+            of_run = self.config.data.layout if fits_first and fits_last else None
             if (layout or of_run or ("NCHW" if fits_first else "NHWC")) == "NHWC":
                 x = x.transpose(0, 3, 1, 2)
         if x.ndim != 4 or x.shape[1:] != data.image_shape or not len(x):
@@ -196,7 +196,7 @@ class TrainedModels:
 
     def _global(self) -> Tensors:
         """Return the server's model; raise UserError where it has none for all clients."""
-        method, name = self.method, self._config.method
+        method, name = self.method, self.config.method
         theirs = f"take a client's, 0 to {self.num_clients - 1}, or all"
         if not method.traits.has_global_model:
             others = ", ".join(name for name, kind in METHODS.items() if kind.traits.has_global_model)
@@ -218,10 +218,10 @@ class TrainedModels:
             )
 
     def _without_models(self) -> str:
-        rounds = self._config.train.rounds
+        rounds = self.config.train.rounds
         instead = f", or take {GLOBAL}, which is there already" if self.method.traits.has_global_model else ""
         return (
-            f"{self._path} is of round {self.round} of {rounds} and has no personalised models yet; they are "
+            f"{self.path} is of round {self.round} of {rounds} and has no personalised models yet; they are "
             f"saved after the last round; let the run finish (its command again goes on){instead}"
         )
 

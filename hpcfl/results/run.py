@@ -1,4 +1,4 @@
-"""One run as its folder tells it: configuration, figures over rounds, and models.
+"""A run as its folder tells it, also while it goes on: the one reader of what a run has written.
 
 Shapes: N clients, E evaluations.
 """
@@ -9,35 +9,51 @@ import importlib
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config, resolve
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, printable
+from hpcfl.methods import METHODS
 from hpcfl.own_code import OWN_KEYS, allow, digest
+from hpcfl.results.export import export
 from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.reading import damaged, read_record, read_rows, whole_lines
-
-if TYPE_CHECKING:
-    from hpcfl.results.comparison import Comparison
+from hpcfl.storage.lock import holder
+from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, whole_lines
 
 TABLES = ("metrics", "clients", "bytes")
 MOST_CELLS = 2**27
 """Clients times classes of a run."""
+LOG_BYTES = 10_000
+"""How much of the end of log.txt is read."""
 
 _NO_CHECKPOINT = (
     "its models and histories are lost, the figures in its CSV files are not; bring the checkpoint "
     "back from a copy, or name the folder of another run"
 )
 
-Columns = dict[str, np.ndarray]
-"""Columns of a CSV file: float64, or text where an entry is no number."""
+State = Literal["running", "finished", "stopped", "killed", "out of sight"]
+"""`stopped` has given the lock up, `killed` has not. `out of sight`: on another machine, may be running."""
+
+ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a run is going at one moment."""
+
+    state: State
+    owner: str
+    """Who has the lock, or had it and was killed, such as `pid 7 on node3`; may be empty."""
+    changed_s: float
+    """When the run last wrote, in seconds since 1970; checkpoints apart."""
 
 
 def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:
@@ -57,20 +73,61 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
         raise UserError(f"load_run({path!r}) is not possible; give the folder of a run, such as 'runs/NAME'")
     for file in [own_code] if isinstance(own_code, str | os.PathLike) else own_code:
         allow("own_code", str(file))
-    return Run(Path(path))
+    run = Run(Path(path))
+    # whatever is wrong with it is told now
+    _ = run.config
+    return run
 
 
 class Run:
     """The run in a folder. Files are read when they are first asked for, and never written or locked."""
 
     def __init__(self, path: Path) -> None:
-        """Read the configuration; raise UserError if the path is no run folder or it is damaged."""
+        """Read config.yaml, but no other file; raise UserError if there is none or it is damaged."""
         self.path = path
-        tree = read_record(path)
-        self.environment: Mapping[str, Any] = tree.pop(ENVIRONMENT, {})
+        self.record: Mapping[str, Any] = read_record(path)
+        """The nested keys of config.yaml."""
+        self.environment: Mapping[str, Any] = self.record.pop(ENVIRONMENT, {})
         """Versions, processor, command and ranks."""
-        _refuse_other_files(path, tree)
-        self.config: Config = resolve(tree)
+        self.rounds: int = self.record["train"]["rounds"]
+        """All rounds that the run is to do."""
+
+    @cached_property
+    def config(self) -> Config:
+        """The configuration; raises UserError where it is damaged, or a file of its own code is another."""
+        _refuse_other_files(self.path, self.record)
+        return resolve(self.record)
+
+    @property
+    def status(self) -> Status:
+        """How the run is going now; raises UserError where its files cannot be read."""
+        try:
+            seen = holder(self.path)
+            files = [self.path / name for name in ("config.yaml", "metrics.csv", "log.txt")]
+            changed_s = max(path.stat().st_mtime for path in files if path.exists())
+            state: State = "killed" if seen.is_gone else "out of sight"
+            if self.is_finished:
+                state = "finished"
+            elif seen.is_seen or not seen.owner:
+                state = "running" if seen.is_seen else "stopped"
+            return Status(state, printable(seen.owner), changed_s)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror}: {error.filename}") from error
+
+    @property
+    def log(self) -> list[str]:
+        """The last lines of log.txt."""
+        return [printable(line) for line in whole_lines(self.path / "log.txt", LOG_BYTES)]
+
+    @property
+    def done(self) -> int:
+        """Rounds done at the last evaluation."""
+        return int(self.metrics["round"][-1]) if self.metrics else 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all rounds are done; clients.csv is written last, and deleted when a run goes on."""
+        return self.done == self.rounds and (self.path / "clients.csv").is_file()
 
     @cached_property
     def metrics(self) -> Columns:
@@ -90,14 +147,15 @@ class Run:
         Raises UserError where the file is damaged, or has not a row for each client.
         """
         path = self.path / "clients.csv"
+        if not path.exists():
+            return {}
         found = read_columns(path)
-        if found:
-            ids = found.get("client", np.empty(0))
-            dealt = self.partition.get("client", np.zeros(1)).max() + 1
-            is_gap = ids != np.arange(len(ids))
-            if len(ids) < dealt or is_gap.any():
-                # the header is line 1
-                raise damaged(path, 2 + (int(is_gap.argmax()) if is_gap.any() else len(ids)))
+        ids = found.get("client", np.empty(0))
+        dealt = self.partition.get("client", np.zeros(1)).max() + 1
+        is_gap = ids != np.arange(len(ids))
+        if len(ids) < dealt or is_gap.any():
+            # the header is line 1
+            raise damaged(path, 2 + (int(is_gap.argmax()) if is_gap.any() else len(ids)))
         return found
 
     @property
@@ -138,10 +196,10 @@ class Run:
                 "data frames need pandas: pip install 'hpcfl[pandas]'; run.metrics, run.clients and "
                 "run.bytes have the columns as NumPy arrays"
             ) from error
-        # pandas has no words of ours for what is damaged
-        read_rows(self.path / f"{name}.csv")
-        text = whole_lines(self.path / f"{name}.csv")
-        return pandas.read_csv(io.StringIO(text)) if text else pandas.DataFrame()
+        # which tells what is damaged
+        getattr(self, name)
+        lines = whole_lines(self.path / f"{name}.csv")
+        return pandas.read_csv(io.StringIO("\n".join(lines))) if lines else pandas.DataFrame()
 
     @cached_property
     def partition(self) -> Columns:
@@ -151,11 +209,6 @@ class Run:
         if found and int(found["client"].max() + 1) * int(found["class"].max() + 1) > MOST_CELLS:
             raise damaged(path, 2 + int(max(found["client"].argmax(), found["class"].argmax())))
         return found
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether all rounds are done; clients.csv is written last."""
-        return bool(self.clients)
 
     @cached_property
     def checkpoint(self) -> LoadedCheckpoint | None:
@@ -250,15 +303,14 @@ class Run:
 
     def export(self, client: ClientName | Literal["all"], out: str | Path) -> list[Path]:
         """Write models for use without hpcfl, and return the files (see hpcfl.results.export)."""
-        from hpcfl.results.export import export
+        return export(self.models, client, Path(out), self.clients if self.is_finished else {})
 
-        return export(self, client, Path(out))
 
-    def compare(self, *others: Run) -> Comparison:
-        """Compare this run with others on the same clients (see hpcfl.results.comparison)."""
-        from hpcfl.results.comparison import compare
-
-        return compare([self, *others])
+def scored_when(config: Config) -> str:
+    """Say when a run's models are scored: after the download, after training, or after fine-tuning."""
+    if config.train.finetune_epochs:
+        return "after fine-tuning"
+    return f"after {METHODS[config.method].traits.eval_after}"
 
 
 def _goes_together(checkpoint: LoadedCheckpoint) -> bool:
@@ -288,19 +340,3 @@ def _refuse_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
                 f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {said}; "
                 f"bring that version back, or write where it is now into {folder / 'config.yaml'}"
             )
-
-
-def read_columns(path: Path) -> Columns:
-    """Return a CSV file by column; empty where there is no file. A line still being written is left out.
-
-    Raises UserError where the file is damaged.
-    """
-    rows = read_rows(path)
-    return {name: _numbers([row[name] for row in rows]) for name in rows[0]} if rows else {}
-
-
-def _numbers(texts: Sequence[str]) -> np.ndarray:
-    try:
-        return np.array(texts, np.float64)
-    except ValueError:
-        return np.array(texts)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
+
+Columns = dict[str, np.ndarray]
+"""Columns of a CSV file: float64, or text."""
 
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
@@ -62,59 +66,50 @@ def read_record(folder: Path, if_damaged: str = "name the folder of another run"
 def record_of(text: str) -> dict[str, Any]:
     """Return the nested keys of a run's configuration as YAML; ValueError where the text is none."""
     tree = parse_yaml(text)
-    if not _is_record(tree):
+    is_record = isinstance(tree, dict) and all(tree.get(group) for group in _GROUPS)
+    if not is_record or not all(isinstance(group, dict) for group in tree.values()):
         raise ValueError("a configuration without the groups of keys that every run has")
+    if not isinstance(tree["train"].get("rounds"), int):
+        raise ValueError("a configuration without a number of rounds")
     found: dict[str, Any] = tree
     return found
 
 
-def _is_record(tree: object) -> bool:
-    if not isinstance(tree, dict) or not all(tree.get(group) for group in _GROUPS):
-        return False
-    return all(isinstance(group, dict) for group in tree.values())
+def whole_lines(path: Path, most_bytes: int | None = None) -> list[str]:
+    """Return the lines of a file that have their end, or those in its last bytes; none where it is not there.
 
-
-def whole_lines(path: Path, most_bytes: int | None = None) -> str:
-    """Return the lines of a file that have their end, or those in its last bytes; "" where it is not."""
+    Raises UserError where the file cannot be read.
+    """
     try:
-        if most_bytes is None:
-            found = path.read_bytes()
-        else:
-            with path.open("rb") as file:
+        with path.open("rb") as file:
+            if most_bytes is not None:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - most_bytes))
-                found = file.read(most_bytes)
+            found = file.read()
     except FileNotFoundError:
-        return ""
-    return found[: found.rfind(b"\n") + 1].decode(errors="replace")
+        return []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return found[: found.rfind(b"\n") + 1].decode(errors="replace").splitlines()
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the whole rows of a run's CSV file by column; none where there is no file.
+def read_columns(path: Path) -> Columns:
+    """Return the whole rows of a run's CSV file by column; empty where there are none.
 
     Raises:
         UserError: columns that the file has in every run are not there, a row has not the header's columns, a
             cell is none of its column's values, or the file cannot be read.
     """
+    lines = csv.reader(whole_lines(path))
+    rows = []
     try:
-        lines = whole_lines(path).splitlines()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    rows = csv.reader(lines)
-    try:
-        header = next(rows, [])
-        if lines and (len(set(header)) < len(header) or not set(COLUMNS.get(path.name, ())) <= set(header)):
-            raise damaged(path, 1)
-        checks = [_check_of(name) for name in header]
-        found = []
-        for row in rows:
-            if len(row) != len(header) or not all(
-                check(cell) for check, cell in zip(checks, row, strict=True)
-            ):
-                raise damaged(path, rows.line_num)
-            found.append(dict(zip(header, row, strict=True)))
-    except csv.Error as error:
-        raise damaged(path, rows.line_num) from error
-    return found
+        header = next(lines, [])
+        if header and (len(set(header)) < len(header) or not set(COLUMNS[path.name]) <= set(header)):
+            raise ValueError("other columns")
+        for row in lines:
+            rows.append([_value(name, cell) for name, cell in zip(header, row, strict=True)])
+    except (csv.Error, ValueError) as error:
+        raise damaged(path, max(1, lines.line_num)) from error
+    return {name: np.array(values) for name, values in zip(header, zip(*rows, strict=True), strict=False)}
 
 
 def damaged(path: Path, line: int) -> UserError:
@@ -124,20 +119,13 @@ def damaged(path: Path, line: int) -> UserError:
     )
 
 
-def _check_of(name: str) -> Callable[[str], bool]:
-    """Return what tells whether a cell is a value of a column, by the column's name."""
+def _value(name: str, cell: str) -> float | str:
+    """Return a cell of a column; ValueError where it is none of the column's values."""
     if name in _OF_TEXT:
-        return lambda cell: True
-    if name in _WHOLE:
-        return lambda cell: cell.isascii() and cell.isdecimal()
-    if name.endswith(("_s", "_samples")) or "bytes" in name:
-        return lambda cell: _is_number(cell) and 0 <= float(cell) < math.inf
-    return _is_number
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
+        return cell
+    value = float(cell)
+    is_whole = name in _WHOLE
+    is_positive = is_whole or name.endswith(("_s", "_samples")) or "bytes" in name
+    if (is_positive and not 0 <= value < math.inf) or (is_whole and value % 1):
+        raise ValueError(f"{name}={cell}")
+    return value

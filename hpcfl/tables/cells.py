@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcfl.config import DEFAULT_SOURCE, Config, flatten, lay_over, resolve
+from hpcfl.config import DEFAULT_SOURCE, Config, differences, flatten, lay_over, resolve
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
-from hpcfl.storage.reading import read_record
+from hpcfl.results.run import Run
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 from hpcfl.tables.schema import FigureEntry, HeatMapsEntry
 
@@ -39,6 +39,15 @@ class Cell:
     @property
     def seed(self) -> int:
         return self.config.run.seed
+
+    @property
+    def finished_run(self) -> Run | None:
+        """The run in its folder; None unless it is finished, and has these settings."""
+        try:
+            run = Run(self.folder)
+        except UserError:
+            return None
+        return run if not differences(run.record, self.config.tree()) and run.is_finished else None
 
 
 @dataclass(frozen=True)
@@ -383,7 +392,7 @@ def _numbers_of(option: str, wanted: Sequence[str], labels: Sequence[str]) -> li
 def _file_of_run(cell: Cell) -> dict[str, Any]:
     """Return keys of `data` for the user's file that the run in a cell's folder has read; {} for none."""
     try:
-        data = read_record(cell.folder)["data"]
+        data = Run(cell.folder).record["data"]
     except UserError:
         # which is told when the cell's folder is looked at
         return {}

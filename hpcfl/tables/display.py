@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from hpcfl.formatting import Document, Grid, half_width
+from hpcfl.formatting import Document, Grid, half_width, percent
 from hpcfl.tables.cells import Table
 from hpcfl.tables.figures import Difference, Entry
 from hpcfl.tables.file import ONLY
-from hpcfl.tables.quantities import DEFAULT_SHOW, ONLY_WHERE_THEY_DIFFER, QUANTITIES
+from hpcfl.tables.schema import DEFAULT_SHOW, QUANTITIES
 
 MISSING = "missing"
 NO_CELL = "-"
+ONLY_WHERE_THEY_DIFFER = ("finetune_epochs", "rounds")
+"""Quantities of the default that are left out of a table where all rows have the same."""
 
 
 def document(table: Table, known: Sequence[Entry], compared: Sequence[Difference]) -> Document:
@@ -31,15 +33,14 @@ def document(table: Table, known: Sequence[Entry], compared: Sequence[Difference
 
 def _overview(table: Table, known: Sequence[Entry]) -> Grid:
     """Return rows by columns, the first shown quantity in each, the published number in brackets."""
-    first = QUANTITIES[table.show[0]]
     by_place = {(entry.row.label, entry.column): entry for entry in known}
     rows = []
     for label in table.labels:
         line = [label]
         for column in table.columns:
             entry = by_place.get((label, column))
-            text = NO_CELL if entry is None else _shown(first.show, entry, first.of_runs)
-            if entry is not None and entry.figures and entry.missing:
+            text = NO_CELL if entry is None else _shown(table.show[0], entry, MISSING)
+            if entry is not None and entry.runs and entry.missing:
                 text += f", {entry.missing} seed{'s' if entry.missing > 1 else ''} missing"
             if entry is not None and entry.published is not None:
                 text += f" ({entry.published:.2f})"
@@ -48,22 +49,21 @@ def _overview(table: Table, known: Sequence[Entry]) -> Grid:
     published = f"; in brackets: published, {table.source}" if table.source else ""
     if not table.source and any(entry.published is not None for entry in known):
         published = "; in brackets: published"
-    return Grid(f"{first.header}{published}", ["method", *table.columns], rows)
+    return Grid(f"{QUANTITIES[table.show[0]]}{published}", ["method", *table.columns], rows)
 
 
 def _details(table: Table, column: str, known: Sequence[Entry]) -> Grid:
     """Return all shown quantities of the rows of a column."""
-    shown = {name: QUANTITIES[name] for name in table.show}
     lines = {
-        name: [_shown(quantity.show, entry, quantity.of_runs, name == table.show[0]) for entry in known]
-        for name, quantity in shown.items()
+        name: [_shown(name, entry, "" if number else MISSING) for entry in known]
+        for number, name in enumerate(table.show)
     }
     if table.show == list(DEFAULT_SHOW):
         for name, cells in list(lines.items()):
             same = name in ONLY_WHERE_THEY_DIFFER and len(set(cells)) == 1
             if same or not any(cells):
                 del lines[name]
-    header = ["method", *(shown[name].header for name in lines)]
+    header = ["method", *(QUANTITIES[name] for name in lines)]
     rows = [
         [entry.row.label, *(cells[number] for cells in lines.values())] for number, entry in enumerate(known)
     ]
@@ -101,14 +101,11 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     )
 
 
-def _shown(show: Callable[[Entry], str], entry: Entry, of_runs: bool, first: bool = True) -> str:
-    """Return an entry's quantity as text.
-
-    Without a finished seed, it is "missing" for the first quantity of a line and "" for the others.
-    """
-    if of_runs and not entry.figures:
-        return MISSING if first else ""
-    return show(entry)
+def _shown(name: str, entry: Entry, missing: str) -> str:
+    """Return an entry's quantity as text; `missing` where only a finished run would tell it."""
+    if name in _OF_RUNS:
+        return _OF_RUNS[name](entry) if entry.runs else missing
+    return _OF_SETTINGS[name](entry)
 
 
 def _setting(table: Table) -> str:
@@ -128,3 +125,65 @@ def _setting(table: Table) -> str:
 
 def _values(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values)))
+
+
+def _accuracy(name: str) -> Callable[[Entry], str]:
+    def show(entry: Entry) -> str:
+        count, seeds = entry.count(name), len(entry.runs)
+        some = f" ({count} of {seeds} seeds)" if 0 < count < seeds else ""
+        return percent(entry.mean(name), entry.deviation(name)) + some
+
+    return show
+
+
+def _best(entry: Entry) -> str:
+    rounds = sorted({int(value) for value in entry.values("best_round")})
+    span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    return f"{_accuracy('best_accuracy')(entry)} (round {span})"
+
+
+def _bytes(way: str) -> Callable[[Entry], str]:
+    def show(entry: Entry) -> str:
+        numbers, others = (round(entry.mean(f"{kind}bytes_{way}") or 0) for kind in ("", "other_"))
+        return f"{numbers:,}" + (f" + {others:,}" if others else "")
+
+    return show
+
+
+def _round_s(entry: Entry) -> str:
+    """Return seconds of the whole run by its rounds, on as many processes as ran it."""
+    return f"{(entry.mean('wall_s') or 0) / entry.config.train.rounds:.2f}"
+
+
+def _published_bytes(entry: Entry) -> str:
+    known = entry.row.published_bytes.get(entry.column)
+    return "" if known is None else f"{known:,.0f}"
+
+
+_OF_RUNS: dict[str, Callable[[Entry], str]] = {
+    "accuracy": _accuracy("accuracy_mean"),
+    "best": _best,
+    "weighted": _accuracy("accuracy_weighted"),
+    "after_download": _accuracy("accuracy_after_download"),
+    "after_training": _accuracy("accuracy_after_training"),
+    "spread": _accuracy("spread_over_clients"),
+    "worst_tenth": _accuracy("worst_tenth_accuracy"),
+    "unseen": _accuracy("accuracy_unseen"),
+    "coverage": lambda entry: f"{100 * (entry.mean('coverage') or 0):.0f}",
+    "bytes_down": _bytes("down"),
+    "bytes_up": _bytes("up"),
+    "steps_per_s": lambda entry: f"{entry.mean('client_steps_per_s') or 0:.0f}",
+    "round_s": _round_s,
+}
+"""Of the quantities that are known after a run has finished: the text of an entry."""
+
+_OF_SETTINGS: dict[str, Callable[[Entry], str]] = {
+    "published": lambda entry: "" if entry.published is None else f"{entry.published:.2f}",
+    "scored": lambda entry: entry.scored,
+    "seeds": lambda entry: str(len(entry.runs)),
+    "published_bytes": _published_bytes,
+    "finetune_epochs": lambda entry: str(entry.config.train.finetune_epochs),
+    "rounds": lambda entry: str(entry.config.train.rounds),
+    "tuned": lambda entry: entry.row.tuned or "",
+}
+"""Of all others."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import isnan, nan
 
+import numpy as np
+
 from hpcfl.config import Config
-from hpcfl.errors import UserError
-from hpcfl.results.comparison import scored_when
+from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import (
     Interval,
     mean_and_deviation,
@@ -17,11 +19,8 @@ from hpcfl.results.statistics import (
     weighted_difference,
     worst_tenth,
 )
-from hpcfl.storage.reading import read_rows
-from hpcfl.storage.runfolder import RunFolder
-from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.file import Row
-from hpcfl.tables.schema import Moment
+from hpcfl.tables.cells import Table
+from hpcfl.tables.file import Pair, Row
 
 ACCURACIES = (
     "accuracy_mean",
@@ -52,12 +51,23 @@ class Entry:
     column: str
     config: Config
     """Configuration of its first seed."""
-    figures: dict[int, Figures]
-    """Figures by finished seed."""
-    of_clients: dict[int, list[float]]
-    """Accuracy of each client at the end, by finished seed."""
+    runs: dict[int, Run]
+    """Its runs by finished seed."""
     missing: int
     """Seeds that are not finished."""
+
+    @cached_property
+    def figures(self) -> dict[int, Figures]:
+        """What its runs gave and cost, by finished seed."""
+        return {seed: _figures(run, self.config) for seed, run in self.runs.items()}
+
+    def of_clients(self, seed: int, name: str = "accuracy") -> list[float]:
+        """Return a column of clients.csv of the clients in training.
+
+        Of accuracies, it is nan where there was no model, or the run was not scored, at that moment.
+        """
+        clients = self.runs[seed].in_training
+        return clients.get(name, np.full(len(clients["client"]), nan)).tolist()
 
     def values(self, name: str) -> list[float]:
         return [figures[name] for figures in self.figures.values()]
@@ -88,13 +98,9 @@ def entries(table: Table) -> list[Entry]:
     made = []
     for column, column_label in enumerate(table.columns):
         for number, row in enumerate(table.rows):
-            cells = table.of(number, column)
-            if cells:
-                done = [cell for cell in cells if is_finished(cell)]
-                of_clients = {cell.seed: client_accuracies(cell) for cell in done}
-                figures = {cell.seed: cell_figures(cell, of_clients[cell.seed]) for cell in done}
-                missing = len(cells) - len(done)
-                made.append(Entry(row, column_label, cells[0].config, figures, of_clients, missing))
+            if cells := table.of(number, column):
+                runs = {cell.seed: run for cell in cells if (run := cell.finished_run)}
+                made.append(Entry(row, column_label, cells[0].config, runs, len(cells) - len(runs)))
     return made
 
 
@@ -121,73 +127,47 @@ class Difference:
 def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
     """Return the first minus the second row of each compared pair, in each of its columns."""
     by_place = {(entry.row.label, entry.column): entry for entry in known}
-    made = []
-    for pair in table.compare:
-        for column in pair.columns:
-            compared = [by_place[label, column] for label in pair.rows]
-            first, second = (_at_moment(table, entry, pair.at) for entry in compared)
-            known_pairs = {}
-            data_seeds = {}
-            for cell in table.of(table.labels.index(pair.rows[0]), table.columns.index(column)):
-                seed = cell.seed
-                if seed in first and seed in second:
-                    of_both = zip(first[seed], second[seed], client_samples(cell), strict=True)
-                    known_pairs[seed] = [one for one in of_both if not any(map(isnan, one))]
-                    data_seeds[seed] = cell.config.data_seed
-            seeds = [seed for seed, pairs in known_pairs.items() if pairs]
-            ones, others, samples = (
-                [[one[n] for one in known_pairs[seed]] for seed in seeds] for n in range(3)
-            )
-            over_seeds = over_clients = None
-            if seeds and pair.weighted:
-                over_seeds = weighted_difference(ones, others, samples)
-            elif seeds:
-                paired = paired_difference(ones, others)
-                over_seeds, over_clients = paired.over_seeds, paired.over_clients
-            moments = [pair.at.replace("_", " ")] if pair.at else [entry.scored for entry in compared]
-            moment = ", ".join(dict.fromkeys(moments))
-            partitions = len({data_seeds[seed] for seed in seeds})
-            made.append(
-                Difference(
-                    pair.rows, column, moment, pair.weighted, seeds, partitions, over_seeds, over_clients
-                )
-            )
-    return made
+    return [
+        _difference(pair, column, *(by_place[label, column] for label in pair.rows))
+        for pair in table.compare
+        for column in pair.columns
+    ]
 
 
-def _at_moment(table: Table, entry: Entry, moment: Moment | None) -> dict[int, list[float]]:
-    """Return the accuracy of each client by finished seed; nan where it has no model at the moment."""
-    if moment is None:
-        return entry.of_clients
-    cells = table.of(table.labels.index(entry.row.label), table.columns.index(entry.column))
-    return {cell.seed: client_accuracies(cell, moment) for cell in cells if cell.seed in entry.of_clients}
+def _difference(pair: Pair, column: str, first: Entry, second: Entry) -> Difference:
+    name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
+    by_seed = {}
+    for seed in [seed for seed in first.runs if seed in second.runs]:
+        of_both = (first.of_clients(seed, name), second.of_clients(seed, name))
+        samples = first.of_clients(seed, "evaluated_samples")
+        triples = [one for one in zip(*of_both, samples, strict=True) if not any(map(isnan, one))]
+        if triples:
+            by_seed[seed] = triples
+    ones, others, counts = ([[one[n] for one in triples] for triples in by_seed.values()] for n in range(3))
+    over_seeds = over_clients = None
+    if by_seed and pair.weighted:
+        over_seeds = weighted_difference(ones, others, counts)
+    elif by_seed:
+        paired = paired_difference(ones, others)
+        over_seeds, over_clients = paired.over_seeds, paired.over_clients
+    moments = [pair.at.replace("_", " ")] if pair.at else [first.scored, second.scored]
+    moment = ", ".join(dict.fromkeys(moments))
+    partitions = len(by_seed) if first.config.data.seed is None else min(1, len(by_seed))
+    seeds = list(by_seed)
+    return Difference(pair.rows, column, moment, pair.weighted, seeds, partitions, over_seeds, over_clients)
 
 
-def is_finished(cell: Cell) -> bool:
-    """Whether a cell's folder holds its run, of these settings, to the last round."""
-    # clients.csv is written last, and taken away when a run goes on
-    if not all((cell.folder / name).is_file() for name in ("config.yaml", "clients.csv")):
-        return False
-    try:
-        RunFolder(cell.folder, cell.config).check(fresh=False)
-    except UserError:
-        return False
-    metrics = read_rows(cell.folder / "metrics.csv")
-    return bool(metrics) and int(metrics[-1]["round"]) == cell.config.train.rounds
-
-
-def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
-    """Return what a finished cell gave and cost; `accuracies` are its clients' at the end."""
-    metrics = read_rows(cell.folder / "metrics.csv")
-    last = {name: float(value) for name, value in metrics[-1].items()}
-    train = cell.config.train
-    turns = train.rounds * train.cohort_size(len(accuracies))
-    means = [float(line["accuracy_mean"]) for line in metrics]
+def _figures(run: Run, config: Config) -> Figures:
+    """Return what a finished run gave and cost."""
+    metrics, accuracies = run.metrics, run.in_training["accuracy"].tolist()
+    last = {name: float(values[-1]) for name, values in metrics.items()}
+    turns = run.rounds * config.train.cohort_size(len(accuracies))
+    means = metrics["accuracy_mean"].tolist()
     best = means.index(max(means))
     figures = {
         "accuracy_mean": last["accuracy_mean"],
         "best_accuracy": means[best],
-        "best_round": float(metrics[best]["round"]),
+        "best_round": float(metrics["round"][best]),
         "accuracy_weighted": last["accuracy_weighted"],
         # the oldest runs were not scored at these moments
         "accuracy_after_download": last.get("accuracy_after_download", nan),
@@ -197,29 +177,10 @@ def cell_figures(cell: Cell, accuracies: Sequence[float]) -> Figures:
         "accuracy_unseen": last.get("accuracy_unseen", nan),
         "coverage": last["coverage"],
         # harmonic mean: there are about equally many steps between any two evaluations
-        "client_steps_per_s": statistics.harmonic_mean([float(row["client_steps_per_s"]) for row in metrics]),
+        "client_steps_per_s": statistics.harmonic_mean(metrics["client_steps_per_s"].tolist()),
         "wall_s": last["wall_s"],
     }
     for way in ("down", "up"):
         others = last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"]
         figures |= {f"bytes_{way}": last[f"bytes_{way}"] / turns, f"other_bytes_{way}": others / turns}
     return figures
-
-
-def client_accuracies(cell: Cell, moment: Moment | None = None) -> list[float]:
-    """Return the accuracy of each client at the end of a finished cell; default: when the run scores it.
-
-    It is nan where there is no model, or the run was not scored, at the moment. Clients that take no part in
-    training are left out.
-    """
-    name = "accuracy" if moment is None else f"accuracy_{moment}"
-    return [float(line.get(name, nan)) for line in _clients_in_training(cell)]
-
-
-def client_samples(cell: Cell) -> list[float]:
-    """Return how many samples each client of a finished cell is scored on."""
-    return [float(line["evaluated_samples"]) for line in _clients_in_training(cell)]
-
-
-def _clients_in_training(cell: Cell) -> list[dict[str, str]]:
-    return [line for line in read_rows(cell.folder / "clients.csv") if line.get("unseen") != "1"]

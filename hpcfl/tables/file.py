@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
 from hpcfl.errors import UserError, printable
 from hpcfl.formatting import did_you_mean
-from hpcfl.tables.quantities import DEFAULT_SHOW, QUANTITIES
 from hpcfl.tables.schema import (
+    DEFAULT_SHOW,
+    QUANTITIES,
     ColumnEntry,
     FigureEntry,
     HeatMapsEntry,

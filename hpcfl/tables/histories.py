@@ -6,7 +6,7 @@ Shapes: N clients, E evaluations.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,8 @@ import numpy as np
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
-from hpcfl.results.run import load_run
-from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.figures import is_finished
+from hpcfl.results.run import Run
+from hpcfl.tables.cells import Table
 from hpcfl.tables.schema import CurvesEntry, HeatMapsEntry
 
 SUMMARISED = ("first", "middle", "last")
@@ -50,9 +49,10 @@ def histories(table: Table) -> dict[Path, History]:
     wanted = [SUMMARISED, *(one.rounds for one in table.drawings if isinstance(one, HeatMapsEntry))]
     found = {}
     for cell in table.cells:
-        if (by_client or METHODS[cell.config.method].diagnostics) and is_finished(cell):
+        axes = axes_by_name(METHODS[cell.config.method].diagnostics)
+        if (by_client or axes) and (run := cell.finished_run):
             try:
-                history = _read(cell, wanted)
+                history = _read(run, axes, wanted)
             except UserError as error:
                 warnings.warn(f"{cell.place}: no diagnostics and no figure: {error}", stacklevel=1)
                 continue
@@ -78,12 +78,12 @@ def evaluations(rounds: Sequence[int], wanted: Sequence[int | str]) -> list[int]
     )
 
 
-def _read(cell: Cell, wanted: Sequence[Sequence[int | str]]) -> History | None:
-    """Read a cell's newest checkpoint; None if there is none."""
-    run = load_run(cell.folder)
+def _read(
+    run: Run, axes: Mapping[str, tuple[str, ...]], wanted: Sequence[Sequence[int | str]]
+) -> History | None:
+    """Read a run's newest checkpoint; None if there is none."""
     if run.checkpoint is None:
         return None
-    axes = axes_by_name(METHODS[cell.config.method].diagnostics)
     rounds = run.history_rounds.tolist()
     kept = sorted({at for choice in wanted for at in evaluations(rounds, choice)})
     known: dict[str, dict[int, np.ndarray]] = {}
@@ -95,5 +95,6 @@ def _read(cell: Cell, wanted: Sequence[Sequence[int | str]]) -> History | None:
             by_evaluation = {at: there[rounds[at]].copy() for at in kept if rounds[at] in there}
             known |= {name: by_evaluation} if by_evaluation else {}
             layers.append(values.shape[2] if "layer" in axes[name] else 0)
-    run.checkpoint.close()
-    return History(rounds, run.history["accuracy"], known, run.layers(max(layers)))
+    history = History(rounds, run.history["accuracy"], known, run.layers(max(layers)))
+    run.close()
+    return history

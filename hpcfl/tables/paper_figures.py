@@ -14,7 +14,6 @@ from hpcfl.formatting import percent
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
 from hpcfl.methods.diagnostics import axes_by_name
-from hpcfl.storage.reading import read_rows
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.figures import Entry
 from hpcfl.tables.file import ONLY
@@ -183,7 +182,7 @@ def _heat_maps(
         cells = table.of(table.labels.index(entry.row.label), table.columns.index(entry.column))
         cell = next((one for one in cells if name in _diagnostics(histories, one)), None)
         if cell is None:
-            if entry.figures:
+            if entry.runs:
                 notes.append(f"{title or entry.row.label}: its checkpoint holds no {name}")
             continue
         history = histories[cell.folder]
@@ -273,11 +272,11 @@ def _curves(
         cells = table.of(table.labels.index(entry.row.label), table.columns.index(entry.column))
         by_seed: list[list[float]] = []
         rounds: list[int] = []
-        for cell in (cell for cell in cells if cell.seed in entry.figures):
+        for cell in (cell for cell in cells if cell.seed in entry.runs):
             if drawing.client is None:
-                metrics = read_rows(cell.folder / "metrics.csv")
-                rounds = [int(line["round"]) for line in metrics]
-                by_seed.append([float(line["accuracy_mean"]) for line in metrics])
+                metrics = entry.runs[cell.seed].metrics
+                rounds = metrics["round"].astype(int).tolist()
+                by_seed.append(metrics["accuracy_mean"].tolist())
             elif cell.folder in histories:
                 history = histories[cell.folder]
                 _check_client(table, drawing, history.accuracy.shape[1])
@@ -293,7 +292,7 @@ def _curves(
 
 def _bars(table: Table, drawing: BarsEntry, known: Sequence[Entry]) -> Bars | None:
     name = "best_accuracy" if drawing.accuracy == "best" else "accuracy_mean"
-    done = [entry for entry in known if entry.figures]
+    done = [entry for entry in known if entry.runs]
     series: dict[str, dict[str, Bar]] = {}
     for entry in done:
         mean = entry.mean(name)
@@ -306,21 +305,18 @@ def _bars(table: Table, drawing: BarsEntry, known: Sequence[Entry]) -> Bars | No
 
 def _points(known: Sequence[Entry]) -> Points | None:
     groups: dict[str, list[Point]] = {}
-    done = [entry for entry in known if entry.figures]
+    done = [entry for entry in known if entry.runs]
     for entry, name in zip(done, _short_names(done), strict=True):
         mean = entry.mean("accuracy_mean")
         bytes_a_turn = [entry.mean(f"bytes_{way}") for way in ("down", "up")]
         assert mean is not None
-        turns = entry.config.train.rounds * entry.config.train.cohort_size(_num_clients(entry))
+        num_clients = len(next(iter(entry.runs.values())).in_training["client"])
+        turns = entry.config.train.rounds * entry.config.train.cohort_size(num_clients)
         gigabytes = sum(one or 0 for one in bytes_a_turn) * turns / 1e9
         group, _, detail = name.partition(", ")
         point = Point(detail or name, gigabytes, mean, entry.deviation("accuracy_mean"))
         groups.setdefault(group, []).append(point)
     return Points(groups) if groups else None
-
-
-def _num_clients(entry: Entry) -> int:
-    return len(next(iter(entry.of_clients.values())))
 
 
 def _share(published: float | None) -> float | None:
@@ -339,7 +335,7 @@ def _short_names(known: Sequence[Entry]) -> list[str]:
 
 def _scored(drawing: FigureEntry, known: Sequence[Entry]) -> list[str]:
     """Say when models are scored, where rows differ in it."""
-    done = [entry for entry in known if entry.figures]
+    done = [entry for entry in known if entry.runs]
     moments = {entry.scored for entry in done}
     if isinstance(drawing, HeatMapsEntry) or len(moments) < 2:
         return []
@@ -355,7 +351,7 @@ def _missing(known: Sequence[Entry]) -> list[str]:
     lacking = []
     for entry, name in zip(known, _short_names(known), strict=True):
         if entry.missing:
-            total = entry.missing + len(entry.figures)
-            seeds = f" ({entry.missing} of {total} seeds)" if entry.figures else ""
+            total = entry.missing + len(entry.runs)
+            seeds = f" ({entry.missing} of {total} seeds)" if entry.runs else ""
             lacking.append(f"{name or entry.row.label}{seeds}")
     return [f"missing: {'; '.join(lacking)}"] if lacking else []

@@ -16,7 +16,6 @@ from hpcfl.simulation.experiment import deal, is_batched, make_method, read_sour
 from hpcfl.simulation.refusals import refuse_chain
 from hpcfl.simulation.work import step_seconds, work_of
 from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.figures import is_finished
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def planned_runs(table: Table) -> Iterator[PlannedRun]:
         key = _timing_key(config, method)
         if key not in seconds:
             seconds[key] = step_seconds(config, method)
-        finished = sum(map(is_finished, cells))
+        finished = sum(cell.finished_run is not None for cell in cells)
         yield PlannedRun(cell, len(cells), finished, work_of(config, method).total, seconds[key])
 
 

@@ -24,6 +24,35 @@ from hpcfl.formatting import did_you_mean
 
 MOST_CHARACTERS = 1000
 
+QUANTITIES = {
+    "accuracy": "accuracy, %",
+    "published": "published, %",
+    "scored": "scored",
+    "best": "best, %",
+    "weighted": "weighted by samples, %",
+    "after_download": "after download, %",
+    "after_training": "after training, %",
+    "spread": "spread over clients, %",
+    "worst_tenth": "worst tenth of clients, %",
+    "unseen": "unseen clients, %",
+    "coverage": "clients reached, %",
+    "seeds": "seeds",
+    "bytes_down": "bytes down",
+    "bytes_up": "bytes up",
+    "published_bytes": "published bytes down and up",
+    "finetune_epochs": "fine-tuning epochs",
+    "steps_per_s": "client steps/s",
+    "round_s": "seconds a round",
+    "rounds": "rounds",
+    "tuned": "tuned on validation samples",
+}
+"""What `show` of a table file may list, with the header of each; `display` prints them."""
+
+DEFAULT_SHOW = (
+    *("accuracy", "published", "scored", "after_download", "after_training", "worst_tenth", "seeds"),
+    *("bytes_down", "bytes_up", "finetune_epochs", "steps_per_s", "rounds", "tuned"),
+)
+
 
 def _one_line(text: str) -> str:
     if text != printable(text) or not text.strip() or len(text) > MOST_CHARACTERS:

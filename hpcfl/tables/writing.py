@@ -189,8 +189,8 @@ def write_results(table: Table, told: FromHistories) -> list[Path]:
         {"label": entry.row.label, "column": entry.column, "seed": seed}
         | {"client": client, "accuracy": round(accuracy, 4)}
         for entry in known
-        for seed, accuracies in entry.of_clients.items()
-        for client, accuracy in enumerate(accuracies)
+        for seed in entry.runs
+        for client, accuracy in enumerate(entry.of_clients(seed))
     ]
     if len(lines) <= MOST_CLIENT_LINES:
         texts["clients"] = _csv(CLIENT_COLUMNS, lines)
@@ -237,7 +237,7 @@ def _line(entry: Entry) -> dict[str, Any]:
         "published_accuracy": None if entry.published is None else round(entry.published / 100, 6),
         "published_bytes": entry.row.published_bytes.get(entry.column),
         "scored": entry.scored,
-        "seeds": len(entry.figures),
+        "seeds": len(entry.runs),
         "missing_seeds": entry.missing,
         **{f"seeds_{moment}": entry.count(f"accuracy_{moment}") for moment in MOMENTS},
         "rounds": entry.config.train.rounds,

@@ -22,7 +22,7 @@ from processes import clean_environment, read_all, run_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
-from hpcfl.storage.view import view
+from hpcfl.results.run import Run
 
 PATIENCE_S = 60
 ENDLESS = 100_000
@@ -48,7 +48,7 @@ def going_on(settings: list[str], tmp_path: Path) -> Iterator[tuple[Path, int]]:
     folder = tmp_path / "a run"
     pid = start_run(folder, [*settings, f"train.rounds={ENDLESS}", "run.checkpoint_every=2"])
     try:
-        wait_for(lambda: (folder / "config.yaml").exists() and len(view(folder).metrics) > 2)
+        wait_for(lambda: (folder / "config.yaml").exists() and Run(folder).done > 2)
         yield folder, pid
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -81,13 +81,13 @@ def test_a_run_that_goes_on_and_is_killed(
     going_on: tuple[Path, int], finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, pid = going_on
-    before = view(folder).done
+    before = Run(folder).done
     shown = figures(watched(capsys, folder, "--once"))
     assert shown["run"] == str(folder)
     assert shown["what"] == "fedavg on npz, 7 clients, dirichlet partition, digits_cnn, seed 0"
     assert shown["state"].startswith(f"running, pid {pid} on ")
     done, _, rounds = shown["rounds"].partition("/")
-    assert before <= int(done) <= view(folder).done
+    assert before <= int(done) <= Run(folder).done
     assert int(rounds) == ENDLESS
     assert re.fullmatch(r"\d+\.\d\d% \(round \d+\)", shown["accuracy"])
     assert re.fullmatch(r"\d+\.\d\d% \(round \d+\)", shown["best"])
@@ -102,7 +102,7 @@ def test_a_run_that_goes_on_and_is_killed(
     assert re.match(r"a run +running ", first)
     assert second.split()[:3] == ["run", "finished", "3/3"]
     os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: view(folder).state == "killed")
+    wait_for(lambda: Run(folder).status.state == "killed")
     shown = figures(watched(capsys, folder))
     assert shown["state"].startswith(f"killed or failed, pid {pid} on ")
     assert "time left" not in shown
@@ -166,8 +166,8 @@ def test_a_terminal_is_left_when_the_run_ends(
 def test_a_finished_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = figures(watched(capsys, finished))
     assert (shown["state"], shown["rounds"]) == ("finished", "3/3")
-    last = view(finished).metrics[-1]
-    assert shown["accuracy"] == f"{last['accuracy_mean']:.2%} (round 3)"
+    accuracy = Run(finished).metrics["accuracy_mean"][-1]
+    assert shown["accuracy"] == f"{accuracy:.2%} (round 3)"
     assert "go on with" not in shown
     assert "time left" not in shown
 

@@ -11,7 +11,6 @@ from bits import run_here
 import hpcfl
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
-from hpcfl.results.comparison import compare
 from hpcfl.results.run import Run
 
 FEW = ["data.clients=4", "data.per_client=40", "train.rounds=1", "train.local_epochs=1"]
@@ -37,7 +36,7 @@ def test_differences_intervals_and_keys_are_as_by_hand(
 ) -> None:
     one = scored(made(tmp_path, "A-s0", "method.name=fedavg"), 0.5, 0.6, 0.7, 0.8)
     other = scored(made(tmp_path, "B-s0", "method.name=local", "train.lr=0.1"), 0.4, 0.6, 0.5, 0.7)
-    found = one.compare(other)
+    found = hpcfl.compare(one, other)
     assert found.means == pytest.approx([0.65, 0.55])
     paired = found.difference()
     # differences 0.1, 0, 0.2, 0.1: deviation sqrt(0.02 / 3), Student's t of 3 degrees 3.182446
@@ -54,13 +53,13 @@ def test_differences_intervals_and_keys_are_as_by_hand(
     assert text.splitlines()[-2].split() == ["method.name", "fedavg", "local"]
     assert "diverged" not in text
     other.clients["diverged"][1:] += 2
-    header, *rows = (line.split() for line in str(one.compare(other)).splitlines()[:3])
+    header, *rows = (line.split() for line in str(hpcfl.compare(one, other)).splitlines()[:3])
     assert header[-2:] == ["diverged", "scored"]
     assert [row[3] for row in rows] == ["0", "6"]
 
     three = scored(made(tmp_path, "A-s1", "method.name=fedavg", "run.seed=1"), 0.5, 0.5, 0.5, 0.5)
     four = scored(made(tmp_path, "B-s1", "method.name=local", "train.lr=0.1", "run.seed=1"), *[0.2] * 4)
-    both = compare([one, other, four, three])
+    both = hpcfl.compare(one, other, four, three)
     assert both.entries == ((one, three), (other, four))
     assert both.means == pytest.approx([0.575, 0.375])
     # seeds differ by 0.1 and 0.3; Student's t of 1 degree 12.7062
@@ -95,17 +94,17 @@ def test_runs_of_other_samples_are_refused(
 def test_normalisation_and_the_training_seed_may_differ(tmp_path: Path) -> None:
     one = made(tmp_path, "A", "method.name=fedavg", "data.seed=0")
     other = made(tmp_path, "B", "method.name=fedavg", "data.seed=0", "data.normalise=half", "run.seed=5")
-    assert dict(one.compare(other).keys) == {"data.normalise": ("auto", "half"), "run.seed": (0, 5)}
+    assert dict(hpcfl.compare(one, other).keys) == {"data.normalise": ("auto", "half"), "run.seed": (0, 5)}
     with pytest.raises(UserError, match="two runs or more"):
-        one.compare()
+        hpcfl.compare(one)
 
 
 def test_other_seeds_and_the_same_folder_are_refused_with_what_to_type(tmp_path: Path) -> None:
     one, two = (made(tmp_path, f"A-s{seed}", f"run.seed={seed}") for seed in (1, 2))
     with pytest.raises(UserError, match=r"\(run.seed: 1 there, 2 here\); .* A-s1 B-s1 A-s2 B-s2$"):
-        compare([one, two])
+        hpcfl.compare(one, two)
     with pytest.raises(UserError, match="A-s1 is named twice; compare runs in two folders"):
-        compare([one, two, hpcfl.load_run(tmp_path / "." / "A-s1")])
+        hpcfl.compare(one, two, hpcfl.load_run(tmp_path / "." / "A-s1"))
     dealt = [made(tmp_path, f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\)"):
-        compare(dealt)
+        hpcfl.compare(*dealt)

@@ -648,4 +648,4 @@ def test_reading_leaves_a_run_folder_as_it_is(place: Place, tmp_path: Path) -> N
     run.predict(0, raw_tests(run)[0][0])
     assert {path.name: path.stat().st_mtime_ns for path in run.path.iterdir()} == before
     assert CheckpointStore(run.path).load() is not None
-    assert io.StringIO(str(run.compare(place.run("fedprox")))).readline().startswith("run")
+    assert io.StringIO(str(hpcfl.compare(run, place.run("fedprox")))).readline().startswith("run")

@@ -28,6 +28,7 @@ from bits import (
 )
 from bits import write_digits as write_images
 
+from hpcfl import compare
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
 from hpcfl.config import load_config
@@ -191,7 +192,7 @@ def test_their_models_are_exported(serial: Folders, tmp_path: Path) -> None:
 
 def test_runs_are_compared_on_the_clients_in_training(serial: Folders) -> None:
     one, other = (load_run(serial(case)) for case in ("fedavg", "local"))
-    found = one.compare(other)
+    found = compare(one, other)
     accuracies = [run.clients["accuracy"] for run in (one, other)]
     assert [len(run.in_training["accuracy"]) for run in (one, other)] == [SEEN, SEEN]
     assert found.means == pytest.approx([of_run[:SEEN].mean() for of_run in accuracies])

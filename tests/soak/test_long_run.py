@@ -115,7 +115,7 @@ class Launch:
 
     def done(self) -> int:
         """Return the round of the newest evaluation, 0 before one is known."""
-        newest = whole_lines(self._metrics, 1000).splitlines()[-1:]
+        newest = whole_lines(self._metrics, 1000)[-1:]
         told = newest[0].partition(",")[0] if newest else ""
         return int(told) if told.isdecimal() else 0
 

@@ -26,7 +26,7 @@ from hpcfl.results.statistics import (
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.figures import entries
-from hpcfl.tables.quantities import QUANTITIES
+from hpcfl.tables.schema import QUANTITIES
 from hpcfl.tables.writing import MOST_CLIENT_LINES, FromHistories, write, write_results
 
 TABLE = """
@@ -388,7 +388,7 @@ def test_a_file_chooses_what_is_shown(table: Table) -> None:
     easy = text.splitlines().index("easy:")
     assert re.split(" {2,}", text.splitlines()[easy + 1]) == [
         "method",
-        *(QUANTITIES[name].header for name in table.show),
+        *(QUANTITIES[name] for name in table.show),
     ]
 
 
@@ -404,7 +404,7 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
     new: dict[str, Any] = counts | {"client": 4, "accuracy": 0.25, "unseen": 1}
     write_csv(cell.folder / "clients.csv", [*rows, dict.fromkeys(rows[0], math.nan) | new])
     (entry,) = [entry for entry in entries(table) if entry.row.label == "ours_1" and entry.column == "easy"]
-    assert entry.of_clients == without.of_clients
+    assert entry.of_clients(0) == without.of_clients(0) == accuracies
     expected = without.figures[0] | {"accuracy_unseen": 0.25}
     assert entry.figures[0] == pytest.approx(expected, rel=0, nan_ok=True)
     table.show = ["unseen"]

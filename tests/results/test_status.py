@@ -1,4 +1,4 @@
-"""A run folder as it is seen from outside."""
+"""How a run is going, as its folder tells it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import re
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hpcfl.config import load_config
 from hpcfl.errors import UserError
+from hpcfl.results.run import Run
 from hpcfl.storage.ledger import METRICS, WHOLE_NUMBERS
-from hpcfl.storage.lock import FolderLock, Holder
-from hpcfl.storage.view import view
+from hpcfl.storage.lock import FolderLock
 
 HEADER = ",".join(METRICS)
 NODE = socket.gethostname()
@@ -42,10 +43,10 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_half_written_line_is_ignored(folder: Path, text: str, rounds: list[int]) -> None:
     (folder / "metrics.csv").write_text(text)
-    seen = view(folder)
-    assert [line["round"] for line in seen.metrics] == rounds
-    assert seen.done == max(rounds, default=0)
-    assert seen.rounds == 3
+    run = Run(folder)
+    assert run.metrics.get("round", np.empty(0)).tolist() == rounds
+    assert run.done == max(rounds, default=0)
+    assert run.rounds == 3
 
 
 @pytest.mark.parametrize("line", [row(2)[:5], "garbage", f"{row(2)[:-1]}x", "", b"\xff".join([b"2", b"3"])])
@@ -54,66 +55,40 @@ def test_a_damaged_line_is_named(folder: Path, line: str | bytes) -> None:
     path = folder / "metrics.csv"
     path.write_bytes(f"{HEADER}\n{row(1)}\n".encode() + data + b"\n")
     with pytest.raises(UserError, match=re.escape(f"{path}, line 3: damaged; ")):
-        view(folder)
-
-
-NOTE = "2026-01-01 00:00:00 pfedla on digits, 10 clients, in runs/a\n"
-RESUMED = "2026-01-01 00:00:00 resuming after round 2 of 9\n"
-
-
-def line(done: int) -> str:
-    return f"2026-01-01 00:00:00 round {done}/9  accuracy 10.00%  time left 0:00:01\n"
-
-
-@pytest.mark.parametrize(
-    ("log", "done"),
-    [
-        (NOTE, 0),
-        (NOTE + line(1) + line(4), 4),
-        (NOTE + line(4) + line(5)[:30], 4),
-        (NOTE + line(4) + NOTE, 0),
-        (NOTE + line(4) + NOTE + RESUMED, 2),
-        (NOTE + line(4) + NOTE + RESUMED + line(3), 3),
-    ],
-)
-def test_the_log_tells_rounds_between_evaluations(folder: Path, log: str, done: int) -> None:
-    (folder / "log.txt").write_text(log)
-    assert view(folder).done == done
-    (folder / "metrics.csv").write_text(f"{HEADER}\n{row(1)}\n")
-    assert view(folder).done == max(1, done)
+        assert Run(folder).metrics
 
 
 def test_only_the_end_of_a_long_log_is_read(folder: Path) -> None:
-    (folder / "log.txt").write_text(line(1) * 10_000 + line(2))
-    seen = view(folder)
-    assert seen.done == 2
-    assert 10 < len(seen.log) < 500
+    (folder / "log.txt").write_text("2026-01-01 00:00:00 round 1/9  accuracy 10.00%\n" * 10_000 + "last\n")
+    log = Run(folder).log
+    assert log[-1] == "last"
+    assert 10 < len(log) < 500
 
 
 def test_the_lock_tells_how_a_run_is(folder: Path) -> None:
-    assert view(folder).state == "stopped"
+    assert Run(folder).status.state == "stopped"
     with FolderLock(folder):
-        assert view(folder).state == "running"
+        assert Run(folder).status.state == "running"
         # a look has not given the lock up
-        assert view(folder).holder.is_seen
+        assert Run(folder).status.state == "running"
         with pytest.raises(UserError, match="in use by this process"):
             FolderLock(folder)
-    assert view(folder).state == "stopped"
+    assert Run(folder).status.state == "stopped"
     (folder / ".lock").write_text(f"pid 7 on {NODE}\n")
-    assert view(folder).state == "killed"
+    assert Run(folder).status.state == "killed"
     (folder / ".lock").write_text("pid 7 on another-node\n")
-    assert view(folder).holder == Holder("pid 7 on another-node", False)
-    assert view(folder).state == "out of sight"
+    status = Run(folder).status
+    assert (status.owner, status.state) == ("pid 7 on another-node", "out of sight")
 
 
 def test_a_run_is_finished_after_its_last_round_alone(folder: Path) -> None:
     (folder / "metrics.csv").write_text(f"{HEADER}\n{row(3)}\n")
-    assert view(folder).state == "stopped"
+    assert Run(folder).status.state == "stopped"
     (folder / "clients.csv").touch()
-    assert view(folder).state == "finished"
+    assert Run(folder).status.state == "finished"
     # prolonged
     (folder / "config.yaml").write_text(load_config(None, ["train.rounds=4"]).yaml())
-    assert view(folder).state == "stopped"
+    assert Run(folder).status.state == "stopped"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +97,7 @@ def test_a_run_is_finished_after_its_last_round_alone(folder: Path) -> None:
 def test_what_is_no_run_folder_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(UserError, match=r"config\.yaml is damaged; name the folder of another run"):
-        view(tmp_path)
+        Run(tmp_path)
     for path in (tmp_path / "none", tmp_path / "config.yaml"):
         with pytest.raises(UserError, match=r"is no run folder: .*; name one that a run has made, such as "):
-            view(path)
+            Run(path)
