@@ -1,9 +1,10 @@
-"""The package's rooms: imports go down the list, and two libraries have one door each."""
+"""The package's rooms: imports go down the list and not in circles, and some libraries have one door each."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,12 @@ def test_imports_go_down(path: Path) -> None:
         other = rest.partition(".")[0]
         if package == "hpcfl" and other in LEVEL:
             assert other == own or LEVEL[other] > LEVEL[own], f"{own} imports {module}"
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    names = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts): path for path in FILES}
+    # raises CycleError, which names the files
+    TopologicalSorter({name: names.keys() & set(imported(path)) for name, path in names.items()}).prepare()
 
 
 @pytest.mark.parametrize("library", DOORS)

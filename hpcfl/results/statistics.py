@@ -21,10 +21,6 @@ class Interval:
     """Half the width of the interval; nan for a single difference."""
     count: int
 
-    @property
-    def excludes_zero(self) -> bool:
-        return abs(self.mean) > self.half_width
-
 
 @dataclass(frozen=True)
 class PairedDifference:

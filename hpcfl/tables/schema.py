@@ -258,28 +258,19 @@ def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
     first = error.errors()[0]
     place, keys = str(path), list(first["loc"])
     kind: type[BaseModel] = TableEntry
-    entries: dict[str, type[BaseModel]] = {
-        "rows": RowEntry,
-        "columns": ColumnEntry,
-        "compare": ComparisonEntry,
+    entries: dict[str, tuple[str, type[BaseModel]]] = {
+        "rows": ("row", RowEntry),
+        "columns": ("column", ColumnEntry),
+        "compare": ("compare", ComparisonEntry),
     }
-    if keys[0] in entries and len(keys) > 1:
-        group, number = str(keys[0]), int(keys[1])
-        entry = tree[group][number]
-        name = {"rows": "row", "columns": "column"}.get(group, group)
-        label = entry.get("label") if isinstance(entry, dict) else None
-        if (
-            group == "rows"
-            and not label
-            and isinstance(entry, dict)
-            and isinstance(entry.get("method"), dict)
-        ):
-            label = entry["method"].get("name")
-        place, keys, kind = f"{path}, {place_of(name, number, label)}", keys[2:], entries[group]
+    group = str(keys[0])
+    if group in entries and len(keys) > 1:
+        number, (name, kind) = int(keys[1]), entries[group]
+        place, keys = f"{path}, {place_of(name, number, _label(tree[group][number]))}", keys[2:]
         what = f"the {name}"
-    elif keys[0] == "settings" and len(keys) > 1:
+    elif group == "settings" and len(keys) > 1:
         place, keys, kind = f"{path}, settings", keys[1:], SettingsEntry
-    elif keys[0] == "figure" and len(keys) > 1:
+    elif group == "figure" and len(keys) > 1:
         place = f"{path}, figure" + (f" {int(keys[1]) + 1}" if isinstance(tree["figure"], list) else "")
         if first["type"].startswith("union_tag"):
             given = first.get("ctx", {}).get("tag")
