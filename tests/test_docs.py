@@ -16,17 +16,11 @@ from results_tables import CLAIMS, MARK, PAPERS, RESULTS, RESULTS_PAGE, with_cla
 from hpcfl.main import main
 
 README = REPOSITORY / "README.md"
-WALKED = [
-    README,
-    *(
-        DOCS / f"{name}.md"
-        for name in (
-            *("install", "tutorial", "own_data", "own_model", "resume", "tables", "unseen_clients"),
-            *("report", "python", "performance", "results"),
-        )
-    ),
-    *sorted((DOCS / "examples").glob("*.sh")),
-]
+PAGES = (
+    *("install", "tutorial", "own_data", "own_model", "write_a_method", "resume", "tables"),
+    *("unseen_clients", "report", "python", "performance", "results"),
+)
+WALKED = [README, *(DOCS / f"{name}.md" for name in PAGES), *sorted((DOCS / "examples").glob("*.sh"))]
 """Pages and scripts whose commands all run, each from the top to the end in one folder."""
 
 BENCH = "takes minutes; tests/benchmarks runs its parts in small"

@@ -16,7 +16,7 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.data.sources import Arrays
 from hpcfl.methods import Context
-from hpcfl.methods.pfedla import HYPERNETWORKS, PFedLA, PFedLAParams
+from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.methods.pfedmb import PFedMB, PFedMBParams
 from hpcfl.models import ConvNetOptions
 from hpcfl.parameters import Tensors
@@ -139,12 +139,8 @@ def _epochs(
 
 def _stacked_step(method: PFedLA, server: Tensors, client: int, trained: Tensor) -> None:
     """Do one client's server step as public code does: stack all models, differentiate their weighted sum."""
-    leaves = {
-        name.removeprefix(HYPERNETWORKS): tensor[client : client + 1].clone().requires_grad_()
-        for name, tensor in server.items()
-        if name.startswith(HYPERNETWORKS)
-    }
-    alpha = method.hypernetworks.outputs(leaves)[0].softmax(dim=-1)
+    outputs, leaves, _ = method.learner.outputs_to_differentiate(server, [client])
+    alpha = outputs[0].softmax(dim=-1)
     weights = {layer.name: alpha[number] for number, layer in enumerate(method.layers)}
     models = [method.layout.views(model) for model in server["theta"]]
     start = {

@@ -114,8 +114,7 @@ class PerFedAvg(FedAvg):
         if self.params.variant == "exact":
             return clients.gradient(_slope_along, {"theta": w, "direction": direction}, batch)[0]["theta"]
         step = self.params.delta * direction
-        # the next gradient may overwrite this one
-        ahead = self._slope(clients, w + step, batch).clone()
+        ahead = self._slope(clients, w + step, batch)
         return (ahead - self._slope(clients, w - step, batch)) / (2 * self.params.delta)
 
 

@@ -51,17 +51,14 @@ from torch import Tensor
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
+from hpcfl.methods._hypernetwork_state import OWN_OPTIMISER, HypernetworkState
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
+from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser
 from hpcfl.parameters import Granularity, Layer, pieces
 from hpcfl.training.clients import Clients
 
-HYPERNETWORKS = "hypernetworks/"
-OPTIMISER = "optimiser/"
-COMMON = "common/"
-COMMON_OPTIMISER = "common_optimiser/"
-LARGEST_UPDATE = OPTIMISER + "largest_update"
+LARGEST_UPDATE = OWN_OPTIMISER + "largest_update"
 STEP_SIZES = {"scaled": 0.1, "adam": 1e-3, "sgd": 5e-3}
 HISTORY_LIMIT = 10_000
 """Largest number N*L*N of weights that the history records in full (below 100 MB for 2,500 evaluations); with
@@ -154,7 +151,7 @@ class PFedLA(Method):
                 "method.head_init=zero with method.weights=relu leaves all hypernetworks without a gradient; "
                 "allowed: method.head_init=uniform or default"
             )
-        self.hypernetwork_lr: float = params.in_use()["hypernetwork_lr"]
+        self.models = _ShardedModels(self) if params.server == "sharded" else _WholeModels(self)
         self.hypernetworks = Hypernetworks(
             context.num_clients,
             len(self.layers),
@@ -163,39 +160,27 @@ class PFedLA(Method):
             params.hidden_layers,
             params.rank if params.heads == "low_rank" else None,
         )
+        self.hypernetwork_lr: float = params.in_use()["hypernetwork_lr"]
+        self.learner = HypernetworkState(self.hypernetworks, params.optimiser, self.hypernetwork_lr)
 
     def make_layers(self) -> tuple[Layer, ...]:
         return self.layout.layers(self.params.layer)
 
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
-        own = self.params.initial_models == "own"
-        head_init = self.params.in_use()["head_init"]
-        hypernetworks = self.hypernetworks.initial(self.context.seed, head_init)
-        codes = self.hypernetworks.initial_codes(self.context.seed, head_init)
-        state = {} if self.sharded_state else {"theta": self.context.initial_parameters(clients, own)}
+        state = self.models.server_state(clients)
         if self._mixes_buffers:
             state[BUFFERS] = self.initial_buffers(clients)
         if self.params.optimiser == "scaled":
             state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
-        for part, optimiser, tensors in (
-            (HYPERNETWORKS, OPTIMISER, hypernetworks),
-            (COMMON, COMMON_OPTIMISER, codes),
-        ):
-            moments = initial_moments(tensors, self.params.optimiser)
-            state |= {part + name: tensor for name, tensor in tensors.items()}
-            state |= {optimiser + name: tensor for name, tensor in moments.items()}
-        return state
+        return state | self.learner.initial(self.context.seed, self.params.in_use()["head_init"])
 
     def client_state(self, clients: Sequence[int]) -> State:
-        if self.sharded_state is None:
-            return {}
-        return {"theta": self.context.initial_parameters(clients, self.params.initial_models == "own")}
+        return self.models.client_state(clients)
 
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
-        theta = self.mix(alpha, server["theta"]) if self.sharded_state is None else self.sharded.mix(alpha)
-        rows = {"theta": theta}
+        rows = {"theta": self.models.mix(server, alpha)}
         if self._mixes_buffers:
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(rows=rows)
@@ -204,47 +189,22 @@ class PFedLA(Method):
         return Message(rows={"theta": clients.sgd(down["theta"]).theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
-        clients = cohort.clients
-        index = torch.tensor(clients)
-        leaves = {name: rows.requires_grad_() for name, rows in self._rows(server, clients).items()}
-        codes = {name: t.detach().requires_grad_() for name, t in self._part(server, COMMON).items()}
-        alpha = self._normalise(self.hypernetworks.outputs(leaves | codes, clients), clients)
+        clients, index = cohort.clients, torch.tensor(cohort.clients)
+        outputs, own, common = self.learner.outputs_to_differentiate(server, clients)
+        alpha = self._normalise(outputs, clients)
         retained = self.retained(alpha.detach(), clients)
         arrived = up.collect()
         assert up.sent is not None
-        start = up.sent.rows["theta"]
-        products = (
-            self.products(arrived["theta"], start, server["theta"])
-            if self.sharded_state is None
-            else self._products_of_shards(arrived["theta"] - start)
-        )
+        trained, start = arrived["theta"], up.sent.rows["theta"]
+        products = self.models.products(server, trained, start)
         if LARGEST_UPDATE in server:
-            largest = _largest(server[LARGEST_UPDATE][index], arrived["theta"] - start)
+            largest = _largest(server[LARGEST_UPDATE][index], trained - start)
             server[LARGEST_UPDATE][index] = largest
             products = _scaled(products, largest)
         # a retained layer was not mixed, so it says nothing about the weights
         products = products.masked_fill(retained.unsqueeze(-1), 0.0)
-        gradients = torch.autograd.grad(-(alpha * products).sum(), [*leaves.values(), *codes.values()])
-        slopes = dict(zip([*leaves, *codes], gradients, strict=True))
-        if self.params.optimiser == "scaled":
-            slopes |= {name: slopes[name] * times for name, times in self.hypernetworks.head_steps.items()}
-        for part, optimiser, tensors, rows, frozen in (
-            (HYPERNETWORKS, OPTIMISER, leaves, clients, retained),
-            (COMMON, COMMON_OPTIMISER, codes, [0], retained.all(dim=0, keepdim=True)),
-        ):
-            descend(
-                self._part(server, part),
-                self._part(server, optimiser),
-                {name: slopes[name] for name in tensors},
-                rows,
-                self.params.optimiser,
-                self.hypernetwork_lr,
-                frozen,
-            )
-        if self.sharded_state is None:
-            server["theta"][index] = arrived["theta"]
-        else:
-            self.sharded.put(clients, arrived["theta"])
+        self.learner.step(server, clients, -(alpha * products).sum(), own, common, retained)
+        self.models.put(server, clients, trained)
         if self._mixes_buffers:
             server[BUFFERS][index] = arrived[BUFFERS]
 
@@ -267,7 +227,7 @@ class PFedLA(Method):
                 start = self._mixture(clients, down, alpha.detach())
                 trained = clients.sgd(start, epochs=1, purpose=f"finetune/{epoch}").theta
                 largest = _largest(largest, trained - start)
-                products = _scaled(self._products(trained, models, start), largest)
+                products = _scaled(self.layer_products(trained, models, start), largest)
                 (slope,) = torch.autograd.grad(-(alpha * products).sum(), outputs)
                 outputs = (outputs - lr * slope).detach().requires_grad_()
         return Message(rows={"theta": self._mixture(clients, down, outputs.detach().softmax(dim=-1))})
@@ -324,8 +284,7 @@ class PFedLA(Method):
 
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the weights of some clients [S, L, N]; each (client, layer) sums to one."""
-        state = self._rows(server, clients) | self._part(server, COMMON)
-        return self._normalise(self.hypernetworks.outputs(state, clients), clients)
+        return self._normalise(self.learner.outputs(server, clients), clients)
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
         """Return which layers clients keep instead of downloading them, bool [S, L]; here none."""
@@ -358,26 +317,15 @@ class PFedLA(Method):
         """
         if all(torch.equal(theta[0], model) for model in theta[1:]):
             return theta.new_zeros(len(trained), len(self.layers), len(theta))
-        return self._products(trained, theta, start)
+        return self.layer_products(trained, theta, start)
 
-    def _products(self, vectors: Tensor, theta: Tensor, start: Tensor | None = None) -> Tensor:
+    def layer_products(self, vectors: Tensor, theta: Tensor, start: Tensor | None = None) -> Tensor:
         """Return the products by layer [S, L, N] of vectors [S, P], less `start`, with models [N, P]."""
         products = theta.new_zeros(len(self.layers), len(vectors), len(theta))
         for number, part in pieces(self.layers):
             delta = vectors[:, part] if start is None else vectors[:, part] - start[:, part]
             products[number].addmm_(delta, theta[:, part].T)
         return products.transpose(0, 1)
-
-    def _rows(self, server: State, clients: Sequence[int]) -> State:
-        """Return the hypernetworks of some clients, [S, ...], copies."""
-        index = torch.tensor(list(clients))
-        return {name: t.index_select(0, index) for name, t in self._part(server, HYPERNETWORKS).items()}
-
-    def _products_of_shards(self, delta: Tensor) -> Tensor:
-        """Return `products` of Delta [S, P] with the models that the workers keep."""
-        if self.sharded.are_equal():
-            return delta.new_zeros(len(delta), len(self.layers), self.context.num_clients)
-        return self.sharded.products(delta)
 
     def _normalise(self, outputs: Tensor, clients: Sequence[int]) -> Tensor:
         if self.params.weights == "softmax":
@@ -397,10 +345,6 @@ class PFedLA(Method):
     def _mixes_buffers(self) -> bool:
         return self.buffers == "mixed" and self.layout.buffer_size > 0
 
-    @staticmethod
-    def _part(server: State, prefix: str) -> State:
-        return {n.removeprefix(prefix): tensor for n, tensor in server.items() if n.startswith(prefix)}
-
 
 def _largest(before: Tensor, delta: Tensor) -> Tensor:
     """Return the larger one of earlier |Delta|^2, float64 [S], and those of Delta [S, P]."""
@@ -410,3 +354,57 @@ def _largest(before: Tensor, delta: Tensor) -> Tensor:
 def _scaled(products: Tensor, largest: Tensor) -> Tensor:
     """Divide products [S, L, N] by the largest |Delta|^2 [S]; a client that never moved has products of 0."""
     return products / largest.where(largest > 0, 1.0).to(products).view(-1, 1, 1)
+
+
+class _WholeModels:
+    """The clients' models on rank 0, as `theta` [N, P] of the server's state."""
+
+    def __init__(self, method: PFedLA) -> None:
+        self._method = method
+
+    def server_state(self, clients: Sequence[int]) -> State:
+        """Return the part of the server's state that has the models, at the start."""
+        return {"theta": self.initial(clients)}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        """Return the part of the clients' state that has their models, at the start."""
+        return {}
+
+    def initial(self, clients: Sequence[int]) -> Tensor:
+        """Return the initial models [C, P] of some clients."""
+        context, params = self._method.context, self._method.params
+        return context.initial_parameters(clients, params.initial_models == "own")
+
+    def mix(self, server: State, alpha: Tensor) -> Tensor:
+        """Return the mixtures [S, P] of all models with weights [S, L, N]."""
+        return self._method.mix(alpha, server["theta"])
+
+    def products(self, server: State, trained: Tensor, start: Tensor) -> Tensor:
+        """Return `PFedLA.products` [S, L, N] of a cohort's models."""
+        return self._method.products(trained, start, server["theta"])
+
+    def put(self, server: State, clients: Sequence[int], theta: Tensor) -> None:
+        """Keep some clients' models [S, P]."""
+        server["theta"][list(clients)] = theta
+
+
+class _ShardedModels(_WholeModels):
+    """The clients' models with their workers, as client state; rank 0 asks for mixtures and products."""
+
+    def server_state(self, clients: Sequence[int]) -> State:
+        return {}
+
+    def client_state(self, clients: Sequence[int]) -> State:
+        return {"theta": self.initial(clients)}
+
+    def mix(self, server: State, alpha: Tensor) -> Tensor:
+        return self._method.sharded.mix(alpha)
+
+    def products(self, server: State, trained: Tensor, start: Tensor) -> Tensor:
+        sharded, delta = self._method.sharded, trained - start
+        if sharded.are_equal():
+            return delta.new_zeros(len(delta), len(self._method.layers), self._method.context.num_clients)
+        return sharded.products(delta)
+
+    def put(self, server: State, clients: Sequence[int], theta: Tensor) -> None:
+        self._method.sharded.put(clients, theta)

@@ -241,7 +241,7 @@ class Clients:
         `trained`: see Descent; `samples`: see `batches`.
         """
         descent = self.descent(theta, lr=lr, trained=trained)
-        gradient = gradient or self.plain_gradient
+        gradient = gradient or self._plain_gradient
         steps_before = self.steps.clone()
         for batch in self.batches(purpose, epochs, samples=samples):
             weights = descent.theta[batch.members]
@@ -280,10 +280,12 @@ class Clients:
         self.steps[batch.members if batch.counted is None else batch.counted] += 1
 
     def plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the cross-entropy of models [len(batch.members), P], and the losses.
+        """Return the gradient of the cross-entropy of models [len(batch.members), P], and the losses."""
+        gradient, losses = self._plain_gradient(theta, batch)
+        return gradient.clone(), losses
 
-        The next call may overwrite the gradient.
-        """
+    def _plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Do what `plain_gradient` does; the next call may overwrite the gradient."""
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
         return gradients["theta"], losses
 
