@@ -18,7 +18,7 @@ from hpcfl.methods.base import State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.job import tell_script
-from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.ledger import OF_UNSEEN, Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
 
@@ -138,7 +138,7 @@ class Saver:
         for name, values in checkpoint.history.items():
             # what clients record has an entry each
             shape = recorded.get(name, (count, *values.shape[2:]))
-            if values.shape[1:] != shape and name not in self._ledger.of_unseen:
+            if values.shape[1:] != shape and name not in OF_UNSEEN:
                 wrong.append(f"history/{name}")
         server = checkpoint.shapes("server")
         changing = self._method.traits.growing_state & server.keys()

@@ -77,5 +77,5 @@ class EventFile:
         for name, value in row.items():
             if not np.isnan(value):
                 event.summary.MergeFrom(scalar(name, value))
-        event.summary.MergeFrom(histogram("accuracy_of_clients", ledger.accuracy.values[number], BINS))
+        event.summary.MergeFrom(histogram("accuracy_of_clients", ledger.evaluated["accuracy"][number], BINS))
         return event

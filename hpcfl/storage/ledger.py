@@ -14,7 +14,6 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.storage.growing import GrowingArray
 from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.replacing import replace_file
 from hpcfl.storage.snapshot import LedgerTable
@@ -56,6 +55,9 @@ SECONDS = frozenset({"wall_s", "client_steps_per_s", *SPENT})
 MOMENTS = ("after_download", "after_training")
 """Moments at which clients are scored besides the evaluation: right after a download, and right after local
 training (the round's cohort only)."""
+OF_CLIENTS = ("accuracy", "loss", *(f"accuracy_{moment}" for moment in MOMENTS))
+OF_UNSEEN = ("accuracy_unseen", "loss_unseen")
+"""What each evaluation gives of every client in training, and of every one that takes no part in it."""
 
 BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
 DIRECTIONS = ("down", "up")
@@ -74,18 +76,15 @@ class Ledger:
         self._layers = list(layers)
         self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
         self.metrics: list[list[float]] = []
-        self.accuracy = GrowingArray((num_clients,), np.float64)
-        self.loss = GrowingArray((num_clients,), np.float64)
-        self.moments = {moment: GrowingArray((num_clients,), np.float64) for moment in MOMENTS}
-        """Accuracy of the clients' models at each moment, [N] per evaluation; nan where there is no model."""
-        self.of_unseen = {
-            name: GrowingArray((num_unseen,), np.float64) for name in ("accuracy_unseen", "loss_unseen")
-        }
-        """Accuracy and loss of the adapted models of clients that take no part, [U] per evaluation."""
-        self.of_method: dict[str, GrowingArray] = {}
-        """The method's own history by name, an entry an evaluation."""
+        of_unseen = dict.fromkeys(OF_UNSEEN, num_unseen) if num_unseen else {}
+        self._sizes = dict.fromkeys(OF_CLIENTS, num_clients) | of_unseen
+        self.evaluated: dict[str, list[np.ndarray]] = {name: [] for name in self._sizes}
+        """An entry an evaluation: OF_CLIENTS [N], nan where a client has no model; OF_UNSEEN [U], of adapted
+        models; and the method's own by their names."""
         self._rounds: list[int] = []
-        self._bytes = GrowingArray((len(DIRECTIONS), len(self._labels)), np.int64)
+        self._bytes: list[np.ndarray] = []
+        """Of each round [2, K]."""
+        self._total = np.zeros((len(DIRECTIONS), len(self._labels)), np.int64)
         self.client_bytes = np.zeros((num_clients, len(DIRECTIONS)), np.int64)
         """Bytes of trainable numbers addressed to and sent by each client so far [N, 2]."""
         self.diverged = np.zeros(num_clients, np.int64)
@@ -124,6 +123,7 @@ class Ledger:
             self.client_bytes[list(cohort.clients), direction] += moved.of_numbers
         self._rounds.append(cohort.round + 1)
         self._bytes.append(np.array(rows, np.int64))
+        self._total += self._bytes[-1]
         self._steps += steps
         self._train_s += train_s
         self.spent["train_s"] += train_s
@@ -138,7 +138,9 @@ class Ledger:
         for label in labels:
             if label not in self._labels:
                 self._labels.insert(-2, label)
-                self._bytes = GrowingArray.of(np.insert(self._bytes.values, -2, 0, axis=2))
+                *self._bytes, self._total = (
+                    np.insert(counts, -2, 0, axis=1) for counts in (*self._bytes, self._total)
+                )
 
     def record_evaluation(
         self,
@@ -157,7 +159,6 @@ class Ledger:
         where a client has no such model), the share of clients that were sampled at least once, the method's
         history, and `accuracy` and `loss` [U] of clients that take no part in training, if there are any.
         """
-        total = self._bytes.values.sum(axis=0)
         values = {
             "round": round,
             "wall_s": self.wall_s,
@@ -171,33 +172,29 @@ class Ledger:
             "diverged": self.diverged.sum(),
         } | self.spent
         for direction, name in enumerate(DIRECTIONS):
-            values[f"bytes_{name}"] = total[direction, :-2].sum()
-            values[f"buffer_bytes_{name}"] = total[direction, -2]
-            values[f"index_bytes_{name}"] = total[direction, -1]
+            values[f"bytes_{name}"] = self._total[direction, :-2].sum()
+            values[f"buffer_bytes_{name}"] = self._total[direction, -2]
+            values[f"index_bytes_{name}"] = self._total[direction, -1]
         for moment, scores in moments.items():
             values[f"accuracy_{moment}"] = mean_of_known(scores)
-            self.moments[moment].append(scores)
+        evaluated = {"accuracy": accuracy, "loss": loss}
+        evaluated |= {f"accuracy_{moment}": scores for moment, scores in moments.items()}
         if self._num_unseen and of_unseen is not None:
             values["accuracy_unseen"] = of_unseen["accuracy"].mean()
             values["accuracy_unseen_std"] = of_unseen["accuracy"].std()
             values["loss_unseen"] = of_unseen["loss"].mean()
-            for name, scores in of_unseen.items():
-                self.of_unseen[f"{name}_unseen"].append(scores)
+            evaluated |= {f"{name}_unseen": scores for name, scores in of_unseen.items()}
         self.metrics.append([float(values[name]) for name in self._columns])
-        self.accuracy.append(accuracy)
-        self.loss.append(loss)
-        for name, value in of_method.items():
-            if name not in self.of_method:
-                self.of_method[name] = GrowingArray(value.shape, value.dtype)
-            self.of_method[name].append(value)
+        for name, entry in {**evaluated, **of_method}.items():
+            # a copy: the state that it may be a part of goes on changing
+            self.evaluated.setdefault(name, []).append(np.array(entry))
         self._steps = self._train_s = 0.0
 
     def forget_last_evaluation(self) -> None:
         """Take the newest evaluation back."""
         self.metrics.pop()
-        of_unseen = self.of_unseen.values() if self._num_unseen else ()
-        for rows in (*self._of_clients().values(), *of_unseen, *self.of_method.values()):
-            rows.pop()
+        for entries in self.evaluated.values():
+            entries.pop()
 
     def column(self, name: str) -> list[float]:
         """Return a column of all evaluations."""
@@ -216,7 +213,7 @@ class Ledger:
     def tables(self) -> dict[str, LedgerTable]:
         """Return everything needed to go on, as tables of a checkpoint."""
         count = len(self._bytes)
-        flat = self._bytes.values.reshape(count, 2 * len(self._labels))
+        flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
         names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
         pending = np.array(
@@ -234,38 +231,21 @@ class Ledger:
 
     def history(self) -> dict[str, np.ndarray]:
         """Return what evaluations gave: the method's history, and figures by client [evaluations, N]."""
-        rows = {name: of_method for name, of_method in self.of_method.items() if len(of_method)}
-        rows |= self.of_unseen if self._num_unseen else {}
-        return {name: figures.values for name, figures in (rows | self._of_clients()).items()}
-
-    def _of_clients(self) -> dict[str, GrowingArray]:
-        """Return the figures of clients in training, [N] per evaluation, by their names in the history."""
-        moments = {f"accuracy_{moment}": accuracy for moment, accuracy in self.moments.items()}
-        return {"accuracy": self.accuracy, "loss": self.loss} | moments
+        found = {name: np.array(entries) for name, entries in self.evaluated.items() if entries}
+        return {name: np.empty((0, size)) for name, size in self._sizes.items()} | found
 
     def restore(self, tables: Mapping[str, LedgerTable], history: Mapping[str, np.ndarray]) -> None:
-        """Take over the tables of a checkpoint and its `history`.
-
-        In a checkpoint of an earlier version nobody has diverged.
-        """
-        known = dict(zip(tables["metrics"].columns, tables["metrics"].values.T, strict=True))
-        nothing = np.zeros(len(tables["metrics"].values))
-        self.metrics = np.stack([known.get(name, nothing) for name in self._columns], axis=1).tolist()
-        left = dict(history)
-        for name, figures in self._of_clients().items():
-            figures.extend(left.pop(name))
-        for name, figures in self.of_unseen.items():
-            if name in left:
-                figures.extend(left.pop(name))
-        self.of_method = {name: GrowingArray.of(values) for name, values in left.items()}
+        """Take over the tables of a checkpoint and its `history`."""
+        self.metrics = tables["metrics"].values.tolist()
+        self.evaluated = {name: list(values) for name, values in history.items()}
         columns = tables["bytes"].columns[1:]
         self._labels = [name.removeprefix("down/") for name in columns[: len(columns) // 2]]
         bytes_table = tables["bytes"].values
         self._rounds = bytes_table[:, 0].tolist()
-        self._bytes = GrowingArray.of(bytes_table[:, 1:].reshape(-1, len(DIRECTIONS), len(self._labels)))
+        self._bytes = list(bytes_table[:, 1:].reshape(-1, len(DIRECTIONS), len(self._labels)))
+        self._total = np.sum(self._bytes, axis=0) if self._bytes else self._total
         self.client_bytes = tables["client_bytes"].values.copy()
-        if "diverged" in tables:
-            self.diverged = tables["diverged"].values[:, 0].copy()
+        self.diverged = tables["diverged"].values[:, 0].copy()
         pending = tables["pending"].values[0].tolist()
         self._steps, self._train_s, self._train_loss, self.wall_s, *spent = pending
         self.spent = dict(zip(SPENT, spent, strict=True))
@@ -287,7 +267,7 @@ class Ledger:
         lines = [
             (self._rounds[number], direction, label, count)
             for number in range(first, len(self._rounds))
-            for direction, row in zip(DIRECTIONS, self._bytes.values[number].tolist(), strict=True)
+            for direction, row in zip(DIRECTIONS, self._bytes[number].tolist(), strict=True)
             for label, count in zip(self._labels, row, strict=True)
             if count or label in self._layers
         ]
@@ -301,13 +281,13 @@ class Ledger:
         they are. They have no bytes, no rounds that diverged, and no accuracy at the other moments.
         """
         header = (*COLUMNS["clients.csv"], *(f"accuracy_{moment}" for moment in MOMENTS), "diverged")
-        scores = [rows.values[-1] for rows in (self.accuracy, self.loss)]
-        moments = [rows.values[-1] for rows in self.moments.values()]
+        *scores, of_download, of_training = (self.evaluated[name][-1] for name in OF_CLIENTS)
+        moments = [of_download, of_training]
         of_bytes, diverged, is_unseen = list(self.client_bytes.T), self.diverged, []
         if self._num_unseen:
             header = (*header, "unseen")
             nothing = np.zeros(self._num_unseen, np.int64)
-            of_unseen = [rows.values[-1] for rows in self.of_unseen.values()]
+            of_unseen = [self.evaluated[name][-1] for name in OF_UNSEEN]
             scores = [np.concatenate(both) for both in zip(scores, of_unseen, strict=True)]
             of_bytes = [np.concatenate([numbers, nothing]) for numbers in of_bytes]
             moments = [np.concatenate([of_clients, nothing + np.nan]) for of_clients in moments]

@@ -12,7 +12,6 @@ import torch
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.storage.ledger import METRICS, MOMENTS, Ledger
-from hpcfl.storage.snapshot import LedgerTable
 
 LAYERS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])
@@ -172,17 +171,6 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
     assert restored.client_bytes.tolist() == [[48, 48], [24, 24], [8, 24]]
     assert restored.diverged.tolist() == [4, 2, 2]
-
-
-def test_tables_of_an_earlier_version_tell_of_nobody_who_diverged(ledger: Ledger) -> None:
-    tables = ledger.tables()
-    del tables["diverged"]
-    kept = [number for number, name in enumerate(METRICS) if name != "diverged"]
-    tables["metrics"] = LedgerTable(tables["metrics"].values[:, kept], [METRICS[number] for number in kept])
-    restored = Ledger(3, LAYERS)
-    restored.restore(tables, ledger.history())
-    assert restored.last("diverged") == restored.diverged.sum() == 0
-    assert all(restored.last(name) == ledger.last(name) for name in METRICS if name != "diverged")
 
 
 def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger) -> None:
