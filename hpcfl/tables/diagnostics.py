@@ -15,9 +15,6 @@ from hpcfl.tables.cells import Table
 from hpcfl.tables.histories import SUMMARISED, History, evaluations
 from hpcfl.tables.planning import Unread, dealt_cells
 
-DIAGNOSTIC_COLUMNS = ("label", "column", "seed", "round", "quantity", "layer", "clients", "value")
-"""Columns of diagnostics.csv."""
-
 Line = dict[str, object]
 
 

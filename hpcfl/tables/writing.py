@@ -7,80 +7,24 @@ import io
 import json
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import as_latex, as_markdown, as_text
+from hpcfl.results.statistics import Interval
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.storage.lock import FolderLock
 from hpcfl.storage.replacing import replace_file
 from hpcfl.tables.cells import Table
-from hpcfl.tables.diagnostics import DIAGNOSTIC_COLUMNS, Line, diagnostics
+from hpcfl.tables.diagnostics import Line, diagnostics
 from hpcfl.tables.display import document
 from hpcfl.tables.figures import ACCURACIES, COSTS, Difference, Entry, differences, entries
 from hpcfl.tables.histories import histories
 from hpcfl.tables.paper_figures import sheets
-
-COLUMNS = (
-    "label",
-    "column",
-    "method",
-    "settings",
-    "accuracy_mean",
-    "accuracy_std_over_seeds",
-    "published_accuracy",
-    "published_bytes",
-    *(
-        name
-        for accuracy in ACCURACIES
-        if accuracy != "accuracy_mean"
-        for name in (accuracy, f"{accuracy}_std_over_seeds")
-    ),
-    "best_round",
-    "scored",
-    "coverage",
-    "seeds",
-    "missing_seeds",
-    *(f"seeds_{moment}" for moment in MOMENTS),
-    "rounds",
-    "eval_split",
-    *COSTS,
-    "finetune_epochs",
-    "tuned",
-    "title",
-    "size",
-)
-"""Columns of table.csv before those of each seed's accuracy; accuracies lie between 0 and 1. `seeds_after_`
-columns are how many of the seeds were scored at that moment."""
-
-
-DIFFERENCE_COLUMNS = (
-    "first",
-    "second",
-    "column",
-    "moment",
-    "weighted",
-    "difference",
-    "over_seeds_low",
-    "over_seeds_high",
-    "seeds",
-    "partitions",
-    "over_clients_low",
-    "over_clients_high",
-    "clients_and_seeds",
-    "title",
-    "size",
-)
-"""Columns of differences.csv, of accuracies between 0 and 1. `weighted` is 1 where clients count with their
-samples, which leaves the columns of clients empty; `partitions` is how many the seeds have drawn."""
-
-CLIENT_COLUMNS = ("label", "column", "seed", "client", "accuracy")
-"""Columns of clients.csv."""
 
 MOST_CLIENT_LINES = 20_000
 """Largest number of lines (about 800 kB) for which `write_results` writes every client's accuracy."""
@@ -171,7 +115,7 @@ def write_from_histories(table: Table) -> FromHistories:
         path.unlink(missing_ok=True)
     files: dict[str, str | bytes] = {**pictures}
     if lines:
-        files["diagnostics.csv"] = _csv(DIAGNOSTIC_COLUMNS, lines)
+        files["diagnostics.csv"] = _csv(lines)
     _write_files(table.folder, files)
     return FromHistories(lines, pictures, undrawn)
 
@@ -192,10 +136,10 @@ def write_results(table: Table, told: FromHistories) -> list[Path]:
         for seed in entry.runs
         for client, accuracy in enumerate(entry.of_clients(seed))
     ]
-    if len(lines) <= MOST_CLIENT_LINES:
-        texts["clients"] = _csv(CLIENT_COLUMNS, lines)
+    if 0 < len(lines) <= MOST_CLIENT_LINES:
+        texts["clients"] = _csv(lines)
     if told.diagnostics:
-        texts["diagnostics"] = _csv(DIAGNOSTIC_COLUMNS, told.diagnostics)
+        texts["diagnostics"] = _csv(told.diagnostics)
     stem = table.result_name
     files: dict[str, str | bytes] = {
         f"{stem}.csv" if kind == "table" else f"{stem}_{kind}.csv": text for kind, text in texts.items()
@@ -208,50 +152,51 @@ def write_results(table: Table, told: FromHistories) -> list[Path]:
 
 def _csv_files(table: Table, known: Sequence[Entry], compared: Sequence[Difference]) -> dict[str, str]:
     """Return table.csv, and where rows are compared differences.csv, by their names without `.csv`."""
-    every_line = {"title": table.title, "size": table.size}
-    of_seeds = [f"accuracy_seed_{seed}" for seed in table.seeds]
-    texts = {"table": _csv([*COLUMNS, *of_seeds], [_line(entry) | every_line for entry in known])}
+    texts = {"table": _csv([_line(table, entry) for entry in known])}
     if compared:
-        texts["differences"] = _csv(
-            DIFFERENCE_COLUMNS, [_difference_line(difference) | every_line for difference in compared]
-        )
+        texts["differences"] = _csv([_difference_line(table, difference) for difference in compared])
     return texts
 
 
-def _csv(columns: Sequence[str], lines: Iterable[dict[str, Any]]) -> str:
+def _csv(lines: Sequence[Mapping[str, object]]) -> str:
+    """Return lines of the same columns, at least one, as CSV."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
 
 
-def _line(entry: Entry) -> dict[str, Any]:
-    """Return a line of table.csv."""
-    line: dict[str, Any] = {
+def _line(table: Table, entry: Entry) -> dict[str, object]:
+    """Return a line of table.csv.
+
+    Accuracies are fractions. `seeds_after_download` and `seeds_after_training` are how many of the seeds were
+    scored at that moment.
+    """
+    config = entry.config
+    line: dict[str, object] = {
         "label": entry.row.label,
         "column": entry.column,
-        "method": entry.config.method,
-        "settings": settings(entry.config),
+        "method": config.method,
+        "settings": settings(config),
+        "accuracy_mean": entry.mean("accuracy_mean"),
         "accuracy_std_over_seeds": entry.deviation("accuracy_mean"),
         "published_accuracy": None if entry.published is None else round(entry.published / 100, 6),
         "published_bytes": entry.row.published_bytes.get(entry.column),
-        "scored": entry.scored,
-        "seeds": len(entry.runs),
-        "missing_seeds": entry.missing,
-        **{f"seeds_{moment}": entry.count(f"accuracy_{moment}") for moment in MOMENTS},
-        "rounds": entry.config.train.rounds,
-        "eval_split": entry.config.run.eval_split,
-        "finetune_epochs": entry.config.train.finetune_epochs,
-        "tuned": entry.row.tuned,
     }
-    for name in (*ACCURACIES, "best_round", "coverage", *COSTS):
+    for name in ACCURACIES[1:]:
+        line |= {name: entry.mean(name), f"{name}_std_over_seeds": entry.deviation(name)}
+    line |= {"best_round": entry.mean("best_round"), "scored": entry.scored}
+    line |= {"coverage": entry.mean("coverage"), "seeds": len(entry.runs), "missing_seeds": entry.missing}
+    line |= {f"seeds_{moment}": entry.count(f"accuracy_{moment}") for moment in MOMENTS}
+    line |= {"rounds": config.train.rounds, "eval_split": config.run.eval_split}
+    for name in COSTS:
         mean = entry.mean(name)
         line[name] = round(mean) if mean is not None and "bytes" in name else mean
-    for name in ACCURACIES[1:]:
-        line[f"{name}_std_over_seeds"] = entry.deviation(name)
-    for seed, figures in entry.figures.items():
-        line[f"accuracy_seed_{seed}"] = figures["accuracy_mean"]
+    line |= {"finetune_epochs": config.train.finetune_epochs, "tuned": entry.row.tuned}
+    line |= {"title": table.title, "size": table.size}
+    for seed in table.seeds:
+        line[f"accuracy_seed_{seed}"] = entry.figures[seed]["accuracy_mean"] if seed in entry.runs else None
     return line
 
 
@@ -262,23 +207,34 @@ def settings(config: Config) -> str:
     return " ".join([f"train.lr={config.train.lr:g}", *own])
 
 
-def _difference_line(difference: Difference) -> dict[str, Any]:
-    """Return a line of differences.csv; a bound is empty where there is no interval."""
-    line: dict[str, Any] = dict(zip(("first", "second"), difference.rows, strict=True))
-    line |= {"column": difference.column, "moment": difference.moment, "seeds": len(difference.seeds)}
-    line |= {"weighted": int(difference.is_weighted), "partitions": difference.partitions}
-    if difference.over_seeds is not None:
-        line["difference"] = difference.over_seeds.mean
-    if difference.over_clients is not None:
-        line["clients_and_seeds"] = difference.over_clients.count
-    found_by_name = {"over_seeds": difference.over_seeds, "over_clients": difference.over_clients}
-    for name, found in found_by_name.items():
-        if found is not None and found.count > 1:
-            line |= {
-                f"{name}_low": found.mean - found.half_width,
-                f"{name}_high": found.mean + found.half_width,
-            }
-    return line
+def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
+    """Return a line of differences.csv, of fractions; a bound is empty where there is no interval.
+
+    `weighted` is 1 where clients count with their samples, which leaves the columns of clients empty;
+    `partitions` is how many the seeds have drawn.
+    """
+    over_seeds, over_clients = difference.over_seeds, difference.over_clients
+    return {
+        "first": difference.rows[0],
+        "second": difference.rows[1],
+        "column": difference.column,
+        "moment": difference.moment,
+        "weighted": int(difference.is_weighted),
+        "difference": over_seeds and over_seeds.mean,
+        **_bounds("over_seeds", over_seeds),
+        "seeds": len(difference.seeds),
+        "partitions": difference.partitions,
+        **_bounds("over_clients", over_clients),
+        "clients_and_seeds": over_clients and over_clients.count,
+        "title": table.title,
+        "size": table.size,
+    }
+
+
+def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
+    if found is None or found.count < 2:
+        return {f"{name}_low": None, f"{name}_high": None}
+    return {f"{name}_low": found.mean - found.half_width, f"{name}_high": found.mean + found.half_width}
 
 
 def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
