@@ -63,6 +63,13 @@ def resident_bytes() -> int:
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
+def peak_bytes() -> int:
+    """Return the most memory that this process has held; 0 where the system does not tell."""
+    path = Path("/proc/self/status")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
+
+
 def _told(root: Path, name: str) -> float:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()

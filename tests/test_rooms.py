@@ -19,7 +19,7 @@ ROOMS = [
     ["benchmarks", "checks"],
     ["report"],
     ["tables"],
-    ["results"],
+    ["planning", "results"],
     ["simulation"],
     ["storage"],
     ["config"],

@@ -11,28 +11,21 @@ import torch
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.benchmarks.runs import StoppedError, config_of, images, run
-from hpcfl.communication.channel import Channel
-from hpcfl.communication.means import mean_of, weighted_mean
-from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import (
     PROBE_BYTES,
-    TURNS,
     Network,
     fastest_s,
-    link_bytes,
     measured,
     there_and_back,
 )
 from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config
-from hpcfl.parameters import Layer
-from hpcfl.simulation.estimate import Estimate, Planner
+from hpcfl.planning.dry_run import dry_run
+from hpcfl.planning.estimate import Estimate, Planner
 from hpcfl.simulation.experiment import load_data, make_method
 from hpcfl.simulation.loop import Timing
-from hpcfl.simulation.rehearsal import rehearse
 
 MESSAGE_BYTES = (100_000, 1_000_000, 4_000_000)
-MEAN_CLIENTS, MEAN_BYTES = 24, 2_000_000
 CLIENTS_A_WORKER = 4
 MOST_CLIENTS = 256
 SAMPLES = 20
@@ -53,7 +46,6 @@ def scaling(world: World, rounds: int) -> Iterator[Ratio]:
     """
     network = measured(world)
     yield from _messages(world, network)
-    yield from _means(world)
     most = world.num_workers
     sizes = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
     with images(world) as folder:
@@ -85,41 +77,6 @@ def _messages(world: World, network: Network) -> Iterator[Ratio]:
         for name, rate in found:
             if rate is not None:
                 yield Ratio(f"network: MB/s of {name}", rate / 1e6)
-
-
-def _means(world: World) -> Iterator[Ratio]:
-    """Time a mean of clients' models summed on the way, beside one of all models on rank 0. Collective."""
-    size = MEAN_BYTES // 4
-    cohort = Cohort(0, tuple(range(MEAN_CLIENTS)), torch.arange(1, MEAN_CLIENTS + 1))
-    channel = Channel(world, (Layer("all", 0, size, 0, 0),), MEAN_CLIENTS)
-    rows = torch.randn(len(channel.own(cohort)), size)
-    message = Message(rows={"theta": rows}, num_clients=len(rows))
-
-    def mean(is_summed: bool) -> None:
-        up = channel.up(message, cohort)
-        if world.is_server and is_summed:
-            weighted_mean(up, "theta", cohort.num_samples)
-        elif world.is_server:
-            mean_of(up.collect()["theta"], cohort.num_samples)
-        up.drain()
-
-    seconds, link_mb = [], []
-    for is_summed in (True, False):
-        mean(is_summed)
-        before = link_bytes()
-        seconds.append(fastest_s(world, partial(mean, is_summed)))
-        link_mb.append([(now - then) / TURNS / 1e6 for now, then in zip(link_bytes(), before, strict=True)])
-    if world.is_server:
-        (in_of_sum, out_of_sum), (in_of_rows, _) = link_mb
-        parts = {
-            "sum s": seconds[0],
-            "gather s": seconds[1],
-            "sum, MB in": in_of_sum,
-            "sum, MB out": out_of_sum,
-            "gather, MB in": in_of_rows,
-        }
-        name = f"mean of {MEAN_CLIENTS} models of {MEAN_BYTES / 1e6:g} MB: summed on the way / gathered"
-        yield Ratio(name, seconds[0] / seconds[1], parts=parts)
 
 
 def _broadcast(world: World, size: int) -> None:
@@ -165,9 +122,8 @@ def _run(part: World | None, folder: Path, config: Config) -> Timing | None:
 def _plan(config: Config, network: Network, ranks: int) -> Estimate:
     """Return what a plan says of a run on so many ranks."""
     arrays, parts = load_data(config)
-    scored = [len(part.test) for part in parts]
     method = make_method(config, arrays, parts)
-    return Planner(config, method, rehearse(config, arrays, parts), scored, 0, 0.0, network).on(ranks)
+    return Planner(config, method, parts, dry_run(config, arrays, parts), network).on(ranks)
 
 
 def _fastest(timing: Timing) -> tuple[int, float]:

@@ -22,6 +22,7 @@ from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.refusals import state_bytes
 
 COHORT = 10
 FULL_HEADS_SHARE = 1 / 4
@@ -79,11 +80,11 @@ def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator
     world.shard_unit = sharded.BLOCK_CLIENTS
     for count in counts:
         context = context_of(count)
-        full = PFedLA(context, PFedLAParams()).server_bytes()
+        full = state_bytes(PFedLA(context, PFedLAParams()))
         # whole and sharded server have hypernetworks each
-        fits = 2 * full["hypernetworks"] < FULL_HEADS_SHARE * memory_bytes()
+        fits = 2 * (sum(full.values()) - full["theta"]) < FULL_HEADS_SHARE * memory_bytes()
         heads = PFedLAParams(heads="full" if fits else "low_rank").heads
-        needed = 2 * sum(PFedLA(context, PFedLAParams(heads=heads)).server_bytes().values())
+        needed = 2 * sum(state_bytes(PFedLA(context, PFedLAParams(heads=heads))).values())
         agreed(world, partial(_refuse, world, needed))
         whole = _Server(world, context, PFedLAParams(heads=heads))
         spread = _Server(world, context, PFedLAParams(heads=heads, server="sharded"))

@@ -7,45 +7,47 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import timedelta
 
 import numpy as np
 import torch
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
-from hpcfl.commands.job_header import JobHeader, limit_of, seconds_of
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
 from hpcfl.communication.world import World
 from hpcfl.config import Config, load_config
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
-from hpcfl.machine import resident_bytes
+from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
 from hpcfl.methods.base import Method
+from hpcfl.planning.dry_run import DryRun, dry_run
+from hpcfl.planning.estimate import Estimate, Planner, evaluations
+from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
 from hpcfl.simulation.device_memory import telling_where_memory_ends
 from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.estimate import Estimate, Planner, Sizes, traffic
 from hpcfl.simulation.experiment import load_data, make_method
-from hpcfl.simulation.refusals import refuse_chain, refuse_single_samples, refuse_small_blocks, too_large
-from hpcfl.simulation.rehearsal import Rehearsal, rehearse
-from hpcfl.simulation.work import batches_of, evaluations, work_of
+from hpcfl.simulation.refusals import (
+    refuse_chain,
+    refuse_single_samples,
+    refuse_small_blocks,
+    state_bytes,
+    too_large,
+)
 
 USUAL_RANKS = 9
 """Ranks of jobs/train.sbatch."""
 NODES = (1, 2, 4, 8, 16, 32, 64)
-A_PROCESS_BYTES = 300e6
-"""Assumed memory of a process without data, where the system does not tell."""
 
 
 def show_plan(arguments: Sequence[str], world: World) -> None:
     """Show what a run would do and take, without running it.
 
-    First clients by classes, network, work and memory; then, after seconds of a rehearsal in this
-    process, the time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the
-    head of a SLURM script. Measured are a client's local pass, an evaluation and the server's part of
-    a round, on one core or the GPU of this machine, and, under mpirun, the network between rank 0 and
-    the others; what is assumed stands with it. For example, on the nodes of a job:
-    mpirun -n 9 python -m hpcfl.main plan CONFIG.yaml
+    First clients by classes, network and memory; then, after a dry run of seconds in this process, the
+    time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the head of a SLURM
+    script. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on one core
+    or the GPU of this machine; all else grows from it in proportion. Under mpirun the network between
+    rank 0 and the others is measured, too; what is assumed stands with it. For example, on the nodes of a
+    job: mpirun -n 9 python -m hpcfl.main plan CONFIG.yaml
     """
     parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
@@ -56,10 +58,11 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
     parser.add_argument(
         "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
     )
-    parser.add_argument("--no-timing", action="store_true", help="leave out all that a rehearsal tells")
+    parser.add_argument("--no-timing", action="store_true", help="leave out all that a dry run tells")
     add_own_code(parser)
     options = parser.parse_intermixed_args(list(arguments))
-    ranks, per_node = _ranks(options.ranks, world), _per_node(options.ranks_per_node)
+    ranks = _whole_number("--ranks", options.ranks, 9)
+    per_node = _whole_number("--ranks-per-node", options.ranks_per_node, 32)
     if options.time is not None:
         seconds_of(options.time)
     is_measured = world.size > 1 and not options.no_timing
@@ -69,15 +72,11 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
     network = network if per_node is None else replace(network, ranks_per_node=per_node)
     config = load_config(*split_settings(options.settings))
     with telling_where_memory_ends(config, world):
-        _tell(config, ranks, network, options)
+        _tell(config, _usual_ranks(world) if ranks is None else ranks, network, options)
 
 
 def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> None:
-    program_bytes: float = resident_bytes()
     arrays, parts = load_data(config)
-    data_bytes = arrays.x.nbytes + arrays.y.nbytes
-    # what the source imports stays, its images do not
-    program_bytes = max(program_bytes, resident_bytes() - data_bytes) or A_PROCESS_BYTES
     method = make_method(config, arrays, parts)
     print("\n".join([*_table(config, arrays, parts, method), *_describe(config, method)]), flush=True)
     if reason := too_large(method):
@@ -91,55 +90,44 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
         refuse_chain(method, ranks - 1)
     elif method.sequential is not None:
         ranks = min(ranks, 2)
-    rehearsal = rehearse(_here(config), arrays, parts)
-    if rehearsal.has_diverged:
+    found = dry_run(_here(config), arrays, parts)
+    if found.has_diverged:
         warnings.warn(_diverged(config), stacklevel=1)
-    scored = [len(getattr(part, config.run.eval_split)) for part in parts]
-    planner = Planner(config, method, rehearsal, scored, data_bytes, program_bytes, network)
-    found = planner.on(ranks)
-    on_gpu = config.run.device == "cuda" or rehearsal.device == "cuda"
-    header = JobHeader(config, found, on_gpu, options.time)
+    planner = Planner(config, method, parts, found, network)
+    estimate = planner.on(ranks)
+    header = SlurmHeader(config, estimate, "cuda" in (config.run.device, found.device), options.time)
     lines = [
-        _measured(config, rehearsal, found),
+        _measured(config, found, estimate),
         _network(network),
-        *_times(method, planner, found),
-        f"memory, estimated: rank 0 {_size(found.server_memory)}, a worker {_size(found.worker_memory)}"
-        if ranks > 1
-        else f"memory, estimated: {_size(found.server_memory)}",
-        _disk(planner.sizes),
-        *_bytes(method, rehearsal),
+        *_times(method, planner, estimate),
+        _memory(estimate),
+        _disk(planner),
+        *_bytes(planner, found),
         "",
         *_job(header),
     ]
     print("\n".join(lines))
 
 
-def _ranks(asked: str | None, world: World) -> int:
-    """Return the ranks that are asked for: by the option, by mpirun, by SLURM, or as many as is usual."""
-    if asked is not None:
-        if not asked.isdecimal() or int(asked) < 1:
-            raise UserError(
-                f"--ranks {asked} is not possible; give a whole number from 1 on, such as --ranks 9"
-            )
-        return int(asked)
+def _whole_number(option: str, asked: str | None, example: int) -> int | None:
+    """Read an option's value; None where it is not given."""
+    if asked is not None and (not asked.isdecimal() or int(asked) < 1):
+        raise UserError(
+            f"{option} {asked} is not possible; give a whole number from 1 on, such as {option} {example}"
+        )
+    return None if asked is None else int(asked)
+
+
+def _usual_ranks(world: World) -> int:
+    """Return the ranks that are asked for by mpirun, by SLURM, or as many as is usual."""
     if world.size > 1:
         return world.size
     tasks = os.environ.get("SLURM_NTASKS", "")
     return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
 
 
-def _per_node(asked: str | None) -> int | None:
-    """Return the ranks on each node that are asked for; None: none are."""
-    if asked is not None and (not asked.isdecimal() or int(asked) < 1):
-        raise UserError(
-            f"--ranks-per-node {asked} is not possible; give a whole number from 1 on, such as "
-            "--ranks-per-node 32"
-        )
-    return None if asked is None else int(asked)
-
-
 def _here(config: Config) -> Config:
-    """Return the configuration as this machine can rehearse it."""
+    """Return the configuration as this machine can run it."""
     if config.run.device != "cuda" or torch.cuda.device_count():
         return config
     return replace(config, run=config.run.model_copy(update={"device": "cpu"}))
@@ -157,77 +145,68 @@ def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], metho
         [name, *(str(count or ".") for count in row)]
         for name, row in zip(names, counts.tolist(), strict=True)
     ]
-    yield from _aligned([header, *rows, ["all", *map(str, counts.sum(axis=0))]])
+    yield from aligned([header, *rows, ["all", *map(str, counts.sum(axis=0))]])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for cells in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-
-
-def _describe(config: Config, method: Method) -> list[str]:
+def _describe(config: Config, method: Method) -> Iterator[str]:
+    """Yield lines about the model, the rounds, and the memory of server and clients at the start."""
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
-    train, num_train = config.train, method.context.num_samples
-    cohort, work = train.cohort_size(len(num_train)), work_of(config, method)
-    lines = [
-        f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})",
-        f"{train.rounds} rounds of {cohort} of {len(num_train)} clients, {train.local_epochs} local epochs: "
-        f"about {work.training:,.0f} gradients of mini-batches",
-    ]
-    if work.finetuning:
-        lines.append(
-            f"fine-tuning for {train.finetune_epochs} epochs before each of {evaluations(config)} "
-            f"evaluations: about {work.finetuning:,.0f} beside those"
-        )
-    unseen = method.context.num_samples_of_unseen
-    if len(unseen):
-        epochs, times = train.of_unseen().local_epochs, evaluations(config)
-        lines.append(
-            f"{len(unseen)} unseen clients adapt for {epochs} epochs at each of {times} evaluations: "
-            f"{sum(batches_of(unseen, train)) * epochs * times:,} mini-batches beside those"
-        )
-    lines += [f"server memory, {part}: {count:,} bytes" for part, count in method.server_bytes().items()]
+    train, num_clients = config.train, method.context.num_clients
+    num_unseen, times = len(method.context.num_samples_of_unseen), evaluations(config)
+    yield f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})"
+    yield (
+        f"{train.rounds} rounds of {train.cohort_size(num_clients)} of {num_clients} clients, "
+        f"{train.local_epochs} local epochs, {times} evaluations"
+    )
+    if train.finetune_epochs:
+        yield f"fine-tuning for {train.finetune_epochs} epochs before each evaluation"
+    if num_unseen:
+        epochs = train.of_unseen().local_epochs
+        yield f"{num_unseen} unseen clients adapt for {epochs} epochs at each evaluation"
+    for part, count in state_bytes(method).items():
+        yield f"server memory, {part}: {count:,} bytes"
     for name, rows in Driver(method).initial_clients([0]).items():
-        whole = rows.nbytes * (len(num_train) + len(unseen))
-        lines.append(f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client")
-    return lines
+        whole = rows.nbytes * (num_clients + num_unseen)
+        yield f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client"
 
 
 def _diverged(config: Config) -> str:
-    """Say that clients diverged in a rehearsal, and what the run would do then."""
+    """Say that clients diverged in the dry run, and what the run would do then."""
     would = {
         "stop": "stop there",
         "skip": "leave such rounds of clients out",
         "continue": "go on with such numbers",
     }
     return (
-        "numbers became nan or infinite in the rehearsal, which went on with them; the run would "
+        "numbers became nan or infinite in the dry run, which went on with them; the run would "
         f"{would[config.run.on_divergence]} (run.on_divergence={config.run.on_divergence}), and its times "
         f"may differ: lower train.lr (it is {config.train.lr:g})"
     )
 
 
-def _measured(config: Config, rehearsal: Rehearsal, found: Estimate) -> str:
+def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
     """Say what was measured on this machine."""
-    on_cpu, threads = rehearsal.device == "cpu", config.run.threads
+    on_cpu, threads = found.device == "cpu", config.run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
     missing = ", which has no GPU, as run.device=cuda wants" if on_cpu and config.run.device == "cuda" else ""
+    unit = "mini-batch" if config.train.finetune_epochs else "sample"
     return (
-        f"measured for {rehearsal.wall_s:.0f} s on {where} of this machine{missing}: "
-        f"{_seconds(rehearsal.gradient_s)} a gradient of a mini-batch in a local pass, "
-        f"{_seconds(rehearsal.score_s)} a sample in an evaluation, {_seconds(found.server_s)} a round on the "
-        "server"
+        f"measured for {found.wall_s:.0f} s on {where} of this machine{missing}: "
+        f"{readable_seconds(found.phases[-1].batch_s)} a round for each mini-batch of a client, "
+        f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
+        f"{readable_seconds(estimate.server_s)} a round on the server"
     )
 
 
 def _network(network: Network) -> str:
     """Say what was measured of the network, and what is assumed."""
     rates = {"between nodes": network.link_bytes_a_s, "within one": network.node_bytes_a_s}
-    found = [f"{_size(rate)}/s {where}" for where, rate in rates.items() if rate is not None]
-    assumed = [f"{_size(ASSUMED_BYTES_A_S)}/s {where}" for where, rate in rates.items() if rate is None]
+    found = [f"{readable_bytes(rate)}/s {where}" for where, rate in rates.items() if rate is not None]
+    assumed = [
+        f"{readable_bytes(ASSUMED_BYTES_A_S)}/s {where}" for where, rate in rates.items() if rate is None
+    ]
     (assumed if network.latency_s is None else found).append(
-        f"{_seconds(network.latency_s or ASSUMED_LATENCY_S)} for a short message"
+        f"{readable_seconds(network.latency_s or ASSUMED_LATENCY_S)} for a short message"
     )
     told = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
     assumed += ["a core like this one for each rank", f"{network.ranks_per_node} ranks on each node"]
@@ -243,25 +222,33 @@ def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
     rows = [header.split(", ")]
     for _, of in sorted((estimates | {found.ranks: found}).items()):
         parts = (of.round_s, of.train_s, of.server_s, of.network_s, of.evaluation_s)
-        rows.append([str(of.nodes), str(of.ranks), _clock(of.total_s), *map(_seconds, parts), of.limit])
+        rows.append(
+            [str(of.nodes), str(of.ranks), clock(of.total_s), *map(readable_seconds, parts), of.limit]
+        )
     yield ""
     yield "time, estimated; a round is training on the busiest worker, rank 0's work, and its network:"
-    yield from _aligned(rows)
+    yield from aligned(rows)
     yield ""
 
 
-def _disk(found: Sizes) -> str:
+def _memory(found: Estimate) -> str:
+    server, worker = readable_bytes(found.server_memory), readable_bytes(found.worker_memory)
+    return "memory, estimated: " + (f"rank 0 {server}, a worker {worker}" if found.ranks > 1 else server)
+
+
+def _disk(planner: Planner) -> str:
+    checkpoint, last = planner.checkpoints()
     return (
-        f"disk: a checkpoint {_size(found.checkpoint)}, the last one {_size(found.last_checkpoint)}; the run "
-        f"folder at most {_size(found.peak)}: the newest, the previous and the unfinished checkpoint, "
-        f"{_size(found.tables)} of CSV files and {_size(found.report)} of report"
+        f"disk: a checkpoint {readable_bytes(checkpoint)}, the last one {readable_bytes(last)}; the run "
+        f"folder at most {readable_bytes(2 * checkpoint + last)} beside its tables and page: the newest, the "
+        "previous and the unfinished checkpoint"
     )
 
 
-def _bytes(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
-    """Yield the bytes of messages as metrics.csv counts them, and what moves beside them."""
-    a_round, whole = traffic(rehearsal)
-    about = "about " if rehearsal.chooses_layers else ""
+def _bytes(planner: Planner, measured: DryRun) -> Iterator[str]:
+    """Yield the bytes of messages as metrics.csv counts them."""
+    a_round, whole = planner.traffic()
+    about = "about " if measured.chooses_layers else ""
     yield (
         f"network: {about}{a_round['bytes_down']:,.0f} bytes down and {a_round['bytes_up']:,.0f} up a round, "
         f"{whole['bytes_down']:,.0f} and {whole['bytes_up']:,.0f} in all, as metrics.csv counts them"
@@ -270,16 +257,9 @@ def _bytes(method: Method, rehearsal: Rehearsal) -> Iterator[str]:
         down, up = (whole[f"{kind}bytes_{way}"] for way in ("down", "up"))
         if down or up:
             yield f"network, {called}: {down:,.0f} bytes down and {up:,.0f} up in all beside those"
-    num_clients, evaluation = method.context.num_clients, rehearsal.evaluation
-    down = evaluation.common + num_clients * evaluation.rows
-    yield (
-        f"network, not counted: at most {_size(down)} down an evaluation, "
-        f"{_size(num_clients * sum(rehearsal.stored.client_rows))} up a checkpoint, "
-        f"{_size(num_clients * sum(rehearsal.stored.models.rows))} more up the last one"
-    )
 
 
-def _job(header: JobHeader) -> Iterator[str]:
+def _job(header: SlurmHeader) -> Iterator[str]:
     """Yield the head of a SLURM script."""
     yield "for SLURM, in place of the head of jobs/train.sbatch:"
     yield from header.lines()
@@ -288,19 +268,3 @@ def _job(header: JobHeader) -> Iterator[str]:
             f"# about {header.jobs} jobs of {limit_of(header.limit_s)} one after the other: each stops "
             f"{header.signal_s} s before its end, is requeued, and goes on"
         )
-
-
-def _seconds(value: float) -> str:
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
-
-
-def _clock(value: float) -> str:
-    return str(timedelta(seconds=round(value)))
-
-
-def _size(count: float) -> str:
-    """Return bytes in the unit that makes a number of them below a thousand."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count:.0f} bytes"

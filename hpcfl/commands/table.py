@@ -23,8 +23,9 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.tables.cells import Cell, Choice, Shrinking, Table
+from hpcfl.tables.dealing import methods_of
+from hpcfl.tables.hours import plan
 from hpcfl.tables.paper_figures import refuse_parts_not_there
-from hpcfl.tables.planning import methods_of, plan
 from hpcfl.tables.schema import QUANTITIES
 from hpcfl.tables.writing import FromHistories, in_turn, write, write_from_histories, write_results
 
@@ -66,7 +67,9 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
     parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
     parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
     parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
-    parser.add_argument("--plan", action="store_true", help="only list cells, their gradients and hours")
+    parser.add_argument(
+        "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
+    )
     parser.add_argument(
         "--write-results",
         action="store_true",
@@ -265,7 +268,7 @@ def _pending(whole: Table, own: Sequence[int], fresh: bool, world: World) -> lis
     unfinished = {(whole.cells[number].row, whole.cells[number].column) for number, _ in pending}
     firsts = [cell for cell in whole.firsts() if (cell.row, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is told now, not after hours
-    for cell, method in methods_of(whole, firsts, world.num_workers):
+    for cell, method, *_ in methods_of(whole, firsts, world.num_workers):
         refuse_parts_not_there(whole, cell, method)
     return [entry for entry in pending if not _is_skipped(whole, entry[0])]
 

@@ -368,11 +368,16 @@ class World:
         raise SystemExit(code)
 
     def _rank_counts(self, counts: Sequence[int]) -> list[int]:
-        """Turn counts per worker into counts per rank; raise ValueError if the sum exceeds `max_elements`."""
+        """Turn counts per worker into counts per rank; raise UserError if the sum exceeds `max_elements`."""
         if len(counts) != self.num_workers:
             raise ValueError(f"{len(counts)} counts for {self.num_workers} workers")
         if sum(counts) > self.max_elements:
-            raise ValueError(f"{sum(counts)} elements in one call, max_elements is {self.max_elements}")
+            error = UserError(
+                f"run.max_elements={self.max_elements} is too small for a message of one client; allowed: "
+                f"{sum(counts)} or more"
+            )
+            error.is_on_all_ranks = True
+            raise error
         return list(counts) if self.size == 1 else [0, *counts]
 
     def _broadcast_array(self, array: np.ndarray) -> None:

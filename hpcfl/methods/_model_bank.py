@@ -50,6 +50,3 @@ class ModelBank(OwnModel):
         """Keep the models that some clients sent."""
         server["models"][list(clients)] = block.rows["theta"]
         server["is_known"][list(clients)] = 1
-
-    def server_bytes(self) -> dict[str, int]:
-        return {"models": 4 * self.context.num_clients * self.layout.size}

@@ -20,7 +20,7 @@ starts as the received w, and it does one round (not in the paper).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -31,7 +31,6 @@ from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 
 class APFLParams(Params):
@@ -92,10 +91,6 @@ class APFL(OwnBesideGlobal):
     def new_client_model(self, clients: Clients, down: Message) -> Message:
         clients["own"] = down["theta"].clone(memory_format=torch.contiguous_format)
         return super().new_client_model(clients, down)
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return 2 * train.local_epochs
 
     @staticmethod
     def mix(alpha: Tensor, own: Tensor, shared: Tensor) -> Tensor:

@@ -24,10 +24,7 @@ from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
 from hpcfl.settings import Settings
-from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
-from hpcfl.training.forward import Forward
-from hpcfl.training.losses import cross_entropy_loss
 from hpcfl.training.settings import BufferPolicy, TrainConfig
 
 State = Tensors
@@ -86,6 +83,11 @@ class Context:
         """Whether a file holds the initial weights, so that all draws are alike."""
         self.layout = ParameterLayout(self.network)
         self._theta, _ = self.layout.flatten(self.network)
+
+    def forget_numbers(self) -> None:
+        """Leave the initial weights their shapes alone, on torch's meta device."""
+        self.network.to("meta")
+        self._theta = self._theta.to("meta")
 
     @cached_property
     def fewest_samples(self) -> int:
@@ -357,39 +359,6 @@ class Method:
     def derived(self, server: State) -> State:
         """Return tensors for readers of a checkpoint; a resumed run does not load them."""
         return {}
-
-    def server_bytes(self) -> dict[str, int]:
-        """Return the server's bytes by part, for `hpcfl plan`."""
-        return {}
-
-    @property
-    def memory_advice(self) -> str:
-        """What to set where the server's state does not fit in memory; empty: nothing helps."""
-        return ""
-
-    @property
-    def largest_row(self) -> int:
-        """Largest number of elements that one client has in any tensor that travels."""
-        return self.layout.size
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        """Return roughly how many gradients per mini-batch of its data a client computes in a round."""
-        return train.local_epochs
-
-    @classmethod
-    def finetuning_gradients(cls, params: Any) -> float:
-        """Return roughly how many gradients per mini-batch one epoch of fine-tuning computes."""
-        return 1
-
-    def timed_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        """Return the loss of `theta` whose gradient `hpcfl table --plan` times; default: cross-entropy."""
-        return cross_entropy_loss(forward, tensors, batch)
-
-    @property
-    def epochs_a_round(self) -> float:
-        """`gradient_epochs` of this run."""
-        return self.gradient_epochs(self.params, self.context.train)
 
     # for use in hooks
 

@@ -153,10 +153,6 @@ class ClusteredFL(Method):
         norms = {"update_norm": updates.norm(dim=1), "mean_update_norm": means.norm(dim=1)[cluster]}
         return {"cluster": cluster} | {name: norm.where(known, torch.nan) for name, norm in norms.items()}
 
-    def server_bytes(self) -> dict[str, int]:
-        model = 4 * self.layout.size
-        return {"updates": model * self.context.num_clients, "one model a cluster": model}
-
     def _split(self, server: State, number: int) -> str | None:
         """Give some clients of a cluster a number of their own if their updates disagree, or say why not."""
         members = (server["cluster"] == number).nonzero().squeeze(1)

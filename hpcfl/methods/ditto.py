@@ -15,15 +15,12 @@ takes no part in training v_i starts as w, and is trained as above (not in the p
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 
 from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, proximal_gradient
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 
 class DittoParams(Params):
@@ -48,8 +45,3 @@ class Ditto(OwnBesideGlobal):
         clients["theta"] = clients.sgd(clients["theta"], epochs=epochs, extra_gradient=pull).theta
         with clients.discarding_buffer_updates():
             return Message(rows={"theta": clients.sgd(w).theta})
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        own = params.personal_epochs
-        return train.local_epochs + (train.local_epochs if own is None else own)

@@ -34,7 +34,7 @@ Choices the paper leaves open:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -51,7 +51,6 @@ from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss, distillation_loss
-from hpcfl.training.settings import TrainConfig
 
 FIXED_HEAD = -2
 """Number of the draw whose head is h_0; clients have the draws from 0 on, the common initial model is -1."""
@@ -177,13 +176,6 @@ class FedAFK(Method):
         arrived = clients["theta"].clone()
         arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
         return Message(rows={"theta": arrived})
-
-    def server_bytes(self) -> dict[str, int]:
-        return {"extractor": 4 * self.layout.body.stop}
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * (2 + params.mixing) + params.head_epochs
 
     def mix(self, coefficient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
         """Return phi_p with the local head [C, P] from a [C], local and shared models [C, P] (eq. 3)."""

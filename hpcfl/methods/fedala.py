@@ -22,7 +22,6 @@ repeats these passes, because only the state is kept between the evaluation and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -37,7 +36,6 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
-from hpcfl.training.settings import TrainConfig
 
 NEW, TRAINED, HAS_LEARNT = 0, 1, 2
 """Stages of a client: it has not trained yet, it has trained, it has learnt W_i at least once."""
@@ -91,11 +89,6 @@ class FedALA(FedAvg):
     def eval_model(self, clients: Clients, down: Message) -> Message:
         weights, _ = self._learn(clients, down["theta"])
         return Message(rows={"theta": self.combined(weights, clients["theta"], down["theta"])})
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        # W_i's pass goes over a share of the samples; the first learning takes several
-        return train.local_epochs + params.share
 
     def combined(self, weights: Tensor, own: Tensor, shared: Tensor) -> Tensor:
         """Return hat_i [C, P] from W_i [C, numbers of the top], own and received models [C, P]."""

@@ -26,7 +26,6 @@ One mini-batch costs M gradients. With M = 1 the method equals FedAvg bit for bi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -43,7 +42,6 @@ from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import sample_losses
-from hpcfl.training.settings import TrainConfig
 
 
 class FedEMParams(Params):
@@ -117,21 +115,6 @@ class FedEM(FedAvg):
     def as_module(self, model: Tensors) -> Mixture:
         pairs = zip(model["theta"], model[BUFFERS], strict=True)
         return Mixture((self.with_weights(*pair) for pair in pairs), model["weights"])
-
-    def server_bytes(self) -> dict[str, int]:
-        return {"components": 4 * self.largest_row}
-
-    @property
-    def largest_row(self) -> int:
-        return self.params.components * self.layout.size
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * params.components
-
-    @classmethod
-    def finetuning_gradients(cls, params: Any) -> float:
-        return float(params.components)
 
     def sample_shares(self, clients: Clients, theta: Tensor) -> Tensor:
         """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""

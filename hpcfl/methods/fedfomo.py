@@ -25,7 +25,6 @@ all uploaded models as its own and as theta_prev; then it does one round (not in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -40,7 +39,6 @@ from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import sample_losses
-from hpcfl.training.settings import TrainConfig
 
 
 class FedFomoParams(Params):
@@ -142,21 +140,6 @@ class FedFomo(ModelBank):
     def server_diagnostics(self, server: State) -> State:
         """Return the matrix [N, N]; of more than HISTORY_LIMIT entries, only /server has the newest."""
         return {"affinity": server["affinity"]} if server["affinity"].numel() <= HISTORY_LIMIT else {}
-
-    def server_bytes(self) -> dict[str, int]:
-        return super().server_bytes() | {"affinity": 4 * self.context.num_clients**2}
-
-    @property
-    def largest_row(self) -> int:
-        return max(1, self.num_received) * self.layout.size
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * (1 - params.held_out)
-
-    @classmethod
-    def finetuning_gradients(cls, params: Any) -> float:
-        return 1 - float(params.held_out)
 
     def chosen(self, affinity: Tensor, is_known: Tensor, client: int, round: int) -> Tensor:
         """Return the ids [at most M] of known models that a client gets, from its row of the matrix [N]."""

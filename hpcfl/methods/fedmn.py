@@ -315,9 +315,6 @@ class FedMN(TwoPhaseMethod):
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
         return Message(rows=model.rows | {"theta": theta})
 
-    def server_bytes(self) -> dict[str, int]:
-        return {"modular network": 4 * self.layout.size}
-
     def temperature(self, round: int) -> float:
         """Return tau of a round, counted from 0; rounds of pretraining are left out."""
         first, last = self.params.temperature, self.params.final_temperature
@@ -386,11 +383,6 @@ class FedMN(TwoPhaseMethod):
             decision = decision + tensors["slope"].detach() * (logits - logits.detach())
         outputs = forward.call("", theta, batch.x, decision)
         return torch.nn.functional.cross_entropy(outputs, batch.y)
-
-    def timed_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        """Return the loss with all paths open and the router learning: no round takes more."""
-        paths = batch.x.new_ones(num_paths(self.params.architecture))
-        return self._loss(forward, tensors | {"decision": paths, "slope": paths}, batch)
 
     def _hand_on(self, views: Tensors) -> None:
         """Copy the first encoder's body into all others and the router's."""

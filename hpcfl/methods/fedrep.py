@@ -13,8 +13,6 @@ that takes no part in training learns a head under phi as it is, as in the paper
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field
 from torch import Tensor
 
@@ -53,10 +51,6 @@ class FedRep(FedPer):
         body, head = self.layout.body, self.layout.head
         theta = clients.sgd(theta, epochs=self.params.head_epochs, trained=head, purpose="head").theta
         return clients.sgd(theta, epochs=_body_epochs(self.params, self.context.train), trained=body).theta
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return _head_epochs(params, train) + _body_epochs(params, train)
 
 
 def _head_epochs(params: FedRepParams, train: TrainConfig) -> int:

@@ -108,10 +108,6 @@ class FedRoD(FedAvg):
     def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, up)})
 
-    @property
-    def largest_row(self) -> int:
-        return max(super().largest_row, sum(map(math.prod, self._shapes)))
-
     def class_counts(self, clients: Clients) -> Tensor:
         """Return each client's training samples by class, [C, K] in the models' type."""
         everyone, classes = range(len(clients)), self.context.num_classes

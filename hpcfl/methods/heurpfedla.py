@@ -106,10 +106,6 @@ class HeurpFedLA(PFedLA):
             server["retained_rounds"][list(cohort.clients)] += retained
         super().aggregate(server, cohort, up)
 
-    def server_bytes(self) -> dict[str, int]:
-        counts = {"retained_rounds": 8 * self.context.num_clients * len(self.layers)} if self.params.k else {}
-        return super().server_bytes() | counts
-
     def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": self._merge(clients, down)})
 

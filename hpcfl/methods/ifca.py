@@ -77,10 +77,3 @@ class IFCA(Method):
 
     def eval_model(self, clients: Clients, down: Message) -> Message:
         return Message(rows={"theta": best_model(clients, down["theta"])[1]})
-
-    def server_bytes(self) -> dict[str, int]:
-        return {"models": 4 * self.largest_row}
-
-    @property
-    def largest_row(self) -> int:
-        return self.params.clusters * self.layout.size

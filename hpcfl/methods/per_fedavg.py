@@ -25,7 +25,7 @@ A client that takes no part in training adapts in the same way: the paper trains
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 from torch import Tensor
@@ -39,7 +39,6 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.forward import Forward
-from hpcfl.training.settings import TrainConfig
 
 
 class PerFedAvgParams(Params):
@@ -100,10 +99,6 @@ class PerFedAvg(FedAvg):
     def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
         return Message(rows={"theta": theta})
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * {"hessian_free": 4, "exact": 3, "first_order": 2}[params.variant]
 
     @staticmethod
     def _slope(clients: Clients, theta: Tensor, batch: Batch) -> Tensor:

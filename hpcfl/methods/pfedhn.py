@@ -154,9 +154,6 @@ class PFedHN(Method):
         theta = down["theta"] - up.rows["update"]
         return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})
 
-    def server_bytes(self) -> dict[str, int]:
-        return {"hypernetwork and its momentum": 2 * 4 * self.generator.size}
-
     def _keep(self, name: str) -> State:
         return {name: self.body_layers} if self.params.private_head else {}
 

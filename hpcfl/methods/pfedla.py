@@ -41,7 +41,6 @@ ranks; they are not those of `whole`, whose sums run over all clients at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -259,28 +258,6 @@ class PFedLA(Method):
             some = range(start, min(start + step, num_clients))
             own.append(self.alpha(server, some)[:, :, some.start : some.stop].diagonal(dim1=0, dim2=2).T)
         return {"self_weight": torch.cat(own)}
-
-    def server_bytes(self) -> dict[str, int]:
-        clients, item = self.context.num_clients, 4
-        numbers = clients * self.hypernetworks.size + self.hypernetworks.size_of_codes
-        moments = {"adam": 2 * numbers * item, "scaled": clients * 2 * item, "sgd": 0}
-        models = {} if self.sharded_state else {"theta": clients * self.layout.size * item}
-        return models | {
-            "hypernetworks": numbers * item,
-            "hypernetworks' optimiser": moments[self.params.optimiser],
-        }
-
-    @property
-    def memory_advice(self) -> str:
-        clients, advice = self.context.num_clients, []
-        if self.params.heads == "full":
-            small = replace(self.hypernetworks, rank=self.params.rank)
-            if small.size < self.hypernetworks.size:
-                size = 4 * (clients * small.size + small.size_of_codes)
-                advice.append(f"method.heads=low_rank (hypernetworks of {size / 1e9:.3g} GB)")
-        if self.sharded_state is None:
-            advice.append("method.server=sharded (models on the workers)")
-        return " and ".join(advice)
 
     def alpha(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the weights of some clients [S, L, N]; each (client, layer) sums to one."""

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -51,7 +51,6 @@ from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients
 from hpcfl.training.losses import cross_entropy_loss
-from hpcfl.training.settings import TrainConfig
 
 FIRST, OTHERS = "theta", "branches"
 
@@ -160,21 +159,6 @@ class PFedMB(Method):
 
     def client_diagnostics(self, clients: Clients) -> State:
         return {"alpha": self.alpha(clients[self.kept])}
-
-    def server_bytes(self) -> dict[str, int]:
-        return {"branches": 4 * self.largest_row}
-
-    @property
-    def largest_row(self) -> int:
-        return self.params.branches * self.layout.size
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * (2 if params.alpha_moves else 1)
-
-    @classmethod
-    def finetuning_gradients(cls, params: Any) -> float:
-        return 2 if params.finetune == "routine" and params.alpha_moves else 1
 
     def alpha(self, kept: Tensor) -> Tensor:
         """Return alpha [C, L, B] from what clients keep: rows for branched layers, or one for all of them."""

@@ -20,7 +20,6 @@ part in training has the theta_i of one round (not in the paper).
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -32,7 +31,6 @@ from hpcfl.errors import UserError
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Context, Params, State, proximal_gradient
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 
 class PFedMeParams(Params):
@@ -93,7 +91,3 @@ class PFedMe(OwnBesideGlobal):
         lr = self.params.personal_lr * clients.lr_decay
         tuned = clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune")
         return Message(rows={"theta": tuned.theta})
-
-    @classmethod
-    def gradient_epochs(cls, params: Any, train: TrainConfig) -> float:
-        return train.local_epochs * params.steps

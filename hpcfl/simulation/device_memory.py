@@ -17,6 +17,7 @@ from hpcfl.methods.base import State
 from hpcfl.training.batches import Batch
 from hpcfl.training.engines import prepare
 from hpcfl.training.forward import Forward
+from hpcfl.training.losses import cross_entropy_loss
 
 ON_A_CPU = 32
 """Clients of the batched engine at once where no device memory says how many."""
@@ -87,12 +88,15 @@ def clients_at_once(
 
 
 def bytes_of_client(method: Method) -> int:
-    """Return about how many bytes one client of the batched engine takes: its vectors and a training step."""
+    """Return about how many bytes one client of the batched engine takes: its vectors and a training step.
+
+    A method's own network keeps as much more than the configured one as it has more numbers.
+    """
     context, kept = method.context, dict[int, int]()
-    theta, buffers = method.layout.flatten(method.network)
+    theta, buffers = context.layout.flatten(context.network)
     x = torch.zeros(context.train.batch_size, *context.image_shape)
     y = torch.zeros(len(x), dtype=torch.int64)
-    forward = Forward(prepare(method.network), method.layout, buffers)
+    forward = Forward(prepare(context.network), context.layout, buffers)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -100,9 +104,10 @@ def bytes_of_client(method: Method) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        method.timed_loss(forward, {"theta": theta.requires_grad_()}, Batch(slice(None), x, y, y))
-    vectors = max(method.largest_row, method.layout.size) * theta.element_size()
-    return VECTORS * vectors + PASSES * sum(kept.values())
+        cross_entropy_loss(forward, {"theta": theta.requires_grad_()}, Batch(slice(None), x, y, y))
+    size = method.layout.size
+    activations = sum(kept.values()) * max(1.0, size / context.layout.size)
+    return VECTORS * size * theta.element_size() + round(PASSES * activations)
 
 
 def _free_bytes(device: torch.device, sharing: int) -> float:

@@ -125,7 +125,7 @@ class Federation:
 
     def _spread(self, clients: range) -> Iterator[range]:
         """Cut clients in parts of bounded size, each spread evenly over them."""
-        parts = max(1, math.ceil(len(clients) * self.method.largest_row / EVALUATED_ELEMENTS))
+        parts = max(1, math.ceil(len(clients) * self.method.layout.size / EVALUATED_ELEMENTS))
         for part in range(min(parts, len(clients))):
             yield clients[part::parts]
 

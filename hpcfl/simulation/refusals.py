@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+
 import torch
 
 from hpcfl.communication.world import World
@@ -9,7 +12,12 @@ from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
+from hpcfl.simulation.driver import Driver
 from hpcfl.training.engines import has_bfloat16
+
+SMALL_SHARE, MANY_CLIENTS = 0.01, 1000
+"""A server has room for a state of fewer clients than this, whose models take so small a share of its memory:
+it keeps some tens of models a client at the most."""
 
 
 def refuse_chain(method: Method, num_workers: int) -> None:
@@ -39,17 +47,39 @@ def refuse_slow_precision(config: Config, is_elsewhere: bool) -> None:
 
 def too_large(method: Method) -> str | None:
     """Say why the server's state does not fit in the memory here, and what to do; None where it does."""
-    parts, memory = method.server_bytes(), memory_bytes()
-    if sum(parts.values()) <= memory:
+    count, memory = method.context.num_clients, memory_bytes()
+    if count < MANY_CLIENTS and 4 * count * method.layout.size < SMALL_SHARE * memory:
         return None
-    of_parts = ", ".join(f"{part} {count / 1e9:.3g} GB" for part, count in parts.items())
-    num_clients = method.context.num_clients + len(method.context.num_samples_of_unseen)
-    advice = f"set {method.memory_advice}, or " if method.memory_advice else ""
+    parts = state_bytes(method)
+    whole = sum(parts.values())
+    if whole <= memory:
+        return None
+    of_parts = ", ".join(f"{part} {size / 1e9:.3g} GB" for part, size in parts.items())
+    num_clients = count + len(method.context.num_samples_of_unseen)
     return (
-        f"method.name={method.name} with data.clients={num_clients} keeps "
-        f"{sum(parts.values()) / 1e9:.3g} GB on the server ({of_parts}), and this machine, or "
-        f"its job, has {memory / 1e9:.3g} GB; {advice}use fewer clients or a larger machine"
+        f"method.name={method.name} with data.clients={num_clients} keeps {whole / 1e9:.3g} GB on the server "
+        f"({of_parts}), and this machine, or its job, has {memory / 1e9:.3g} GB; use fewer clients, a larger "
+        f"machine, or what `hpcfl list keys method.{method.name}` has to make it smaller"
     )
+
+
+def state_bytes(method: Method) -> dict[str, int]:
+    """Return the bytes of the server's state at the start by part, without making it; {} if nobody knows.
+
+    It is made on torch's meta device, which has shapes and no numbers; a method of one's own may need those.
+    """
+    shapes = copy.deepcopy(method)
+    shapes.network.to("meta")
+    shapes.context.forget_numbers()
+    found: Counter[str] = Counter()
+    try:
+        with torch.device("meta"):
+            state = Driver(shapes).initial_server()
+    except (NotImplementedError, RuntimeError, TypeError):
+        return {}
+    for name, tensor in state.items():
+        found[name.partition("/")[0]] += tensor.nbytes
+    return dict(found)
 
 
 def refuse_large_state(method: Method, world: World) -> None:
@@ -70,10 +100,13 @@ def refuse_single_samples(config: Config, method: Method) -> None:
 
 
 def refuse_small_blocks(config: Config, method: Method) -> None:
-    """Refuse blocks that cannot hold a client's model, or a few figures of every client."""
+    """Refuse blocks that cannot hold a client's model, or a few figures of every client.
+
+    Larger messages of a client are refused where they are sent.
+    """
     most_clients = max(method.context.num_clients, len(method.context.num_samples_of_unseen))
     most_figures = max(5, len(method.layers)) * most_clients
-    smallest = max(method.largest_row, method.layout.buffer_size, most_figures)
+    smallest = max(method.layout.size, method.layout.buffer_size, most_figures)
     if config.run.max_elements < smallest:
         raise UserError(
             f"run.max_elements={config.run.max_elements} is too small for this model and these clients; "

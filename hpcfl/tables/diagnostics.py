@@ -12,8 +12,8 @@ from hpcfl.data.partitions import class_table
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.tables.cells import Table
+from hpcfl.tables.dealing import Unread, dealt_cells
 from hpcfl.tables.histories import SUMMARISED, History, evaluations
-from hpcfl.tables.planning import Unread, dealt_cells
 
 Line = dict[str, object]
 

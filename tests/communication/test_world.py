@@ -169,9 +169,9 @@ def test_blocks_above_max_elements_are_refused_on_all_ranks() -> None:
     sent = numbers(9, torch.float32)
     part = world.scatter(sent[:8] if world.is_server else None, fits, torch.float32)
     world.gather(part, fits)
-    with pytest.raises(ValueError, match="max_elements is 8"):
+    with pytest.raises(UserError, match=r"max_elements=8 is too small .* allowed: 9 or more"):
         world.scatter(sent if world.is_server else None, too_many, torch.float32)
-    with pytest.raises(ValueError, match="max_elements is 8"):
+    with pytest.raises(UserError, match="max_elements=8 is too small"):
         world.gather(part, too_many)
     with pytest.raises(ValueError, match="counts for"):
         world.gather(part, [*fits, 0])

@@ -113,13 +113,18 @@ def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Fol
     return folder
 
 
+MODELS_IN_A_MESSAGE = {"fedfomo": 3}
+"""Of methods that send a client several models of its own."""
+
+
 def with_small_blocks(cases: dict[str, list[str]], settings: list[str]) -> dict[str, list[str]]:
     """Return the cases with messages cut as finely as each of them allows."""
     arrays, parts = load_data(load_config(None, settings))
     small = {}
     for name, case in cases.items():
         method = make_method(load_config(None, [*settings, *case]), arrays, parts)
-        small[name] = [*case, f"run.max_elements={method.largest_row}"]
+        most = MODELS_IN_A_MESSAGE.get(method.name, 1) * method.layout.size
+        small[name] = [*case, f"run.max_elements={most}"]
     return small
 
 

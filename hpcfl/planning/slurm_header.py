@@ -7,7 +7,7 @@ import re
 
 from hpcfl.config import Config
 from hpcfl.errors import UserError
-from hpcfl.simulation.estimate import START_S, Estimate
+from hpcfl.planning.estimate import START_S, Estimate
 
 MARGIN = 1.5
 """How many times the estimated time a job asks for."""
@@ -40,7 +40,7 @@ def limit_of(seconds: int) -> str:
     return f"{days}-{clock}" if days else clock
 
 
-class JobHeader:
+class SlurmHeader:
     """The `#SBATCH` lines of a run that `jobs/train.sbatch` starts."""
 
     def __init__(self, config: Config, estimate: Estimate, on_gpu: bool, limit: str | None = None) -> None:

@@ -1,0 +1,301 @@
+"""A dry run: a few rounds of a run, with a few of its clients, in this process and a temporary folder.
+
+Configuration, method, messages, the server's whole state and the checkpoint are the run's own. Clients have
+as many of their mini-batches as can be trained on in a moment.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from torch import Tensor
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.network import Load
+from hpcfl.communication.world import World
+from hpcfl.config import Config
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.sources import Arrays
+from hpcfl.machine import peak_bytes
+from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.evaluation import Evaluation
+from hpcfl.simulation.experiment import Experiment, Unseen, assemble, describe, is_batched, method_of
+from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.runfolder import RunFolder
+from hpcfl.training.batches import minibatches
+from hpcfl.training.clients import Clients
+
+CLIENTS, CLIENTS_TOGETHER = 4, 32
+"""Most clients of a round, and those of the batched engine, which trains many as one computation."""
+TRAINING_S = 0.5
+"""Clients have more than one mini-batch where a round's training takes less than this."""
+FEWEST_SAMPLES, MOST_SCORED = 10, 500
+"""Of a client that has them: samples to train on at the least, and to be scored on at the most."""
+TURNS, TURNS_S = 3, 2.0
+"""Most turns of a round, and the seconds after which there are no more; the fastest counts, as whatever else
+the machine does only slows it."""
+
+TRAFFIC = tuple(f"{kind}bytes_{way}" for kind in ("", "buffer_", "index_") for way in ("down", "up"))
+"""Columns of metrics.csv with bytes that are cumulative over rounds."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Rounds that are alike, by one of them."""
+
+    count: int
+    batch_s: float
+    """Training for each mini-batch that a client has, all local epochs together."""
+    server_s: float
+    """All else, for each client of the cohort."""
+    traffic: Mapping[str, float]
+    """Bytes of a client by TRAFFIC."""
+    load: Load
+    """What all clients have in common, and one client's own, where workers have ranks of their own."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What was measured."""
+
+    wall_s: float
+    """What the dry run itself took."""
+    device: str
+    phases: Sequence[Phase]
+    send_s: float
+    """What the server takes to make one client's download for an evaluation."""
+    score_s: float
+    """The rest of an evaluation, for each sample that is scored, or mini-batch that is fine-tuned on."""
+    adapt_s: float
+    """What a client with no part in training takes for each mini-batch; 0 where there are none."""
+    evaluation: Load
+    """What goes to one client for an evaluation."""
+    clients: int
+    """How many clients the checkpoint has."""
+    checkpoint_bytes: int
+    """After the last round, with an evaluation and its models."""
+    client_bytes: int
+    """Of it, the state of one client, what a codec keeps included."""
+    model_bytes: int
+    unseen_model_bytes: int
+    shared_model_bytes: int
+    """Parts of the evaluated models that all clients have in common."""
+    evaluation_bytes: int
+    round_bytes: int
+    server_bytes: int
+    """Memory of the server's state."""
+    peak_bytes: int
+    """Memory of this process at most; 0 where the system does not tell."""
+    chooses_layers: bool
+    """Whether the layers that travel depend on what was learnt."""
+    has_diverged: bool
+    """Whether clients had numbers that are nan or infinite."""
+
+
+def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> DryRun:
+    """Do a dry run; takes seconds, or as long as two rounds of a few mini-batches. May raise UserError.
+
+    It goes on where numbers become nan or infinite, whatever `run.on_divergence` says.
+    """
+    began_s = time.monotonic()
+    run = config.run.model_copy(update={"on_divergence": "continue", "tensorboard": False})
+    config = replace(config, run=run)
+    with ExitStack() as at_exit:
+        at_exit.enter_context(warnings.catch_warnings())
+        # of clients cut short, which is no news of the run
+        warnings.simplefilter("ignore")
+        folder = Path(at_exit.enter_context(TemporaryDirectory(prefix="hpcfl-")))
+        rounds = _prepared(config, arrays, parts, 1, folder / "first", at_exit)
+        batches = int(TRAINING_S / rounds.training_s())
+        if batches > 1:
+            rounds = _prepared(config, arrays, parts, batches, folder / "second", at_exit)
+        found = rounds.measure()
+        return replace(found, wall_s=time.monotonic() - began_s)
+
+
+def batches_of(num_samples: Iterable[int], config: Config) -> list[int]:
+    """Return the mini-batches in a local epoch of clients with so many samples."""
+    train = config.train
+    return [len(minibatches(count, train.batch_size, train.last_batch)) for count in num_samples]
+
+
+def _prepared(
+    config: Config,
+    arrays: Arrays,
+    parts: Sequence[ClientIndices],
+    batches: int,
+    path: Path,
+    at_exit: ExitStack,
+) -> _Rounds:
+    """Return a simulation of the first clients, with so many mini-batches each, and an unseen one."""
+    world = World(max_elements=config.run.max_elements)
+    device = world.device(config.run.device)
+    data = describe(config, arrays, list(parts))
+    method = method_of(config, data)
+    num_clients = method.context.num_clients
+    most = CLIENTS_TOGETHER if is_batched(config, device) else CLIENTS
+    members = range(min(most, config.train.cohort_size(num_clients)))
+    # the server of sharded models mixes the rows of all
+    count = len(members) if method.sharded_state is None else num_clients
+    samples = max(FEWEST_SAMPLES, batches * config.train.batch_size)
+    cut = [
+        ClientIndices(part.train[:samples], part.val[:MOST_SCORED], part.test[:MOST_SCORED])
+        for part in (*parts[:count], *parts[num_clients : num_clients + 1])
+    ]
+    unseen = range(count, len(cut))
+    experiment = assemble(config, world, device, method, data, arrays, cut, range(count), unseen)
+    num_train = np.array([len(part.train) for part in cut])
+    num_evaluated = np.array([len(getattr(part, config.run.eval_split)) for part in cut])
+    experiment = replace(
+        experiment,
+        num_train=num_train[:count],
+        num_evaluated=num_evaluated[:count],
+        unseen=Unseen(experiment.unseen.workplace, num_train[count:], num_evaluated[count:]),
+    )
+    folder = RunFolder(path, config)
+    folder.open(False, method.layout, [], at_exit)
+    stop = StopFlag()
+    # a dry run ends at once, as any command does
+    stop.restore()
+    return _Rounds(experiment, world, stop, folder, members)
+
+
+class _Rounds(Simulation):
+    """The rounds of a dry run, on the only rank."""
+
+    def __init__(
+        self, experiment: Experiment, world: World, stop: StopFlag, folder: RunFolder, members: Sequence[int]
+    ) -> None:
+        super().__init__(experiment, world, stop, Progress(), folder)
+        self._members, self._path = members, folder.path
+        experiment.place_state()
+        self.server, _ = self._saver.start()
+        self._evaluator.try_welcome(self.server)
+        self._batches = batches_of(experiment.num_train[: len(members)], self.config)
+
+    def training_s(self) -> float:
+        """Return the seconds of training in a round."""
+        number = list(_kinds(self._federation.driver, self.config.train.rounds))[-1]
+        for _ in range(2):
+            # the first has what comes once, such as memory that is taken
+            self._round(self._cohort(number), False)
+        return max(1e-6, self.timing.train_s[-1])
+
+    def measure(self) -> DryRun:
+        """Measure rounds of each kind, an evaluation, an adaptation, and the last checkpoint."""
+        kinds = _kinds(self._federation.driver, self.config.train.rounds)
+        phases = [self._phase(number, count) for number, count in kinds.items()]
+        last = max(kinds)
+        send_s, sent = self._sent(last)
+        chosen = any(mask.dim() == 2 for mask in sent.keep.values())
+        score_s, models = self._scored(last + 1, send_s)
+        adapt_s, of_unseen = self._adapted(last + 1)
+        everyone = self._federation.num_clients
+        self._save(last + 1, self._last_evaluation(last + 1, np.full(everyone, np.nan)))
+        kept = self._federation.kept_by_codec()
+        row = self._federation.driver.initial_clients([0]) | {name: rows[:1] for name, rows in kept.items()}
+        return DryRun(
+            wall_s=0.0,
+            device=self._federation.workplace.device.type,
+            phases=phases,
+            send_s=send_s / len(self._members),
+            score_s=score_s,
+            adapt_s=adapt_s,
+            evaluation=Load(_bytes(sent.shared.values()), _bytes(sent.rows.values()) / len(self._members)),
+            clients=everyone,
+            checkpoint_bytes=(self._path / "checkpoint.h5").stat().st_size,
+            client_bytes=_bytes(row.values()),
+            model_bytes=_bytes(rows[0] for rows in models.rows.values()),
+            unseen_model_bytes=_bytes(rows[0] for rows in of_unseen.rows.values()),
+            shared_model_bytes=_bytes([*models.shared.values(), *of_unseen.shared.values()]),
+            evaluation_bytes=self._evaluation_bytes(),
+            round_bytes=self.ledger.tables()["bytes"].values[0].nbytes,
+            server_bytes=_bytes(self.server.values()),
+            peak_bytes=peak_bytes(),
+            chooses_layers=chosen or self._federation.driver.needs_request(last),
+            has_diverged=bool(self.ledger.diverged.any()),
+        )
+
+    def _cohort(self, number: int) -> Cohort:
+        return self._federation.cohort_of(number, self._members)
+
+    def _phase(self, number: int, count: int) -> Phase:
+        """Do a round in some turns."""
+        size = len(self._members)
+        seconds: list[tuple[float, float]] = []
+        while not seconds or (number and len(seconds) < TURNS and sum(map(max, seconds)) < TURNS_S):
+            common, rows = self._world.bytes_in_common, self._world.bytes_of_rows
+            began_s = time.monotonic()
+            self._round(self._cohort(number), False)
+            seconds.append((time.monotonic() - began_s, self.timing.train_s[-1]))
+        round_s, train_s = min(seconds)
+        load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / size)
+        # layers and other tensors, running statistics, indices; down and up
+        moved = self.ledger.tables()["bytes"].values[-1, 1:].reshape(2, -1)
+        kinds = np.stack([moved[:, :-2].sum(axis=1), moved[:, -2], moved[:, -1]]).ravel() / size
+        traffic = dict(zip(TRAFFIC, kinds.tolist(), strict=True))
+        server_s = max(0.0, round_s - train_s) / size
+        return Phase(count, train_s / sum(self._batches), server_s, traffic, load)
+
+    def _sent(self, number: int) -> tuple[float, Message]:
+        """Return what the server sends for an evaluation, and its seconds."""
+        began_s = time.monotonic()
+        sent = self._federation.driver.send(self.server, self._cohort(number), for_evaluation=True)
+        return time.monotonic() - began_s, sent
+
+    def _scored(self, done: int, send_s: float) -> tuple[float, Message]:
+        """Return the seconds of a sample or mini-batch in an evaluation, and a group's models."""
+        found, seconds = Evaluation.of(self._federation.num_clients), []
+        for _ in range(2):
+            began_s = time.monotonic()
+            models = list(self._evaluator.models(self.server, self._cohort(done), found))
+            seconds.append(time.monotonic() - began_s)
+        of_cohort = self._experiment.num_evaluated[: len(self._members)]
+        units = sum(self._batches) if self.config.train.finetune_epochs else int(of_cohort.sum())
+        return max(0.0, min(seconds) - send_s) / max(1, units), models[0]
+
+    def _adapted(self, done: int) -> tuple[float, Message]:
+        """Return the seconds of a mini-batch of an unseen client, and its model; empty without one."""
+        federation = self._federation
+        if not federation.num_unseen:
+            return 0.0, Message()
+        found, cohort = Evaluation.of(1), federation.unseen_cohort(done, [federation.num_clients])
+        began_s = time.monotonic()
+        (model,) = self._evaluator.adapted(self.server, cohort, found)
+        seconds = time.monotonic() - began_s
+        return seconds / sum(batches_of(self._experiment.unseen.num_train, self.config)), model
+
+    def _evaluation_bytes(self) -> int:
+        """Return what an evaluation of all clients adds to a checkpoint."""
+        clients = Clients(self._federation.workplace, [0], 0)
+        of_client = self.ledger.accuracy.values.itemsize * (2 + len(self.ledger.moments))
+        of_client += _bytes(self.method.client_diagnostics(clients).values())
+        row = 8 * len(self.ledger.metrics[-1])
+        return (
+            row
+            + _bytes(self.method.server_diagnostics(self.server).values())
+            + of_client * self.method.context.num_clients
+        )
+
+
+def _kinds(driver: Driver, rounds: int) -> dict[int, int]:
+    """Return the first round, the next of each kind, and how many rounds each stands for."""
+    found = {0: 1}
+    firsts: dict[bool, int] = {}
+    for number in range(1, rounds):
+        first = firsts.setdefault(driver.needs_request(number), number)
+        found[first] = found.get(first, 0) + 1
+    return found
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
