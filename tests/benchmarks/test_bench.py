@@ -153,15 +153,13 @@ def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
 def test_rounds_are_timed_by_workers_beside_a_plan(mpirun: Mpirun, tmp_path: Path) -> None:
     measure = (
         "from hpcfl.benchmarks import nodes; from hpcfl.main import main; "
-        "nodes.HIDDEN = 4; nodes.MESSAGE_BYTES = (1000,); nodes.MEAN_BYTES = 400; "
+        "nodes.HIDDEN = 4; nodes.MESSAGE_BYTES = (1000,); "
         "nodes.CLIENTS_A_WORKER = 2; "
         "main(['bench', '--parts', 'nodes', '--repeats', '1', '--json', 'nodes.json'])"
     )
     shown = mpirun(4, "-c", measure, cwd=tmp_path).stdout
     assert "network: MB/s of broadcast to all, 0.001 MB" in shown
     ratios = {ratio["name"]: ratio for ratio in json.loads((tmp_path / "nodes.json").read_text())["ratios"]}
-    mean = ratios["mean of 24 models of 0.0004 MB: summed on the way / gathered"]
-    assert mean["value"] == pytest.approx(mean["parts"]["sum s"] / mean["parts"]["gather s"])
     cases = [("strong", 1, 6), ("strong", 2, 6), ("strong", 3, 6)]
     cases += [("weak", 1, 2), ("weak", 2, 4), ("weak", 3, 6)]
     for method, (kind, workers, clients) in itertools.product(("fedavg", "pfedla"), cases):

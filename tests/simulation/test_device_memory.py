@@ -117,7 +117,7 @@ def test_clients_at_once_are_a_power_of_two_that_half_of_the_free_memory_holds(
     assert clients_at_once(config, method, CPU, 1, 1000) == 32
     given = load_config(None, [*SMALL, "run.clients_at_once=5"])
     assert clients_at_once(given, method, GPU, 1, 1000) == 5
-    chain = SimpleNamespace(chain="method.order=chain")
+    chain = SimpleNamespace(sequential="method.order=chain")
     assert clients_at_once(given, chain, GPU, 1, 1000) == 1  # type: ignore[arg-type]
 
 

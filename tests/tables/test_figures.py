@@ -440,30 +440,26 @@ def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
 # The command
 
 
-def test_plan_lists_cells_with_gradients_and_hours_and_writes_nothing(
+def test_plan_lists_cells_and_hours_and_writes_nothing(
     table: Table, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     words = ["table", str(table.path), "--out", str(table.folder), "data.per_client=40", "--plan"]
-    assert main([*words, "--quiet"]) == FINISHED
+    # enough rounds for hours
+    assert main([*words, "--quiet", "train.rounds=100000"]) == FINISHED
     lines = capsys.readouterr().out.splitlines()
     easy = lines.index("easy:")
     rows = [re.split(" {2,}", line) for line in lines[easy + 1 : easy + 5]]
-    assert rows[0] == ["method", "cells", "finished", "gradients a cell", "ms a gradient", "hours"]
-    # 28 samples are 2 mini-batches: 8 rounds of 4 clients, by 3 epochs, 10, and 2; 5 epochs of fine-tuning
-    # before each of 2 evaluations, the last of which gives the models of the last checkpoint
+    assert rows[0] == ["method", "cells", "finished", "rounds", "hours left"]
     assert [row[:4] for row in rows[1:]] == [
-        ["ours_1", "3", "0", "192"],
-        ["theirs", "3", "0", "720"],
-        ["alone", "3", "0", "128"],
+        ["ours_1", "3", "0", "100000"],
+        ["theirs", "3", "0", "100000"],
+        ["alone", "3", "0", "100000"],
     ]
-    assert len({row[4] for row in rows[1:]}) == 1
-    step_s = float(rows[1][4]) / 1e3
-    assert 0 < step_s < 1
-    for row in rows[1:]:
-        assert float(row[5]) == pytest.approx(3 * int(row[3]) * step_s / 3600, abs=0.006)
-    total = 3 * (192 + 720 + 128 + 192 + 128)
-    assert f"15 cells, {total:,} gradients of mini-batches, " in " ".join(lines)
+    of_cells = [float(line.split()[-1]) for line in lines if " 100000 " in line]
+    (told,) = re.findall(r"15 cells, ([\d.]+) hours of one process", " ".join(lines))
+    assert float(told) == pytest.approx(sum(of_cells), abs=0.1)
+    assert min(of_cells) > 0.1
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -471,11 +467,9 @@ def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture
     assert main(["table", str(table.path), "--out", str(table.folder), "--plan"]) == FINISHED
     lines = capsys.readouterr().out.splitlines()
     easy = lines.index("easy:")
-    assert [re.split(" {2,}", line)[1:3] for line in lines[easy + 2 : easy + 5]] == [
-        ["3", "3"],
-        ["3", "3"],
-        ["3", "0"],
-    ]
+    rows = [re.split(" {2,}", line) for line in lines[easy + 2 : easy + 5]]
+    assert [row[1:3] for row in rows] == [["3", "3"], ["3", "3"], ["3", "0"]]
+    assert [float(row[4]) > 0 for row in rows] == [False, False, True]
 
 
 @pytest.mark.parametrize(
