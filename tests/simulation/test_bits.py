@@ -113,7 +113,7 @@ def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Fol
     return folder
 
 
-MODELS_IN_A_MESSAGE = {"fedfomo": 3}
+MODELS_IN_A_MESSAGE = {"fedem": 2, "fedfomo": 3, "pfedmb": 2}
 """Of methods that send a client several models of its own."""
 
 
