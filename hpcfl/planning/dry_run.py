@@ -30,6 +30,7 @@ from hpcfl.simulation.experiment import Experiment, Unseen, assemble, describe, 
 from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.storage.ledger import OF_CLIENTS
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients
@@ -277,14 +278,9 @@ class _Rounds(Simulation):
     def _evaluation_bytes(self) -> int:
         """Return what an evaluation of all clients adds to a checkpoint."""
         clients = Clients(self._federation.workplace, [0], 0)
-        of_client = self.ledger.accuracy.values.itemsize * (2 + len(self.ledger.moments))
-        of_client += _bytes(self.method.client_diagnostics(clients).values())
-        row = 8 * len(self.ledger.metrics[-1])
-        return (
-            row
-            + _bytes(self.method.server_diagnostics(self.server).values())
-            + of_client * self.method.context.num_clients
-        )
+        of_client = 8 * len(OF_CLIENTS) + _bytes(self.method.client_diagnostics(clients).values())
+        of_server = _bytes(self.method.server_diagnostics(self.server).values())
+        return of_server + 8 * len(self.ledger.metrics[-1]) + of_client * self.method.context.num_clients
 
 
 def _kinds(driver: Driver, rounds: int) -> dict[int, int]:
