@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
@@ -138,6 +139,7 @@ def _prepared(
     at_exit: ExitStack,
 ) -> _Rounds:
     """Return a simulation of the first clients, with so many mini-batches each, and an unseen one."""
+    torch.set_num_threads(config.run.threads)
     world = World(max_elements=config.run.max_elements)
     device = world.device(config.run.device)
     data = describe(config, arrays, list(parts))
