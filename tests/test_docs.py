@@ -252,7 +252,7 @@ FAULTS = {
     "a file of a stranger: run folder, checkpoint, npz, LEAF, PFLlib, YAML, table": [
         "hostile/test_hostile_run_folder.py::test_a_run_folder_is_read_or_refused",
         "hostile/test_hostile_run_folder.py::test_a_run_s_own_code_is_run_only_where_the_user_names_it",
-        "hostile/test_hostile_checkpoint.py::test_a_checkpoint_is_read_or_refused",
+        "hostile/test_hostile_checkpoint.py::test_what_no_run_writes_is_refused",
         "hostile/test_hostile_npz.py::test_an_npz_is_read_or_refused",
         "hostile/test_hostile_client_files.py::test_leaf_s_files_are_read_or_refused",
         "hostile/test_hostile_client_files.py::test_pfllib_s_files_are_read_or_refused",
