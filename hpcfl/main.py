@@ -33,9 +33,10 @@ with quick_imports():
     from hpcfl.commands.run import run
     from hpcfl.communication.heartbeat import die_with_launcher
     from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
-    from hpcfl.config import Config, load_config
+    from hpcfl.config import Config
     from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageFault, UserError, for_terminal
     from hpcfl.formatting import did_you_mean
+    from hpcfl.registries import load_config
     from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag
 

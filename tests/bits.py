@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import Message
-from hpcfl.config import load_config
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.registries import load_config
 from hpcfl.storage.ledger import SECONDS
 from hpcfl.training.clients import Clients, Workplace
 
@@ -145,7 +145,7 @@ def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> N
     """Run in a process of its own, which is killed once the last member of a round's cohort has trained."""
     config = load_config(None, settings)
     members = config.train.cohort_size(config.data.clients)
-    child = start_run(folder, settings, lambda: _die_in_round(number, METHODS[config.method], members))
+    child = start_run(folder, settings, lambda: _die_in_round(number, METHODS[config.method.name], members))
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
 

@@ -13,10 +13,10 @@ from torch.nn.functional import cross_entropy
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
+from hpcfl.config.keys import TrainConfig
 from hpcfl.methods import Context, Method
 from hpcfl.models import MODELS
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 
 def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:

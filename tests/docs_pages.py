@@ -16,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
 
-from hpcfl.config.reference import Key, about, citation, keys
+from hpcfl.commands.reference import Key, about, citation, keys
 from hpcfl.methods import METHODS
 
 REPOSITORY = Path(__file__).parent.parent

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import codec_of
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
+from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
@@ -20,13 +20,13 @@ from hpcfl.models import MODELS, build_network
 from hpcfl.models.hypernetworks import Hypernetworks
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import ParameterLayout
+from hpcfl.registries import load_config
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.training.clients import Clients, Workplace
 from hpcfl.training.engines import BatchedEngine, LoopEngine
-from hpcfl.training.settings import TrainConfig
 
 SMALL = (
     "data.clients=4",
@@ -63,7 +63,7 @@ class Run:
         world = World()
         experiment = build(load_config(None, [*SMALL, *overrides]), world)
         if kind is not None:
-            method = kind(experiment.method.context, experiment.config.params)
+            method = kind(experiment.method.context, experiment.config.method.options)
             experiment = replace(experiment, method=method)
         self.workplace = experiment.workplace
         self.unseen = experiment.unseen.workplace

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hpcfl.communication.world import abort_on_exception, open_world
-from hpcfl.config import load_config
+from hpcfl.registries import load_config
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress

@@ -18,9 +18,9 @@ from pathlib import Path
 from browser import browser_program, opened_browser, opened_page
 from PIL import Image
 
-from hpcfl.config import load_config
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
+from hpcfl.registries import load_config
 from hpcfl.report.page import REPORT_NAME
 
 RESULTS = Path(__file__).resolve().parents[1] / "configs" / "tables" / "results"

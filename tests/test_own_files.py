@@ -9,9 +9,9 @@ import yaml
 from bits import differing
 from processes import Mpirun
 
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
+from hpcfl.registries import load_config
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
@@ -147,8 +147,8 @@ def test_a_moved_file_is_the_same_and_another_name_takes_its_place(files: dict[s
     config = load_config(there, [f"{key}={moved}"])
     assert config.short_hash() == load_config(there, []).short_hash()
     others = {"model.path": "mlp", "data.partition.path": "iid", "data.reader": "digits"}
-    group = key.rpartition(".")[0]
-    assert load_config(there, [f"{NAMES[key]}={others[key]}"]).own[group] == {}
+    changed = load_config(there, [f"{NAMES[key]}={others[key]}"])
+    assert not any(name.startswith(f"{key}=") for name in changed.own_files)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_naming_the_source_that_a_file_reads_keeps_it(files: dict[str, Path], tm
     saved = tmp_path / "config.yaml"
     saved.write_text(load_config(None, words(files)).yaml())
     for words_ in (["data.source=my_data"], [f"data.reader={files['data.reader']}"]):
-        assert load_config(saved, words_).own["data"]["reader"] == str(files["data.reader"])
+        assert load_config(saved, words_).source_file["reader"] == str(files["data.reader"])
     config = load_config(saved, ["data.reader=null", "data.partition.name=iid"])
-    assert (config.data.source, config.own["data"]) == ("digits", {})
+    assert (config.data.source, config.source_file) == ("digits", {})
 
 
 def test_images_of_another_shape_are_refused(

@@ -9,10 +9,10 @@ import yaml
 from bits import differing
 from processes import Mpirun
 
-from hpcfl.config import load_config
+from hpcfl.config.own_code import allow
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
-from hpcfl.own_code import allow
+from hpcfl.registries import load_config
 from hpcfl.tables.cells import Table
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
@@ -160,7 +160,7 @@ def test_options_go_with_the_method_that_knows_them(trimmed: Path, tmp_path: Pat
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"method: {{path: {trimmed}, left_out: 2}}\ntrain: {{rounds: 3}}\n")
     allow("--own-code", str(trimmed))
-    assert load_config(mine, ["method.name=moon"]).method == "moon"
+    assert load_config(mine, ["method.name=moon"]).method.name == "moon"
     whole = tmp_path / "whole.yaml"
     whole.write_text(load_config(mine, []).yaml())
     moved = trimmed.with_name("elsewhere")
@@ -168,7 +168,7 @@ def test_options_go_with_the_method_that_knows_them(trimmed: Path, tmp_path: Pat
     (moved / trimmed.name).write_text(TRIMMED)
     config = load_config(whole, [f"method.path={moved / trimmed.name}"])
     assert config.tree()["method"]["left_out"] == 2
-    assert config.own["method"]["path"] == str(moved / trimmed.name)
+    assert config.method.file["path"] == str(moved / trimmed.name)
 
 
 def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -> None:
@@ -177,7 +177,10 @@ def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -
     rows = [{"method": {"path": str(trimmed)}}, {"method": {"name": "fedavg"}}]
     path.write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
     cells = Table(path, [], tmp_path / "out").cells
-    assert [(cell.label, cell.config.method) for cell in cells] == [("trimmed", "trimmed"), ("fedavg",) * 2]
+    assert [(cell.label, cell.config.method.name) for cell in cells] == [
+        ("trimmed", "trimmed"),
+        ("fedavg",) * 2,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_mistakes_with_an_own_method(
 def test_annotations_are_what_they_are_to_python(trimmed: Path) -> None:
     text = TRIMMED.replace("left_out: int", "left_out: __import__('builtins').int")
     trimmed.write_text(f"{text}\nassert TrimmedMeanParams.__annotations__['left_out'] is int\n")
-    assert load_config(None, [f"method.path={trimmed}"]).method == "trimmed"
+    assert load_config(None, [f"method.path={trimmed}"]).method.name == "trimmed"
 
 
 def test_naming_a_file_s_own_method_keeps_it_and_null_drops_it(trimmed: Path, tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_naming_a_file_s_own_method_keeps_it_and_null_drops_it(trimmed: Path, tm
     for _ in range(2):
         tree = load_config(mine, ["method.name=trimmed"]).tree()["method"]
         assert (tree["name"], tree["left_out"]) == ("trimmed", 2)
-    assert load_config(mine, ["method.path=null"]).method == "pfedla"
+    assert load_config(mine, ["method.path=null"]).method.name == "pfedla"
 
 
 def test_a_check_of_several_keys_is_told(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,14 @@ from torch import Tensor
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import UNSENT, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.settings import CommConfig
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.world import World
-from hpcfl.config import RESULT_NEUTRAL, differences, flatten, load_config, resolve
+from hpcfl.config import RESULT_NEUTRAL, differences, flatten
+from hpcfl.config.keys import CommConfig
 from hpcfl.data.partitions import PARTITIONS, partition
 from hpcfl.methods.pfedmb import project_to_simplex
 from hpcfl.parameters import Layer, Tensors
+from hpcfl.registries import load_config, resolve
 
 settings.register_profile(
     "hpcfl",
@@ -152,7 +153,7 @@ def test_what_a_codec_sends_arrives_and_hangs_on_no_block(
     layers, message, up = drawn
     clients = message.num_clients
     cohort = Cohort(0, tuple(range(clients)), torch.ones(clients, dtype=torch.int64))
-    comm = CommConfig.model_validate({"codec": name, "keep": 0.3 if name == "topk" else None})
+    comm = CommConfig.model_validate({"codec": name, "topk_ratio": 0.3 if name == "topk" else None})
 
     def exchange(most: int) -> tuple[Message, Message, Tensors, Tensors]:
         channel, state = Channel(World(None, most), layers, clients), {}

@@ -22,13 +22,13 @@ ROOMS = [
     ["planning", "results"],
     ["simulation"],
     ["storage"],
-    ["config"],
+    ["registries"],
     ["methods"],
     ["training"],
     ["communication", "data", "models"],
     ["parameters", "torchvision_parts"],
-    ["own_code"],
-    ["randomness", "settings"],
+    ["config"],
+    ["randomness"],
     ["errors", "formatting", "machine", "startup"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""

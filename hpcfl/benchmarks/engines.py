@@ -9,6 +9,7 @@ import torch
 from hpcfl.benchmarks.ratios import Ratio, compare
 from hpcfl.benchmarks.steps import BATCH_SIZE, context_of, random_shard
 from hpcfl.communication.messages import Cohort
+from hpcfl.config.keys import TrainConfig
 from hpcfl.methods import Context
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import Tensors
@@ -16,7 +17,6 @@ from hpcfl.simulation.driver import Driver
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients, Workplace
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
-from hpcfl.training.settings import TrainConfig
 
 CLIENTS = {"cuda": 100, "cpu": 4}
 """Clients that are trained, by device."""

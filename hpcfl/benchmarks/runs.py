@@ -20,10 +20,11 @@ from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World, agreed
-from hpcfl.config import Config, lay_over, resolve
+from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method
 from hpcfl.randomness import numpy_stream
+from hpcfl.registries import merge, resolve
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Simulation, Timing
 from hpcfl.simulation.progress import Progress
@@ -202,7 +203,7 @@ def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Metho
 def config_of(folder: Path, settings: Mapping[str, Any]) -> Config:
     """Return a configuration with the images as its data."""
     images = {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}
-    return resolve(lay_over(settings, {"data": images}))
+    return resolve(merge(settings, {"data": images}))
 
 
 def run(world: World, folder: Path, config: Config) -> tuple[Method, Timing]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hpcfl.benchmarks.ratios import Ratio, compare
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.config.keys import Precision, TrainConfig
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.data.sources import Arrays
@@ -25,7 +26,6 @@ from hpcfl.simulation.driver import Driver
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients, Workplace
 from hpcfl.training.engines import LoopEngine, has_bfloat16
-from hpcfl.training.settings import Precision, TrainConfig
 
 IMAGE = (3, 32, 32)
 NUM_CLASSES = 10

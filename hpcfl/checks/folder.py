@@ -21,8 +21,8 @@ import torch
 
 from hpcfl.checks.finding import Checked, gathered
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.errors import UserError
+from hpcfl.registries import load_config
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.lock import LOCK_NAME, FolderLock, holder
 from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, LedgerTable, Rows, Snapshot

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hpcfl import __version__
+from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError
-from hpcfl.own_code import allow
 
 SETTINGS_HELP = "CONFIG.yaml | key.sub=value"
 

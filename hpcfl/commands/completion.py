@@ -14,10 +14,12 @@ from functools import partial
 from hpcfl.commands import COMMANDS, command
 from hpcfl.commands.arguments import Parser, parse_run
 from hpcfl.commands.list import OWN_FILES
+from hpcfl.commands.reference import keys
 from hpcfl.communication.world import World
-from hpcfl.config.choices import CHOICES
-from hpcfl.config.reference import keys
 from hpcfl.data.sources import SOURCES
+from hpcfl.registries import REGISTRIES
+
+_CHOICES = REGISTRIES.by_group
 
 COMMON = """\
 # Completion of hpcfl {version}. {use}
@@ -158,10 +160,10 @@ def _common(world: World, use: str) -> str:
     values: dict[str, list[str]] = {}
     for key in known:
         prefix = key.group.rpartition(".")[0]
-        if not key.name.startswith("train.") or prefix not in CHOICES:
-            groups.setdefault(key.group if prefix in CHOICES else "common", []).append(f"{key.name}=")
+        if not key.name.startswith("train.") or prefix not in _CHOICES:
+            groups.setdefault(key.group if prefix in _CHOICES else "common", []).append(f"{key.name}=")
         values.setdefault(key.name, []).extend(key.values)
-    for prefix, choice in CHOICES.items():
+    for prefix, choice in _CHOICES.items():
         options = [groups.get(f"{prefix}.{name}", []) for name in choice.known]
         groups[f"{prefix}."] = [name for names in options for name in names]
     tops = [f"{name}." for name in dict.fromkeys(name.partition(".")[0] for name in groups["common"])]
@@ -182,7 +184,7 @@ def _common(world: World, use: str) -> str:
         words=_cases(words),
         groups=_cases(groups),
         values=_cases({name: found for name, found in values.items() if found}),
-        choosers=" ".join(CHOICES),
+        choosers=" ".join(_CHOICES),
         without_keys=" | ".join(f"{name},*" for name in WITHOUT_KEYS),
         own_files=" | ".join(f"list,--{kind}" for kind in OWN_FILES),
     )

@@ -13,8 +13,8 @@ from hpcfl.checks.ranks import check_ranks
 from hpcfl.checks.sources import check_data
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.communication.world import World, agreed
-from hpcfl.config import load_config
 from hpcfl.errors import UserError
+from hpcfl.registries import load_config
 
 
 def check_everything(arguments: Sequence[str], world: World) -> None:

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from hpcfl.commands.arguments import Parser
+from hpcfl.commands.reference import Key, about, citation, keys
 from hpcfl.communication.codecs import CODECS
 from hpcfl.communication.world import World
-from hpcfl.config.reference import Key, about, citation, keys
+from hpcfl.config.own_code import allow
 from hpcfl.data.partitions import PARTITIONS, add_own_partition
 from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean, markdown
 from hpcfl.methods import METHODS, add_own_method
 from hpcfl.models import MODELS, add_own_model
-from hpcfl.own_code import allow
 
 OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
     "method": ("method.path", add_own_method),

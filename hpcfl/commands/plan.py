@@ -14,7 +14,7 @@ import torch
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
 from hpcfl.communication.world import World
-from hpcfl.config import Config, load_config
+from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
@@ -23,6 +23,7 @@ from hpcfl.methods.base import Method
 from hpcfl.planning.dry_run import DryRun, dry_run
 from hpcfl.planning.estimate import Estimate, Planner, evaluations
 from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
+from hpcfl.registries import load_config
 from hpcfl.simulation.device_memory import telling_where_memory_ends
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import load_data, make_method
@@ -135,7 +136,7 @@ def _here(config: Config) -> Config:
 
 def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], method: Method) -> Iterator[str]:
     """Yield the lines of the clients by classes."""
-    yield f"{config.partition} partition of {config.data.source}: samples of each class"
+    yield f"{config.partition.name} partition of {config.data.source}: samples of each class"
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
     header = ["client", *map(str, range(arrays.num_classes)), "train", "val", "test"]
@@ -153,7 +154,7 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
     train, num_clients = config.train, method.context.num_clients
     num_unseen, times = len(method.context.num_samples_of_unseen), evaluations(config)
-    yield f"model {config.model}: {method.layout.size:,} trainable numbers ({layers})"
+    yield f"model {config.model.name}: {method.layout.size:,} trainable numbers ({layers})"
     yield (
         f"{train.rounds} rounds of {train.cohort_size(num_clients)} of {num_clients} clients, "
         f"{train.local_epochs} local epochs, {times} evaluations"

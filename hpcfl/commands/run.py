@@ -95,17 +95,11 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
 
 def _refuse_other_code(config: Config, world: World) -> None:
     """Raise UserError where ranks have read different files of the user's own. Collective."""
-    codes = [own["code"] for own in config.own.values() if own]
-    found = world.gather_bytes(" ".join(codes).encode())
+    files = config.own_files
+    found = world.gather_bytes(" ".join(files.values()).encode())
 
     def check() -> None:
         if found is not None and len(set(found)) > 1:
-            files = [
-                f"{group}.{key}={path}"
-                for group, own in config.own.items()
-                for key, path in own.items()
-                if key != "code"
-            ]
             raise UserError(
                 f"{' or '.join(files)} is not the same file on all ranks; copy it to every "
                 "node, or put it on a file system that all share"

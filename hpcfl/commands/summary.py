@@ -62,7 +62,7 @@ def print_summary(
 
 def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:
     """Return the comparison that is most worth making next: the same run with another method."""
-    other = "local" if config.method == "fedavg" else "fedavg"
+    other = "local" if config.method.name == "fedavg" else "fedavg"
     words = [] if options.config is None else [str(options.config)]
     words += [word for word in options.overrides if not word.startswith("method.")]
     words.append(f"method.name={other}")

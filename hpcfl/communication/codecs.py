@@ -11,7 +11,8 @@ Shapes: C clients, M models a client (1 unless a tensor is [C, ..., P]), W numbe
 
 In uploads, int8 codes the difference to the tensor of the same name and shape that the client received, if
 there is one; layers that it did not receive count as zero. topk codes this difference plus what is left of
-earlier ones, which the client keeps (`comm.memory`); layers that it did not receive travel as they are.
+earlier ones, which the client keeps (`comm.error_feedback`); layers that it did not receive
+travel as they are.
 
 Such memory, error feedback (Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Stich et al.,
 Sparsified SGD with memory, NeurIPS 2018), supposes a server that adds up what it is sent. pFedLA's does not:
@@ -35,7 +36,7 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS, Message, Piece
-from hpcfl.communication.settings import CodecName, CommConfig, Direction
+from hpcfl.config.keys import CodecName, CommConfig, Direction
 from hpcfl.parameters import Layer, Tensors, spread
 
 UNSENT = "comm.unsent/"

@@ -1,9 +1,18 @@
 """The configuration of a run: YAML and key=value in, one validated, frozen object out."""
 
-from hpcfl.config.choices import DEFAULT_METHOD, DEFAULT_SOURCE
-from hpcfl.config.resolving import differences, load_config, resolve
-from hpcfl.config.schema import ENVIRONMENT, GROUPS, RESULT_NEUTRAL, Config, DataConfig, RunConfig
-from hpcfl.config.trees import flatten, lay_over, read_yaml
+from hpcfl.config.keys import (
+    ENVIRONMENT,
+    GROUPS,
+    RESULT_NEUTRAL,
+    CommConfig,
+    Config,
+    DataConfig,
+    RunConfig,
+    TrainConfig,
+    flatten,
+)
+from hpcfl.config.load import differences, read_yaml
+from hpcfl.config.registry import DEFAULT_METHOD, DEFAULT_SOURCE
 
 __all__ = [
     "DEFAULT_METHOD",
@@ -11,13 +20,12 @@ __all__ = [
     "ENVIRONMENT",
     "GROUPS",
     "RESULT_NEUTRAL",
+    "CommConfig",
     "Config",
     "DataConfig",
     "RunConfig",
+    "TrainConfig",
     "differences",
     "flatten",
-    "lay_over",
-    "load_config",
     "read_yaml",
-    "resolve",
 ]

@@ -12,10 +12,10 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from hpcfl.config.keys import PartitionOptions
 from hpcfl.data.partition_request import (
     BoolArray,
     IntArray,
-    PartitionOptions,
     Request,
     least_samples,
     refuse_client_size,

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from pydantic import Field
 
+from hpcfl.config.keys import PartitionOptions
 from hpcfl.data.partition_request import (
     IntArray,
-    PartitionOptions,
     Request,
     equal_size,
     least_samples,

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hpcfl.config.keys import PartitionOptions as PartitionOptions
 from hpcfl.errors import UserError
-from hpcfl.settings import Settings
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-
-class PartitionOptions(Settings):
-    """Options of a partition: the keys under `data.partition.*` beside the name."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
+from hpcfl.config.keys import PartitionOptions
+from hpcfl.config.own_code import run_own_file
 from hpcfl.data.partition_classes import (
     ClassesOptions,
     DominantOptions,
@@ -43,13 +45,9 @@ from hpcfl.data.partition_draws import (
     mixture_counts,
     pachinko_counts,
 )
-from hpcfl.data.partition_request import BoolArray, IntArray, PartitionOptions, Request, round_half_up
+from hpcfl.data.partition_request import BoolArray, IntArray, Request, round_half_up
 from hpcfl.errors import UserError
-from hpcfl.own_code import run_own_file
 from hpcfl.randomness import numpy_stream
-
-DEFAULT_CLIENTS = 10
-"""Number of clients where neither data.clients nor partition `given` says one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from hpcfl.config.own_code import run_own_file
 from hpcfl.data import torchvision_datasets
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
 from hpcfl.data.npz import as_labels, as_pixels, count_classes, read_npz
 from hpcfl.errors import UserError
-from hpcfl.own_code import run_own_file
 from hpcfl.randomness import numpy_stream
 
 Channels = tuple[float, ...]

@@ -6,8 +6,8 @@ Files whose names begin with an underscore hold code that several methods share.
 import importlib
 import pkgutil
 
+from hpcfl.config.own_code import run_own_file
 from hpcfl.methods.base import Context, Method, Params
-from hpcfl.own_code import run_own_file
 
 
 def _find(name: str) -> type[Method]:

@@ -19,32 +19,15 @@ from torch import Tensor, nn
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
+from hpcfl.config.keys import BufferPolicy, Params, TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
-from hpcfl.settings import Settings
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import BufferPolicy, TrainConfig
 
 State = Tensors
 """What a server or client keeps, by name."""
-
-
-class Params(Settings):
-    """A method's hyper-parameters: the keys under `method.*` beside the name."""
-
-    def in_use(self) -> dict[str, Any]:
-        """Return the keys that affect a run, with the values that the run uses.
-
-        Two runs that agree on these keys are the same run as far as the method is concerned. The result
-        leaves out `idle_keys` and fills in the defaults that depend on other keys.
-        """
-        return self.model_dump(mode="json", exclude=self.idle_keys())
-
-    def idle_keys(self) -> set[str]:
-        """Return the keys that have no effect, given the values of the other keys."""
-        return set()
 
 
 class Context:

@@ -16,11 +16,11 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 
 class FedRepParams(Params):

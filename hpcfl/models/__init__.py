@@ -2,11 +2,11 @@
 
 import torch
 
+from hpcfl.config.own_code import run_own_file
 from hpcfl.errors import UserError
 from hpcfl.machine import free_bytes
 from hpcfl.models.networks import ConvNet, ConvNetOptions, ImageShape, Mlp, Model, Network, NetworkOptions
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18
-from hpcfl.own_code import run_own_file
 from hpcfl.randomness import stream_seed
 
 MODELS: dict[str, Model] = {

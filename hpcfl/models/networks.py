@@ -12,14 +12,10 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PositiveInt, Strict
 from torch import Tensor, nn
 
-from hpcfl.settings import Settings
+from hpcfl.config.keys import NetworkOptions
 
 ImageShape = tuple[int, int, int]
 """Channels, height and width."""
-
-
-class NetworkOptions(Settings):
-    """A model's options: the keys under `model.*` beside the name."""
 
 
 class Network(nn.Module):

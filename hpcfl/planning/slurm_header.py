@@ -71,7 +71,7 @@ class SlurmHeader:
         threads = config.run.threads
         memory = MEMORY_MARGIN * max(estimate.server_memory, estimate.worker_memory) / threads
         options = [
-            f"--job-name={config.method}-{config.data.source}",
+            f"--job-name={config.method.name}-{config.data.source}",
             f"--ntasks={estimate.ranks}",
             f"--cpus-per-task={threads}",
             f"--mem-per-cpu={_up(memory / 2**20, MEMORY_STEP)}M",

@@ -90,22 +90,22 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
     has_detail = num_runs <= MOST_CONFIGURATIONS
     pictures = [
         Recorded(diagnostic, *found, is_newest=diagnostic.name not in run.history)
-        for diagnostic in METHODS[config.method].diagnostics
+        for diagnostic in METHODS[config.method.name].diagnostics
         if (found := run.recorded(diagnostic.name))
     ]
     layers = run.layers(max([axes_size(one.diagnostic.axes, one.values) for one in pictures], default=0))
     packed = packed_pictures(pictures, PICTURE_BYTES // num_runs)
     for one, shown in zip(pictures, packed, strict=True):
         entries, axis = one.diagnostic.entries, one.diagnostic.axes[-1]
-        shown["names"] = {"layer": layers} | ({axis: entries(config.params)} if entries else {})
+        shown["names"] = {"layer": layers} | ({axis: entries(config.method.options)} if entries else {})
     bands, warnings = _bands(run, metrics["round"][kept]), _warnings(run)
     # histories of many runs would not fit in memory together
     run.close()
     return {
         "label": label,
-        "method": config.method,
+        "method": config.method.name,
         "seed": config.run.seed,
-        "data": f"{config.data.source}, {config.partition}",
+        "data": f"{config.data.source}, {config.partition.name}",
         "done": run.done,
         "rounds": run.rounds,
         "isFinished": run.is_finished,

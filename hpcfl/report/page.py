@@ -74,6 +74,6 @@ def labels_of(runs: Sequence[Run]) -> list[str]:
         length += 1
     names = ["/".join(path[-length:]) for path in paths]
     return [
-        name if run.config.method in name else f"{run.config.method} ({name})"
+        name if run.config.method.name in name else f"{run.config.method.name} ({name})"
         for run, name in zip(runs, names, strict=True)
     ]

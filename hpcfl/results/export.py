@@ -73,7 +73,9 @@ def _export_one(
             parts = f"{parts}; there is no {SOURCE_NAME}: {error}"
     else:
         weights = models.tensors(client)
-        parts = f"parts that {models.config.method} combines by a rule of its own: there is no {SOURCE_NAME}"
+        parts = (
+            f"parts that {models.config.method.name} combines by a rule of its own: there is no {SOURCE_NAME}"
+        )
     if source is None:
         warnings.warn(f"{stem}: {parts}; its tensors are there all the same", stacklevel=2)
     recipe = _recipe(models, client, weights, parts, clients)

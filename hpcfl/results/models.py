@@ -56,10 +56,12 @@ class TrainedModels:
     @cached_property
     def method(self) -> Method:
         """The run's method; raises UserError where a part of it cannot be had."""
-        config, options = self.config, self.config.model_options
+        config, options = self.config, self.config.model.options
         if getattr(options, "weights", None) is not None:
             # the trained weights take the place of those in the file, which need not be here
-            config = replace(config, model_options=options.model_copy(update={"weights": None}))
+            config = replace(
+                config, model=replace(config.model, options=options.model_copy(update={"weights": None}))
+            )
         with warnings.catch_warnings():
             # the run has said it already
             warnings.simplefilter("ignore")
@@ -92,14 +94,14 @@ class TrainedModels:
         """
         if not self.is_network:
             raise UserError(
-                f"method.name={self.config.method} predicts by a rule of its own (predict) and does not say "
-                "it as a network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
+                f"method.name={self.config.method.name} predicts by a rule of its own (predict) and does not "
+                "say it as a network (as_module); use `hpcfl predict`, or the tensors of `hpcfl export`"
             )
         try:
             return self.method.as_module(self.saved(client)).eval()
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
-                f"{self.path} holds no model of method.name={self.config.method}: its parts do not fit "
+                f"{self.path} holds no model of method.name={self.config.method.name}: its parts do not fit "
                 f"({one_line(error)}); bring it back from a copy, or name the folder of another run"
             ) from error
 
@@ -196,7 +198,7 @@ class TrainedModels:
 
     def _global(self) -> Tensors:
         """Return the server's model; raise UserError where it has none for all clients."""
-        method, name = self.method, self.config.method
+        method, name = self.method, self.config.method.name
         theirs = f"take a client's, 0 to {self.num_clients - 1}, or all"
         if not method.traits.has_global_model:
             others = ", ".join(name for name, kind in METHODS.items() if kind.traits.has_global_model)

@@ -17,10 +17,11 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from hpcfl.config import ENVIRONMENT, Config, resolve
+from hpcfl.config import ENVIRONMENT, Config
+from hpcfl.config.own_code import OWN_KEYS, allow, digest
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
-from hpcfl.own_code import OWN_KEYS, allow, digest
+from hpcfl.registries import resolve
 from hpcfl.results.export import export
 from hpcfl.results.models import ClientName, Layout, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
@@ -310,7 +311,7 @@ def scored_when(config: Config) -> str:
     """Say when a run's models are scored: after the download, after training, or after fine-tuning."""
     if config.train.finetune_epochs:
         return "after fine-tuning"
-    return f"after {METHODS[config.method].traits.eval_after}"
+    return f"after {METHODS[config.method.name].traits.eval_after}"
 
 
 def _goes_together(checkpoint: LoadedCheckpoint) -> bool:

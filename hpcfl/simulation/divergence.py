@@ -80,7 +80,7 @@ class Divergence:
         self, config: Config, world: World, ledger: Ledger, progress: Progress, folder: RunFolder | None
     ) -> None:
         self._world, self._ledger, self._progress, self._folder = world, ledger, progress, folder
-        self._method, self._train, self._policy = config.method, config.train, config.run.on_divergence
+        self._method, self._train, self._policy = config.method.name, config.train, config.run.on_divergence
         self._told_of_scores = False
         self.saved = 0
         """The round of the newest checkpoint; 0 before there is one."""

@@ -116,7 +116,7 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
     if data.subset_fraction is not None:
         chosen = subset_fraction(len(arrays.y), data.subset_fraction, config.data_seed)
     parts = partition(
-        config.partition,
+        config.partition.name,
         arrays.y[chosen],
         arrays.num_classes,
         num_clients=data.clients,
@@ -124,7 +124,7 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
         test_fraction=data.test_fraction,
         val_fraction=data.val_fraction,
         seed=config.data_seed,
-        options=config.partition_options,
+        options=config.partition.options,
         owner=None if arrays.owner is None else arrays.owner[chosen],
         is_test=None if arrays.is_test is None else arrays.is_test[chosen],
     )
@@ -161,8 +161,8 @@ def method_of(config: Config, data: DataRecord) -> Method:
     num_samples = torch.tensor(data.num_samples)
     num_clients = len(num_samples) - config.data.num_unseen(len(num_samples))
     context = Context(
-        config.model,
-        config.model_options,
+        config.model.name,
+        config.model.options,
         data.image_shape,
         data.num_classes,
         num_samples[:num_clients],
@@ -170,7 +170,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
         config.run.seed,
         num_samples[num_clients:],
     )
-    return METHODS[config.method](context, config.params)
+    return METHODS[config.method.name](context, config.method.options)
 
 
 def build(config: Config, world: World) -> Experiment:

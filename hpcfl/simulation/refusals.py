@@ -94,8 +94,9 @@ def refuse_single_samples(config: Config, method: Method) -> None:
     client = int(num_samples.argmin())
     if num_samples[client] < method.context.fewest_samples:
         raise UserError(
-            f"model.name={config.model} cannot train on one sample, and client {client} has no more: give "
-            "clients more samples (data.per_client, or fewer data.clients), or use a model without BatchNorm"
+            f"model.name={config.model.name} cannot train on one sample, and client {client} has no more: "
+            "give clients more samples (data.per_client, or fewer data.clients), or use a model without "
+            "BatchNorm"
         )
 
 

@@ -91,7 +91,7 @@ class Saver:
         else:
             self._folder.save(
                 Snapshot(
-                    Header(self._config.method, done, self._config.yaml()),
+                    Header(self._config.method.name, done, self._config.yaml()),
                     LayoutRecord.of(self._method.layout),
                     self._federation.experiment.data,
                     server,

@@ -57,7 +57,7 @@ class RunFolder:
     def __init__(self, path: Path, config: Config) -> None:
         self.path = path
         clients = f"{config.data.clients or 'all its'} clients"
-        self.notes = [f"{config.method} on {config.data.source}, {clients}, in {path}"]
+        self.notes = [f"{config.method.name} on {config.data.source}, {clients}, in {path}"]
         """What the user is told at the start."""
         if started_by := job():
             self.notes.append(f"SLURM job {started_by}")
@@ -357,7 +357,7 @@ class RunFolder:
     def _grows(self, there: Mapping[str, Any]) -> bool:
         """Whether the run is asked for more rounds than before, and its method allows that."""
         before, rounds = there.get("train", {}).get("rounds"), self._config.train.rounds
-        can_grow = not METHODS[self._config.method].traits.uses_total_rounds
+        can_grow = not METHODS[self._config.method.name].traits.uses_total_rounds
         return can_grow and isinstance(before, int) and before < rounds
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

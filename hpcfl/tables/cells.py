@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpcfl.config import DEFAULT_SOURCE, Config, differences, flatten, lay_over, resolve
+from hpcfl.config import DEFAULT_SOURCE, Config, differences, flatten
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
+from hpcfl.registries import merge, resolve
 from hpcfl.results.run import Run
 from hpcfl.tables.file import ONLY, Outline, Pair, Row, read_outline
 from hpcfl.tables.schema import FigureEntry, HeatMapsEntry
@@ -140,7 +141,7 @@ class Table:
 
     def axes_of(self, quantity: str) -> tuple[str, ...]:
         """Return the axes of the first row's diagnostic of this name that has two or more; () without any."""
-        known = (axes_by_name(METHODS[cell.config.method].diagnostics) for cell in self.cells)
+        known = (axes_by_name(METHODS[cell.config.method.name].diagnostics) for cell in self.cells)
         axes = (by_name.get(quantity, ()) for by_name in known)
         return next((found for found in axes if len(found) > 1), ())
 
@@ -190,25 +191,25 @@ class Table:
         most_rounds: int | None,
     ) -> Config:
         try:
-            tree = lay_over({}, outline.configs[column])
+            tree = merge({}, outline.configs[column])
             run_group = tree.get("run")
             if isinstance(run_group, dict):
                 run_group.pop("seed", None)
             for layer in outline.layers:
                 for more in (layer.settings, layer.columns.get(column, {}), layer.rows.get(row.label, {})):
-                    tree = lay_over(tree, more)
+                    tree = merge(tree, more)
             if self.columns.index(column) in self.chosen_columns:
                 self._sources.add(_source(tree))
-            tree = lay_over(tree, overrides)
+            tree = merge(tree, overrides)
             run_group = tree.get("run")
             if isinstance(run_group, dict) and "seed" in run_group:
                 raise UserError(
                     f"run.seed={run_group['seed']}: the table's list of seeds sets it; leave it out"
                 )
-            config = resolve(lay_over(tree, [f"run.seed={seed}"]))
+            config = resolve(merge(tree, [f"run.seed={seed}"]))
             self._longest = max(self._longest, config.train.rounds)
             if most_rounds is not None and config.train.rounds > most_rounds:
-                config = resolve(lay_over(config.tree(), [f"train.rounds={most_rounds}"]))
+                config = resolve(merge(config.tree(), [f"train.rounds={most_rounds}"]))
             return config
         except UserError as error:
             raise UserError(f"{_place(row, column)}: {error}") from error
@@ -265,7 +266,7 @@ class Table:
             place = f"{self.path}, figure: quantity={drawing.quantity}"
             axes = self.axes_of(drawing.quantity)
             if not axes:
-                methods = [METHODS[cell.config.method] for cell in self.cells]
+                methods = [METHODS[cell.config.method.name] for cell in self.cells]
                 kept = dict.fromkeys(name for method in methods for name in axes_by_name(method.diagnostics))
                 known = _listed([name for name in kept if self.axes_of(name)])
                 raise UserError(
@@ -327,7 +328,7 @@ def _in_column(column: str) -> str:
 def _what_changes_results(config: Config) -> str:
     """Return a run's keys and values as text, without the keys that do not change the results of this run."""
     keys = config.result_keys()
-    keys |= {"data.seed": config.data_seed, "method": [config.method, config.params.in_use()]}
+    keys |= {"data.seed": config.data_seed, "method": [config.method.name, config.method.options.in_use()]}
     keys |= flatten({"comm": config.comm.in_use()})
     source = config.data.source
     # the first four change at most the last bits, the fifth only which rounds the best one is chosen from

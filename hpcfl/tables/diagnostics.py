@@ -38,7 +38,7 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
     unread: dict[int, Unread] = {}
     told = [cell for cell in table.cells if cell.folder in histories and histories[cell.folder].diagnostics]
     for cell, arrays, parts in dealt_cells(told, unread):
-        axes = axes_by_name(METHODS[cell.config.method].diagnostics)
+        axes = axes_by_name(METHODS[cell.config.method.name].diagnostics)
         in_training = parts[: len(parts) - cell.config.data.num_unseen(len(parts))]
         owned = class_table(arrays.y, in_training, arrays.num_classes) > 0
         common = owned.astype(np.int64) @ owned.T

@@ -49,7 +49,7 @@ def histories(table: Table) -> dict[Path, History]:
     wanted = [SUMMARISED, *(one.rounds for one in table.drawings if isinstance(one, HeatMapsEntry))]
     found = {}
     for cell in table.cells:
-        axes = axes_by_name(METHODS[cell.config.method].diagnostics)
+        axes = axes_by_name(METHODS[cell.config.method.name].diagnostics)
         if (by_client or axes) and (run := cell.finished_run):
             try:
                 history = _read(run, axes, wanted)

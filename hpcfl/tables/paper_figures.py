@@ -140,7 +140,7 @@ def sheets(
 def refuse_parts_not_there(table: Table, cell: Cell, method: Method) -> None:
     """Raise UserError if the figure names layers or a client that a cell's run does not have."""
     for drawing in table.drawings:
-        if isinstance(drawing, HeatMapsEntry) and _axes(cell.config.method, drawing) == table.axes_of(
+        if isinstance(drawing, HeatMapsEntry) and _axes(cell.config.method.name, drawing) == table.axes_of(
             drawing.quantity
         ):
             layers = [layer.name for layer in method.layers]
@@ -156,7 +156,7 @@ def _sheet(
     drawn: Drawn | None
     if isinstance(drawing, HeatMapsEntry):
         axes = table.axes_of(drawing.quantity)
-        known = [entry for entry in known if _axes(entry.config.method, drawing) == axes]
+        known = [entry for entry in known if _axes(entry.config.method.name, drawing) == axes]
         drawn, notes = _heat_maps(table, drawing, known, histories)
     elif isinstance(drawing, CurvesEntry):
         drawn = _curves(table, drawing, known, histories)

@@ -177,7 +177,7 @@ def _line(table: Table, entry: Entry) -> dict[str, object]:
     line: dict[str, object] = {
         "label": entry.row.label,
         "column": entry.column,
-        "method": config.method,
+        "method": config.method.name,
         "settings": settings(config),
         "accuracy_mean": entry.mean("accuracy_mean"),
         "accuracy_std_over_seeds": entry.deviation("accuracy_mean"),
@@ -202,8 +202,10 @@ def _line(table: Table, entry: Entry) -> dict[str, object]:
 
 def settings(config: Config) -> str:
     """Return a run's step size, and the hyper-parameters that are not its method's defaults."""
-    given = config.params.model_dump(mode="json", exclude_defaults=True)
-    own = [f"method.{name}={json.dumps(given[name])}" for name in config.params.in_use() if name in given]
+    given = config.method.options.model_dump(mode="json", exclude_defaults=True)
+    own = [
+        f"method.{name}={json.dumps(given[name])}" for name in config.method.options.in_use() if name in given
+    ]
     return " ".join([f"train.lr={config.train.lr:g}", *own])
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hpcfl.training.settings import LastBatch
+from hpcfl.config.keys import LastBatch
 
 
 @dataclass(frozen=True, slots=True)

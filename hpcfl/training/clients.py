@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hpcfl.communication.messages import Message
+from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
@@ -23,7 +24,6 @@ from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
 from hpcfl.training.scoring import BatchedScorer
-from hpcfl.training.settings import TrainConfig
 from hpcfl.training.sgd import Descent, Trained
 
 _Planned = tuple[list[int], list[Tensor]]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn.functional import cross_entropy
 
+from hpcfl.config.keys import Precision
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.forward import Forward, in_precision
 from hpcfl.training.losses import Loss, class_probabilities, cross_entropy_loss
-from hpcfl.training.settings import Precision
 
 EVALUATION_BATCH = 512
 

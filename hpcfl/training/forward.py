@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from hpcfl.config.keys import Precision
 from hpcfl.parameters import ParameterLayout, Tensors
-from hpcfl.training.settings import Precision
 
 
 def in_precision(precision: Precision, call: Callable[..., Tensor], *inputs: Any) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hpcfl.training.settings import TrainConfig
+from hpcfl.config.keys import TrainConfig
 
 
 class Trained(NamedTuple):

@@ -25,13 +25,13 @@ from hpcfl import __version__
 from hpcfl.commands.arguments import RunOptions, command_line, parse_run
 from hpcfl.commands.summary import next_command
 from hpcfl.communication.codecs import CODECS
-from hpcfl.config import load_config
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
+from hpcfl.registries import load_config
 from hpcfl.storage.lock import FolderLock
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
@@ -400,7 +400,7 @@ def test_the_suggested_command_keeps_the_setting_and_drops_the_folder(
     config = load_config(options.config, options.overrides)
     assert next_command(options, config, ranks) == suggested
     again = parse_run(shlex.split(suggested.partition("hpcfl.main ")[2]), None)
-    assert load_config(again.config, again.overrides).method != config.method
+    assert load_config(again.config, again.overrides).method != config.method.name
 
 
 def test_what_a_user_sees_on_a_terminal(tmp_path: Path) -> None:

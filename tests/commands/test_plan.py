@@ -16,13 +16,13 @@ from harness import Run
 from processes import REPOSITORY, Mpirun
 
 from hpcfl.communication.network import Load, Network, bytes_at_rank_0
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, Phase, dry_run
 from hpcfl.planning.estimate import Planner
 from hpcfl.planning.slurm_header import SlurmHeader
+from hpcfl.registries import load_config
 from hpcfl.simulation import refusals
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import load_data, make_method
@@ -67,7 +67,7 @@ def test_the_table_of_clients_adds_up(
 ) -> None:
     lines = planned(capsys, *words)
     config = load_config(None, words)
-    assert lines[0] == f"{config.partition} partition of digits: samples of each class"
+    assert lines[0] == f"{config.partition.name} partition of digits: samples of each class"
     assert lines[1].split() == ["client", *map(str, range(10)), "train", "val", "test"]
     rows = np.array([numbers(line) for line in lines[2 : 2 + config.data.clients]])
     assert [line.split()[0] for line in lines[2 : 2 + config.data.clients]] == [

@@ -20,10 +20,10 @@ from hpcfl.communication import channel as channel_module
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import UNSENT, Codec, Frame, Unsent, UploadCoding, codec_of
 from hpcfl.communication.messages import BUFFERS, Cohort, Message, Piece
-from hpcfl.communication.settings import CommConfig
 from hpcfl.communication.traffic import INDEX_BYTES, Traffic, count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
+from hpcfl.config.keys import CommConfig
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA
@@ -168,7 +168,7 @@ def test_a_layer_with_a_number_that_is_none_arrives_as_none_by_int8(bad: float) 
 
 
 def test_topk_sends_the_largest_of_each_layer_and_keeps_the_rest() -> None:
-    link = wire("topk", keep=0.5)
+    link = wire("topk", topk_ratio=0.5)
     received = theta([1.0] * P)
     # differences 3, -1, 2 | 1, -1 (a tie) | 0, 4, 0.5, -5: two, one and two of them
     trained = theta([4.0, 0.0, 3.0, 2.0, 0.0, 1.0, 5.0, 1.5, -4.0])
@@ -185,7 +185,7 @@ def test_topk_sends_the_largest_of_each_layer_and_keeps_the_rest() -> None:
 
 
 def test_topk_without_memory_forgets_what_it_did_not_send() -> None:
-    link = wire("topk", keep=0.5, memory=False)
+    link = wire("topk", topk_ratio=0.5, error_feedback=False)
     received = theta([1.0] * P)
     trained = theta([4.0, 0.0, 3.0, 2.0, 0.0, 1.0, 5.0, 1.5, -4.0])
     assert link.up(trained, received).rows["theta"].tolist() == [
@@ -216,13 +216,13 @@ def test_topk_sends_what_has_no_counterpart_as_it_is() -> None:
 
 @pytest.mark.parametrize(("share", "sent"), [(1.0, 9), (0.5, 5), (0.34, 5), (1 / 3, 4), (0.01, 3)])
 def test_topk_sends_at_least_its_share_of_each_layer(share: float, sent: int) -> None:
-    arrived = wire("topk", keep=share).up(theta([*range(1, 10)]), theta([0.0] * P))
+    arrived = wire("topk", topk_ratio=share).up(theta([*range(1, 10)]), theta([0.0] * P))
     assert arrived.rows["theta"].count_nonzero() == sent
     assert bytes_of(arrived).indices.tolist() == [4 * sent]
 
 
 def test_topk_takes_its_share_as_it_is_written() -> None:
-    codec = codec_of(CommConfig(codec="topk", keep=0.07), "up")
+    codec = codec_of(CommConfig(codec="topk", topk_ratio=0.07), "up")
     layers = (Layer("a", 0, 100, 0, 0),)
     known = torch.ones(1, 1, dtype=torch.bool)
     frame = Frame("theta", (100,), torch.float32, 1, (100,), True, known=known)
@@ -259,7 +259,7 @@ def test_layers_that_a_client_did_not_receive_travel_whole_by_topk() -> None:
     """As with HeurpFedLA, whose clients keep a layer and upload all."""
     received = theta([1.0] * P, [1.0] * P, theta=torch.tensor([[True, False, True], [True, True, True]]))
     trained = theta([*range(2, 11)], [*range(2, 11)])
-    link = wire("topk", 2, keep=0.25)
+    link = wire("topk", 2, topk_ratio=0.25)
     link.state[f"{UNSENT}theta"] = torch.full((2, P), 0.5)
     arrived = link.up(trained, received)
     assert arrived.rows["theta"].tolist() == [
@@ -293,7 +293,7 @@ def test_none_is_no_codec_and_directions_choose() -> None:
 
 @pytest.mark.parametrize("share", [0.1, 0.5])
 def test_what_was_sent_and_what_is_left_are_all_differences(share: float) -> None:
-    link = wire("topk", 4, keep=share)
+    link = wire("topk", 4, topk_ratio=share)
     sent, wanted = torch.zeros(4, P), torch.zeros(4, P)
     for number in range(50):
         base, trained = random(4, P, seed=2 * number), random(4, P, seed=2 * number + 1)
@@ -414,7 +414,7 @@ def test_clients_are_scored_with_what_they_would_receive(tmp_path: Path) -> None
 
 
 def test_clients_keep_what_topk_left_out_in_checkpoints(tmp_path: Path) -> None:
-    keys = [*SMALL, "method.name=fedavg", "comm.codec=topk", "comm.keep=0.01"]
+    keys = [*SMALL, "method.name=fedavg", "comm.codec=topk", "comm.topk_ratio=0.01"]
     assert run_here(tmp_path, [*keys, "train.participation=0.5", "train.rounds=1"]) == 0
     with h5py.File(tmp_path / "checkpoint.h5", "r", locking=False) as file:
         unsent = torch.from_numpy(file["clients/comm.unsent/theta"][()])
@@ -434,8 +434,8 @@ def test_codecs_come_closer_to_no_codec_the_more_they_send() -> None:
     assert distance("comm.codec=none") == 0
     assert 0 < distance("comm.codec=float16") < 0.05
     assert 0 < distance("comm.codec=int8", "comm.directions=up") < 0.05
-    shares = [distance("comm.codec=topk", f"comm.keep={share}") for share in (0.01, 0.1, 0.5)]
+    shares = [distance("comm.codec=topk", f"comm.topk_ratio={share}") for share in (0.01, 0.1, 0.5)]
     assert 1 > shares[0] > shares[1] > shares[2] > 0
-    assert distance("comm.codec=topk", "comm.keep=1") < 1e-6
-    assert distance("comm.codec=topk", "comm.memory=true") == shares[1]
-    assert distance("comm.codec=topk", "comm.memory=false") != shares[1]
+    assert distance("comm.codec=topk", "comm.topk_ratio=1") < 1e-6
+    assert distance("comm.codec=topk", "comm.error_feedback=true") == shares[1]
+    assert distance("comm.codec=topk", "comm.error_feedback=false") != shares[1]

@@ -9,17 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcfl.config import (
-    RESULT_NEUTRAL,
-    Config,
-    differences,
-    flatten,
-    load_config,
-    resolve,
-)
+from hpcfl.config import RESULT_NEUTRAL, Config, differences, flatten
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
-from hpcfl.training.settings import TrainConfig
+from hpcfl.registries import load_config, resolve
 
 
 def write(path: Path, text: str) -> Path:
@@ -36,13 +30,13 @@ def refusal(path: Path | None = None, *overrides: str) -> str:
 
 def test_nothing_given_is_pfedla_on_digits() -> None:
     config = load_config(None, [])
-    assert (config.method, config.data.source, config.partition, config.model) == (
+    assert (config.method.name, config.data.source, config.partition.name, config.model.name) == (
         "pfedla",
         "digits",
         "classes",
         "digits_cnn",
     )
-    assert load_config(None, ["data.source=mnist"]).model == "lenet"
+    assert load_config(None, ["data.source=mnist"]).model.name == "lenet"
 
 
 def test_values_have_the_types_of_their_keys() -> None:
@@ -61,12 +55,12 @@ def test_values_have_the_types_of_their_keys() -> None:
     )
     assert config.train.lr == 0.001
     assert config.train.rounds == 7
-    assert config.model_options.model_dump() == {"batchnorm": True}
+    assert config.model.options.model_dump() == {"batchnorm": True}
     assert config.data.per_client is None
     assert config.data.seed is None
     assert config.data.normalise == [[0.5], [0.25]]
     assert config.data.root == "~/sets"
-    assert config.params.model_dump()["hypernetwork_lr"] == 1.0
+    assert config.method.options.model_dump()["hypernetwork_lr"] == 1.0
 
 
 def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
@@ -75,7 +69,7 @@ def test_overrides_win_over_the_file_and_the_last_one_wins(tmp_path: Path) -> No
     )
     config = load_config(file, ["train.rounds=6", "train.rounds=7"])
     assert (config.train.rounds, config.train.lr) == (7, 0.01)
-    assert config.partition_options.model_dump() == {"classes_per_client": 2}
+    assert config.partition.options.model_dump() == {"classes_per_client": 2}
 
 
 def test_a_group_left_empty_in_yaml_has_its_defaults(tmp_path: Path) -> None:
@@ -91,17 +85,17 @@ def test_naming_another_method_or_partition_is_enough(tmp_path: Path) -> None:
         "data: {partition: {name: dirichlet, beta: 0.1}}\ntrain: {rounds: 3}\n",
     )
     fedavg = load_config(file, ["method.name=fedavg", "data.partition.name=iid"])
-    assert (fedavg.method, fedavg.partition, fedavg.train.rounds) == ("fedavg", "iid", 3)
-    pfedla = load_config(file, ["method.name=pfedla", "method.hidden=9"]).params.model_dump()
+    assert (fedavg.method.name, fedavg.partition.name, fedavg.train.rounds) == ("fedavg", "iid", 3)
+    pfedla = load_config(file, ["method.name=pfedla", "method.hidden=9"]).method.options.model_dump()
     assert (pfedla["embedding"], pfedla["hidden"], "k" in pfedla) == (7, 9, False)
-    assert load_config(file, ["method.name=heurpfedla"]).params.model_dump()["k"] == 2
+    assert load_config(file, ["method.name=heurpfedla"]).method.options.model_dump()["k"] == 2
     assert "method.k" in refusal(None, "method.name=fedavg", "method.k=2")
 
 
 def test_naming_another_model_is_enough(tmp_path: Path) -> None:
     def options(file: Path, *overrides: str) -> tuple[str, dict[str, Any]]:
         config = load_config(file, overrides)
-        return config.model, config.model_options.model_dump()
+        return config.model.name, config.model.options.model_dump()
 
     unnamed = write(tmp_path / "a.yaml", "model: {batchnorm: true}\n")
     assert options(unnamed) == ("digits_cnn", {"batchnorm": True})
@@ -127,14 +121,14 @@ def test_the_number_of_clients_is_ten_unless_the_source_brings_its_own(tmp_path:
 
 def test_a_source_names_its_default_partition(tmp_path: Path) -> None:
     writers = ["data.source=femnist", "data.path=x"]
-    assert load_config(None, writers).partition == "given"
+    assert load_config(None, writers).partition.name == "given"
     pooled = load_config(None, [*writers, "data.partition.name=iid"])
-    assert (pooled.partition, pooled.data.clients) == ("iid", 10)
+    assert (pooled.partition.name, pooled.data.clients) == ("iid", 10)
     file = write(tmp_path / "a.yaml", "data: {source: femnist, path: x, partition: {}}\n")
-    assert load_config(file, ["data.partition.name=classes"]).partition == "classes"
+    assert load_config(file, ["data.partition.name=classes"]).partition.name == "classes"
     # options under no name are those of the source's default, and go when another is named
     digits = write(tmp_path / "b.yaml", "data: {partition: {classes_per_client: 2}}\n")
-    assert load_config(digits, ["data.partition.name=given"]).partition == "given"
+    assert load_config(digits, ["data.partition.name=given"]).partition.name == "given"
     assert "data.partition.classes_per_client=2" in refusal(digits, *writers)
 
 
@@ -280,16 +274,16 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ),
         ("comm=int8", "comm='int8' must be a group of keys, such as comm.codec=..."),
         (
-            "comm.keep=1.5",
-            "comm.keep=1.5 is not possible; allowed: a number or null > 0 and <= 1 (default: null)",
+            "comm.topk_ratio=1.5",
+            "comm.topk_ratio=1.5 is not possible; allowed: a number or null > 0 and <= 1 (default: null)",
         ),
         (
-            "comm.keep=0.1",
-            "comm.keep=0.1 is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
+            "comm.topk_ratio=0.1",
+            "comm.topk_ratio=0.1 is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
         ),
         (
-            "comm.memory=false",
-            "comm.memory=false is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
+            "comm.error_feedback=false",
+            "comm.error_feedback=false is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
         ),
         ("comm.directions=up", "comm.directions=up needs a codec: set comm.codec=float16, int8 or topk, or"),
         ("data.path=a.npz", "data.path=a.npz is only for data.source=npz or femnist or pfllib, not digits"),
@@ -381,3 +375,10 @@ def test_resolve_leaves_its_argument_alone() -> None:
     tree = {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
     resolve(tree)
     assert tree == {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("comm.keep", "comm.topk_ratio"), ("comm.memory", "comm.error_feedback")]
+)
+def test_an_old_name_of_a_key_is_refused_with_the_new_one(old: str, new: str) -> None:
+    assert refusal(None, "comm.codec=topk", f"{old}=0.5") == f"{old} is now called {new}; write {new}=0.5"

@@ -16,12 +16,13 @@ import pytest
 import yaml
 from processes import REPOSITORY
 
-from hpcfl.config import Config, flatten, load_config
+from hpcfl.config import Config, flatten
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import SOURCES, Arrays
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
+from hpcfl.registries import load_config
 from hpcfl.simulation.experiment import deal, make_method
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.writing import settings
@@ -133,7 +134,7 @@ def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None
     config = load(name)
     arrays = pool(config)
     parts = deal(config, arrays)
-    assert config.method == Path(name).parent.name
+    assert config.method.name == Path(name).parent.name
     assert (len(parts), config.train.cohort_size(len(parts))) == (num_clients, cohort_size)
     if classes_per_client is not None:
         assert set((class_table(arrays.y, parts, arrays.num_classes) > 0).sum(axis=1)) == {classes_per_client}
@@ -141,7 +142,7 @@ def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None
     assert test / (train + val + test) == pytest.approx(config.data.test_fraction, rel=0.02)
     assert val / (train + val) == pytest.approx(config.data.val_fraction, rel=0.01)
     # torchvision's take seconds
-    if not isinstance(MODELS[config.model], TorchvisionNet):
+    if not isinstance(MODELS[config.model.name], TorchvisionNet):
         assert make_method(config, arrays, parts).context.num_clients == num_clients
 
 
@@ -163,7 +164,7 @@ def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name:
 
 def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
     cells = Table(FOLDER / "tables" / "baselines.yaml", [], None).cells
-    assert {cell.config.method for cell in cells} == set(METHODS)
+    assert {cell.config.method.name for cell in cells} == set(METHODS)
     assert {cell.config.run.seed for cell in cells} == {0, 1, 2}
     assert len({cell.folder for cell in cells}) == len(cells)
     arrays = pool(cells[0].config)
@@ -181,7 +182,7 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
     baselines, tuning = (Table(FOLDER / "tables" / f"{name}.yaml", [], None) for name in names)
 
     def choices(cell: Cell) -> tuple[object, ...]:
-        return cell.config.method, cell.config.params, cell.config.train.lr
+        return cell.config.method.name, cell.config.method.options, cell.config.train.lr
 
     tried = [choices(cell) for cell in tuning.cells]
     for cell in tuning.cells:
@@ -192,7 +193,7 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
         assert cell.config.data.val_fraction == 0
         method, params, lr = choices(cell)
         if baselines.tuned[cell.row] is None:
-            assert (params, lr) == (METHODS[cell.config.method].Params(), 0.05)
+            assert (params, lr) == (METHODS[cell.config.method.name].Params(), 0.05)
         else:
             assert (method, params, lr) in tried
             assert len([name for name, *_ in tried if name == method]) > 1
@@ -215,14 +216,21 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
 def test_what_an_evening_s_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
     table, tried = (Table(FOLDER / "tables" / f"{one}.yaml", [], None) for one in (name, tuning))
     assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
-    known = {(cell.config.method, str(cell.config.params), cell.config.train.lr) for cell in tried.cells}
+    known = {
+        (cell.config.method.name, str(cell.config.method.options), cell.config.train.lr)
+        for cell in tried.cells
+    }
     for cell in table.cells:
         text = table.rows[cell.row].tuned or "none"
         of_another_column = (
             text.startswith("with Dirichlet") and "Dirichlet" not in table.columns[cell.column]
         )
         if not text.startswith("none") and not of_another_column:
-            assert (cell.config.method, str(cell.config.params), cell.config.train.lr) in known, cell.place
+            assert (
+                cell.config.method.name,
+                str(cell.config.method.options),
+                cell.config.train.lr,
+            ) in known, cell.place
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -260,7 +268,7 @@ def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
             arrays = pool(cell.config)
             of_column[cell.column] = arrays, deal(cell.config, arrays)
         # torchvision's take seconds
-        if not isinstance(MODELS[cell.config.model], TorchvisionNet):
+        if not isinstance(MODELS[cell.config.model.name], TorchvisionNet):
             make_method(cell.config, *of_column[cell.column])
 
 
@@ -351,7 +359,7 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
     for line in kept:
         cell = of_table[line["label"], line["column"]]
         config = cell.config
-        assert line["method"] == config.method
+        assert line["method"] == config.method.name
         # a line may name what has become a default since
         used, said = flatten(config.tree()), named(line["settings"])
         assert said == {key: used[key] for key in said}

@@ -7,17 +7,17 @@ import re
 import pytest
 import yaml
 
-from hpcfl.config import flatten, load_config
-from hpcfl.config.choices import CHOICES
-from hpcfl.config.reference import _first_sentence, about, citation, keys
-from hpcfl.config.schema import DataConfig
-from hpcfl.data.partitions import DEFAULT_CLIENTS
+from hpcfl.commands.reference import _first_sentence, about, citation, keys
+from hpcfl.config import flatten
+from hpcfl.config.keys import DataConfig
+from hpcfl.config.load import DEFAULT_CLIENTS
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
+from hpcfl.registries import REGISTRIES, load_config
 
 KEYS = keys()
-CHOOSERS = {f"{group}.{key}" for group in CHOICES for key in ("name", "path")} | {"data.reader"}
+CHOOSERS = {f"{group}.{key}" for group in REGISTRIES.by_group for key in ("name", "path")} | {"data.reader"}
 UNCITED = {"fedavg_ft", "local"}
 """Methods that no paper defines."""
 
@@ -31,19 +31,20 @@ def test_every_key_has_a_meaning_in_words() -> None:
         assert "typing." not in key.kind, key
 
 
-@pytest.mark.parametrize("prefix", CHOICES)
+@pytest.mark.parametrize("prefix", REGISTRIES.by_group)
 def test_every_key_of_every_configuration_is_there(prefix: str) -> None:
-    for name in CHOICES[prefix].known:
+    for name in REGISTRIES.by_group[prefix].known:
         tree = load_config(None, [f"{prefix}.name={name}"]).tree()
         documented = {key.name for key in KEYS if key.group in (*tree, f"{prefix}.{name}")}
-        of_others = tuple(f"{other}." for other in CHOICES if other != prefix)
+        of_others = tuple(f"{other}." for other in REGISTRIES.by_group if other != prefix)
         assert [key for key in flatten(tree) if key not in documented and not key.startswith(of_others)] == []
 
 
 @pytest.mark.parametrize("group", dict.fromkeys(key.group for key in KEYS))
 def test_the_documented_default_is_the_real_one(group: str) -> None:
     prefix, _, name = group.rpartition(".")
-    real = flatten(load_config(None, [f"{prefix}.name={name}"] if prefix in CHOICES else []).tree())
+    words = [f"{prefix}.name={name}"] if prefix in REGISTRIES.by_group else []
+    real = flatten(load_config(None, words).tree())
     for key in KEYS:
         if key.group != group or key.name in CHOOSERS or key.name == "data.clients":
             continue

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcfl.config import load_config
 from hpcfl.data.sources import Arrays, fetch, load_arrays
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
+from hpcfl.registries import load_config
 
 Fields = dict[str, Any]
 
@@ -373,5 +373,5 @@ def test_a_run_trains_and_scores_the_clients_of_the_files(source: str, tmp_path:
     out = tmp_path / "run"
     settings = [f"data.source={source}", f"data.path={files}", "method.name=fedavg", "train.rounds=1"]
     assert main([*settings, "model.name=lenet", "run.device=cpu", "--quiet", "--out", str(out)]) == FINISHED
-    assert load_config(out / "config.yaml", []).partition == "given"
+    assert load_config(out / "config.yaml", []).partition.name == "given"
     assert len((out / "clients.csv").read_text().splitlines()) == 1 + 3

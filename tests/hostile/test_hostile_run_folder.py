@@ -182,7 +182,7 @@ def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
     other.write_text(METHOD + "# other\n")
     assert main([*commands[0], "--own-code", str(other)]) == BAD_INPUT
     assert not Path("created").exists()
-    assert load_run(with_own_code, own_code=[own]).config.method == "own"
+    assert load_run(with_own_code, own_code=[own]).config.method.name == "own"
     assert Path("created").exists()
 
 
@@ -202,7 +202,7 @@ def test_naming_own_code_lets_it_run(
         assert main(["doctor", config, "--own-code", own, "train.rounds=0"]) == BAD_INPUT
         assert "train.rounds=0 is not possible" in capsys.readouterr().err
     else:
-        assert load_run(with_own_code, own_code=own).config.method == "own"
+        assert load_run(with_own_code, own_code=own).config.method.name == "own"
     assert Path("created").exists()
 
 

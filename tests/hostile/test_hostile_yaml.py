@@ -11,9 +11,9 @@ import pytest
 import yaml
 from mutations import Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, MOST_CHARACTERS, UserError, for_terminal
 from hpcfl.main import main
+from hpcfl.registries import load_config
 from hpcfl.tables.cells import Table
 
 CONFIG = load_config(None, ["data.clients=3", "method.name=pfedla"]).tree() | {

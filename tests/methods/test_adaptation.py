@@ -100,7 +100,7 @@ def hessian_times(run: Run, direction: Tensor, theta: Tensor, x: Tensor, y: Tens
 
 def meta_trained(run: Run, client: int, round: int, theta: Tensor, statistics: Tensor) -> Tensor:
     """Return one client's model after a round of Algorithm 1; statistics [U] move."""
-    train, params = run.config.train, run.config.params
+    train, params = run.config.train, run.config.method.options
     w = theta.clone()
     optimiser = torch.optim.SGD(
         [w], train.lr * train.lr_decay**round, momentum=train.momentum, weight_decay=train.weight_decay
@@ -150,7 +150,7 @@ def test_rounds_of_per_fedavg_by_hand(variant: str, keys: tuple[str, ...]) -> No
     if BUFFERS in run.server:
         torch.testing.assert_close(run.server[BUFFERS], statistics, rtol=0, atol=1e-9)
     assert run.clients == {}
-    assert run.config.params.delta == 0.001
+    assert run.config.method.options.delta == 0.001
 
 
 @pytest.mark.usefixtures("double")
@@ -272,7 +272,7 @@ class SlowTwin:
     run: Run
 
     def __post_init__(self) -> None:
-        self.params, method = self.run.config.params, self.run.method
+        self.params, method = self.run.config.method.options, self.run.method
         self.top = method.layers[-self.params.adaptive_layers].start
         self.shared = method.context.initial_parameters()
         self.statistics = method.initial_buffers()

@@ -128,7 +128,7 @@ def test_a_strong_pull_of_fedprox_keeps_clients_near_the_received_model() -> Non
 
 def mean_of_scaffold(run: Run, clients: Sequence[int], rows: Tensor) -> Tensor:
     """Return the mean of rows [S, ...] of some clients, by samples or uniform."""
-    by_samples = run.config.params.weights == "samples"
+    by_samples = run.config.method.options.weights == "samples"
     return mean_by_samples(run, clients, rows) if by_samples else rows.mean(dim=0)
 
 
@@ -154,7 +154,7 @@ def scaffold_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             statistics.append(kept)
             counts.append(len(gradients))
         assert len(set(counts)) > 1
-        global_lr = run.config.params.global_lr
+        global_lr = run.config.method.options.global_lr
         theta = theta + global_lr * mean_of_scaffold(run, clients, torch.stack(models) - theta)
         buffers = mean_by_samples(run, clients, torch.stack(statistics))
         own, c = new, mean_of_scaffold(run, range(run.num_clients), new)
@@ -295,7 +295,7 @@ def test_moon_is_fedavg_for_as_long_as_every_client_takes_part_for_the_first_tim
 @pytest.mark.usefixtures("double")
 def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     run = Run(*SOME, "method.name=moon", *keys)
-    layout, params = run.method.layout, run.config.params
+    layout, params = run.method.layout, run.config.method.options
     theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers(range(4))
     previous: dict[int, tuple[Tensor, Tensor]] = {}
     for number in range(3):

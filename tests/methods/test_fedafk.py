@@ -288,7 +288,7 @@ class SlowTwin:
     """FedAFK with torch modules and torch's SGD; each module looks after its running statistics."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.params, self.train = run, run.config.params, run.config.train
+        self.run, self.params, self.train = run, run.config.method.options, run.config.train
         context = run.method.context
         self.local = [copy.deepcopy(context.network).train() for _ in range(run.num_clients)]
         self.shared = copy.deepcopy(context.network).train()
@@ -400,7 +400,7 @@ def test_rounds_equal_a_slow_twin_of_modules(keys: tuple[str, ...]) -> None:
     torch.testing.assert_close(evaluated["theta"], torch.stack([end[0] for end in ends]), rtol=0, atol=1e-9)
     torch.testing.assert_close(evaluated["buffers"], torch.stack([end[1] for end in ends]), rtol=0, atol=1e-9)
     torch.testing.assert_close(run.clients["coefficient"], torch.stack(twin.coefficient), rtol=0, atol=1e-9)
-    if run.config.params.mixing:
+    if run.config.method.options.mixing:
         assert (run.clients["coefficient"] - 0.5).abs().min() > 1e-3
 
 

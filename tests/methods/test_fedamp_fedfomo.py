@@ -20,6 +20,7 @@ from torch_twins import batches_of, network_with
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import Context, fedamp, fedfomo
 from hpcfl.methods.fedamp import FedAMP, _squared_distances
@@ -30,7 +31,6 @@ from hpcfl.randomness import torch_stream
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.batches import minibatches
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 FEDAMP, FEDFOMO = "method.name=fedamp", "method.name=fedfomo"
 MLP = ("model.name=mlp", "model.hidden=[16]")

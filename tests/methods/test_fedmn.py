@@ -21,7 +21,6 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods.base import State
@@ -29,6 +28,7 @@ from hpcfl.methods.fedmn import FedMN
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
 from hpcfl.randomness import torch_stream
+from hpcfl.registries import load_config
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import build
 from hpcfl.training.clients import Clients

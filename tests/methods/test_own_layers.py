@@ -19,14 +19,14 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import BAD_INPUT, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Context, Params
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.models import MODELS
+from hpcfl.registries import load_config
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 ROUNDS = 3
 DIGITS_CNN, HEAD, BATCHNORM = 13_706, 650, 96
@@ -384,7 +384,7 @@ class FedRoDTwin:
     """FedRoD with torch's SGD and modules of their own for g, p_i and H."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.is_hyper = run, run.config.params.hyper_head
+        self.run, self.is_hyper = run, run.config.method.options.hyper_head
         start = run.driver.initial_server()
         self.theta, self.buffers, self.psi = start["theta"], start["buffers"], start.get("hypernetwork")
         head = run.method.context.initial_parameters()[numbers(run, in_head)]
@@ -394,7 +394,7 @@ class FedRoDTwin:
         """Return what makes a client's personal head: the head itself, or H."""
         if self.psi is None:
             return loaded(nn.Linear(64, 10), self.heads[client])
-        hidden = self.run.config.params.hidden
+        hidden = self.run.config.method.options.hidden
         return loaded(nn.Sequential(nn.Linear(10, hidden), nn.ReLU(), nn.Linear(hidden, HEAD)), self.psi)
 
     def personal_logits(self, client: int, module: nn.Module, features: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
@@ -26,7 +27,6 @@ from hpcfl.models import NetworkOptions
 from hpcfl.models.generators import Generator, Gradients
 from hpcfl.simulation.driver import Driver
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 OURS = "method.name=pfedhn"
 SMALL_ONE = ("model.name=mlp", "model.hidden=[]", "method.hidden=8", "method.hidden_layers=1")

@@ -460,7 +460,7 @@ class SlowTwin:
     """pFedLA with a torch module a client and autograd through the mixed models; running statistics local."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.params, self.train = run, run.config.params, run.config.train
+        self.run, self.params, self.train = run, run.config.method.options, run.config.train
         start = run.driver.initial_server()
         self.networks = [copy.deepcopy(run.method.context.network).train() for _ in range(run.num_clients)]
         for network, theta in zip(self.networks, start["theta"], strict=True):

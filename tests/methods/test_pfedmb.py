@@ -19,12 +19,12 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
 from hpcfl.randomness import torch_stream
+from hpcfl.registries import load_config
 from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.experiment import build
 from hpcfl.torchvision_parts import torchvision_part
@@ -173,7 +173,7 @@ class SlowTwin:
     """pFedMB with torch's SGD and autograd through the explicit sum over branches; no BatchNorm."""
 
     def __init__(self, run: Run) -> None:
-        self.run, self.params, self.train = run, run.config.params, run.config.train
+        self.run, self.params, self.train = run, run.config.method.options, run.config.train
         self.branches = run.driver.initial_server()["branches"]
         rows = 1 if self.params.shared_alpha else LAYERS
         start = 0.0 if self.params.constraint == "softmax" else 1 / self.params.branches
@@ -259,7 +259,7 @@ def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str,
     torch.testing.assert_close(run.clients[run.method.kept], kept, rtol=0, atol=1e-9)
     mixed = torch.stack([twin.mixed(kept[client], twin.branches) for client in range(4)])
     torch.testing.assert_close(run.evaluated()["theta"], mixed, rtol=0, atol=1e-9)
-    assert (alpha_of(run) - 1 / run.config.params.branches).abs().max() > 0.01
+    assert (alpha_of(run) - 1 / run.config.method.options.branches).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("batchnorm", ["false", "true"])

@@ -21,13 +21,13 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.data.sources import load_arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.clustered_fl import bipartition, cross_similarity
 from hpcfl.methods.fedem import FedEM
 from hpcfl.randomness import torch_stream
+from hpcfl.registries import load_config
 from hpcfl.simulation.experiment import build
 from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training.batches import minibatches
@@ -579,7 +579,7 @@ class SlowTwin:
     def __init__(self, run: Run) -> None:
         self.run, self.train = run, run.config.train
         start = run.driver.initial_server()
-        self.count = run.config.params.components
+        self.count = run.config.method.options.components
         self.theta = start["theta"]
         self.statistics = start.get(BUFFERS, torch.empty(self.count, 0))
         self.weights = [torch.full((self.count,), 1 / self.count) for _ in range(run.num_clients)]

@@ -11,7 +11,8 @@ import yaml
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.config import ENVIRONMENT, load_config
+from hpcfl.config import ENVIRONMENT
+from hpcfl.registries import load_config
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.ledger import Ledger, write_partition
 from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, Rows, Snapshot
@@ -67,7 +68,7 @@ def make_run(
     ledger.append_files(folder)
     CheckpointStore(folder).save(
         Snapshot(
-            Header(config.method, rounds, config.yaml()),
+            Header(config.method.name, rounds, config.yaml()),
             LayoutRecord((), ()),
             DataRecord((1, 8, 8), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
             {},

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcfl.config import load_config
 from hpcfl.errors import UserError
+from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.storage.ledger import METRICS, WHOLE_NUMBERS
 from hpcfl.storage.lock import FolderLock

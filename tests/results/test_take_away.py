@@ -21,10 +21,10 @@ from bits import CODED, MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tin
 from processes import clean_environment
 
 import hpcfl
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
+from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.simulation.experiment import load_data
 from hpcfl.storage.checkpoint import CheckpointStore

@@ -26,8 +26,8 @@ from bits import (
 from torch import Tensor
 
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.methods import METHODS
+from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.simulation.experiment import build, load_data, make_method
 

@@ -14,11 +14,11 @@ from marked_device import DEVICE, marked_device
 from processes import Mpirun
 
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.data.shard import Shard
 from hpcfl.errors import OUT_OF_MEMORY
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.registries import load_config
 from hpcfl.simulation.device_memory import VECTORS, bytes_of_client, clients_at_once, state_device
 from hpcfl.simulation.experiment import build, load_data, make_method
 from hpcfl.training.engines import BatchedEngine, LoopEngine

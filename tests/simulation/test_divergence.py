@@ -15,6 +15,7 @@ from harness import make_network, make_place
 from processes import Mpirun
 
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import DIVERGED, FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
@@ -23,7 +24,6 @@ from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_ex
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.loop import Simulation
 from hpcfl.training.clients import Clients
-from hpcfl.training.settings import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 

@@ -13,7 +13,7 @@ import torch
 from bits import method_settings, tiny_settings, write_digits
 
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
+from hpcfl.registries import load_config
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress

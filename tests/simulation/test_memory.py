@@ -9,7 +9,7 @@ import numpy as np
 from processes import REPOSITORY, Mpirun
 
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
+from hpcfl.registries import load_config
 from hpcfl.simulation.experiment import build
 
 NUM_CLIENTS = 1000

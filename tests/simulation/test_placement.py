@@ -11,8 +11,8 @@ from harness import SMALL, Run
 from marked_device import DEVICE, marked_device
 
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.randomness import numpy_stream
+from hpcfl.registries import load_config
 from hpcfl.simulation.experiment import build
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.loop import Simulation

@@ -31,12 +31,12 @@ from bits import write_digits as write_images
 from hpcfl import compare
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
+from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.simulation import experiment
 from hpcfl.simulation.experiment import build, deal, load_data

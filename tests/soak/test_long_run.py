@@ -29,9 +29,9 @@ import yaml
 from bits import differing, write_digits
 from processes import REPOSITORY, clean_environment, kill_tree
 
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.main import main
+from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.storage.ledger import METRICS, PENDING
 from hpcfl.storage.reading import whole_lines

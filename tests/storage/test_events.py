@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from bits import differing, run_here, run_killed_in_round, tiny_settings, write_digits
 
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.registries import load_config
 from hpcfl.storage.events import BINS
 
 ROUNDS = 5

@@ -27,10 +27,10 @@ import pytest
 from bits import differing, run_here, start_run, tiny_settings, write_digits
 from processes import REPOSITORY, Mpirun, run_tree
 
-from hpcfl.config import load_config
 from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_FAULT, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.registries import load_config
 from hpcfl.storage import checkpoint
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA

@@ -13,9 +13,9 @@ import torch
 import yaml
 
 from hpcfl import __version__
-from hpcfl.config import load_config, resolve
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
+from hpcfl.registries import load_config, resolve
 from hpcfl.storage.ledger import METRICS, SECONDS, SPENT
 
 N, ROUNDS = 4, 3

@@ -22,10 +22,10 @@ from processes import REPOSITORY, clean_environment
 from refusals import refused_once_changed
 
 import hpcfl.storage.checkpoint
-from hpcfl.config import resolve
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import pfedla
+from hpcfl.registries import resolve
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import diagnostics
 from hpcfl.tables.drawing import figure

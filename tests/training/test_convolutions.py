@@ -11,10 +11,10 @@ from bits import run_here
 from harness import SMALL, make_network, make_place, spread
 from torch import nn
 
+from hpcfl.config.keys import TrainConfig
 from hpcfl.training.clients import Clients
 from hpcfl.training.convolutions import UnfoldedConv2d, with_convolutions
 from hpcfl.training.engines import BatchedEngine
-from hpcfl.training.settings import TrainConfig
 
 
 @pytest.mark.parametrize(

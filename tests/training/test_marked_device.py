@@ -24,6 +24,7 @@ from hpcfl.communication.codecs import UNSENT
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.communication.world import World
+from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.methods.fedavg import FedAvg
@@ -34,7 +35,6 @@ from hpcfl.simulation.loop import Simulation
 from hpcfl.training.batches import Batch
 from hpcfl.training.clients import Clients, Workplace
 from hpcfl.training.engines import BatchedEngine, LoopEngine
-from hpcfl.training.settings import TrainConfig
 
 OPERATORS_OF_A_STEP = 105
 """Most operators, views left out, of one step of the batched engine on two convolutions with BatchNorm, with

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import nll_loss
 
 from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.config.keys import TrainConfig
 from hpcfl.parameters import ParameterLayout
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.federation import Federation
 from hpcfl.training import scoring
 from hpcfl.training.clients import Clients
 from hpcfl.training.scoring import BatchedScorer
-from hpcfl.training.settings import TrainConfig
 
 SIZES = (13, 1, 8, 3)
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.world import World
-from hpcfl.config import load_config
+from hpcfl.config.keys import LastBatch, Precision, TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
+from hpcfl.registries import load_config
 from hpcfl.simulation import refusals
 from hpcfl.simulation.experiment import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
@@ -23,7 +24,6 @@ from hpcfl.training.clients import Clients, Workplace
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss, sample_losses
-from hpcfl.training.settings import LastBatch, Precision, TrainConfig
 
 KINDS: tuple[LastBatch, ...] = ("even", "drop", "keep")
 PRECISIONS: tuple[Precision, ...] = ("float32", "bfloat16")

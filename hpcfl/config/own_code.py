@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpcfl.config.keys import Settings
 from hpcfl.errors import UserError
-from hpcfl.settings import Settings
 
 OWN_MODULE = "hpcfl_own_"
 """How the names of their modules begin."""

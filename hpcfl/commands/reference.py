@@ -16,17 +16,16 @@ from functools import cache
 from itertools import pairwise
 from textwrap import dedent
 
-from hpcfl.communication.settings import CommConfig
-from hpcfl.config.choices import CHOICES, DEFAULT_METHOD, DEFAULT_SOURCE, default_name
-from hpcfl.config.schema import DataConfig, RunConfig
-from hpcfl.config.wording import kind_in_words, shown, values_of
+from hpcfl.config import DEFAULT_METHOD, DEFAULT_SOURCE, TrainConfig
+from hpcfl.config.keys import COMMON, Settings
+from hpcfl.config.messages import kind_in_words, shown, values_of
 from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS
-from hpcfl.settings import Settings
-from hpcfl.training.settings import TrainConfig
+from hpcfl.registries import REGISTRIES
 
 _ORIGINS = "authors?|paper|code|PFLlib|FedEM|FedRep|FLGo|FL-bench|MOON|pFedHN|pFedLA|pFedMB|LEAF"
 _ORIGIN = re.compile(rf" ?\(([^()]*\b(?:{_ORIGINS})\b[^()]*(?:\([^()]*\)[^()]*)*)\)")
+_CHOICES = REGISTRIES.by_group
 _SENTENCE_END = re.compile(r"(?<!\beq)(?<!\.)\.\s+")
 
 
@@ -52,17 +51,11 @@ class Key:
 
 def keys() -> list[Key]:
     """Return all keys by group: those of every run, then those of each partition, model and method."""
-    groups: dict[str, type[Settings]] = {
-        "data": DataConfig,
-        "train": TrainConfig,
-        "comm": CommConfig,
-        "run": RunConfig,
-    }
     found = _choosers()
-    found += [key for group, kind in groups.items() for key in _keys_of(group, group, kind)]
+    found += [key for group, kind in COMMON.items() for key in _keys_of(group, group, kind)]
     for prefix in ("data.partition", "model", "method"):
-        for name in CHOICES[prefix].known:
-            found += _keys_of(f"{prefix}.{name}", prefix, CHOICES[prefix].options_of(name))
+        for name in _CHOICES[prefix].known:
+            found += _keys_of(f"{prefix}.{name}", prefix, _CHOICES[prefix].options_of(name))
             if prefix == "method":
                 found += _defaults_of(name)
     return found
@@ -71,9 +64,9 @@ def keys() -> list[Key]:
 def about(group: str) -> str:
     """Say what a group of keys belongs to: "" for those of every run, else what the name stands for."""
     prefix, _, name = group.rpartition(".")
-    if prefix not in CHOICES:
+    if prefix not in _CHOICES:
         return ""
-    known = CHOICES[prefix].known[name]
+    known = _CHOICES[prefix].known[name]
     return str(known.summary if prefix == "method" else known.description)
 
 
@@ -94,7 +87,7 @@ def _choosers() -> list[Key]:
     defaults = {
         "method": DEFAULT_METHOD,
         "data.partition": f"classes; {', '.join(of_sources)}",
-        "model": f"lenet; {default_name('model', DEFAULT_SOURCE)} with {DEFAULT_SOURCE}",
+        "model": f"lenet; {REGISTRIES.default_name('model', DEFAULT_SOURCE)} with {DEFAULT_SOURCE}",
     }
     what = {
         "method": "Method that is run",
@@ -102,7 +95,7 @@ def _choosers() -> list[Key]:
         "model": "Network that clients train",
     }
     found = []
-    for group, choice in CHOICES.items():
+    for group, choice in _CHOICES.items():
         names, top = tuple(choice.known), group.partition(".")[0]
         own = f"Python file of your own that defines the {group.rpartition('.')[2]}"
         found.append(Key(top, f"{group}.name", what[group], ", ".join(names), names, defaults[group], ""))

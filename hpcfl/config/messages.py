@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from hpcfl.config.choices import CHOICES
+from hpcfl.config.keys import GROUPS
+from hpcfl.config.registry import Registry
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean
 
@@ -23,20 +24,20 @@ def one_of(key: str, value: Any, names: Sequence[str]) -> str:
     return str(value)
 
 
-def unknown_key(key: str, value: Any, known: Sequence[str], groups: Sequence[str]) -> str:
+def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
     """Say that a key is unknown, which known one is nearest, and what is allowed."""
     group = key.rpartition(".")[0]
     owners: dict[str, list[str]] = {}
-    for chooser, choice in CHOICES.items():
+    for chooser, choice in choices.items():
         for name in choice.known:
             for option in choice.options_of(name).model_fields:
                 owners.setdefault(f"{chooser}.{option}", []).append(f"{chooser}.name={name}")
-    near = difflib.get_close_matches(key, [*known, *owners, *groups], n=1, cutoff=0.0)[0]
-    place = "" if near in known or near in groups else f" of {' or '.join(owners[near])}"
+    near = difflib.get_close_matches(key, [*known, *owners, *GROUPS], n=1, cutoff=0.0)[0]
+    place = "" if near in known or near in GROUPS else f" of {' or '.join(owners[near])}"
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     return (
         f"{key}={shown(value)} is an unknown key; the nearest known one is {near}{place}; "
-        f"allowed: {', '.join(siblings or groups)}; see hpcfl list keys{f' {group}' if siblings else ''}"
+        f"allowed: {', '.join(siblings or GROUPS)}; see hpcfl list keys{f' {group}' if siblings else ''}"
     )
 
 

@@ -1,0 +1,372 @@
+"""All that a run is configured by: a class for each group of keys, and `Config`, which holds them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from hpcfl.errors import UserError
+
+ENVIRONMENT = "environment"
+"""Group of a run folder's config.yaml that records how and where it was run; ignored as configuration."""
+
+GROUPS = ("method", "data", "model", "train", "comm", "run")
+
+BufferPolicy = Literal["local", "average", "mixed"]
+Precision = Literal["float32", "bfloat16"]
+LastBatch = Literal["even", "drop", "keep"]
+CodecName = Literal["none", "float16", "int8", "topk"]
+Direction = Literal["down", "up"]
+
+DEFAULT_TOPK_RATIO = 0.1
+
+NO_RESULT: dict[str, Any] = {"changes": "no result"}
+"""Marks a key that may differ between a run folder and the command that resumes it."""
+
+
+class Settings(BaseModel):
+    """A group of keys: frozen once validated, of known names and finite values.
+
+    Each key has a docstring below it, which `hpcfl list keys` prints.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Params(Settings):
+    """A method's hyper-parameters: the keys under `method.*` beside the name."""
+
+    def in_use(self) -> dict[str, Any]:
+        """Return the keys that affect a run, with the values that the run uses.
+
+        Two runs that agree on these keys are the same run as far as the method is concerned. The result
+        leaves out `idle_keys` and fills in the defaults that depend on other keys.
+        """
+        return self.model_dump(mode="json", exclude=self.idle_keys())
+
+    def idle_keys(self) -> set[str]:
+        """Return the keys that have no effect, given the values of the other keys."""
+        return set()
+
+
+class PartitionOptions(Settings):
+    """Options of a partition: the keys under `data.partition.*` beside the name."""
+
+
+class NetworkOptions(Settings):
+    """A model's options: the keys under `model.*` beside the name."""
+
+
+class DataConfig(Settings):
+    """The keys under `data.*`, without the partition's."""
+
+    source: str = "digits"
+    """Where samples come from; see `hpcfl list`."""
+    root: str = Field("data", json_schema_extra=NO_RESULT)
+    """Folder of downloaded data sets; changes no result."""
+    path: str | None = None
+    """File of source `npz`; folder of sources `femnist` and `pfllib`."""
+    layout: Literal["NHWC", "NCHW"] | None = None
+    """Axis order of source `npz`; other sources know theirs."""
+    split: str = "mnist"
+    """Split of source `emnist`, such as letters or byclass."""
+    clients: int | None = Field(None, ge=1)
+    """Number of clients N; default: 10, or with partition `given` all that the source has."""
+    per_client: int | None = Field(None, ge=2)
+    """Samples a client, all splits together; default: the most that is equal for all."""
+    test_fraction: float = Field(0.3, gt=0, lt=1)
+    """Share of a client's samples for testing."""
+    val_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of a client's training samples cut off for validation."""
+    subset_per_class: int | None = Field(None, ge=1)
+    """Use a seeded, class-balanced subset of the source."""
+    subset_fraction: float | None = Field(None, gt=0, le=1)
+    """Use a seeded share of the source, drawn whatever the classes, so that their shares stay as they are."""
+    normalise: str | list[list[float]] = "auto"
+    """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
+    seed: int | None = Field(None, ge=0, le=2**63 - 1)
+    """Seed of subset, partition and unseen clients; default: run.seed."""
+    unseen_clients: float | None = Field(None, ge=0, lt=1)
+    """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
+    them, of whom one stays at least. They get the last ids. At every evaluation they adapt as clients of that
+    moment that are new (`train.unseen_epochs`) and are scored apart. Default, or 0: there are none."""
+
+    @field_validator("unseen_clients")
+    @classmethod
+    def _none_is_null(cls, share: float | None) -> float | None:
+        return share or None
+
+    def num_unseen(self, num_clients: int) -> int:
+        """Return how many of N clients take no part in training; UserError where none would be left."""
+        if not self.unseen_clients:
+            return 0
+        if num_clients == 1:
+            raise UserError(
+                f"data.unseen_clients={self.unseen_clients:g} leaves none of 1 client to train; set "
+                "data.clients=2 or more, or data.unseen_clients=0"
+            )
+        return min(num_clients - 1, max(1, math.floor(self.unseen_clients * num_clients + 0.5)))
+
+
+class TrainConfig(Settings):
+    """The keys under `train.*`: how long and how clients train."""
+
+    rounds: int = Field(30, ge=1)
+    """Number of communication rounds."""
+    participation: float = Field(1.0, gt=0, le=1)
+    """Share p of the N clients in a round: a cohort of max(1, floor(p N + 0.5))."""
+    local_epochs: int = Field(5, ge=1)
+    """Passes over a client's training data in a round."""
+    batch_size: int = Field(16, ge=2)
+    """Largest number B of samples in a mini-batch; a single left-over sample may make it B + 1 (see
+    `train.last_batch`)."""
+    last_batch: LastBatch = "even"
+    """How n samples are cut into mini-batches of at most B.
+
+    even: ceil(n / B) mini-batches, whose sizes differ by at most one. drop: each epoch leaves out n mod B
+    samples; a client with fewer than B samples keeps its only mini-batch. keep: the n mod B samples form
+    a smaller last mini-batch, whose step has the same step size as the others and is the last one before the
+    model is sent or scored. A single sample that is not left out always joins the mini-batch before it."""
+    lr: float = Field(0.05, gt=0)
+    """Step size of local SGD, with a fresh optimiser each round."""
+    lr_decay: float = Field(1.0, gt=0, le=1)
+    """Factor on the step size after each round; 1 keeps it constant."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Momentum of local SGD, starting from zero each round."""
+    weight_decay: float = Field(0.0, ge=0)
+    """L2 penalty's factor in the gradient."""
+    precision: Precision = "float32"
+    """In which numbers local training multiplies.
+
+    bfloat16: a CPU with AVX-512 BF16 or AMX rounds the factors of convolutions and linear layers to 8 bits
+    and adds in 32; weights, gradients and evaluations keep 32. Worth it for networks of many channels
+    (`hpcfl bench --parts steps` tells); the loop engine only."""
+    finetune_epochs: int = Field(0, ge=0)
+    """Local epochs before each evaluation, on a copy that is thrown away; 0 is none."""
+    unseen_epochs: int | None = Field(None, ge=1)
+    """Local epochs for which a client of `data.unseen_clients` adapts before it is scored; default:
+    `train.local_epochs`."""
+    buffers: BufferPolicy | None = None
+    """Running statistics of BatchNorm: kept by the client, averaged like parameters, or (pFedLA) mixed with
+    the weights of their BatchNorm layer; default: the method's."""
+
+    def of_unseen(self) -> TrainConfig:
+        """Return the settings of clients that take no part in the rounds, and adapt before an evaluation."""
+        return self.model_copy(update={"local_epochs": self.unseen_epochs or self.local_epochs})
+
+    def cohort_size(self, num_clients: int) -> int:
+        """Return how many of N clients take part in a round."""
+        return max(1, math.floor(self.participation * num_clients + 0.5))
+
+
+class CommConfig(Settings):
+    """The keys under `comm.*`: how numbers are coded on their way between server and clients."""
+
+    codec: CodecName = "none"
+    """How numbers are coded on their way.
+
+    none: they travel as they are. float16: as float16, within its range. int8: as whole numbers from
+    -127 to 127 and a scale for each layer; in uploads, the difference to what the client received. topk: in
+    uploads, the largest differences to what the client received, with their indices."""
+    directions: Literal["both", "up", "down"] | None = None
+    """Which messages are coded; default: both, or with topk up, the only direction it has."""
+    topk_ratio: float | None = Field(None, gt=0, le=1)
+    """Share of a layer's numbers that topk sends; default: 0.1."""
+    error_feedback: bool | None = None
+    """Whether clients remember what topk did not send and add it to their next differences (error feedback);
+    default: true. pFedLA learns nothing with it."""
+
+    def codes(self, direction: Direction) -> bool:
+        """Return whether messages in a direction are coded."""
+        directions = self.directions or ("up" if self.codec == "topk" else "both")
+        return self.codec != "none" and directions in ("both", direction)
+
+    @property
+    def share(self) -> float:
+        """Share of a layer's numbers that topk sends."""
+        return DEFAULT_TOPK_RATIO if self.topk_ratio is None else self.topk_ratio
+
+    @property
+    def remembers(self) -> bool:
+        """Whether clients remember what topk did not send."""
+        return self.error_feedback is not False
+
+    def in_use(self) -> dict[str, Any]:
+        """Return what affects a run, with the values that the run uses; two runs that agree code alike."""
+        coded = [direction for direction in ("down", "up") if self.codes(direction)]
+        of_topk = {} if self.remembers else {"error_feedback": False}
+        return {
+            "codec": self.codec,
+            "directions": coded,
+            "topk_ratio": self.share if self.codec == "topk" else None,
+        } | of_topk
+
+
+class RunConfig(Settings):
+    """The keys under `run.*`."""
+
+    seed: int = Field(0, ge=0, le=2**63 - 1)
+    """Seed of everything random."""
+    eval_every: int = Field(1, ge=1)
+    """Rounds between evaluations; the last round always has one. Changes no training result."""
+    eval_split: Literal["test", "val"] = "test"
+    """What evaluations score: choose hyper-parameters on val, report on test."""
+    checkpoint_every: int = Field(10, ge=1, json_schema_extra=NO_RESULT)
+    """Rounds between checkpoints; the last round always has one. Changes no result."""
+    engine: Literal["auto", "loop", "batched"] = "auto"
+    """Local training client by client, or many clients as one computation; auto: batched on CUDA."""
+    clients_at_once: int | None = Field(None, ge=1)
+    """Clients in one computation of the batched engine; default: 32, or on CUDA as many as its free memory
+    holds. Another number gives other last bits; config.yaml names the one taken on CUDA."""
+    placement: Literal["balanced", "home"] = Field("balanced", json_schema_extra=NO_RESULT)
+    """Which worker trains a client of a round. home: the one that keeps it. balanced: members of a cohort
+    visit less busy workers, with their samples and state, where clients train one at a time. Changes no
+    result."""
+    on_divergence: Literal["stop", "skip", "continue"] = Field("stop", json_schema_extra=NO_RESULT)
+    """What happens when a client's training loss, or a number that it sends or keeps, is nan or infinite.
+    stop: the run ends with exit code 3, and its newest checkpoint stays; so it does where the loss of a model
+    that is scored is nan. skip: the client's round is undone and left out, as if the client had not been in
+    the cohort; the run still stops where the server's own numbers are nan or infinite. continue: these
+    numbers go where they go. A run may go on with another value."""
+    threads: int = Field(1, ge=1)
+    """CPU threads a rank; another number gives other bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where workers train; auto: a GPU if there is one."""
+    state: Literal["auto", "device", "host"] = Field("auto", json_schema_extra=NO_RESULT)
+    """Where a worker with a GPU keeps its clients' state. device: on the GPU for the whole run. host: on the
+    CPU, and each group of clients brings its own to the GPU and back in every round. auto: on the GPU if it
+    takes at most a quarter of this worker's share of the memory that is free there when the run begins. What
+    a codec keeps, and the models of `method.server=sharded`, stay on the CPU. No effect on a CPU; changes no
+    result."""
+    convolutions: Literal["grouped", "unfold"] = "grouped"
+    """How the batched engine convolves with each client's own weights: one grouped convolution, or unfolded
+    images and batched products. The two differ in the last bits."""
+    tf32: bool = False
+    """Whether a GPU rounds the factors of float32 products to 10 bits, which is faster; a CPU does not."""
+    max_elements: int = Field(2**27, ge=1, lt=2**28, json_schema_extra=NO_RESULT)
+    """Numbers in one block of a message; changes no result."""
+    timeout: float | None = Field(3600.0, ge=1, json_schema_extra=NO_RESULT)
+    """Seconds without a heartbeat of another rank after which a rank that waits ends the run; the last
+    checkpoint stays. A rank is heard of while it waits, and after each group of clients that it trains or
+    scores. Keep it longer than the longest such piece of work, and than writing and verifying a checkpoint
+    takes; null: wait for ever. Changes no result."""
+    report: bool = Field(True, json_schema_extra=NO_RESULT)
+    """Whether a run ends by writing report.html, a page of what it gave; changes no result."""
+    tensorboard: bool = Field(False, json_schema_extra=NO_RESULT)
+    """Whether the run folder has a file for TensorBoard: the columns of metrics.csv and the distribution of
+    the clients' accuracy, by round. Needs the package tensorboardX; changes no result."""
+
+
+Options = TypeVar("Options", bound=Settings)
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[Options]):
+    """What a group of keys chooses by its `name`: a method, a partition or a model."""
+
+    name: str
+    options: Options
+    """The keys beside the name."""
+    file: Mapping[str, str]
+    """Of one in a Python file of the user's own, `path`, and `code`, a digest of the file; else empty. Runs
+    with another digest are other runs."""
+
+    def tree(self) -> dict[str, Any]:
+        return {"name": self.name, **self.file, **self.options.model_dump()}
+
+
+@dataclass(frozen=True)
+class Config:
+    """A validated configuration."""
+
+    method: Chosen[Params]
+    data: DataConfig
+    partition: Chosen[PartitionOptions]
+    model: Chosen[NetworkOptions]
+    train: TrainConfig
+    comm: CommConfig
+    run: RunConfig
+    source_file: Mapping[str, str]
+    """Of a source in a Python file of the user's own, `reader` and `code`; else empty."""
+
+    @property
+    def data_seed(self) -> int:
+        return self.run.seed if self.data.seed is None else self.data.seed
+
+    @property
+    def own_files(self) -> dict[str, str]:
+        """The user's own Python files: the digest of each by the `key=path` that names it."""
+        groups = {"method": self.method.file, "data": self.source_file, "model": self.model.file}
+        groups["data.partition"] = self.partition.file
+        return {
+            f"{group}.{key}={path}": file["code"]
+            for group, file in groups.items()
+            for key, path in file.items()
+            if key != "code"
+        }
+
+    def tree(self) -> dict[str, Any]:
+        """Return the configuration as it stands in YAML, every default written out."""
+        data = {**self.data.model_dump(), **self.source_file, "partition": self.partition.tree()}
+        return {
+            "method": self.method.tree(),
+            "data": data,
+            "model": self.model.tree(),
+            "train": self.train.model_dump(),
+            "comm": self.comm.model_dump(),
+            "run": self.run.model_dump(),
+        }
+
+    def yaml(self) -> str:
+        return yaml.safe_dump(self.tree(), sort_keys=False)
+
+    def result_keys(self) -> dict[str, Any]:
+        """Return the keys that change results, flat, with their values."""
+        return {key: value for key, value in flatten(self.tree()).items() if key not in RESULT_NEUTRAL}
+
+    def short_hash(self) -> str:
+        """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out.
+
+        Keys that are null do not count, so that a name stays when there are more of them.
+        """
+        keys = {k: v for k, v in self.result_keys().items() if v is not None and k != "train.rounds"}
+        return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
+
+    def run_name(self) -> str:
+        return f"{self.method.name}-{self.data.source}-s{self.run.seed}-{self.short_hash()}"
+
+
+COMMON: dict[str, type[Settings]] = {
+    "data": DataConfig,
+    "train": TrainConfig,
+    "comm": CommConfig,
+    "run": RunConfig,
+}
+"""The groups whose keys are those of every run."""
+
+RESULT_NEUTRAL = frozenset(
+    ["method.path", "model.path", "data.partition.path", "data.reader"]
+    + [
+        f"{group}.{key}"
+        for group, kind in COMMON.items()
+        for key, field in kind.model_fields.items()
+        if field.json_schema_extra == NO_RESULT
+    ]
+)
+"""Keys that may differ between a run folder and the command that resumes it."""
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested keys as `a.b.c: value`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat

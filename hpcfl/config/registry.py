@@ -1,0 +1,50 @@
+"""What the rooms above hand to the configuration: which methods, partitions, models and sources there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpcfl.config.keys import Settings
+
+DEFAULT_METHOD, DEFAULT_SOURCE = "pfedla", "digits"
+
+
+@dataclass(frozen=True)
+class Registry:
+    """Things of one kind by name, and the keys that each brings."""
+
+    known: Mapping[str, Any]
+    options: Callable[[Any], type[Settings]]
+    """Returns the class of keys of one of the known things."""
+    add_own: Callable[[str, str | None], tuple[str, str]]
+    """Adds the thing that a user's file defines; from path and expected digest to name and digest."""
+
+    def options_of(self, name: str) -> type[Settings]:
+        """Return the class of keys of the known thing with this name."""
+        return self.options(self.known[name])
+
+
+@dataclass(frozen=True)
+class Registries:
+    """The registries of all that a configuration chooses by name."""
+
+    method: Registry
+    partition: Registry
+    model: Registry
+    source: Registry
+
+    @property
+    def by_group(self) -> dict[str, Registry]:
+        """Those that are chosen by the `name` of a group of keys."""
+        return {"method": self.method, "data.partition": self.partition, "model": self.model}
+
+    def default_name(self, group: str, source: str) -> str:
+        """Return what a group's `name` is if none is given, with this data.source."""
+        if group == "method":
+            return DEFAULT_METHOD
+        if group == "model":
+            return "digits_cnn" if source == DEFAULT_SOURCE else "lenet"
+        known = self.source.known.get(source)
+        return (known.partition if known else None) or "classes"
