@@ -18,8 +18,8 @@ import pytest
 import torch
 from processes import Mpirun, run_ranks
 
-from hpcfl import own_code
 from hpcfl.communication.world import World, open_world
+from hpcfl.config import own_code
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS

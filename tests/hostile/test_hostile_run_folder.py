@@ -209,7 +209,7 @@ def test_naming_own_code_lets_it_run(
 @pytest.fixture
 def own_code_is_new(with_own_code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget, as another process would not know it, that the run's file has run here."""
-    from hpcfl import own_code
+    from hpcfl.config import own_code
     from hpcfl.methods import METHODS
 
     METHODS.pop("own")

@@ -215,7 +215,7 @@ def test_a_run_cannot_go_on_where_not_even_its_lock_has_room(
     for _ in range(2):
         assert run_here(folder, settings) == STORAGE_FAULT
         error = the_error(capfd)
-        assert f"cannot write the run folder {folder}: No space left on device; make room (0 MB are" in error
+        assert f"cannot write the run folder {folder}: No space left on device; make room (0 B are" in error
         assert error.endswith(AGAIN)
     (small_disk / "filler").unlink()
     subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)

@@ -494,7 +494,7 @@ def test_two_parts_make_the_whole(
     assert "cell 3/4: fedavg seed 1  time left 0:00:" in out
     markdown = (folder / "table.md").read_text()
     assert (
-        "| HeurpFedLA, k = 2 | missing | after download |  |  |  | 0 |  |  | 1 |  | train.lr of 0.05, 0.1 |\n"
+        "| HeurpFedLA, k = 2 | missing | after download |  |  |  | 0 |  |  |  | train.lr of 0.05, 0.1 |\n"
     ) in markdown
     assert "2 of 4 cells are missing\n" in out
     assert f"  HeurpFedLA, k = 2 seed 1, in {folder / 'heurpfedla-k-2-s1'}\n" in out
