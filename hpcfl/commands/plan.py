@@ -44,11 +44,11 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
     """Show what a run would do and take, without running it.
 
     First clients by classes, network and memory; then, after a dry run of seconds in this process, the
-    time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the head of a SLURM
-    script. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on one core
-    or the GPU of this machine; all else grows from it in proportion. Under mpirun the network between
-    rank 0 and the others is measured, too; what is assumed stands with it. For example, on the nodes of a
-    job: mpirun -n 9 python -m hpcfl.main plan CONFIG.yaml
+    time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the head of a
+    SLURM script. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on
+    one core or the GPU of this machine; all else grows from it in proportion. Under mpirun the network
+    between rank 0 and the others is measured, too; what is assumed stands with it. For example, on the
+    nodes of a job: mpirun -n 9 python -m hpcfl.main plan CONFIG.yaml
     """
     parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -73,6 +74,9 @@ def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]
     keywords = ", ".join(f"{name}={name}" for name in names)
     not_npz = f"{where}: cannot be read as an npz file; write it with numpy.savez(FILE, {keywords})"
     try:
+        if not zipfile.is_zipfile(file):
+            # numpy would advise to unpickle it
+            raise zipfile.BadZipFile("File is not a zip file")
         # a file of our own: numpy leaves its one open where the archive is damaged
         with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
             there = archive.files

@@ -237,7 +237,7 @@ class Ledger:
     def restore(self, tables: Mapping[str, LedgerTable], history: Mapping[str, np.ndarray]) -> None:
         """Take over the tables of a checkpoint and its `history`."""
         self.metrics = tables["metrics"].values.tolist()
-        self.evaluated = {name: list(values) for name, values in history.items()}
+        self.evaluated = {name: list(history[name]) for name in {**self._sizes, **history}}
         columns = tables["bytes"].columns[1:]
         self._labels = [name.removeprefix("down/") for name in columns[: len(columns) // 2]]
         bytes_table = tables["bytes"].values
