@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:
-    """Return the run in a folder, finished or going on: its configuration, figures and models.
+    """Return the run in a folder, finished or running: its configuration, figures and models.
 
     Args:
         own_code: a Python file, or several, that may run if the run was made with them; no other code is run.

@@ -12,11 +12,11 @@ BAD_INPUT = 2
 DIVERGED = 3
 """Exit code after a DivergedError."""
 OUT_OF_MEMORY = 71
-"""Exit code after a MemoryFault; as the system's header sysexits.h has it for what a machine cannot do."""
-STORAGE_FAULT = 74
-"""Exit code after a StorageFault; as the system's header sysexits.h has it."""
+"""Exit code after an OutOfMemoryError: in the system's header sysexits.h, what a machine cannot do."""
+STORAGE_ERROR = 74
+"""Exit code after a StorageError; as the system's header sysexits.h has it."""
 STOPPED = 75
-"""Exit code of a run or table that was told to stop, and goes on where it is run again."""
+"""Exit code of a run or table that was told to stop, and resumes when it is run again."""
 INTERRUPTED = 130
 """Exit code after Control-C, where a command has no round to end."""
 
@@ -35,14 +35,14 @@ class UserError(Exception):
 class DivergedError(UserError):
     """Numbers that are nan or infinite, at which a run stops (`run.on_divergence`): exit code 3.
 
-    It was asked for nothing impossible, but other settings are needed to go on.
+    It was asked for nothing impossible, but other settings are needed to continue.
     """
 
     exit_code = DIVERGED
     is_on_all_ranks = True
 
 
-class MemoryFault(UserError):
+class OutOfMemoryError(UserError):
     """Memory of a process or a GPU that does not suffice: exit code 71.
 
     The message names rank and host, and what to change. A rank among several ends all ranks with it.
@@ -51,35 +51,35 @@ class MemoryFault(UserError):
     exit_code = OUT_OF_MEMORY
 
 
-class StoppedAtOnce(BaseException):
+class ForcedStop(BaseException):
     """A second stop signal: the command ends in the midst of its work."""
 
     def __init__(self, number: int) -> None:
         super().__init__(
             f"stopped at once by a second signal, {signal.Signals(number).name}; the last checkpoint stays, "
-            "and the same command goes on from it"
+            "and the same command resumes from it"
         )
         self.exit_code = 128 + number
         """What a shell gives for a process that dies of the signal."""
 
 
-class StorageFault(Exception):
+class StorageError(Exception):
     """A write of a run's results that the machine refused, such as one to a full disk; it ends all ranks.
 
     The message names what could not be written, the last good checkpoint, and what to do before the same
-    command goes on.
+    command resumes.
     """
 
-    exit_code: ClassVar[int] = STORAGE_FAULT
+    exit_code: ClassVar[int] = STORAGE_ERROR
 
 
-class SilentRanks(Exception):
+class RankTimeoutError(Exception):
     """Ranks that this one waited for and has not heard of for `run.timeout` seconds; it ends all ranks."""
 
     exit_code: ClassVar[int] = 1
 
 
-MOST_CHARACTERS = 2000
+MAX_CHARACTERS = 2000
 """Of an error that is printed."""
 
 
@@ -97,8 +97,8 @@ def _escaped(character: str) -> str:
 def for_terminal(error: Exception) -> str:
     """Return what is printed of an error: one line, of no more characters than somebody reads."""
     said = printable(" ".join(str(error).splitlines()))
-    half = MOST_CHARACTERS // 2
-    return said if len(said) <= MOST_CHARACTERS else f"{said[:half]} ... {said[-half:]}"
+    half = MAX_CHARACTERS // 2
+    return said if len(said) <= MAX_CHARACTERS else f"{said[:half]} ... {said[-half:]}"
 
 
 def one_line(error: BaseException) -> str:

@@ -31,10 +31,15 @@ with quick_imports():
     from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
     from hpcfl.commands.arguments import RunOptions, command_line, parse_run
     from hpcfl.commands.run import run
+    from hpcfl.communication.communicator import (
+        Communicator,
+        abort_on_exception,
+        open_world,
+        run_collectively,
+    )
     from hpcfl.communication.heartbeat import die_with_launcher
-    from hpcfl.communication.world import World, abort_on_exception, agreed, open_world
     from hpcfl.config import Config
-    from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageFault, UserError, for_terminal
+    from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
     from hpcfl.formatting import did_you_mean
     from hpcfl.registries import load_config
     from hpcfl.simulation.progress import print_line, print_warning
@@ -59,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name == "run":
                 return _run(words, world, at_exit)
             takes_part = world.is_server or name in COLLECTIVE_COMMANDS
-            stopped = agreed(world, lambda: command(name)(words, world) if takes_part else False)
+            stopped = run_collectively(world, lambda: command(name)(words, world) if takes_part else False)
             return STOPPED if stopped else FINISHED
-    except (UserError, StorageFault) as error:
+    except (UserError, StorageError) as error:
         if speaks:
             print_line(f"hpcfl: error: {for_terminal(error)}", sys.stderr)
         return error.exit_code
@@ -81,10 +86,10 @@ def _names_a_command(arguments: Sequence[str]) -> bool:
     raise UserError(f"unknown command {word!r}{did_you_mean(word, known, otherwise)}")
 
 
-def _run(arguments: Sequence[str], world: World, at_exit: ExitStack) -> int:
+def _run(arguments: Sequence[str], world: Communicator, at_exit: ExitStack) -> int:
     stop = StopFlag()
     at_exit.callback(stop.restore)
-    options, config = agreed(world, lambda: _configure(arguments))
+    options, config = run_collectively(world, lambda: _configure(arguments))
     outcome = run(config, options, world, stop, command_line(arguments, world.size))
     return STOPPED if outcome == "stopped" else FINISHED
 

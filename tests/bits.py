@@ -23,7 +23,7 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
 from hpcfl.storage.ledger import SECONDS
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 
 PATIENCE_S = 600
 
@@ -154,7 +154,7 @@ def _die_in_round(number: int, method: type[Method], members: int) -> None:
     """Have this process killed once so many clients have trained in a round."""
     train, trained = method.train, 0
 
-    def deadly(self: Method, clients: Clients, down: Message) -> Message:
+    def deadly(self: Method, clients: ClientGroup, down: Message) -> Message:
         nonlocal trained
         up = train(self, clients, down)
         trained += len(clients) if clients.round == number else 0
@@ -173,7 +173,7 @@ def saved_models(folder: Path, group: str, num_clients: int) -> dict[str, Tensor
     return {name: rows.expand(num_clients, *rows.shape[1:]) for name, rows in models.items()}
 
 
-def losses_of(models: dict[str, Tensor], place: Workplace) -> list[float]:
+def losses_of(models: dict[str, Tensor], place: WorkerContext) -> list[float]:
     """Return the test loss of each client of a place with its row of `saved_models`."""
     theta, buffers = models["theta"], models["buffers"]
     losses = []

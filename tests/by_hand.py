@@ -11,12 +11,12 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import World
 from hpcfl.config.keys import TrainConfig
 from hpcfl.methods import Context, Method
 from hpcfl.models import MODELS
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:
@@ -27,11 +27,11 @@ def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:
     return kind(context, kind.Params.model_validate(params))
 
 
-def work(run: Run, client: int, round: int = 0) -> tuple[Message, Clients]:
+def work(run: Run, client: int, round: int = 0) -> tuple[Message, ClientGroup]:
     """Train one client from its state and the server's as they are now; return its upload."""
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
-    clients = Clients(run.workplace, [client], round)
-    channel = Channel(World(), run.method.layers, run.num_clients)
+    clients = ClientGroup(run.workplace, [client], round)
+    channel = Channel(Communicator(), run.method.layers, run.num_clients)
     return run.driver.work(clients, channel.down(run.driver.send(run.server, cohort), cohort)), clients
 
 

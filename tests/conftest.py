@@ -18,7 +18,7 @@ import pytest
 import torch
 from processes import Mpirun, run_ranks
 
-from hpcfl.communication.world import World, open_world
+from hpcfl.communication.communicator import Communicator, open_world
 from hpcfl.config import own_code
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
@@ -116,7 +116,7 @@ def forgetting_own_code() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def world() -> World:
+def world() -> Communicator:
     """Return the world the test session runs in: one rank, or those of the mpirun around pytest."""
     return open_world()
 

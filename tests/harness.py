@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import codec_of
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.methods import Method
@@ -21,11 +21,11 @@ from hpcfl.models.hypernetworks import Hypernetworks
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import ParameterLayout
 from hpcfl.registries import load_config
-from hpcfl.simulation.experiment import build
-from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 
 SMALL = (
@@ -60,7 +60,7 @@ class Run:
     """
 
     def __init__(self, *overrides: str, kind: type[Method] | None = None) -> None:
-        world = World()
+        world = Communicator()
         experiment = build(load_config(None, [*SMALL, *overrides]), world)
         if kind is not None:
             method = kind(experiment.method.context, experiment.config.method.options)
@@ -106,12 +106,12 @@ class Run:
             clients=tuple(range(self.num_clients)),
             num_samples=self.method.context.num_samples,
         )
-        channel = Channel(World(), self.method.layers, self.num_clients)
+        channel = Channel(Communicator(), self.method.layers, self.num_clients)
         message = self.driver.send(self.server, cohort, for_evaluation=True)
         down = channel.down(message, cohort, codec_of(self.config.comm, "down"))
         models = []
         for client in range(self.num_clients):
-            clients = Clients(self.workplace, [client], rounds)
+            clients = ClientGroup(self.workplace, [client], rounds)
             models.append(self.driver.evaluated(clients, down.select(slice(client, client + 1))))
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
@@ -136,7 +136,7 @@ def make_place(
     state: State | None = None,
     side: int = 8,
     device: torch.device | str = "cpu",
-) -> Workplace:
+) -> WorkerContext:
     """Build a rank with clients of the given sizes and random grey images in the network's type.
 
     `clients_at_once` chooses the batched engine; the network must be on the device.
@@ -154,7 +154,7 @@ def make_place(
     )
     loop = LoopEngine(network, layout)
     engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once)
-    return Workplace(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
+    return WorkerContext(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
 
 
 def spread(network: nn.Module, num_clients: int) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from hpcfl.communication.world import abort_on_exception, open_world
+from hpcfl.communication.communicator import abort_on_exception, open_world
 from hpcfl.registries import load_config
-from hpcfl.simulation.experiment import build
-from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 

@@ -26,7 +26,7 @@ from hpcfl.report.page import REPORT_NAME
 RESULTS = Path(__file__).resolve().parents[1] / "configs" / "tables" / "results"
 WIDTH = 1000
 """Of the browser's window and of the first picture, in pixels."""
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 """Of a picture with all its colours."""
 
 
@@ -49,7 +49,7 @@ def take(out: Path, settings: Sequence[str] = ()) -> None:
 
 def save(picture: bytes, path: Path) -> None:
     """Write a PNG, of 256 colours where it would be large: they make steps of a ramp."""
-    if len(picture) > MOST_BYTES:
+    if len(picture) > MAX_BYTES:
         image = Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
         image.save(path, optimize=True)
     else:

@@ -20,14 +20,14 @@ import h5py
 import numpy as np
 import torch
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.main import main
 from hpcfl.storage.ledger import Ledger
 from hpcfl.training.engines import LoopEngine
 
 POINTS: dict[str, tuple[Any, str]] = {
     "step": (LoopEngine, "gradient"),
-    "gather": (World, "_gather_array"),
+    "gather": (Communicator, "_gather_array"),
     "write": (h5py.Group, "create_dataset"),
     "fsync": (os, "fsync"),
     "rename": (os, "replace"),

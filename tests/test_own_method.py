@@ -90,9 +90,7 @@ def test_it_has_codecs_without_a_line(trimmed: Path, tmp_path: Path, codec: str,
 
 
 def test_its_keys_are_checked_and_it_is_listed(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "method.left_out=-1 is not possible" in refused(
-        capsys, f"method.path={trimmed}", "method.left_out=-1"
-    )
+    assert "method.left_out=-1 is invalid" in refused(capsys, f"method.path={trimmed}", "method.left_out=-1")
     assert "method.left=1 is an unknown key; the nearest known one is method.left_out" in refused(
         capsys, f"method.path={trimmed}", "method.left=1"
     )

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.codecs import UNSENT, Unsent, UploadCoding, codec_of
+from hpcfl.communication.codecs import UNSENT, ErrorFeedback, UploadCoding, codec_of
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import count_bytes
-from hpcfl.communication.world import World
 from hpcfl.config import RESULT_NEUTRAL, differences, flatten
 from hpcfl.config.keys import CommConfig
 from hpcfl.data.partitions import PARTITIONS, partition
@@ -40,7 +40,7 @@ settings.load_profile("hpcfl")
 # The wire
 
 
-class CountingWorld(World):
+class CountingWorld(Communicator):
     """A world of one rank that adds up the float32 numbers it moves, to all and to or from single clients."""
 
     def __init__(self, max_elements: int) -> None:
@@ -156,10 +156,10 @@ def test_what_a_codec_sends_arrives_and_hangs_on_no_block(
     comm = CommConfig.model_validate({"codec": name, "topk_ratio": 0.3 if name == "topk" else None})
 
     def exchange(most: int) -> tuple[Message, Message, Tensors, Tensors]:
-        channel, state = Channel(World(None, most), layers, clients), {}
+        channel, state = Channel(Communicator(None, most), layers, clients), {}
         received = channel.down(message, cohort, codec_of(comm, "down"))
         sent = channel.as_received(message, codec_of(comm, "down"))
-        unsent = Unsent([(state, clients)], [(0, client) for client in range(clients)])
+        unsent = ErrorFeedback([(state, clients)], [(0, client) for client in range(clients)])
         coding = UploadCoding(codec_of(comm, "up"), received, sent, unsent)
         return received, sent, channel.up(up, cohort, coding=coding).collect(), state
 

@@ -35,7 +35,7 @@ ROOMS = [
 
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 DOORS = {
-    "mpi4py": ["communication/world.py"],
+    "mpi4py": ["communication/communicator.py"],
     "h5py": ["storage/hdf5.py"],
     "matplotlib": ["tables/drawing.py"],
 }

@@ -10,7 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from hpcfl.communication.world import open_world
+from hpcfl.communication.communicator import open_world
 from hpcfl.main import main
 
 

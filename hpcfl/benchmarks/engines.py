@@ -13,9 +13,9 @@ from hpcfl.config.keys import TrainConfig
 from hpcfl.methods import Context
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import Tensors
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 
 CLIENTS = {"cuda": 100, "cpu": 4}
@@ -51,7 +51,7 @@ def _epoch(context: Context, device: torch.device, is_batched: bool) -> Callable
 
     def work() -> None:
         for group in _groups(place):
-            clients = Clients(place, place.clients[group], 0)
+            clients = ClientGroup(place, place.clients[group], 0)
             clients.buffers = buffers[group].clone()
             clients.sgd(theta[group])
         _wait_for(device)
@@ -61,34 +61,34 @@ def _epoch(context: Context, device: torch.device, is_batched: bool) -> Callable
 
 def _pfedla_round(context: Context, device: torch.device, is_batched: bool) -> Callable[[], None]:
     """Return what pFedLA's clients do in a round: models to the device, an epoch, models to the CPU."""
-    driver = Driver(PFedLA(context, PFedLAParams()))
+    driver = MethodAdapter(PFedLA(context, PFedLAParams()))
     place = _workplace(context, device, is_batched, driver.initial_clients(range(context.num_clients)))
     everyone = Cohort(0, tuple(place.clients), context.num_samples)
     down = driver.send(driver.initial_server(), everyone)
 
     def work() -> None:
         for group in _groups(place):
-            up = driver.work(Clients(place, place.clients[group], 0), down.select(group))
+            up = driver.work(ClientGroup(place, place.clients[group], 0), down.select(group))
             up.to(torch.device("cpu"))
 
     return work
 
 
-def _groups(place: Workplace) -> Iterator[slice]:
+def _groups(place: WorkerContext) -> Iterator[slice]:
     """Yield positions of the clients that train at once."""
     size = place.engine.clients_at_once
     for start in range(0, len(place.clients), size):
         yield slice(start, start + size)
 
 
-def _workplace(context: Context, device: torch.device, is_batched: bool, state: Tensors) -> Workplace:
+def _workplace(context: Context, device: torch.device, is_batched: bool, state: Tensors) -> WorkerContext:
     network = context.build_network(-1).to(device)
     loop = LoopEngine(network, context.layout)
     engine: Engine = BatchedEngine(network, context.layout, context.num_clients) if is_batched else loop
     train = TrainConfig(batch_size=BATCH_SIZE, lr=0.01, local_epochs=1)
     shard = random_shard(context.num_clients, SAMPLES, device)
     there = {name: rows.to(device) for name, rows in state.items()}
-    return Workplace(shard, shard.clients, engine, loop, train, 0, device, there)
+    return WorkerContext(shard, shard.clients, engine, loop, train, 0, device, there)
 
 
 def _wait_for(device: torch.device) -> None:

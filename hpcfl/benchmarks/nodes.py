@@ -11,6 +11,7 @@ import torch
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.benchmarks.runs import StoppedError, config_of, images, run
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import (
     PROBE_BYTES,
     Network,
@@ -18,16 +19,15 @@ from hpcfl.communication.network import (
     measured,
     there_and_back,
 )
-from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
-from hpcfl.simulation.experiment import load_data, make_method
-from hpcfl.simulation.loop import Timing
+from hpcfl.simulation.round_loop import Timing
+from hpcfl.simulation.setup import load_data, make_method
 
 MESSAGE_BYTES = (100_000, 1_000_000, 4_000_000)
 CLIENTS_A_WORKER = 4
-MOST_CLIENTS = 256
+MAX_CLIENTS = 256
 SAMPLES = 20
 """Of a client; 70 % are trained on."""
 HIDDEN = 320
@@ -36,7 +36,7 @@ HIDDEN = 320
 Timed = tuple[Timing, Estimate]
 
 
-def scaling(world: World, rounds: int) -> Iterator[Ratio]:
+def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
     """Time messages, and rounds of FedAvg and pFedLA on 1, 2, 4 workers and so on up to all. Collective.
 
     Strong scaling has the same clients on any number of workers, weak scaling the same for each worker. A
@@ -60,7 +60,7 @@ def scaling(world: World, rounds: int) -> Iterator[Ratio]:
                         yield _ratio(f"{kind}, {method}", timed, alone, workers if kind == "strong" else 1)
 
 
-def _messages(world: World, network: Network) -> Iterator[Ratio]:
+def _messages(world: Communicator, network: Network) -> Iterator[Ratio]:
     """Time broadcasts, sums, and scatters with gathers; yield MB/s over all workers. Collective."""
     rates = {"its node": network.node_bytes_a_s, "other nodes": network.link_bytes_a_s}
     found = [(f"rank 0 and {where}, {PROBE_BYTES / 1e6:g} MB", rate) for where, rate in rates.items()]
@@ -79,17 +79,17 @@ def _messages(world: World, network: Network) -> Iterator[Ratio]:
                 yield Ratio(f"network: MB/s of {name}", rate / 1e6)
 
 
-def _broadcast(world: World, size: int) -> None:
+def _broadcast(world: Communicator, size: int) -> None:
     world.broadcast(torch.zeros(size, dtype=torch.uint8))
     world.barrier()
 
 
-def _sum(world: World, size: int) -> None:
+def _sum(world: Communicator, size: int) -> None:
     world.sum_on_server(torch.zeros(size // 8, dtype=torch.int64))
 
 
 def _timed(
-    world: World, folder: Path, network: Network, method: str, rounds: int, workers: int, shares: int
+    world: Communicator, folder: Path, network: Network, method: str, rounds: int, workers: int, shares: int
 ) -> Timed | None:
     """Time rounds on some workers, with as many clients as so many workers have; beside what a plan says.
 
@@ -98,20 +98,20 @@ def _timed(
     settings: dict[str, Any] = {
         "method": {"name": method},
         "model": {"name": "mlp", "hidden": [HIDDEN]},
-        "data": {"clients": min(MOST_CLIENTS, CLIENTS_A_WORKER * shares), "per_client": SAMPLES},
+        "data": {"clients": min(MAX_CLIENTS, CLIENTS_A_WORKER * shares), "per_client": SAMPLES},
         "train": {"rounds": rounds + 1, "local_epochs": 1, "batch_size": SAMPLES},
         "run": {"device": "cpu", "eval_every": rounds + 1, "checkpoint_every": rounds + 1},
     }
     config = config_of(folder, settings)
-    plan = agreed(world, lambda: _plan(config, network, workers + 1) if world.is_server else None)
+    plan = run_collectively(world, lambda: _plan(config, network, workers + 1) if world.is_server else None)
     with world.part(workers + 1) as part:
-        timing = agreed(world, lambda: _run(part, folder, config))
+        timing = run_collectively(world, lambda: _run(part, folder, config))
     if world.maximum(timing is None):
         raise StoppedError
     return None if plan is None or timing is None else (timing, plan)
 
 
-def _run(part: World | None, folder: Path, config: Config) -> Timing | None:
+def _run(part: Communicator | None, folder: Path, config: Config) -> Timing | None:
     """Return the timing of a run, empty on ranks that take no part; None if a request to stop ended it."""
     try:
         return Timing() if part is None else run(part, folder, config)[1]

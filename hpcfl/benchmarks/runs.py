@@ -18,16 +18,16 @@ import torch
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import World, agreed
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import merge, resolve
-from hpcfl.simulation.experiment import build
-from hpcfl.simulation.loop import Simulation, Timing
 from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.round_loop import Simulation, Timing
+from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 
@@ -48,18 +48,18 @@ class StoppedError(Exception):
     """A request to stop ended a run."""
 
 
-def start(world: World) -> Iterator[Ratio]:
+def start(world: Communicator) -> Iterator[Ratio]:
     """Time the way from a rank's start as a process to its first round on the bundled digits.
 
     Means something as the first part only. Yields nothing where the system does not tell a process's age.
     """
-    agreed(world, lambda: build(resolve({}), world))
+    run_collectively(world, lambda: build(resolve({}), world))
     slowest_s = world.maximum(round(1000 * _age_s())) / 1000
     if slowest_s:
         yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
 
 
-def rounds(world: World, count: int, device: str = "cpu") -> Iterator[Ratio]:
+def rounds(world: Communicator, count: int, device: str = "cpu") -> Iterator[Ratio]:
     """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and how long workers wait."""
     settings = {
         "model": {"batchnorm": True},
@@ -96,7 +96,7 @@ def rounds(world: World, count: int, device: str = "cpu") -> Iterator[Ratio]:
         yield Ratio("training: share of workers' time spent waiting", waiting["balanced"], least + 0.1, where)
 
 
-def _messages(world: World, method: Method) -> tuple[float, int]:
+def _messages(world: Communicator, method: Method) -> tuple[float, int]:
     """Send each client a model and bring one back; return the seconds and the bytes that MPI moved.
 
     Both are the server's to know. Collective.
@@ -115,7 +115,7 @@ def _messages(world: World, method: Method) -> tuple[float, int]:
     return min(seconds), sum(map(int, received or []))
 
 
-def _waiting(world: World, folder: Path) -> dict[str, float]:
+def _waiting(world: Communicator, folder: Path) -> dict[str, float]:
     """Return how much of their time workers wait for the slowest, by `run.placement`."""
     settings: dict[str, Any] = {
         "model": {"batchnorm": True},
@@ -130,7 +130,7 @@ def _waiting(world: World, folder: Path) -> dict[str, float]:
     return shares
 
 
-def methods(world: World, device: str = "cpu") -> Iterator[Ratio]:
+def methods(world: Communicator, device: str = "cpu") -> Iterator[Ratio]:
     """Time each method's round over FedAvg's.
 
     Its parts are the seconds of training and of all else (server and messages) over those of FedAvg's whole
@@ -174,10 +174,10 @@ def _round_s(timing: Timing) -> tuple[float, float]:
 
 
 @contextmanager
-def images(world: World) -> Iterator[Path]:
+def images(world: Communicator) -> Iterator[Path]:
     """Make a folder that all ranks see, with random images in it; remove it at the end. Collective."""
     with ExitStack() as at_exit:
-        made = agreed(world, lambda: _made_images(at_exit) if world.is_server else "")
+        made = run_collectively(world, lambda: _made_images(at_exit) if world.is_server else "")
         yield Path(world.broadcast_bytes(made.encode()).decode())
         world.barrier()
 
@@ -195,7 +195,7 @@ def _made_images(at_exit: ExitStack) -> str:
     return folder
 
 
-def _run(world: World, folder: Path, settings: Mapping[str, Any]) -> tuple[Method, Timing]:
+def _run(world: Communicator, folder: Path, settings: Mapping[str, Any]) -> tuple[Method, Timing]:
     """Run settings on the images, as `run` does a configuration. Collective."""
     return run(world, folder, config_of(folder, settings))
 
@@ -206,16 +206,16 @@ def config_of(folder: Path, settings: Mapping[str, Any]) -> Config:
     return resolve(merge(settings, {"data": images}))
 
 
-def run(world: World, folder: Path, config: Config) -> tuple[Method, Timing]:
+def run(world: Communicator, folder: Path, config: Config) -> tuple[Method, Timing]:
     """Run a configuration on the images; return its method and its timing. Collective.
 
     Raises StoppedError if a request to stop ended it.
     """
     with ExitStack() as at_exit:
-        experiment = agreed(world, lambda: build(config, world))
+        experiment = run_collectively(world, lambda: build(config, world))
         run_folder = RunFolder(folder / "run", config) if world.is_server else None
         layout = experiment.method.layout
-        agreed(world, lambda: run_folder.open(True, layout, [], at_exit) if run_folder else None)
+        run_collectively(world, lambda: run_folder.open(True, layout, [], at_exit) if run_folder else None)
         stop = StopFlag()
         at_exit.callback(stop.restore)
         simulation = Simulation(experiment, world, stop, Progress(), run_folder)

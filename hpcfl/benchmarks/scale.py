@@ -11,18 +11,18 @@ import torch
 from hpcfl.benchmarks.ratios import Ratio, compare
 from hpcfl.benchmarks.steps import context_of
 from hpcfl.communication import sharded
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World, agreed
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Context
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.refusals import state_bytes
+from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.simulation.validate import state_bytes
 
 COHORT = 10
 FULL_HEADS_SHARE = 1 / 4
@@ -32,7 +32,7 @@ FULL_HEADS_SHARE = 1 / 4
 class _Server:
     """A round of pFedLA's server without training: what it sends, and what it learns from models nearby."""
 
-    def __init__(self, world: World, context: Context, params: PFedLAParams) -> None:
+    def __init__(self, world: Communicator, context: Context, params: PFedLAParams) -> None:
         self._world, self._context = world, context
         self._method = PFedLA(context, params)
         self._state: State = {}
@@ -65,13 +65,13 @@ class _Server:
     def _on_server(self) -> None:
         count = self._context.num_clients
         cohort = Cohort(0, tuple(range(0, count, count // COHORT))[:COHORT], torch.ones(COHORT))
-        driver = Driver(self._method)
+        driver = MethodAdapter(self._method)
         sent = driver.send(self._state, cohort)
         rows = Message(rows={"theta": sent.rows["theta"] + 0.01}, num_clients=COHORT)
         driver.receive(self._state, cohort, Upload(iter([(slice(0, COHORT), rows)]), sent))
 
 
-def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator[Ratio]:
+def server_rounds(world: Communicator, counts: Sequence[int], repeats: int) -> Iterator[Ratio]:
     """Compare a round of a sharded server with one of a whole server, for each number of clients. Collective.
 
     Hypernetworks have full heads where these fit well. Raises UserError on all ranks if the states do not
@@ -85,7 +85,7 @@ def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator
         fits = 2 * (sum(full.values()) - full["theta"]) < FULL_HEADS_SHARE * memory_bytes()
         heads = PFedLAParams(heads="full" if fits else "low_rank").heads
         needed = 2 * sum(state_bytes(PFedLA(context, PFedLAParams(heads=heads))).values())
-        agreed(world, partial(_refuse, world, needed))
+        run_collectively(world, partial(_refuse, world, needed))
         whole = _Server(world, context, PFedLAParams(heads=heads))
         spread = _Server(world, context, PFedLAParams(heads=heads, server="sharded"))
         of_whole, of_spread = (_peaks(world, server) for server in (whole, spread))
@@ -97,7 +97,7 @@ def server_rounds(world: World, counts: Sequence[int], repeats: int) -> Iterator
             yield Ratio(name, ratio, None, f"{seconds}, S={COHORT}; {memory}")
 
 
-def _refuse(world: World, needed: int) -> None:
+def _refuse(world: Communicator, needed: int) -> None:
     if world.is_server and needed > memory_bytes():
         raise UserError(
             f"--clients needs {needed / 1e9:.3g} GB, and this machine, or its job, has "
@@ -105,7 +105,7 @@ def _refuse(world: World, needed: int) -> None:
         )
 
 
-def _peaks(world: World, server: _Server) -> list[float]:
+def _peaks(world: Communicator, server: _Server) -> list[float]:
     """Build a server's state and do a round; return by how many GB each rank's memory rose. Collective."""
 
     def work() -> None:

@@ -22,9 +22,9 @@ from hpcfl.methods.pfedmb import PFedMB, PFedMBParams
 from hpcfl.models import ConvNetOptions
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import numpy_stream, torch_stream
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine, has_bfloat16
 
 IMAGE = (3, 32, 32)
@@ -63,13 +63,13 @@ def branches(repeats: int) -> Iterator[Ratio]:
     train = TrainConfig(batch_size=64, lr=0.01, local_epochs=1)
 
     def local_round(count: int) -> Callable[[], None]:
-        driver = Driver(PFedMB(context, PFedMBParams(branches=count)))
+        driver = MethodAdapter(PFedMB(context, PFedMBParams(branches=count)))
         workplace = _workplace(context, shard, train, driver.initial_clients([0]))
         down = driver.send(driver.initial_server(), Cohort(0, (0,), context.num_samples))
 
         def work() -> None:
             for _ in range(1 if count > 1 else 2):
-                driver.work(Clients(workplace, [0], 0), down)
+                driver.work(ClientGroup(workplace, [0], 0), down)
 
         return work
 
@@ -91,7 +91,7 @@ def server_step(repeats: int) -> Iterator[Ratio]:
     )
     trained = server["theta"][list(cohort.clients)] + 0.01
 
-    driver = Driver(method)
+    driver = MethodAdapter(method)
 
     def product() -> None:
         sent = driver.send(server, cohort)
@@ -122,7 +122,7 @@ def _epochs(
     x = x.contiguous()
 
     def product() -> None:
-        clients = Clients(workplace, [0], 0)
+        clients = ClientGroup(workplace, [0], 0)
         clients.buffers = buffers.clone()
         clients.sgd(theta)
 
@@ -161,9 +161,9 @@ def context_of(num_clients: int, model: str = "lenet", batchnorm: bool = True) -
 
 def _workplace(
     context: Context, shard: Shard, train: TrainConfig, state: Tensors, precision: Precision = "float32"
-) -> Workplace:
+) -> WorkerContext:
     engine = LoopEngine(context.network, context.layout, precision)
-    return Workplace(shard, range(1), engine, engine, train, 0, torch.device("cpu"), state)
+    return WorkerContext(shard, range(1), engine, engine, train, 0, torch.device("cpu"), state)
 
 
 def random_shard(

@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcfl import __version__
 from hpcfl.checks.finding import Checked, gathered, ranges
-from hpcfl.communication.world import World, agreed
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
 from hpcfl.machine import boot_id, package_versions
 
@@ -22,7 +22,7 @@ COMPUTE = ("torch", "numpy")
 CLOCKS_APART_S = 60.0
 
 
-def refuse_unlike_nodes(world: World) -> None:
+def check_unlike_nodes(world: Communicator) -> None:
     """Raise UserError where ranks have other versions; warn of clocks and of host names. Collective."""
     told = gathered(world, of_this_rank(world, COMPUTE))
 
@@ -31,14 +31,14 @@ def refuse_unlike_nodes(world: World) -> None:
         if told:
             compare(told, checked)
         for finding in checked.findings:
-            if finding.must_mend:
+            if finding.is_error:
                 raise UserError(finding.text)
             warnings.warn(finding.text, stacklevel=1)
 
-    agreed(world, check)
+    run_collectively(world, check)
 
 
-def of_this_rank(world: World, packages: Iterable[str]) -> dict[str, Any]:
+def of_this_rank(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:
     """Return what `compare` looks at. Collective."""
     return {
         "rank": world.rank,
@@ -64,13 +64,13 @@ def compare(told: Sequence[Told], checked: Checked) -> None:
             these = ", ".join(
                 f"{name} {found} (rank 0: {first['versions'][name]})" for name, found in other.items()
             )
-            checked.mend(f"{place(rank)} has {these}: activate the same environment on every node")
+            checked.error(f"{place(rank)} has {these}: activate the same environment on every node")
             break
     for node in nodes:
         ahead_s = node[0]["clock"] - first["clock"]
         if abs(ahead_s) > CLOCKS_APART_S:
             apart = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
-            checked.mind(
+            checked.warning(
                 f"the clock of {node[0]['host']} is {apart} that of {first['host']}, rank 0's: times in "
                 "log.txt may be wrong, and a run may not see when its SLURM job ends; set the clocks (see "
                 "timedatectl)"
@@ -79,7 +79,7 @@ def compare(told: Sequence[Told], checked: Checked) -> None:
         for other_node in nodes[:number]:
             is_other = node[0]["boot"] != other_node[0]["boot"]
             if is_other and node[0]["host"] == other_node[0]["host"]:
-                checked.mind(
+                checked.warning(
                     f"{node[0]['host']} is the name of two nodes, that of rank(s) {_numbers(other_node)} and "
                     f"that of rank(s) {_numbers(node)}: errors and the lock of a run folder cannot tell them "
                     "apart; give each a name of its own (hostnamectl)"

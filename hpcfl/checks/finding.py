@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 
-TO_MEND = "to mend"
+ERRORS = "to fix"
 """How the last line begins where something must be mended."""
 
 
@@ -18,7 +18,7 @@ class Finding:
     """Something that is not as it should be, with what to type next."""
 
     text: str
-    must_mend: bool = True
+    is_error: bool = True
     """False: a run would do, but slower, or less safely than it could."""
 
 
@@ -29,14 +29,14 @@ class Checked:
     lines: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
-    def mend(self, text: str) -> None:
+    def error(self, text: str) -> None:
         self.findings.append(Finding(text))
 
-    def mind(self, text: str) -> None:
-        self.findings.append(Finding(text, must_mend=False))
+    def warning(self, text: str) -> None:
+        self.findings.append(Finding(text, is_error=False))
 
 
-def gathered(world: World, told: dict[str, Any]) -> list[dict[str, Any]]:
+def gathered(world: Communicator, told: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what each rank tells, in rank order, on rank 0; nothing elsewhere. Collective."""
     entries = world.gather_bytes(json.dumps(told).encode())
     return [json.loads(entry) for entry in entries or []]
@@ -54,10 +54,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def last_line(findings: Sequence[Finding]) -> str:
-    """Say in one line what all checks found: fine, or what to mend, or at least to mind."""
-    chosen = [f for f in findings if f.must_mend] or list(findings)
+    """Say in one line what all checks found: OK, or what to fix, or what to look at."""
+    chosen = [f for f in findings if f.is_error] or list(findings)
     if not chosen:
-        return "fine"
+        return "OK"
     texts = [finding.text for finding in chosen]
     told = texts[0] if len(texts) == 1 else " ".join(f"({n}) {text}" for n, text in enumerate(texts, 1))
-    return f"{TO_MEND if chosen[0].must_mend else 'fine, but mind'}: {told}"
+    return f"{ERRORS if chosen[0].is_error else 'OK with warnings'}: {told}"

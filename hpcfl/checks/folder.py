@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from hpcfl.checks.finding import Checked, gathered
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import UserError
 from hpcfl.registries import load_config
 from hpcfl.storage.checkpoint import CheckpointStore
@@ -47,7 +47,7 @@ with open(sys.argv[1], "r+") as file:
 """Ends with 3 where another process holds the lock."""
 
 
-def check_folder(world: World, out: Path) -> Checked:
+def check_folder(world: Communicator, out: Path) -> Checked:
     """Try what a run does in its folder. Collective; says something on rank 0, and leaves nothing behind."""
     checked = Checked()
     with ExitStack() as at_exit:
@@ -82,7 +82,7 @@ def _made(out: Path, checked: Checked, at_exit: ExitStack) -> str:
         folder.mkdir(mode=0o700)
     except OSError as error:
         checked.lines.append(f"folder: {out}: nothing can be written")
-        checked.mend(
+        checked.error(
             f"cannot write in {base}: {error.strerror}; name a folder that can be written with --out DIR"
         )
         return ""
@@ -111,7 +111,7 @@ def _tried(folder: Path, out: Path, checked: Checked, at_exit: ExitStack) -> Non
         (folder / f"{TOKEN_NAME}.tmp").write_text(TOKEN_NAME)
         os.replace(folder / f"{TOKEN_NAME}.tmp", folder / TOKEN_NAME)
     except (OSError, ValueError, UserError) as error:
-        checked.mend(
+        checked.error(
             f"{out}: a checkpoint cannot be written and read back ({error}); name another folder with "
             "--out DIR"
         )
@@ -123,14 +123,14 @@ def _tried(folder: Path, out: Path, checked: Checked, at_exit: ExitStack) -> Non
         f"at {rates[1] / 1e6:.0f} MB/s"
     )
     if usage.free < LEAST_FREE_BYTES:
-        checked.mend(
+        checked.error(
             f"{out} has {usage.free / 1e9:.2g} GB free: delete something, or name another folder with "
             "--out DIR (hpcfl plan says what a run takes)"
         )
     if min(rates) < SLOW_BYTES_A_S:
-        checked.mind(f"{out} is slow: name a folder on a faster file system with --out DIR")
+        checked.warning(f"{out} is slow: name a folder on a faster file system with --out DIR")
     if _kind(folder) in ("tmpfs", "ramfs"):
-        checked.mind(
+        checked.warning(
             f"{out} is in memory, and gone when the node restarts: name another folder with --out DIR"
         )
     _lock(folder, out, checked, at_exit)
@@ -172,17 +172,17 @@ def _lock(folder: Path, out: Path, checked: Checked, at_exit: ExitStack) -> None
         warnings.simplefilter("always")
         at_exit.enter_context(FolderLock(folder))
     if told:
-        checked.mind(no_locks)
+        checked.warning(no_locks)
         return
     command = [sys.executable, "-c", ASK_FOR_LOCK, str(folder / LOCK_NAME)]
     with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(command, check=False, timeout=30, stdin=subprocess.DEVNULL)
         if done.returncode == 3:
             return
-    checked.mind(no_locks)
+    checked.warning(no_locks)
 
 
-def _seen_from_here(world: World, folder: Path) -> dict[str, object]:
+def _seen_from_here(world: Communicator, folder: Path) -> dict[str, object]:
     """Tell whether this rank sees what rank 0 wrote, and its lock."""
     until_s = time.monotonic() + SEEN_WITHIN_S
     sees = False
@@ -205,12 +205,12 @@ def _judge(rank: int, found: dict[str, object], out: Path, checked: Checked) -> 
     if any(finding.text.startswith(f"{out}: ") for finding in checked.findings):
         return
     if not found["sees"]:
-        checked.mend(
+        checked.error(
             f"{out}: {place} does not see what rank 0 wrote there, so that a run that is requeued to another "
             "node would start over: name a folder that all nodes share with --out DIR"
         )
     elif not found["is_locked"]:
-        checked.mind(
+        checked.warning(
             f"{out}: {place} does not see rank 0's lock, so that a second run from there is not refused: see "
             "to it yourself that no two runs share a folder"
         )

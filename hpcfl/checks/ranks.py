@@ -17,7 +17,7 @@ import torch
 
 from hpcfl.checks.alike import Told, by_node, compare, of_this_rank, place
 from hpcfl.checks.finding import Checked, gathered, ranges
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import free_bytes
@@ -30,7 +30,7 @@ LITTLE_TIME_S = 600
 LAUNCHER_ASKED_S = 20
 
 
-def check_ranks(world: World, config: Config, environment: Mapping[str, str]) -> Checked:
+def check_ranks(world: Communicator, config: Config, environment: Mapping[str, str]) -> Checked:
     """Look at all ranks. Collective; says something on rank 0."""
     error = ""
     try:
@@ -42,7 +42,7 @@ def check_ranks(world: World, config: Config, environment: Mapping[str, str]) ->
     if not world.is_server:
         return checked
     if error:
-        checked.mend(error)
+        checked.error(error)
     versions = told[0]["versions"].items()
     checked.lines.append("versions: " + ", ".join(f"{name} {found}" for name, found in versions))
     compare(told, checked)
@@ -57,7 +57,7 @@ def check_ranks(world: World, config: Config, environment: Mapping[str, str]) ->
     return checked
 
 
-def _of_this_rank(world: World, device: str, environment: Mapping[str, str]) -> dict[str, Any]:
+def _of_this_rank(world: Communicator, device: str, environment: Mapping[str, str]) -> dict[str, Any]:
     told = of_this_rank(world, PACKAGES)
     told["versions"]["HDF5"] = HDF5_VERSION
     return told | {
@@ -77,7 +77,7 @@ def _world(told: Sequence[Told], checked: Checked, environment: Mapping[str, str
     checked.lines.append(f"MPI: {told[0]['mpi']}; ranks by node: {', '.join(nodes)}")
     others = [rank for rank in told if rank["mpi"] != told[0]["mpi"]]
     if others:
-        checked.mend(
+        checked.error(
             f"{place(others[0])} has {others[0]['mpi']}, rank 0 {told[0]['mpi']}: load the same MPI on "
             "every node"
         )
@@ -89,14 +89,14 @@ def _launcher(told: Sequence[Told], checked: Checked, environment: Mapping[str, 
     library = _said([sys.executable, "-m", "mpi4py", "--mpi-lib-version"], environment)
     if not library:
         checked.lines.append("MPI: none that mpi4py finds; one rank alone needs none")
-        checked.mind(
+        checked.warning(
             "mpi4py finds no MPI, so that there is one rank at the most: load the cluster's MPI module, or "
             "pip install mpi4py mpich"
         )
         return
     if mpirun is None:
         checked.lines.append(f"MPI: mpi4py has {library}; no mpirun; this is one rank alone")
-        checked.mind(
+        checked.warning(
             "there is no mpirun beside python or on PATH: load the cluster's MPI module, or under SLURM use "
             "srun --mpi=pmix"
         )
@@ -106,7 +106,7 @@ def _launcher(told: Sequence[Told], checked: Checked, environment: Mapping[str, 
         f"MPI: mpi4py has {library}; mpirun is {mpirun} ({_family(launcher)}); this is one rank alone"
     )
     if _family(launcher) != _family(library):
-        checked.mend(
+        checked.error(
             f"{mpirun} is of {_family(launcher)} and mpi4py has {library}, so that every rank would be "
             "alone: load the MPI module that mpi4py was built with, or put the mpirun of "
             f"{_family(library)} first on PATH"
@@ -156,19 +156,19 @@ def _cores(node: Sequence[Told], threads: int, size: int, checked: Checked) -> N
     narrow = [rank for rank in working if len(rank["cores"]) < threads]
     needed = threads * len(working)
     if needed > len(cores) and len(cores) < most:
-        checked.mend(
+        checked.error(
             f"{host}: {len(working)} workers of {threads} thread(s) are pinned to {len(cores)} of {most} "
             f"cores: ask SLURM for --cpus-per-task={threads}, or type mpirun --bind-to none"
         )
     elif narrow:
-        checked.mend(
+        checked.error(
             f"{place(narrow[0])} may use {len(narrow[0]['cores'])} cores, and run.threads={threads}: ask "
             f"SLURM for --cpus-per-task={threads}, or set run.threads=1"
         )
     elif needed > len(cores):
         enough = len(cores) // threads
         instead = f"mpirun -n {1 + enough} is" if len(node) == size else f"{enough} workers there are"
-        checked.mind(
+        checked.warning(
             f"{host}: {len(working)} workers of {threads} thread(s) take turns on {len(cores)} cores: "
             f"{instead} as fast"
         )
@@ -183,7 +183,7 @@ def _threads(node: Sequence[Told], threads: int, checked: Checked) -> None:
     too_many = sum(asked.values()) > max(cores, len(asked)) and max(asked.values()) > threads
     if asked and too_many:
         rank = max(asked, key=lambda number: asked[number])
-        checked.mend(
+        checked.error(
             f"rank {rank} on {host} has OMP_NUM_THREADS={asked[rank]}, and {len(node)} rank(s) there have "
             f"{cores} cores: type export OMP_NUM_THREADS={threads}"
         )
@@ -195,7 +195,7 @@ def _memory(node: Sequence[Told], checked: Checked) -> None:
         return
     checked.lines.append(f"memory: {host}: {left / 1e9:.3g} GB for {len(node)} rank(s)")
     if left < LEAST_BYTES * len(node):
-        checked.mend(
+        checked.error(
             f"{host}: {left / 1e9:.3g} GB of memory for {len(node)} rank(s): ask SLURM for more "
             "(--mem-per-cpu, see hpcfl plan), or start fewer ranks"
         )
@@ -213,12 +213,12 @@ def _devices(told: Sequence[Told], checked: Checked) -> None:
         used = {rank["device"] for rank in node} - {"cpu"}
         seen = max(rank["gpus"] for rank in node)
         if 0 < len(used) < seen:
-            checked.mind(
+            checked.warning(
                 f"{host}: {len(used)} of {seen} GPUs are used: start {1 + seen} ranks, or ask for fewer"
             )
     without = [rank for rank in told if rank["works"] and rank["device"] == "cpu"]
     if without:
-        checked.mend(
+        checked.error(
             f"{place(without[0])} sees no GPU where other workers do: ask SLURM for --gpus-per-node on "
             "every node, or set run.device=cpu"
         )
@@ -238,14 +238,14 @@ def _slurm(environment: Mapping[str, str], size: int, checked: Checked) -> None:
     ends = "no end time" if left_s is None else f"ends in {timedelta(seconds=round(left_s))}"
     checked.lines.append(", ".join([f"SLURM: job {job}, {tasks or '?'} tasks, {ends}", *memory]))
     if left_s is None:
-        checked.mind(
+        checked.warning(
             "SLURM_JOB_END_TIME is not set, so that a run stops in time only if signalled: give sbatch "
             "--signal=B:USR1@120, as jobs/train.sbatch does"
         )
     elif left_s < LITTLE_TIME_S:
-        checked.mind(f"the job ends in {round(left_s)} s: submit one with a longer --time")
+        checked.warning(f"the job ends in {round(left_s)} s: submit one with a longer --time")
     if tasks.isdecimal() and int(tasks) > size:
-        checked.mind(
+        checked.warning(
             f"the job has {tasks} tasks, and {size} rank(s) run: type mpirun -n {tasks} hpcfl doctor, or "
             "srun --mpi=pmix hpcfl doctor"
         )

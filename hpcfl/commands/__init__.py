@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 
-Command = Callable[[Sequence[str], World], bool | None]
+Command = Callable[[Sequence[str], Communicator], bool | None]
 """Takes the words behind its name and the ranks; returns whether a request to stop ended it."""
 
 COMMANDS = {

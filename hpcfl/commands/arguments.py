@@ -97,5 +97,5 @@ def client_of(text: str, *words: str) -> Any:
         return text
     if not text.isdecimal():
         allowed = " or ".join(("a client's number", *words))
-        raise UserError(f"--client {text} is not possible; allowed: {allowed}")
+        raise UserError(f"--client {text} is invalid; allowed: {allowed}")
     return int(text)

@@ -13,13 +13,13 @@ from hpcfl.benchmarks import nodes, runs, scale, steps
 from hpcfl.benchmarks.engines import engines
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, read_json, write_json
 from hpcfl.commands.arguments import Parser
-from hpcfl.communication.world import World, agreed
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
 
-Part = Callable[[World, Namespace], Iterator[Ratio]]
+Part = Callable[[Communicator, Namespace], Iterator[Ratio]]
 
 
-def run_bench(arguments: Sequence[str], world: World) -> bool:
+def run_bench(arguments: Sequence[str], world: Communicator) -> bool:
     """Measure what the product costs, and print ratios beside their goals.
 
     Parts:
@@ -29,7 +29,7 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     engines  the batched engine beside the loop engine (--device)
     scale    pFedLA's server with --clients (all ranks)
     rounds   what of pFedLA's is not training; messages, checkpoints, waiting (all ranks, --device)
-    methods  each beside FedAvg: a round, of it training and server, and an evaluation (all ranks, --device)
+    methods  each beside FedAvg: a round, its training and server parts; evaluation (all ranks)
     nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """
@@ -64,7 +64,9 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
     # a GPU of any rank will do here; a run then says which rank has none
     if options.device == "cuda" and not world.maximum(torch.cuda.device_count()):
         raise UserError("--device cuda: there is no GPU; go to a node that has one, or drop --device")
-    before = agreed(world, lambda: _earlier(options.json, options.against) if world.is_server else None)
+    before = run_collectively(
+        world, lambda: _earlier(options.json, options.against) if world.is_server else None
+    )
     found: list[Ratio] = []
     torch.set_num_threads(1)
     stopped = False
@@ -78,7 +80,9 @@ def run_bench(arguments: Sequence[str], world: World) -> bool:
         world.barrier()
     print(f"\n{as_table(found, before, world.size)}", flush=True)
     if options.json is not None:
-        agreed(world, lambda: write_json(options.json, found, world.size) if world.is_server else None)
+        run_collectively(
+            world, lambda: write_json(options.json, found, world.size) if world.is_server else None
+        )
     return stopped
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.commands.arguments import Parser
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import UserError
 from hpcfl.formatting import as_markdown, as_text
 from hpcfl.tables.claims import document, read_claims
@@ -14,7 +14,7 @@ from hpcfl.tables.claims import document, read_claims
 FOLDER = Path("configs/claims")
 
 
-def judge_claims(arguments: Sequence[str], world: World) -> None:
+def judge_claims(arguments: Sequence[str], world: Communicator) -> None:
     """Judge what papers claim by the result files of hpcfl table --write-results.
 
     A claims file is configs/claims/PAPER.yaml; its tables are files in configs/tables, their results in

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.commands.arguments import Parser, add_own_code
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.results.comparison import compare
 from hpcfl.results.run import load_run
 
 
-def compare_runs(arguments: Sequence[str], world: World) -> None:
+def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
     """Show how much better one run is than another, client by client, and which of their keys differ.
 
     Runs are of the same clients with the same samples. Several seeds of the same configurations, such as

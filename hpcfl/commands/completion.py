@@ -15,7 +15,7 @@ from hpcfl.commands import COMMANDS, command
 from hpcfl.commands.arguments import Parser, parse_run
 from hpcfl.commands.list import OWN_FILES
 from hpcfl.commands.reference import keys
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.data.sources import SOURCES
 from hpcfl.registries import REGISTRIES
 
@@ -140,7 +140,7 @@ SHELLS = {
 }
 
 
-def print_completion(arguments: Sequence[str], world: World) -> None:
+def print_completion(arguments: Sequence[str], world: Communicator) -> None:
     """Print a script that completes hpcfl's commands, options, keys and values in a shell.
 
     bash: source <(hpcfl completion bash)        zsh: source <(hpcfl completion zsh)
@@ -151,7 +151,7 @@ def print_completion(arguments: Sequence[str], world: World) -> None:
     print(_common(world, use) + code, end="")
 
 
-def _common(world: World, use: str) -> str:
+def _common(world: Communicator, use: str) -> str:
     """Return the part that all shells share: what there is to complete."""
     from hpcfl import __version__
 

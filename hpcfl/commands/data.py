@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcfl.commands.arguments import Parser
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.data.sources import fetch
 
 
-def fetch_data(arguments: Sequence[str], world: World) -> None:
+def fetch_data(arguments: Sequence[str], world: Communicator) -> None:
     """Download a data set, on a machine with a network; runs never download."""
     parser = Parser("hpcfl data", fetch_data.__doc__)
     parser.add_argument("action", choices=["fetch"])

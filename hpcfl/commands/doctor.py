@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.checks.collectives import check_collectives
-from hpcfl.checks.finding import TO_MEND, Checked, Finding, last_line
+from hpcfl.checks.data import check_data
+from hpcfl.checks.finding import ERRORS, Checked, Finding, last_line
 from hpcfl.checks.folder import check_folder
 from hpcfl.checks.ranks import check_ranks
-from hpcfl.checks.sources import check_data
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
-from hpcfl.communication.world import World, agreed
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
 from hpcfl.registries import load_config
 
 
-def check_everything(arguments: Sequence[str], world: World) -> None:
+def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     """Check what runs need here, alone or as the ranks of a run; leaves nothing behind.
 
     Looks at versions, MPI and its launcher, cores, threads, memory and GPUs of each node, the SLURM
     job, collectives and their speed, and the run folder's file system; with keys, at their data too.
-    The last line is "fine", "fine, but mind: ..." (exit code 0), or what to mend and what to type (2).
+    The last line is "OK", "OK with warnings: ..." (exit code 0), or what to fix and what to type (2).
 
     For example: mpirun -n 9 hpcfl doctor CONFIG.yaml --out /scratch/me/runs
     """
@@ -33,7 +33,7 @@ def check_everything(arguments: Sequence[str], world: World) -> None:
     )
     add_own_code(parser)
     options = parser.parse_intermixed_args(list(arguments))
-    config = agreed(world, lambda: load_config(*split_settings(options.settings)))
+    config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
     findings: list[Finding] = []
 
     def say(checked: Checked) -> None:
@@ -47,6 +47,6 @@ def check_everything(arguments: Sequence[str], world: World) -> None:
     if options.settings:
         say(check_data(world, config))
     told = world.broadcast_bytes(last_line(findings).encode()).decode()
-    if told.startswith(TO_MEND):
+    if told.startswith(ERRORS):
         raise UserError(told)
     print(told, flush=True)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.commands.arguments import Parser, add_own_code, client_of
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.results.export import ALL
 from hpcfl.results.models import GLOBAL
 from hpcfl.results.run import load_run
 
 
-def export_models(arguments: Sequence[str], world: World) -> None:
+def export_models(arguments: Sequence[str], world: Communicator) -> None:
     """Write the models of a run for use without hpcfl: weights, a recipe beside them, and model.py.
 
     A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors and client3.json;

@@ -8,7 +8,7 @@ from itertools import groupby
 from hpcfl.commands.arguments import Parser
 from hpcfl.commands.reference import Key, about, citation, keys
 from hpcfl.communication.codecs import CODECS
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config.own_code import allow
 from hpcfl.data.partitions import PARTITIONS, add_own_partition
 from hpcfl.data.sources import SOURCES, add_own_source
@@ -26,7 +26,7 @@ OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
 """By kind: the key that names a user's own file, and the function that adds what this file defines."""
 
 
-def list_everything(arguments: Sequence[str], world: World) -> None:
+def list_everything(arguments: Sequence[str], world: Communicator) -> None:
     """Print what there is, one line each: its kind and its name.
 
     With `keys`, print all keys of a configuration with their defaults and meanings, or those whose

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
-from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import Arrays
@@ -24,13 +24,13 @@ from hpcfl.planning.dry_run import DryRun, dry_run
 from hpcfl.planning.estimate import Estimate, Planner, evaluations
 from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
 from hpcfl.registries import load_config
-from hpcfl.simulation.device_memory import telling_where_memory_ends
-from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.experiment import load_data, make_method
-from hpcfl.simulation.refusals import (
-    refuse_chain,
-    refuse_single_samples,
-    refuse_small_blocks,
+from hpcfl.simulation.device_memory import report_out_of_memory
+from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.simulation.setup import load_data, make_method
+from hpcfl.simulation.validate import (
+    check_chain,
+    check_single_samples,
+    check_small_blocks,
     state_bytes,
     too_large,
 )
@@ -40,7 +40,7 @@ USUAL_RANKS = 9
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def show_plan(arguments: Sequence[str], world: World) -> None:
+def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     """Show what a run would do and take, without running it.
 
     First clients by classes, network and memory; then, after a dry run of seconds in this process, the
@@ -72,7 +72,7 @@ def show_plan(arguments: Sequence[str], world: World) -> None:
         return
     network = network if per_node is None else replace(network, ranks_per_node=per_node)
     config = load_config(*split_settings(options.settings))
-    with telling_where_memory_ends(config, world):
+    with report_out_of_memory(config, world):
         _tell(config, _usual_ranks(world) if ranks is None else ranks, network, options)
 
 
@@ -85,10 +85,10 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
         return
     if options.no_timing:
         return
-    refuse_small_blocks(config, method)
-    refuse_single_samples(config, method)
+    check_small_blocks(config, method)
+    check_single_samples(config, method)
     if options.ranks is not None:
-        refuse_chain(method, ranks - 1)
+        check_chain(method, ranks - 1)
     elif method.sequential is not None:
         ranks = min(ranks, 2)
     found = dry_run(_here(config), arrays, parts)
@@ -113,13 +113,11 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
 def _whole_number(option: str, asked: str | None, example: int) -> int | None:
     """Read an option's value; None where it is not given."""
     if asked is not None and (not asked.isdecimal() or int(asked) < 1):
-        raise UserError(
-            f"{option} {asked} is not possible; give a whole number from 1 on, such as {option} {example}"
-        )
+        raise UserError(f"{option} {asked} is invalid; give an integer from 1 on, such as {option} {example}")
     return None if asked is None else int(asked)
 
 
-def _usual_ranks(world: World) -> int:
+def _usual_ranks(world: Communicator) -> int:
     """Return the ranks that are asked for by mpirun, by SLURM, or as many as is usual."""
     if world.size > 1:
         return world.size
@@ -166,7 +164,7 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
         yield f"{num_unseen} unseen clients adapt for {epochs} epochs at each evaluation"
     for part, count in state_bytes(method).items():
         yield f"server memory, {part}: {count:,} bytes"
-    for name, rows in Driver(method).initial_clients([0]).items():
+    for name, rows in MethodAdapter(method).initial_clients([0]).items():
         whole = rows.nbytes * (num_clients + num_unseen)
         yield f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client"
 
@@ -176,7 +174,7 @@ def _diverged(config: Config) -> str:
     would = {
         "stop": "stop there",
         "skip": "leave such rounds of clients out",
-        "continue": "go on with such numbers",
+        "continue": "continue with such numbers",
     }
     return (
         "numbers became nan or infinite in the dry run, which went on with them; the run would "
@@ -267,5 +265,5 @@ def _job(header: SlurmHeader) -> Iterator[str]:
     if header.jobs > 1:
         yield (
             f"# about {header.jobs} jobs of {limit_of(header.limit_s)} one after the other: each stops "
-            f"{header.signal_s} s before its end, is requeued, and goes on"
+            f"{header.signal_s} s before its end, is requeued, and resumes"
         )

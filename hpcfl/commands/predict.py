@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 
 from hpcfl.commands.arguments import Parser, add_own_code, client_of
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.data.npz import read_arrays
 from hpcfl.errors import UserError
 from hpcfl.results.models import GLOBAL
 from hpcfl.results.run import load_run
-from hpcfl.storage.replacing import replace_file
+from hpcfl.storage.atomic import replace_file
 
 
-def predict_images(arguments: Sequence[str], world: World) -> None:
+def predict_images(arguments: Sequence[str], world: Communicator) -> None:
     """Label images with a client's model: array x of IMAGES.npz, as the run's data set stores them.
 
     Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with a line an image.
@@ -41,7 +41,7 @@ def predict_images(arguments: Sequence[str], world: World) -> None:
     client = client_of(options.client, GLOBAL)
     out: Path = options.out
     if out.suffix not in (".npz", ".csv") or out.resolve() == options.images.resolve():
-        raise UserError(f"--out {out} is not possible; give another FILE.npz or FILE.csv")
+        raise UserError(f"--out {out} is invalid; give another FILE.npz or FILE.csv")
     if (out.resolve().parent / "config.yaml").exists():
         raise UserError(f"--out {out} is in the folder of a run, which is left as it is; give another FILE")
     where = str(options.images)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpcfl.commands.arguments import Parser, add_own_code
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.errors import UserError
 from hpcfl.report.page import REPORT_NAME, write_report
 from hpcfl.results.run import Run, load_run
@@ -16,10 +16,10 @@ PAGE_SUFFIX = ".html"
 """What the name of a page ends in, so that none is written over a run's own files."""
 
 
-def make_report(arguments: Sequence[str], world: World) -> None:
+def make_report(arguments: Sequence[str], world: Communicator) -> None:
     """Write one self-contained HTML page of a run, or of several side by side.
 
-    A run may still be going on; of a table's folder, and of any folder of runs, all finished ones are
+    A run may still be running; of a table's folder, and of any folder of runs, all finished ones are
     shown. Python files that a run's config.yaml names are run only where --own-code names them, too.
     For example:
       hpcfl report runs/pfedla-digits-s0-eea85792 runs/fedavg-digits-s0-f8e9fb8a --out both.html
@@ -56,6 +56,6 @@ def _runs_in(folder: Path) -> list[Run]:
     finished = [run for run in map(load_run, current) if run.is_finished]
     if not finished:
         raise UserError(
-            f"{folder} has no finished run; name the folder of one that goes on, such as {inside[0]}"
+            f"{folder} has no finished run; name the folder of one that is running, such as {inside[0]}"
         )
     return finished

@@ -6,26 +6,31 @@ import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
-from hpcfl.checks.alike import refuse_unlike_nodes
+from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import next_command, print_summary
-from hpcfl.communication.world import World, agreed
+from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config import Config
 from hpcfl.errors import UserError
-from hpcfl.simulation.device_memory import telling_where_memory_ends
-from hpcfl.simulation.experiment import build
-from hpcfl.simulation.loop import Outcome, Simulation
+from hpcfl.simulation.device_memory import report_out_of_memory
 from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.round_loop import Outcome, Simulation
+from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.events import require_writer
-from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.storage.slurm import tell_script
 
 
 def run(
-    config: Config, options: RunOptions, world: World, stop: StopFlag, command: str, is_cell: bool = False
+    config: Config,
+    options: RunOptions,
+    world: Communicator,
+    stop: StopFlag,
+    command: str,
+    is_cell: bool = False,
 ) -> Outcome:
-    """Start a run in its folder, or go on with it. Collective; may raise UserError.
+    """Start a run in its folder, or resume it. Collective; may raise UserError.
 
     Args:
         config: what is run.
@@ -37,25 +42,27 @@ def run(
     """
     with ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
-        at_exit.enter_context(telling_where_memory_ends(config, world))
+        at_exit.enter_context(report_out_of_memory(config, world))
         watched = at_exit.enter_context(ExitStack())
-        watched.enter_context(world.giving_up_after(config.run.timeout))
+        watched.enter_context(world.heartbeat_timeout(config.run.timeout))
         noted: list[str] = []
         warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
-        refuse_unlike_nodes(world)
-        _refuse_other_code(config, world)
+        check_unlike_nodes(world)
+        _check_other_code(config, world)
         if world.is_server:
             # all ranks have come here, with their handlers: a signal would have killed them before
             tell_script("ready", "a signal stops the run")
-        agreed(world, lambda: require_writer(config.run.tensorboard and world.is_server))
+        run_collectively(world, lambda: require_writer(config.run.tensorboard and world.is_server))
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None
-        agreed(world, lambda: folder.check(options.fresh) if folder else None)
-        experiment = agreed(world, lambda: build(config, world))
+        run_collectively(world, lambda: folder.check(options.fresh) if folder else None)
+        experiment = run_collectively(world, lambda: build(config, world))
         here = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
         ranks = [entry.decode() for entry in world.gather_bytes(here.encode()) or []]
         layout = experiment.method.layout
-        agreed(world, lambda: folder.open(options.fresh, layout, ranks, at_exit, command) if folder else None)
+        run_collectively(
+            world, lambda: folder.open(options.fresh, layout, ranks, at_exit, command) if folder else None
+        )
         progress = Progress(folder.log if folder else None, options.quiet)
         at_exit.callback(progress.close)
         warnings.showwarning = lambda message, *_args, **_kwargs: progress.warn(str(message))
@@ -93,7 +100,7 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
     return folder / REPORT_NAME
 
 
-def _refuse_other_code(config: Config, world: World) -> None:
+def _check_other_code(config: Config, world: Communicator) -> None:
     """Raise UserError where ranks have read different files of the user's own. Collective."""
     files = config.own_files
     found = world.gather_bytes(" ".join(files.values()).encode())
@@ -105,4 +112,4 @@ def _refuse_other_code(config: Config, world: World) -> None:
                 "node, or put it on a file system that all share"
             )
 
-    agreed(world, check)
+    run_collectively(world, check)

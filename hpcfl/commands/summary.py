@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpcfl.commands.arguments import RunOptions, command_line
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config import Config
 from hpcfl.formatting import readable_bytes
 from hpcfl.methods import METHODS
@@ -23,7 +23,7 @@ def print_summary(
     folder: Path,
     report: Path | None,
     next_command: str,
-    world: World,
+    world: Communicator,
     progress: Progress,
 ) -> None:
     """Say how the run ended; paths and commands, which may be long, stand on lines of their own."""

@@ -14,33 +14,33 @@ from pathlib import Path
 
 from hpcfl.commands.arguments import Parser, RunOptions, add_own_code, command_line, split_settings
 from hpcfl.commands.run import run
-from hpcfl.communication.world import World, agreed
-from hpcfl.errors import StoppedAtOnce, StorageFault, UserError
+from hpcfl.communication.communicator import Communicator, run_collectively
+from hpcfl.errors import ForcedStop, StorageError, UserError
 from hpcfl.formatting import as_text, clock
-from hpcfl.simulation.loop import Outcome
 from hpcfl.simulation.progress import print_warning
+from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.job import tell_script
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.storage.slurm import tell_script
 from hpcfl.tables.cells import Cell, Choice, Shrinking, Table
 from hpcfl.tables.dealing import methods_of
 from hpcfl.tables.hours import plan
-from hpcfl.tables.paper_figures import refuse_parts_not_there
+from hpcfl.tables.paper_figures import check_parts_not_there
 from hpcfl.tables.schema import QUANTITIES
-from hpcfl.tables.writing import FromHistories, in_turn, write, write_from_histories, write_results
+from hpcfl.tables.write_results import FromHistories, in_turn, write, write_from_histories, write_results
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""
 
-MOST_NAMED = 12
+MAX_NAMED = 12
 """Of the cells that are missing, so many are named."""
 
 
-def run_table(arguments: Sequence[str], world: World) -> bool:
+def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     """Run the cells of a table file that are not finished, and print the table.
 
     A cell is a row's run in a column with a seed, in DIR/<column>/<row>-s<seed>; DIR has table.md,
-    .tex, .csv, diagnostics.csv, figure.png. The same command goes on. key.sub=value is for all cells,
+    .tex, .csv, diagnostics.csv, figure.png. The same command resumes. key.sub=value is for all cells,
     but the file of the data (data.source, data.path and so on) only for those of each --column.
     TABLE.yaml has a title, seeds, rows, and as needed: settings (of all cells), config (a file under
     them, or under a column's), columns or sweep, compare (pairs), show (quantities), source (of
@@ -89,12 +89,14 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
     with ExitStack() as at_exit:
         stop = StopFlag()
         at_exit.callback(stop.restore)
-        whole = agreed(world, lambda: Table(path, overrides, options.out, shrinking, choice))
+        whole = run_collectively(world, lambda: Table(path, overrides, options.out, shrinking, choice))
         if options.plan:
-            print(agreed(world, lambda: as_text(plan(whole)) if world.is_server else ""))
+            print(run_collectively(world, lambda: as_text(plan(whole)) if world.is_server else ""))
             return False
         own = whole.chosen[part - 1 :: num_parts]
-        pending = agreed(world, lambda: _pending(whole, own, options.fresh, world) if world.is_server else [])
+        pending = run_collectively(
+            world, lambda: _pending(whole, own, options.fresh, world) if world.is_server else []
+        )
         pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
 
         skipped = [number for number in own if _is_skipped(whole, number)]
@@ -104,20 +106,22 @@ def run_table(arguments: Sequence[str], world: World) -> bool:
             say(f"{label}: not run: {reason}")
         command = command_line(["table", *arguments], world.size)
         stopped, failed = _run_cells(whole, pending, world, stop, command, options.quiet)
-        text, told, missing = agreed(world, lambda: _write_all(whole) if world.is_server else ("", None, []))
+        text, told, missing = run_collectively(
+            world, lambda: _write_all(whole) if world.is_server else ("", None, [])
+        )
         say(f"\n{text}\nin {whole.folder}: table.md, table.tex and CSV files")
         if told is not None:
             _say_drawn(say, told)
         if options.write_results:
-            written = agreed(world, lambda: write_results(whole, told) if told is not None else [])
+            written = run_collectively(world, lambda: write_results(whole, told) if told is not None else [])
             say(f"results: {', '.join(map(str, written))}")
         if missing:
             _say_missing(say, whole, missing)
         if stopped:
-            say(f"stopped early with a checkpoint; go on with\n  {command}")
+            say(f"stopped early with a checkpoint; resume with\n  {command}")
         elif missing:
             rest = command_line(["table", *_without_part(arguments)], world.size)
-            say(f"unless other parts are at them, go on with\n  {rest}")
+            say(f"if no other part is running them, resume with\n  {rest}")
         if failed and not stopped:
             raise _all_of(failed)
         return stopped
@@ -135,7 +139,7 @@ def _all_of(errors: Sequence[UserError]) -> UserError:
 def _run_cells(
     whole: Table,
     pending: Sequence[tuple[int, bool]],
-    world: World,
+    world: Communicator,
     stop: StopFlag,
     command: str,
     quiet: bool,
@@ -164,11 +168,11 @@ def _run_cells(
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
             if world.is_server and done + 1 < len(pending):
-                print_warning(f"{failed[-1]}; going on with the other cells")
+                print_warning(f"{failed[-1]}; continuing with the other cells")
         if outcome == "stopped":
             return True, failed
         if outcome is not None:
-            agreed(world, lambda: _write(whole) if world.is_server else None)
+            run_collectively(world, lambda: _write(whole) if world.is_server else None)
     if world.is_server:
         tell_script("cell", "")
     return False, failed
@@ -180,7 +184,7 @@ def _note(cell: Cell) -> Path:
 
 
 @contextmanager
-def _noted(cell: Cell, world: World) -> Iterator[None]:
+def _noted(cell: Cell, world: Communicator) -> Iterator[None]:
     """Have the note there while a cell runs, and after a fault that may be the cell's own."""
     if not world.is_server:
         yield
@@ -192,7 +196,7 @@ def _noted(cell: Cell, world: World) -> Iterator[None]:
     tell_script("cell", str(cell.folder))
     try:
         yield
-    except (UserError, StorageFault, StoppedAtOnce, KeyboardInterrupt):
+    except (UserError, StorageError, ForcedStop, KeyboardInterrupt):
         _forget(cell)
         raise
     _forget(cell)
@@ -219,10 +223,10 @@ def _write_all(whole: Table) -> tuple[str, FromHistories, list[Cell]]:
 
 def _say_missing(say: Callable[[str], None], whole: Table, missing: Sequence[Cell]) -> None:
     say(f"{len(missing)} of {len(whole.chosen)} cells are missing")
-    for cell in missing[:MOST_NAMED]:
+    for cell in missing[:MAX_NAMED]:
         say(f"  {whole.name(cell)} seed {cell.seed}, in {cell.folder}")
-    if len(missing) > MOST_NAMED:
-        say(f"  and {len(missing) - MOST_NAMED} more")
+    if len(missing) > MAX_NAMED:
+        say(f"  and {len(missing) - MAX_NAMED} more")
 
 
 def _say_drawn(say: Callable[[str], None], told: FromHistories) -> None:
@@ -237,13 +241,13 @@ def _speech(quiet: bool) -> Callable[[str], None]:
     return (lambda _: None) if quiet else (lambda text: print(text, flush=True))
 
 
-def _must_stop(world: World, stop: StopFlag) -> bool:
+def _must_stop(world: Communicator, stop: StopFlag) -> bool:
     """Agree whether no further cell is started. Collective."""
     wanted = stop.requested or (world.is_server and stop.time_is_short(A_CELL_NEEDS_S))
     return world.maximum(int(wanted)) == 1
 
 
-def _pending(whole: Table, own: Sequence[int], fresh: bool, world: World) -> list[tuple[int, bool]]:
+def _pending(whole: Table, own: Sequence[int], fresh: bool, world: Communicator) -> list[tuple[int, bool]]:
     """Return the numbers of the cells to run, and whether each starts over; UserError for what cannot be.
 
     Cells of columns whose data cannot be read are left out (`Table.not_run`).
@@ -269,7 +273,7 @@ def _pending(whole: Table, own: Sequence[int], fresh: bool, world: World) -> lis
     firsts = [cell for cell in whole.firsts() if (cell.row, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is told now, not after hours
     for cell, method, *_ in methods_of(whole, firsts, world.num_workers):
-        refuse_parts_not_there(whole, cell, method)
+        check_parts_not_there(whole, cell, method)
     return [entry for entry in pending if not _is_skipped(whole, entry[0])]
 
 
@@ -285,15 +289,15 @@ def _part(text: str | None) -> tuple[int, int]:
         return 1, 1
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise UserError(f"--part {text} is not possible; give K/N with K from 1 to N, such as --part 1/3")
+        raise UserError(f"--part {text} is invalid; give K/N with K from 1 to N, such as --part 1/3")
     return int(found[1]), int(found[2])
 
 
 def _shrinking(rounds: str | None, seeds: str | None) -> Shrinking:
     if rounds is not None and not re.fullmatch(r"[1-9]\d*", rounds):
-        raise UserError(f"--rounds {rounds} is not possible; give a whole number from 1 on")
+        raise UserError(f"--rounds {rounds} is invalid; give an integer from 1 on")
     if seeds is not None and not re.fullmatch(r"\d+(,\d+)*", seeds):
-        raise UserError(f"--seeds {seeds} is not possible; give whole numbers such as --seeds 0,1")
+        raise UserError(f"--seeds {seeds} is invalid; give whole numbers such as --seeds 0,1")
     return Shrinking(
         None if rounds is None else int(rounds), None if seeds is None else tuple(map(int, seeds.split(",")))
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcfl.commands.arguments import Parser
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config import flatten
 from hpcfl.errors import UserError, printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
@@ -28,10 +28,10 @@ RECENT_EVALUATIONS = 10
 """Evaluations that the seconds of a round are taken from."""
 
 
-def watch_runs(arguments: Sequence[str], world: World) -> None:
+def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
     """Show how runs are going, one in full, several a line each. Reads their folders and touches nothing.
 
-    On a terminal it goes on until all have ended or Ctrl-C; elsewhere it prints one state.
+    On a terminal it continues until all have ended or Ctrl-C; elsewhere it prints one state.
     """
     parser = Parser("hpcfl watch", watch_runs.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/<name>")
@@ -40,7 +40,7 @@ def watch_runs(arguments: Sequence[str], world: World) -> None:
     options = parser.parse_args(arguments)
     # not (>): nan is no time either
     if not options.every > 0:
-        raise UserError(f"--every {options.every:g} is not possible; give seconds above 0, such as --every 2")
+        raise UserError(f"--every {options.every:g} is invalid; give seconds above 0, such as --every 2")
     runs = [Run(path) for path in options.runs]
     screen = console()
     if options.once or not screen.is_terminal:
@@ -88,7 +88,7 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
     if status.state not in ENDED:
         yield "time left", _time_left(run)
     elif status.state != "finished":
-        yield "go on with", printable(str(run.environment.get("command", "the same command")))
+        yield "resume with", printable(str(run.environment.get("command", "the same command")))
     for number, line in enumerate(run.log[-LOG_LINES:]):
         yield "" if number else "log", line
 

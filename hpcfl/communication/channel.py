@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hpcfl.communication.codecs import AS_IT_IS, Codec, Frame, UploadCoding
+from hpcfl.communication.codecs import IDENTITY, Codec, Frame, UploadCoding
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message, Piece
 from hpcfl.communication.upload import FixedPointSum, Upload
-from hpcfl.communication.world import World
 from hpcfl.parameters import Layer, spread
 
 
@@ -100,7 +100,7 @@ class _Deal:
 class Channel:
     """The way between the server and the workers, for messages whose tensors consist of `layers`."""
 
-    def __init__(self, world: World, layers: tuple[Layer, ...], num_clients: int) -> None:
+    def __init__(self, world: Communicator, layers: tuple[Layer, ...], num_clients: int) -> None:
         self._world, self._layers, self._num_clients = world, layers, num_clients
 
     def own(self, cohort: Cohort) -> list[int]:
@@ -115,7 +115,7 @@ class Channel:
         """Return the worker that each member trains on."""
         return self.homes(cohort) if cohort.workers is None else cohort.workers
 
-    def down(self, message: Message | None, cohort: Cohort, codec: Codec = AS_IT_IS) -> Message:
+    def down(self, message: Message | None, cohort: Cohort, codec: Codec = IDENTITY) -> Message:
         """Bring the server's message to the workers; each gets the rows of its own cohort members.
 
         Collective. `message` is the server's and None elsewhere; a serial world gets a copy.
@@ -155,7 +155,7 @@ class Channel:
             rows = message.shared[name].unsqueeze(0) if shared else message.rows[name]
             frame = Frame.of(name, rows.shape[1:], rows.dtype, self._layers)
             coder = codec.of(frame)
-            if coder is AS_IT_IS:
+            if coder is IDENTITY:
                 continue
             arrived.pieces[name] = coder.pieces(replace(frame, keep=keep))
             # a shared tensor whose layers are chosen client by client arrives whole
@@ -257,7 +257,7 @@ class Channel:
                 self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
                 frame = replace(frame, keep=chosen.bool())
             frames[entry.name] = frame if coding is None else self._after(frame, coding, len(cohort), own)
-        codecs = {name: AS_IT_IS if coding is None else coding.codec.of(f) for name, f in frames.items()}
+        codecs = {name: IDENTITY if coding is None else coding.codec.of(f) for name, f in frames.items()}
         if coding is not None:
             for name, codec in codecs.items():
                 if codec.remembers:
@@ -302,7 +302,7 @@ class _Uploaded:
 class _SentUpload(Upload):
     """An upload whose rows are with the workers, which do in `drain` what the server reads."""
 
-    def __init__(self, world: World, uploaded: _Uploaded, sent: Message | None) -> None:
+    def __init__(self, world: Communicator, uploaded: _Uploaded, sent: Message | None) -> None:
         super().__init__((), sent)
         self._world, self._uploaded = world, uploaded
         self._unread = [entry.name for entry in uploaded.entries]
@@ -443,7 +443,7 @@ class _SentUpload(Upload):
     def _decoded(self, frame: Frame, codec: Codec, arrived: Sequence[Tensor], block: slice) -> Tensor:
         """Return the rows of a block from the pieces that arrived on the server."""
         coding, base = self._uploaded.coding, None
-        if coding is not None and coding.sent is not None and codec is not AS_IT_IS:
+        if coding is not None and coding.sent is not None and codec is not IDENTITY:
             base = frame.base(coding.sent.select(block))
         return codec.decode(arrived, frame, base).view(block.stop - block.start, *frame.shape)
 
@@ -464,7 +464,7 @@ def _encoded(
 ) -> list[Tensor]:
     """Return the pieces of a part of this rank's rows; what they leave out goes to the clients' state."""
     numbers = frame.by_model(rows[part].cpu())
-    if coding is None or codec is AS_IT_IS:
+    if coding is None or codec is IDENTITY:
         return codec.encode(numbers, frame)
     base = frame.base(coding.received.select(part))
     if not codec.remembers:

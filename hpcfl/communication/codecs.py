@@ -123,7 +123,7 @@ class Codec:
     def of(self, frame: Frame) -> Codec:
         """Return what codes a tensor: this codec, or none."""
         is_possible = frame.dtype.is_floating_point and frame.models * sum(frame.sizes) > 0
-        return self if is_possible and self.takes(frame) else AS_IT_IS
+        return self if is_possible and self.takes(frame) else IDENTITY
 
     def pieces(self, frame: Frame) -> list[Piece]:
         """Return what a tensor travels as."""
@@ -144,7 +144,7 @@ class Codec:
         return pieces[0]
 
 
-AS_IT_IS = Codec(CommConfig())
+IDENTITY = Codec(CommConfig())
 
 
 class Float16(Codec):
@@ -263,10 +263,10 @@ CODECS: dict[CodecName, type[Codec]] = {"none": Codec, "float16": Float16, "int8
 
 def codec_of(settings: CommConfig, direction: Direction) -> Codec:
     """Return what a run's messages are coded by in a direction."""
-    return CODECS[settings.codec](settings) if settings.codes(direction) else AS_IT_IS
+    return CODECS[settings.codec](settings) if settings.codes(direction) else IDENTITY
 
 
-class Unsent:
+class ErrorFeedback:
     """What a codec has not sent of the tensors of some clients, on the CPU in the states of a rank's clients.
 
     `states` are these, each with its number of clients; `rows` say of each member of the cohort on this rank
@@ -302,7 +302,7 @@ class UploadCoding:
     """What this rank's members of the cohort received."""
     sent: Message | None
     """The same of all members, on the server."""
-    unsent: Unsent
+    unsent: ErrorFeedback
 
 
 def _largest(numbers: Tensor, count: int) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcfl.errors import SilentRanks
+from hpcfl.errors import RankTimeoutError
 
 Communicator = Any
 """MPI's, which only `world` imports."""
@@ -65,7 +65,7 @@ class Heartbeat:
     def wait(self, stage: str) -> None:
         """Look at the others while a wait goes on at this stage of the run.
 
-        Raises SilentRanks, which names them and the stage.
+        Raises RankTimeoutError, which names them and the stage.
         """
         self._pass_time()
         if self.beat():
@@ -91,7 +91,7 @@ class Heartbeat:
     def end(self, stage: str) -> None:
         """Receive all heartbeats that are on their way: MPI may crash where it ends with messages left.
 
-        Nobody beats from then on. Collective. Raises SilentRanks as `wait` does.
+        Nobody beats from then on. Collective. Raises RankTimeoutError as `wait` does.
         """
         self.begin_wait()
         # messages between two ranks keep their order
@@ -130,7 +130,7 @@ class Heartbeat:
             return
         names = ", ".join(f"rank {peer} on {self._hosts[peer]}" for peer in silent)
         them = "has" if len(silent) == 1 else "have"
-        raise SilentRanks(
+        raise RankTimeoutError(
             f"{names} {them} not been heard of for {self._timeout_s:g} s (run.timeout) {stage}: dead, cut "
             "off, stopped, or at one piece of work all the time; all ranks end, the last checkpoint stays, "
             "and the same command resumes from it; where one client takes so long, set run.timeout="

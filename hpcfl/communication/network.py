@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 
 ASSUMED_BYTES_A_S = 1e9
 ASSUMED_LATENCY_S = 100e-6
-MOST_COPIES = 3
+MAX_COPIES = 3
 """Of a broadcast or a sum over rank 0's link, as nodes pass them on. With MPICH and 4 MB they took as long as
 1.0 and 1.1 copies on 2 nodes, 2.0 and 2.5 on 3, 2.5 and 1.8 on 4, 3.9 and 3.5 on 5, 2.6 and 2.2 on 8."""
 PROBE_BYTES = 4_000_000
@@ -67,12 +67,12 @@ def bytes_at_rank_0(load: Load, ranks: int, ranks_per_node: int) -> tuple[float,
     """Return the bytes between rank 0 and the ranks of its node, and those over its link to other nodes."""
     near = min(ranks, ranks_per_node) - 1
     share_near, other_nodes = near / (ranks - 1), math.ceil(ranks / ranks_per_node) - 1
-    in_node = load.rows * share_near + load.common * min(near, MOST_COPIES)
-    over_link = load.rows * (1 - share_near) + load.common * min(other_nodes, MOST_COPIES)
+    in_node = load.rows * share_near + load.common * min(near, MAX_COPIES)
+    over_link = load.rows * (1 - share_near) + load.common * min(other_nodes, MAX_COPIES)
     return in_node, over_link
 
 
-def measured(world: World) -> Network:
+def measured(world: Communicator) -> Network:
     """Measure the network between rank 0 and the workers; rank 0 has the result to use. Collective."""
     # host names need not differ
     gathered = world.gather_bytes(str(min(world.ranks_of_node())).encode())
@@ -86,7 +86,7 @@ def measured(world: World) -> Network:
     return Network(per_node, latency_s, _rate(world, near, latency_s), _rate(world, far, latency_s))
 
 
-def _rate(world: World, workers: Sequence[int], latency_s: float) -> float | None:
+def _rate(world: Communicator, workers: Sequence[int], latency_s: float) -> float | None:
     """Return the bytes a second to some workers and back; None where there are none. Collective."""
     if not workers:
         return None
@@ -94,14 +94,14 @@ def _rate(world: World, workers: Sequence[int], latency_s: float) -> float | Non
     return 2 * len(workers) * PROBE_BYTES / max(1e-6, trip_s - 2 * latency_s)
 
 
-def there_and_back(world: World, workers: Sequence[int], num_bytes: int) -> None:
+def there_and_back(world: Communicator, workers: Sequence[int], num_bytes: int) -> None:
     """Send some workers so many bytes each, and get them back. Collective."""
     counts = [num_bytes if worker in workers else 0 for worker in range(world.num_workers)]
     sent = torch.zeros(sum(counts), dtype=torch.uint8) if world.is_server else None
     world.gather(world.scatter(sent, counts, torch.uint8), counts)
 
 
-def fastest_s(world: World, step: Callable[[], None]) -> float:
+def fastest_s(world: Communicator, step: Callable[[], None]) -> float:
     """Return the seconds of the fastest of some turns of a collective step. Collective."""
     seconds = []
     for _ in range(TURNS):

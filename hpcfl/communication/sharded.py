@@ -22,21 +22,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcfl.communication.world import Transfer, World
+from hpcfl.communication.communicator import Communicator, Transfer
 from hpcfl.parameters import COLUMNS_AT_ONCE, Layer, pieces
 
 BLOCK_CLIENTS = 16
 """Clients that a product takes together; shards begin at multiples of it. Another number gives other bits."""
 MEMBERS_AT_ONCE = 64
 """Members of a cohort that are mixed or compared together; a constant for the same reason."""
-MOST_ON_THE_WAY = 4
+MAX_ON_THE_WAY = 4
 """Running sums that a worker may have sent and that the next one has not taken yet."""
 
 
 class ShardedRows:
     """One row [P] for each of N clients, kept by the workers; rank 0 calls, all others are in `serve`."""
 
-    def __init__(self, world: World, rows: Tensor, layers: Sequence[Layer], num_clients: int) -> None:
+    def __init__(self, world: Communicator, rows: Tensor, layers: Sequence[Layer], num_clients: int) -> None:
         """Wrap this rank's rows [own clients, P], on the CPU; others may change them in place meanwhile."""
         self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
         self._shards = [world.shard(num_clients, worker) for worker in range(world.num_workers)]
@@ -122,7 +122,7 @@ class ShardedRows:
                 transfer.wait()
             self._add(total, alpha, number, part)
             going.append((total, self._world.start_send(total, after)))
-            while going and (going[0][1].is_done or len(going) > MOST_ON_THE_WAY):
+            while going and (going[0][1].is_done or len(going) > MAX_ON_THE_WAY):
                 going.popleft()[1].wait()
         for _, transfer in going:
             transfer.wait()

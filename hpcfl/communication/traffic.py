@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hpcfl.communication.codecs import AS_IT_IS, Frame
+from hpcfl.communication.codecs import IDENTITY, Frame
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.parameters import Layer
@@ -62,7 +62,7 @@ def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = 
         tensor = message.rows[name][:1] if name in message.rows else message.shared[name].unsqueeze(0)
         keep = message.keep.get(name)
         frame = Frame.of(name, tensor.shape[1:], tensor.dtype, layers)
-        for piece in message.pieces.get(name) or AS_IT_IS.pieces(replace(frame, keep=keep)):
+        for piece in message.pieces.get(name) or IDENTITY.pieces(replace(frame, keep=keep)):
             count = piece.dtype.itemsize * piece.numbers().numpy()
             if name == BUFFERS:
                 traffic.buffers += count.sum(axis=-1)

@@ -172,7 +172,7 @@ class CommConfig(Settings):
     codec: CodecName = "none"
     """How numbers are coded on their way.
 
-    none: they travel as they are. float16: as float16, within its range. int8: as whole numbers from
+    none: they travel as they are. float16: as float16, within its range. int8: as integers from
     -127 to 127 and a scale for each layer; in uploads, the difference to what the client received. topk: in
     uploads, the largest differences to what the client received, with their indices."""
     directions: Literal["both", "up", "down"] | None = None
@@ -234,7 +234,7 @@ class RunConfig(Settings):
     stop: the run ends with exit code 3, and its newest checkpoint stays; so it does where the loss of a model
     that is scored is nan. skip: the client's round is undone and left out, as if the client had not been in
     the cohort; the run still stops where the server's own numbers are nan or infinite. continue: these
-    numbers go where they go. A run may go on with another value."""
+    numbers go where they go. A run may be resumed with another value."""
     threads: int = Field(1, ge=1)
     """CPU threads a rank; another number gives other bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -150,7 +150,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Name the keys that change results and differ between two configuration trees, with both values.
 
     A key that only one of them has belongs to another `name`; it is left out unless nothing else differs. One
-    that is null is as if it was not there, so that a run goes on when a newer version knows more keys.
+    that is null is as if it was not there, so that a run can be resumed when a newer version knows more keys.
     """
     before, after = flatten(old), flatten(new)
     missing = "(not set)"
@@ -278,9 +278,7 @@ def _validate(group: str, kind: type[Group], values: Mapping[str, Any]) -> Group
         annotation = kind.model_fields[key].annotation
         # pydantic would take true for 1
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
-            raise UserError(
-                f"{group}.{key}={shown(value)} is not possible; {allowed(kind.model_fields[key])}"
-            )
+            raise UserError(f"{group}.{key}={shown(value)} is invalid; {allowed(kind.model_fields[key])}")
     try:
         made = kind.model_validate(values)
     except ValidationError as error:
@@ -293,7 +291,7 @@ def _validate(group: str, kind: type[Group], values: Mapping[str, Any]) -> Group
                 f"{group}.{key} is not given and has no default; {allowed(kind.model_fields[key])}"
             ) from error
         raise UserError(
-            f"{group}.{key}={shown(values[key])} is not possible; {allowed(kind.model_fields[key])}"
+            f"{group}.{key}={shown(values[key])} is invalid; {allowed(kind.model_fields[key])}"
         ) from error
     for key, value in made:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:

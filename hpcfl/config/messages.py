@@ -82,7 +82,7 @@ def shown(value: Any) -> str:
 
 
 def _in_words(annotation: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a text", NoneType: "null"}
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) in (Union, UnionType):

@@ -134,7 +134,7 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
     if hashlib.sha256(source).digest() not in _allowed:
         raise UserError(
             f"{place} is a Python file that would be run, and a file is run only where you name it yourself: "
-            f"look at what it does, then add --own-code {shlex.quote(path)} (in Python: own_code=...)"
+            f"read it, then add --own-code {shlex.quote(path)} (in Python: own_code=...)"
         )
     name = f"{OWN_MODULE}{Path(path).stem}_{code}"
     module = sys.modules.get(name)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcfl.errors import UserError, one_line
 
-MOST_NAMES = 10
+MAX_NAMES = 10
 """Arrays of a file that an error names."""
 
 
@@ -82,9 +82,9 @@ def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]
             there = archive.files
             absent = [name for name in names if name not in there]
             if absent:
-                more = f" and {len(there) - MOST_NAMES} more" if len(there) > MOST_NAMES else ""
+                more = f" and {len(there) - MAX_NAMES} more" if len(there) > MAX_NAMES else ""
                 raise UserError(
-                    f"{where}: has no array '{absent[0]}' (it holds {', '.join(there[:MOST_NAMES])}{more}); "
+                    f"{where}: has no array '{absent[0]}' (it holds {', '.join(there[:MAX_NAMES])}{more}); "
                     f"needed: {' and '.join(names)}"
                 )
             found = [archive[name] for name in names]

@@ -17,11 +17,11 @@ from hpcfl.data.partition_request import (
     BoolArray,
     IntArray,
     Request,
+    check_client_size,
+    check_shortage,
+    check_too_large,
+    check_too_many_classes,
     least_samples,
-    refuse_client_size,
-    refuse_shortage,
-    refuse_too_large,
-    refuse_too_many_classes,
     round_half_up,
 )
 from hpcfl.errors import UserError
@@ -111,7 +111,7 @@ def balanced_deal(num_clients: int, num_classes: int, per_client: int, seed: int
 
 def classes_counts(request: Request, options: ClassesOptions) -> IntArray:
     num_owned, num_classes = options.classes_per_client, request.num_classes
-    refuse_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
+    check_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
     owned = balanced_deal(request.num_clients, num_classes, num_owned, request.seed)
     return _equal_amounts(owned, request, f"data.partition.classes_per_client={num_owned}")
 
@@ -119,7 +119,7 @@ def classes_counts(request: Request, options: ClassesOptions) -> IntArray:
 def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
     sizes, num_classes, num_dominant = request.sizes, request.num_classes, options.dominant_classes
     per_client = request.per_client
-    refuse_too_many_classes("dominant_classes", num_dominant, num_classes, num_classes - 1)
+    check_too_many_classes("dominant_classes", num_dominant, num_classes, num_classes - 1)
     dominant = balanced_deal(request.num_clients, num_classes, num_dominant, request.seed)
 
     def counts(amount: int) -> IntArray:
@@ -128,7 +128,7 @@ def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
     def client_size(amount: int) -> int:
         return num_dominant * round_half_up(options.ratio * amount) + (num_classes - num_dominant) * amount
 
-    refuse_shortage(sizes, counts(1).sum(axis=0), request.num_clients)
+    check_shortage(sizes, counts(1).sum(axis=0), request.num_clients)
     demand = np.where(dominant, options.ratio, 1.0).sum(axis=0)
     # Rounding moves a class's demand by less than the step from one amount to the next.
     near = int((sizes / demand).min())
@@ -137,7 +137,7 @@ def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
     )
     if per_client is None:
         return counts(largest)
-    refuse_too_large(per_client, client_size(largest))
+    check_too_large(per_client, client_size(largest))
     near = int(per_client / (num_dominant * options.ratio + num_classes - num_dominant))
     nearby = range(max(1, near - 1), near + 3)
     exact = [amount for amount in nearby if client_size(amount) == per_client]
@@ -160,7 +160,7 @@ def neighbours_counts(request: Request, options: NeighboursOptions) -> IntArray:
     4 classes of 10 the window passes the ring's start, and clients 0 and 7 have one class in common.
     """
     num_owned, step, num_classes = options.classes_per_client, options.changed_classes, request.num_classes
-    refuse_too_many_classes("classes_per_client", num_owned, num_classes, num_classes - 1)
+    check_too_many_classes("classes_per_client", num_owned, num_classes, num_classes - 1)
     largest = min(num_owned, num_classes - num_owned)
     if step > largest:
         raise UserError(
@@ -193,7 +193,7 @@ def target_counts(request: Request, options: TargetOptions) -> IntArray:
             "classes and a similar one; use 3 or more, such as pFedLA's 8"
         )
     only_rest = options.others_from == "rest" and request.num_clients > 3
-    refuse_too_many_classes(
+    check_too_many_classes(
         "classes_per_client", num_owned, num_classes, num_classes // 2 if only_rest else num_classes
     )
     fewest = max(0, 2 * num_owned - num_classes)
@@ -218,14 +218,14 @@ def random_classes_counts(request: Request, options: RandomClassesOptions) -> In
     That the shares are equal is inferred. A class that nobody draws stays unused, and so do the few samples
     of a class that its owners cannot divide.
     """
-    refuse_client_size(request.per_client, "random_classes")
+    check_client_size(request.per_client, "random_classes")
     num_owned, num_classes = options.classes_per_client, request.num_classes
-    refuse_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
+    check_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
     rng = numpy_stream(request.seed, "partition/random_classes")
     drawn = [rng.permutation(num_classes)[:num_owned] for _ in range(request.num_clients)]
     owned = _owned(np.array(drawn), num_classes)
     demand = owned.sum(axis=0)
-    refuse_shortage(request.sizes, demand, request.num_clients)
+    check_shortage(request.sizes, demand, request.num_clients)
     return owned * (request.sizes // np.maximum(demand, 1))
 
 
@@ -256,9 +256,9 @@ def pathological_counts(request: Request, options: PathologicalOptions) -> IntAr
     full, so the clients of a group have identical label sets. Where that does not divide evenly the last
     group's clients own fewer classes, or the last classes stay unused.
     """
-    refuse_client_size(request.per_client, "pathological")
+    check_client_size(request.per_client, "pathological")
     num_owned, num_classes = options.classes_per_client, request.num_classes
-    refuse_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
+    check_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
     rng = numpy_stream(request.seed, "partition/pathological")
     least = least_samples(request, options.batch_size) / num_classes
     num_owners = math.ceil(round(request.num_clients / num_classes * num_owned, 9))
@@ -298,13 +298,13 @@ def _equal_amounts(owned: BoolArray, request: Request, multiple_of: str) -> IntA
         multiple_of: how a message names that number.
     """
     demand = owned.sum(axis=0)
-    refuse_shortage(request.sizes, demand, request.num_clients)
+    check_shortage(request.sizes, demand, request.num_clients)
     wanted = demand > 0
     amount = int((request.sizes[wanted] // demand[wanted]).min())
     if request.per_client is not None:
         num_owned = int(owned[0].sum())
         largest = amount * num_owned
-        refuse_too_large(request.per_client, largest)
+        check_too_large(request.per_client, largest)
         amount, rest = divmod(request.per_client, num_owned)
         if rest:
             raise UserError(

@@ -15,10 +15,10 @@ from hpcfl.config.keys import PartitionOptions
 from hpcfl.data.partition_request import (
     IntArray,
     Request,
+    check_client_size,
+    check_too_many_classes,
     equal_size,
     least_samples,
-    refuse_client_size,
-    refuse_too_many_classes,
 )
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
@@ -88,13 +88,13 @@ class IidOptions(PartitionOptions):
 
 def dirichlet_counts(request: Request, options: DirichletOptions) -> IntArray:
     """Cut each class by a Dirichlet draw over the clients (MOON's generator)."""
-    refuse_client_size(request.per_client, "dirichlet")
+    check_client_size(request.per_client, "dirichlet")
     return _dirichlet_by_class(request, options.beta, options.min_samples)
 
 
 def dirichlet_pfllib_counts(request: Request, options: DirichletPfllibOptions) -> IntArray:
     """Draw with MOON's generator, which PFLlib uses too, and with PFLlib's fewest samples of a client."""
-    refuse_client_size(request.per_client, "dirichlet_pfllib")
+    check_client_size(request.per_client, "dirichlet_pfllib")
     smallest = options.min_samples
     if smallest is None:
         smallest = least_samples(request, options.batch_size)
@@ -107,7 +107,7 @@ def mixture_counts(request: Request, options: MixtureOptions) -> IntArray:
     The classes are shuffled into groups of almost equal size. A client's share of a group is a random sample
     of it, whatever the class.
     """
-    refuse_client_size(request.per_client, "mixture")
+    check_client_size(request.per_client, "mixture")
     num_classes = request.num_classes
     num_groups = num_classes if options.components == -1 else options.components
     if not 1 <= num_groups <= num_classes:
@@ -237,7 +237,7 @@ def _consecutive_groups(num_labels: int, num_groups: int) -> IntArray:
 def _coarse_classes(num_classes: int, coarse_classes: int | None) -> IntArray:
     """Return the coarse class of each fine one, int64 [classes]."""
     if coarse_classes is not None:
-        refuse_too_many_classes("coarse_classes", coarse_classes, num_classes, num_classes)
+        check_too_many_classes("coarse_classes", coarse_classes, num_classes, num_classes)
         return _consecutive_groups(num_classes, coarse_classes)
     if num_classes != len(CIFAR100_COARSE):
         raise UserError(

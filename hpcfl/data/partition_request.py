@@ -50,14 +50,14 @@ def round_half_up(value: float) -> int:
     return math.floor(round(value, 9) + 0.5)
 
 
-def refuse_too_many_classes(key: str, value: int, num_classes: int, largest: int) -> None:
+def check_too_many_classes(key: str, value: int, num_classes: int, largest: int) -> None:
     if value > largest:
         raise UserError(
             f"data.partition.{key}={value}: the data has {num_classes} classes; allowed: 1..{largest}"
         )
 
 
-def refuse_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
+def check_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
     """Refuse where some class cannot give its clients even the smallest amounts."""
     short = np.flatnonzero(need > sizes)
     if len(short):
@@ -68,7 +68,7 @@ def refuse_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
         )
 
 
-def refuse_too_large(per_client: int, largest: int) -> None:
+def check_too_large(per_client: int, largest: int) -> None:
     if per_client > largest:
         raise UserError(
             f"data.per_client={per_client}: the data allows at most {largest} for disjoint clients; lower "
@@ -76,7 +76,7 @@ def refuse_too_large(per_client: int, largest: int) -> None:
         )
 
 
-def refuse_client_size(per_client: int | None, partition: str) -> None:
+def check_client_size(per_client: int | None, partition: str) -> None:
     """Refuse a client size where the partition decides the sizes."""
     if per_client is not None:
         raise UserError(
@@ -94,5 +94,5 @@ def equal_size(request: Request) -> int:
             "use fewer clients"
         )
     size = largest if request.per_client is None else request.per_client
-    refuse_too_large(size, largest)
+    check_too_large(size, largest)
     return size

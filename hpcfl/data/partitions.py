@@ -123,8 +123,8 @@ def partition(
     """
     if name not in PARTITIONS:
         raise UserError(f"data.partition.name={name}: unknown; allowed: {', '.join(PARTITIONS)}")
-    if num_clients is not None and num_clients > MOST_CLIENTS:
-        raise UserError(f"data.clients={num_clients} are more than {MOST_CLIENTS}; lower it")
+    if num_clients is not None and num_clients > MAX_CLIENTS:
+        raise UserError(f"data.clients={num_clients} are more than {MAX_CLIENTS}; lower it")
     kind = PARTITIONS[name]
     chosen = options if isinstance(options, PartitionOptions) else _validated(kind, options)
     split = Split(test_fraction, val_fraction, seed)
@@ -135,13 +135,13 @@ def partition(
         sizes = np.bincount(y, minlength=num_classes).astype(np.int64)
         request = Request(sizes, num_clients, per_client, test_fraction, seed)
         counts = kind.counts(request, chosen)
-        _refuse_wrong_table(name, counts, request)
+        _check_wrong_table(name, counts, request)
         dealt = _deal_samples(y, counts, seed)
         if not kind.stratified:
             dealt = [[_shuffled(np.concatenate(by_class), seed, i)] for i, by_class in enumerate(dealt)]
         parts = [_split(samples, split) for samples in dealt]
     for client, part in enumerate(parts):
-        _refuse_empty(client, part, split, kind.remedy)
+        _check_empty(client, part, split, kind.remedy)
     return parts
 
 
@@ -261,7 +261,7 @@ PARTITIONS: dict[str, Partition] = {
 }
 
 
-MOST_CLIENTS = 10_000_000
+MAX_CLIENTS = 10_000_000
 """More would not be refused for want of samples, but for want of memory."""
 
 
@@ -287,7 +287,7 @@ def _validated(kind: Partition, options: Mapping[str, Any]) -> PartitionOptions:
         raise UserError(f"data.partition.{key}={first['input']}: {first['msg']}; options: {known}") from error
 
 
-def _refuse_wrong_table(name: str, counts: IntArray, request: Request) -> None:
+def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:
     """Raise UserError unless a table of counts can be dealt; a user's own partition may return anything."""
     place, shape = f"data.partition.name={name}: its table", (request.num_clients, request.num_classes)
     if not isinstance(counts, np.ndarray) or counts.dtype.kind != "i" or counts.shape != shape:
@@ -372,7 +372,7 @@ def _cut_validation(kept: IntArray, split: Split) -> tuple[IntArray, IntArray]:
     return kept[:num_train], kept[num_train:]
 
 
-def _refuse_empty(client: int, part: ClientIndices, split: Split, remedy: str) -> None:
+def _check_empty(client: int, part: ClientIndices, split: Split, remedy: str) -> None:
     total = len(part.train) + len(part.val) + len(part.test)
     for name, samples, needed in (
         ("training", part.train, True),

@@ -247,7 +247,7 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
         arrays = read(path)
     except OSError as error:
         raise UserError(
-            f"{where}: its read failed: {error}; name what it reads with data.path=..., or mend data.reader"
+            f"{where}: its read failed: {error}; name what it reads with data.path=..., or fix data.reader"
         ) from error
     if not isinstance(arrays, Arrays):
         raise UserError(

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import BUFFERS
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import sample_losses
 
 
-def best_model(clients: Clients, models: Tensor) -> tuple[Tensor, Tensor]:
+def best_model(clients: ClientGroup, models: Tensor) -> tuple[Tensor, Tensor]:
     """Return which of k models [C, k, P] has the smallest training loss, [C], and this model, [C, P].
 
     Losses are computed in evaluation mode; ties go to the lowest number. Each client takes over the running

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hpcfl.communication.means import mean_of
+from hpcfl.communication.aggregation import mean_of
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._own_model import OwnModel

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hpcfl.communication.means import weighted_mean
+from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import columns
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class OwnLayers(FedAvg):
@@ -45,12 +45,12 @@ class OwnLayers(FedAvg):
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]}, keep={"theta": self.travels})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = self.local_training(clients, self.merged(clients, down))
         clients[self.own_part] = theta[:, self.is_own]
         return Message(rows={"theta": theta}, keep={"theta": self.travels})
 
-    def local_training(self, clients: Clients, theta: Tensor) -> Tensor:
+    def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Train whole models [C, P] and return them; default: plain SGD on all layers."""
         return clients.sgd(theta).theta
 
@@ -58,10 +58,10 @@ class OwnLayers(FedAvg):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"] = torch.where(self.is_own, server["theta"], mean)
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": self.merged(clients, down)})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""
         theta = self.merged(clients, down)
         # by numbers and not by the mask, whose positions a GPU would have to tell the host
@@ -76,7 +76,7 @@ class OwnLayers(FedAvg):
         theta[:, places] = own.theta
         return Message(rows={"theta": theta})
 
-    def merged(self, clients: Clients, down: Message) -> Tensor:
+    def merged(self, clients: ClientGroup, down: Message) -> Tensor:
         """Return whole models [C, P]: the downloaded layers and each client's own private layers."""
         theta = down["theta"].clone(memory_format=torch.contiguous_format)
         theta[:, self.is_own] = clients[self.own_part]

@@ -9,7 +9,7 @@ import torch
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Method, State, Traits
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class OwnModel(Method):
@@ -25,7 +25,7 @@ class OwnModel(Method):
     def client_state(self, clients: Sequence[int]) -> State:
         return {"theta": self.context.initial_parameters(clients)}
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": clients["theta"]})
 
 
@@ -36,10 +36,10 @@ class OwnBesideGlobal(OwnModel, FedAvg):
     # explicit, so that the order of the base classes does not matter
     eval_model = OwnModel.eval_model
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Let a new client's own model start as the global one, and do its first round."""
         clients["theta"] = down["theta"].clone(memory_format=torch.contiguous_format)
         return super().new_client_model(clients, down)
 
-    def model_after_download(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})

@@ -30,7 +30,7 @@ from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class APFLParams(Params):
@@ -66,7 +66,7 @@ class APFL(OwnBesideGlobal):
         alpha = torch.full((len(clients),), self.params.alpha)
         return super().client_state(clients) | {"own": own, "alpha": alpha}
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         shared, own = clients.descent(down["theta"]), clients.descent(clients["own"])
         alpha = clients["alpha"].clone()
         moves = torch.ones(len(clients), dtype=torch.bool, device=clients.device)
@@ -88,7 +88,7 @@ class APFL(OwnBesideGlobal):
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)
         return Message(rows={"theta": shared.theta})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         clients["own"] = down["theta"].clone(memory_format=torch.contiguous_format)
         return super().new_client_model(clients, down)
 

@@ -24,7 +24,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 State = Tensors
 """What a server or client keeps, by name."""
@@ -82,7 +82,7 @@ class Context:
             return 2
         return 1
 
-    def refuse_equal_starts(self, count: int, key: str) -> None:
+    def check_equal_starts(self, count: int, key: str) -> None:
         """Raise UserError if `different_starts(count)`, which `method.<key>` asked for, would all be equal.
 
         If a file gives the initial weights of the body only, draws still differ in their heads, as in the
@@ -143,7 +143,7 @@ class Method:
 
     Hooks receive all state as arguments and return messages or tensors. Everything that lasts from round to
     round is in two state dictionaries, the server's and the clients', which every checkpoint holds.
-    `hpcfl.simulation.driver` calls the hooks and handles the running statistics of BatchNorm.
+    `hpcfl.simulation.method_adapter` calls the hooks and handles the running statistics of BatchNorm.
     """
 
     name: ClassVar[str]
@@ -163,7 +163,7 @@ class Method:
     group are [C, M, U]. None: one model, and [C, U]."""
     sequential: str | None = None
     """The setting, such as `method.order=chain`, that makes each client of a round start where the client
-    before it ended (`Clients.handover`); this needs a single worker. None: clients are independent."""
+    before it ended (`ClientGroup.handover`); this needs a single worker. None: clients are independent."""
 
     def __init_subclass__(cls) -> None:
         """Raise TypeError for a class whose hooks contradict each other."""
@@ -230,7 +230,7 @@ class Method:
         """Return the message from the server to the cohort. Must not change the state."""
         return Message()
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train the clients of a group; return their upload, rows [C, ...].
 
         A codec may send a tensor with the name and shape of one in the download as a difference to it: name
@@ -256,7 +256,7 @@ class Method:
         """Return the message that an evaluation needs; its bytes do not count. Default: the download."""
         return self.download(server, cohort)
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models that are evaluated: `theta`, or a model's parts by name.
 
         A part that all clients have in common is `shared` [P], the others are rows [C, P]. `down` is what
@@ -264,14 +264,14 @@ class Method:
         """
         raise NotImplementedError
 
-    def model_after_download(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models right after a download, before local training; empty where there are none.
 
         Arguments as of `eval_model`. Default: the evaluated models if they exist then (`eval_after`).
         """
         return self.eval_model(clients, down) if self.traits.eval_after == "download" else Message()
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return the models of a group right after `train`, which returned `up`; empty where there are none.
 
         Default: the evaluated models if they exist only then (`eval_after`), else the upload's `theta`. A
@@ -282,12 +282,12 @@ class Method:
             return self.eval_model(clients, down)
         return Message(rows={"theta": up.rows["theta"]}) if "theta" in up.rows else Message()
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
         theta = self.eval_model(clients, down).of(len(clients))["theta"]
         return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
 
-    def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
+    def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""
         return clients.probabilities(model, position, x)
 
@@ -310,7 +310,7 @@ class Method:
         """
         return self.eval_download(server, cohort)
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of clients that never took part in training; see `eval_model`.
 
         `down` is what `new_client_download` returned; the clients' state is a new client's, and what is
@@ -332,7 +332,7 @@ class Method:
         """
         return {one.name: server[one.name] for one in self.diagnostics if one.name in server}
 
-    def client_diagnostics(self, clients: Clients) -> State:
+    def client_diagnostics(self, clients: ClientGroup) -> State:
         """Return what an evaluation records of a group, one tensor [C, ...] per name.
 
         Default: the tensors of the clients' state that `diagnostics` name.
@@ -366,7 +366,7 @@ class Method:
         network.load_state_dict(self.layout.views(theta) | self.layout.buffer_views(buffers))
         return network
 
-    def keeping_averaged_buffers(self, clients: Clients) -> AbstractContextManager[None]:
+    def keeping_averaged_buffers(self, clients: ClientGroup) -> AbstractContextManager[None]:
         """Keep running statistics that the server averages as they are, to adapt a part beside them."""
         return clients.discarding_buffer_updates() if self.averages_buffers else nullcontext()
 
@@ -378,7 +378,7 @@ class TwoPhaseMethod(Method):
         """Return whether this round has a request; default: every round."""
         return True
 
-    def client_request(self, clients: Clients, down: Message) -> Message:
+    def client_request(self, clients: ClientGroup, down: Message) -> Message:
         """Return the request of a group, rows [C, ...]; the message `down` of `train` contains it.
 
         What `train` needs besides goes into `clients.scratch`.
@@ -391,5 +391,5 @@ class TwoPhaseMethod(Method):
 
 
 def proximal_gradient(anchor: Tensor, strength: float) -> Callable[[Tensor, slice | Tensor], Tensor]:
-    """Return the gradient of strength / 2 ||theta - anchor||^2, anchor [C, P], for `Clients.sgd`."""
+    """Return the gradient of strength / 2 ||theta - anchor||^2, anchor [C, P], for `ClientGroup.sgd`."""
     return lambda theta, members: strength * (theta - anchor[members])

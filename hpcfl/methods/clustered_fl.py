@@ -36,13 +36,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from hpcfl.communication.means import cluster_means, mean_of
+from hpcfl.communication.aggregation import cluster_means, mean_of
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class ClusteredFLParams(Params):
@@ -97,7 +97,7 @@ class ClusteredFL(Method):
         cluster = server["cluster"][list(cohort.clients)]
         return Message(rows={name: server[name][cluster] for name in ("theta", BUFFERS) if name in server})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"update": clients.sgd(down["theta"]).theta - down["theta"]})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -128,17 +128,17 @@ class ClusteredFL(Method):
                 stacklevel=2,
             )
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={name: server[name] for name in ("theta", BUFFERS) if name in server})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         _, theta = best_model(clients, down["theta"])
         return self.finetune(clients, Message(rows={"theta": theta}), clients.local_epochs)
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(rows={"theta": down["theta"] + up.rows["update"]})
 
     def server_diagnostics(self, server: State) -> State:

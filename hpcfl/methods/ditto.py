@@ -20,7 +20,7 @@ from pydantic import Field
 from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, proximal_gradient
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class DittoParams(Params):
@@ -39,7 +39,7 @@ class Ditto(OwnBesideGlobal):
     Params = DittoParams
     params: DittoParams
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         w, epochs = down["theta"], self.params.personal_epochs
         pull = proximal_gradient(w, self.params.pull)
         clients["theta"] = clients.sgd(clients["theta"], epochs=epochs, extra_gradient=pull).theta

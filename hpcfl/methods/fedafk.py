@@ -41,14 +41,14 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from hpcfl.communication.means import weighted_mean
+from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss, distillation_loss
 
@@ -120,7 +120,7 @@ class FedAFK(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]}, keep={"theta": self.body_layers})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         arrived = down["theta"].clone(memory_format=torch.contiguous_format)
         arrived[:, self.layout.head] = self._fixed_head.to(arrived)
         shared = clients.descent(arrived, trained=self.layout.body)
@@ -165,14 +165,14 @@ class FedAFK(Method):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"][self.layout.body] = mean[self.layout.body]
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": clients["theta"]})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = self.model_after_download(clients, down).rows["theta"]
         return super().new_client_model(clients, down)
 
-    def model_after_download(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         arrived = clients["theta"].clone()
         arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
         return Message(rows={"theta": arrived})

@@ -34,7 +34,7 @@ from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 
 NEW, TRAINED, HAS_LEARNT = 0, 1, 2
@@ -79,14 +79,14 @@ class FedALA(FedAvg):
         stage = torch.full((len(clients),), NEW)
         return {"theta": theta, "weights": torch.ones_like(theta[:, self._top]), "stage": stage}
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         clients["weights"], stage = self._learn(clients, down["theta"])
         clients["stage"] = stage.clamp(min=TRAINED)
         start = self.combined(clients["weights"], clients["theta"], down["theta"])
         clients["theta"] = clients.sgd(start).theta
         return Message(rows={"theta": clients["theta"]})
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         weights, _ = self._learn(clients, down["theta"])
         return Message(rows={"theta": self.combined(weights, clients["theta"], down["theta"])})
 
@@ -96,7 +96,7 @@ class FedALA(FedAvg):
         theta[:, self._top] = torch.lerp(own[:, self._top], shared[:, self._top], weights)
         return theta
 
-    def _learn(self, clients: Clients, shared: Tensor) -> tuple[Tensor, Tensor]:
+    def _learn(self, clients: ClientGroup, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Return W_i [C, numbers of the top] after this round's passes, and how far clients have come [C]."""
         own, weights, stage = clients["theta"], clients["weights"].clone(), clients["stage"]
         apart = (shared - own)[:, self._top]

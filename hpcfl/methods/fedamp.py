@@ -33,7 +33,7 @@ from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
 from hpcfl.methods.base import Context, Params, State, proximal_gradient
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.parameters import COLUMNS_AT_ONCE
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 LONGEST = 1e18
 """Norm of a model from which on squared distances would overflow float32."""
@@ -99,7 +99,7 @@ class FedAMP(ModelBank):
             theta[takes_part] = self.attention(read, position.tolist(), is_known[is_read]) @ read
         return Message(rows={"theta": theta})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         around = down["theta"]
         theta = clients.sgd(around, extra_gradient=proximal_gradient(around, self.params.pull)).theta
         clients["theta"] = theta
@@ -108,7 +108,7 @@ class FedAMP(ModelBank):
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": self.mean_model(server)})
 
-    def model_after_download(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
 
     def server_diagnostics(self, server: State) -> State:

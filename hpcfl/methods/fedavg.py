@@ -11,11 +11,11 @@ do not say otherwise.
 
 from __future__ import annotations
 
-from hpcfl.communication.means import weighted_mean
+from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Method, State, Traits
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class FedAvg(Method):
@@ -29,11 +29,11 @@ class FedAvg(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": clients.sgd(down["theta"]).theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         server["theta"] = weighted_mean(up, "theta", cohort.num_samples)
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return down.only("theta")

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpcfl.communication.means import weighted_mean
+from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class FedBABUParams(Params):
@@ -47,7 +47,7 @@ class FedBABU(FedAvg):
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]}, keep={"theta": self.body_layers})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = clients.sgd(self._with_head(down)["theta"], trained=self.layout.body).theta
         return Message(rows={"theta": theta}, keep={"theta": self.body_layers})
 
@@ -55,10 +55,10 @@ class FedBABU(FedAvg):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"][self.layout.body] = mean[self.layout.body]
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return self._with_head(down)
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         trained = self._finetuned[self.params.finetune]
         theta = clients.sgd(
             self._with_head(down)["theta"], epochs=epochs, trained=trained, purpose="finetune"

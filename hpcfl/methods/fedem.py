@@ -39,7 +39,7 @@ from hpcfl.methods.fedavg import FedAvg
 from hpcfl.models.mixture import Mixture
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import sample_losses
 
@@ -70,7 +70,7 @@ class FedEM(FedAvg):
 
     def __init__(self, context: Context, params: FedEMParams) -> None:
         super().__init__(context, params)
-        context.refuse_equal_starts(params.components, "components")
+        context.check_equal_starts(params.components, "components")
         self.num_models = params.components
 
     def server_state(self) -> State:
@@ -80,31 +80,31 @@ class FedEM(FedAvg):
         num_components = self.params.components
         return {"weights": torch.full((len(clients), num_components), 1 / num_components)}
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         shares = self.sample_shares(clients, down["theta"])
         clients["weights"] = self._mean_shares(clients, shares)
         return Message(rows={"theta": self._maximise(clients, down["theta"], shares)})
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         weights = self._scored_weights(clients, down["theta"])
         return Message({"theta": down.shared["theta"]}, {"weights": weights})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         losses = self._losses(clients, down["theta"])
         for _ in range(clients.local_epochs):
             clients["weights"] = self._mean_shares(clients, self._shares(clients, losses))
         return Message({"theta": down.shared["theta"]}, {"weights": clients["weights"]})
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(rows={"theta": up.rows["theta"], "weights": clients["weights"]})
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         shares = self.sample_shares(clients, down["theta"])
         weights = self._scored_weights(clients, down["theta"])
         theta = self._maximise(clients, down["theta"], shares, epochs, "finetune")
         return Message(rows={"theta": theta, "weights": weights})
 
-    def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
+    def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return the mixture's probabilities [n, K]: of `theta` [C, M, P] with `weights` [C, M]."""
         scores = [
             clients.probabilities({"theta": theta, BUFFERS: buffers}, position, x)
@@ -116,11 +116,11 @@ class FedEM(FedAvg):
         pairs = zip(model["theta"], model[BUFFERS], strict=True)
         return Mixture((self.with_weights(*pair) for pair in pairs), model["weights"])
 
-    def sample_shares(self, clients: Clients, theta: Tensor) -> Tensor:
+    def sample_shares(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return q [C, most samples, M] for components [C, M, P]; zero beyond a client's samples."""
         return self._shares(clients, self._losses(clients, theta))
 
-    def _losses(self, clients: Clients, theta: Tensor) -> Tensor:
+    def _losses(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return the losses [C, most samples, M] of components [C, M, P] on the training samples."""
         losses = [
             clients.over_training_set({"theta": theta[:, m], BUFFERS: clients.buffers[:, m]}, sample_losses)
@@ -129,17 +129,17 @@ class FedEM(FedAvg):
         return torch.stack(losses, dim=2)
 
     @staticmethod
-    def _shares(clients: Clients, losses: Tensor) -> Tensor:
+    def _shares(clients: ClientGroup, losses: Tensor) -> Tensor:
         scores = clients["weights"].log().unsqueeze(1) - losses
         is_sample = torch.arange(scores.shape[1]) < clients.num_samples.unsqueeze(1)
         return scores.softmax(dim=2) * is_sample.to(scores.device).unsqueeze(2)
 
     @staticmethod
-    def _mean_shares(clients: Clients, shares: Tensor) -> Tensor:
+    def _mean_shares(clients: ClientGroup, shares: Tensor) -> Tensor:
         """Return pi [C, M] from q [C, most samples, M]."""
         return shares.sum(dim=1) / clients.num_samples.to(shares.device).view(-1, 1)
 
-    def _scored_weights(self, clients: Clients, theta: Tensor) -> Tensor:
+    def _scored_weights(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return pi [C, M] to evaluate components [C, M, P] with."""
         weights = clients["weights"]
         # weights of exactly 1/M mean a client that never trained, unless all components are equal
@@ -150,7 +150,7 @@ class FedEM(FedAvg):
 
     def _maximise(
         self,
-        clients: Clients,
+        clients: ClientGroup,
         theta: Tensor,
         shares: Tensor,
         epochs: int | None = None,

@@ -37,7 +37,7 @@ from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import sample_losses
 
 
@@ -110,11 +110,11 @@ class FedFomo(ModelBank):
         ids = torch.stack([self.chosen(affinity, is_known, i, cohort.round) for i in cohort.clients])
         return Message({"mean": self.mean_model(server)}, {"models": server["models"][ids]})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = clients["previous"] = down["mean"].clone(memory_format=torch.contiguous_format)
         return super().new_client_model(clients, down)
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         start, weights = self._start(clients, down)
         clients["previous"] = start
         clients["theta"] = clients.sgd(start, samples=self._parts(clients)[1]).theta
@@ -129,10 +129,10 @@ class FedFomo(ModelBank):
             for client, chosen, weights in zip(members, ids[positions], block.rows["weights"], strict=True):
                 server["affinity"][client, chosen] += weights
 
-    def model_after_download(self, clients: Clients, down: Message) -> Message:
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": self._start(clients, down)[0]})
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         _, trained_on = self._parts(clients)
         theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
         return Message(rows={"theta": theta})
@@ -154,7 +154,7 @@ class FedFomo(ModelBank):
             chosen.append(ranking.pop(int(position * len(ranking)) if explores else 0))
         return torch.tensor(chosen, dtype=torch.int64)
 
-    def weights(self, clients: Clients, candidates: Tensor, held_out: list[Tensor]) -> Tensor:
+    def weights(self, clients: ClientGroup, candidates: Tensor, held_out: list[Tensor]) -> Tensor:
         """Return w_n [C, 1 + M] of candidates [C, 1 + M, P]; 0 for a model equal to theta_prev."""
         previous = clients["previous"]
         before = self._losses(clients, previous, held_out)
@@ -164,13 +164,13 @@ class FedFomo(ModelBank):
         # a diverged model has no weight
         return torch.where(distance > 0, gain / distance, 0.0).nan_to_num(0.0, 0.0, 0.0)
 
-    def _start(self, clients: Clients, down: Message) -> tuple[Tensor, Tensor]:
+    def _start(self, clients: ClientGroup, down: Message) -> tuple[Tensor, Tensor]:
         """Return the models [C, P] that clients go on from after a download, and w_n [C, 1 + models]."""
         candidates = torch.cat([clients["theta"].unsqueeze(1), down["models"]], dim=1)
         weights = self.weights(clients, candidates, self._parts(clients)[0])
         return self.combined(candidates, weights), weights
 
-    def _parts(self, clients: Clients) -> tuple[list[Tensor], list[Tensor]]:
+    def _parts(self, clients: ClientGroup) -> tuple[list[Tensor], list[Tensor]]:
         """Return which training samples are held out, and which are trained on."""
         return clients.divided("held out", self.params.held_out, fewest=self._fewest)
 
@@ -184,7 +184,7 @@ class FedFomo(ModelBank):
         return torch.einsum("cn,cnp->cp", shares, chosen)
 
     @staticmethod
-    def _losses(clients: Clients, theta: Tensor, held_out: list[Tensor]) -> Tensor:
+    def _losses(clients: ClientGroup, theta: Tensor, held_out: list[Tensor]) -> Tensor:
         """Return the mean losses [C] of models [C, P] on held-out samples, in evaluation mode."""
         model = {"theta": theta, BUFFERS: clients.buffers}
         losses = clients.over_training_set(model, sample_losses, held_out)

@@ -70,7 +70,7 @@ import torch
 from pydantic import Field, Strict
 from torch import Tensor
 
-from hpcfl.communication.means import layer_means
+from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
@@ -80,7 +80,7 @@ from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Norm, Route
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import stream_seed, torch_stream
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 
 Blocks = Annotated[int, Strict(), Field(ge=1, le=64)]
@@ -205,7 +205,7 @@ class FedMN(TwoPhaseMethod):
         keep = self._is_router if self.needs_request(cohort.round) else self._is_pretrained
         return Message(shared={"theta": server["theta"]}, keep={"theta": keep})
 
-    def client_request(self, clients: Clients, down: Message) -> Message:
+    def client_request(self, clients: ClientGroup, down: Message) -> Message:
         logits = self.logits(clients, down)
         soft = torch.stack(
             [self._sampled(z, clients.round, i) for z, i in zip(logits, clients.ids, strict=True)]
@@ -220,7 +220,7 @@ class FedMN(TwoPhaseMethod):
         active = self.active_layers(_unpacked(requests["paths"], num_paths(self.params.architecture)))
         return Message(shared={"parts": server["theta"]}, keep={"parts": active})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         if not self.needs_request(clients.round):
             theta = clients.sgd(down["theta"]).theta
             if self.buffers == "local":
@@ -240,7 +240,7 @@ class FedMN(TwoPhaseMethod):
             clients.handover = {"theta": theta.where(has, start), BUFFERS: clients.buffers.clone()}
         return Message(rows={"theta": theta}, keep={"theta": keep})
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return the local models with the decisions they were trained with."""
         model = {"theta": up["theta"]}
         if self.needs_request(clients.round):
@@ -273,7 +273,7 @@ class FedMN(TwoPhaseMethod):
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         shared = {"theta": down.shared["theta"]}
         if not self._is_modular(clients):
             return Message(shared)
@@ -286,7 +286,7 @@ class FedMN(TwoPhaseMethod):
             decision = torch.where(last.any(dim=1, keepdim=True), last, decision)
         return Message(shared, {"decision": decision})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         model = self.eval_model(clients, down)
         if self.buffers == "local":
             # a new client has no running statistics, and gradients find them
@@ -296,7 +296,7 @@ class FedMN(TwoPhaseMethod):
                 gradient(down["theta"][batch.members], batch)
         return model
 
-    def predict(self, clients: Clients, model: Message, position: int, x: Tensor) -> Tensor:
+    def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         decision = model["decision"][position] if "decision" in model else None
 
         def probabilities(network: ModularNetwork, x: Tensor) -> Tensor:
@@ -309,7 +309,7 @@ class FedMN(TwoPhaseMethod):
         assert isinstance(network, ModularNetwork)
         return Routed(network, model["decision"])
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         model = self.eval_model(clients, down).of(len(clients))
         gradient = self._gradient(clients, {"decision": model["decision"]}) if "decision" in model else None
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
@@ -322,7 +322,7 @@ class FedMN(TwoPhaseMethod):
         share = max(0, round - self.params.pretrain_rounds) / max(1, rounds - 1)
         return float(first * (last / first) ** share)
 
-    def logits(self, clients: Clients, down: Message) -> Tensor:
+    def logits(self, clients: ClientGroup, down: Message) -> Tensor:
         """Return the mean logits z of each client's training set [C, E], on the CPU (eq. 9)."""
         model = {"theta": down["theta"], "buffers": clients.buffers}
         rows = [
@@ -341,7 +341,7 @@ class FedMN(TwoPhaseMethod):
             row[: len(flags)] = flags
         return active
 
-    def _is_modular(self, clients: Clients) -> bool:
+    def _is_modular(self, clients: ClientGroup) -> bool:
         """Whether an evaluation scores the modular network, not the classifier of the pretraining."""
         return clients.round > self.params.pretrain_rounds
 
@@ -361,7 +361,9 @@ class FedMN(TwoPhaseMethod):
         rows = [self.network.opened(row, z) for row, z in zip(hard, logits, strict=True)]
         return torch.stack(rows)
 
-    def _gradient(self, clients: Clients, fixed: Tensors) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
+    def _gradient(
+        self, clients: ClientGroup, fixed: Tensors
+    ) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
         """Return the gradient function of training; `fixed` holds decisions [C, E], and slopes [C, E] if the
         router learns."""
 

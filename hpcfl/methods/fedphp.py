@@ -31,7 +31,7 @@ from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Params, State
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import distillation_loss
 
@@ -65,7 +65,7 @@ class FedPHP(OwnBesideGlobal):
     def client_state(self, clients: Sequence[int]) -> State:
         return super().client_state(clients) | {"count": torch.zeros(len(clients), dtype=torch.int64)}
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         private, buffers = clients["theta"], clients.buffers.clone()
         count = clients["count"]
         taught = clients.over_training_set({"theta": private, BUFFERS: buffers}, self._teach)

@@ -16,7 +16,7 @@ from pydantic import Field
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Params, proximal_gradient
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class FedProxParams(Params):
@@ -32,7 +32,7 @@ class FedProx(FedAvg):
     Params = FedProxParams
     params: FedProxParams
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         w = down["theta"]
         return Message(
             rows={"theta": clients.sgd(w, extra_gradient=proximal_gradient(w, self.params.mu)).theta}

@@ -20,7 +20,7 @@ from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class FedRepParams(Params):
@@ -47,7 +47,7 @@ class FedRep(FedPer):
                 f"{rest} epochs; raise train.local_epochs or set method.head_epochs=1"
             )
 
-    def local_training(self, clients: Clients, theta: Tensor) -> Tensor:
+    def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         body, head = self.layout.body, self.layout.head
         theta = clients.sgd(theta, epochs=self.params.head_epochs, trained=head, purpose="head").theta
         return clients.sgd(theta, epochs=_body_epochs(self.params, self.context.train), trained=body).theta

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn.functional import cross_entropy
 
-from hpcfl.communication.means import weighted_means
+from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, Params, State
@@ -38,7 +38,7 @@ from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import draw_linear, torch_stream
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 
 
@@ -75,7 +75,7 @@ class FedRoD(FedAvg):
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={name: server[name] for name in ("theta", "hypernetwork") if name in server})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         # what makes the personal head: the head itself, or the network that generates it
         own = "hypernetwork" if self.params.hyper_head else "head"
         counts = self.class_counts(clients)
@@ -97,18 +97,18 @@ class FedRoD(FedAvg):
         names = [name for name in ("theta", "hypernetwork") if name in server]
         server.update(weighted_means(up, dict.fromkeys(names, cohort.num_samples)))
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, down)})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta, head = self._with_both_heads(clients, down), self.layout.head
         with self.keeping_averaged_buffers(clients):
             return Message(rows={"theta": clients.sgd(theta, trained=head, purpose="finetune").theta})
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, up)})
 
-    def class_counts(self, clients: Clients) -> Tensor:
+    def class_counts(self, clients: ClientGroup) -> Tensor:
         """Return each client's training samples by class, [C, K] in the models' type."""
         everyone, classes = range(len(clients)), self.context.num_classes
         counts = [clients.samples("train", n)[1].bincount(minlength=classes) for n in everyone]
@@ -120,7 +120,7 @@ class FedRoD(FedAvg):
         weight1, bias1, weight2, bias2 = (p.view(s) for p, s in zip(parts, self._shapes, strict=True))
         return weight2 @ (weight1 @ (counts / counts.sum()) + bias1).relu() + bias2
 
-    def _with_both_heads(self, clients: Clients, generic: Message) -> Tensor:
+    def _with_both_heads(self, clients: ClientGroup, generic: Message) -> Tensor:
         """Return the networks [C, P] whose head is g + p_i, of the generic part as it was sent or trained."""
         theta = generic["theta"].clone(memory_format=torch.contiguous_format)
         if self.params.hyper_head:

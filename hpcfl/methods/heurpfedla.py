@@ -33,7 +33,7 @@ from hpcfl.methods.base import Context, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import columns
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class HeurpFedLAParams(PFedLAParams):
@@ -94,7 +94,7 @@ class HeurpFedLA(PFedLA):
             message.keep = {"theta": ~self.retained(alpha, cohort.clients)}
         return message
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = clients.sgd(self._merge(clients, down)).theta
         if self.params.k:
             clients[self._own] = theta
@@ -106,7 +106,7 @@ class HeurpFedLA(PFedLA):
             server["retained_rounds"][list(cohort.clients)] += retained
         super().aggregate(server, cohort, up)
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": self._merge(clients, down)})
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
@@ -118,7 +118,7 @@ class HeurpFedLA(PFedLA):
             return torch.ones_like(others, dtype=torch.bool)
         return others < others.sort(dim=1).values[:, self.params.k, None]
 
-    def _merge(self, clients: Clients, down: Message) -> Tensor:
+    def _merge(self, clients: ClientGroup, down: Message) -> Tensor:
         """Put the client's own retained layers into the download, [C, P]."""
         if not self.params.k:
             return down["theta"]

@@ -19,13 +19,13 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 
-from hpcfl.communication.means import cluster_means
+from hpcfl.communication.aggregation import cluster_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._clusters import best_model
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class IFCAParams(Params):
@@ -53,7 +53,7 @@ class IFCA(Method):
 
     def __init__(self, context: Context, params: IFCAParams) -> None:
         super().__init__(context, params)
-        context.refuse_equal_starts(params.clusters, "clusters")
+        context.check_equal_starts(params.clusters, "clusters")
         self.num_models = params.clusters
 
     def server_state(self) -> State:
@@ -65,7 +65,7 @@ class IFCA(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         chosen, start = best_model(clients, down["theta"])
         return Message(rows={"theta": clients.sgd(start).theta, "cluster": chosen})
 
@@ -75,5 +75,5 @@ class IFCA(Method):
         names = [name for name in ("theta", BUFFERS) if name in server]
         server |= cluster_means(up, names, cohort.num_samples, chosen, server)
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": best_model(clients, down["theta"])[1]})

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from hpcfl.communication.messages import Message
 from hpcfl.methods._own_model import OwnModel
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class Local(OwnModel):
     name = "local"
     summary = "every client trains alone"
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = clients.sgd(clients["theta"]).theta
         return Message()

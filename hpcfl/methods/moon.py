@@ -26,7 +26,7 @@ from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 
 
@@ -52,7 +52,7 @@ class Moon(FedAvg):
             previous["previous_buffers"] = self.initial_buffers(clients)
         return previous | {"count": torch.zeros(len(clients), dtype=torch.int64)}
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         received = {"theta": down["theta"], BUFFERS: clients.buffers}
         previous = {"theta": clients["previous"], BUFFERS: clients.buffers}
         if self.layout.buffer_size:

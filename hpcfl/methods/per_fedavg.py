@@ -37,7 +37,7 @@ from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
 
 
@@ -71,7 +71,7 @@ class PerFedAvg(FedAvg):
                 stacklevel=1,
             )
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         outer = clients.descent(down["theta"])
         orders = [clients.batches("adaptation"), clients.batches()]
         if self.params.variant != "first_order":
@@ -87,25 +87,25 @@ class PerFedAvg(FedAvg):
             clients.record(batch, losses)
         return Message(rows={"theta": outer.theta})
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         adapted = clients.descent(down["theta"], lr=self.params.alpha)
         for batch in clients.batches("evaluation", steps=self.params.adaptation_steps):
             adapted.step(batch.members, self._slope(clients, adapted.theta[batch.members], batch))
         return Message(rows={"theta": adapted.theta})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         return self.eval_model(clients, down)
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
         return Message(rows={"theta": theta})
 
     @staticmethod
-    def _slope(clients: Clients, theta: Tensor, batch: Batch) -> Tensor:
+    def _slope(clients: ClientGroup, theta: Tensor, batch: Batch) -> Tensor:
         with clients.discarding_buffer_updates():
             return clients.plain_gradient(theta, batch)[0]
 
-    def _hessian_times(self, direction: Tensor, clients: Clients, w: Tensor, batch: Batch) -> Tensor:
+    def _hessian_times(self, direction: Tensor, clients: ClientGroup, w: Tensor, batch: Batch) -> Tensor:
         if self.params.variant == "exact":
             return clients.gradient(_slope_along, {"theta": w, "direction": direction}, batch)[0]["theta"]
         step = self.params.delta * direction

@@ -36,7 +36,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.models.generators import EMBEDDING, HEAD_WEIGHT, Generator
 from hpcfl.parameters import COLUMNS_AT_ONCE
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 HYPERNETWORK, VELOCITY = "hypernetwork/", "velocity/"
 
@@ -104,7 +104,7 @@ class PFedHN(Method):
         theta[:, self._generated] = self.generator.generate(self._part(server, HYPERNETWORK), cohort.clients)
         return Message(rows={"theta": theta}, keep=self._keep("theta"))
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         start = self._with_head(clients, down)
         theta = clients.sgd(start).theta
         if self.params.private_head:
@@ -119,14 +119,14 @@ class PFedHN(Method):
             for client, delta in zip(cohort.clients[positions], block.rows["update"], strict=True):
                 self._step(server, [client], delta.unsqueeze(0))
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": self._with_head(clients, down)})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         weights = self._part(server, HYPERNETWORK)
         return Message(shared=weights | {EMBEDDING: weights[EMBEDDING].mean(dim=0)})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Learn a new client's embedding, from the mean one, under the hypernetwork as it is."""
         embedding = down[EMBEDDING].clone(memory_format=torch.contiguous_format)
         weights, velocity = down.shared | {EMBEDDING: embedding}, torch.zeros_like(embedding)
@@ -149,7 +149,7 @@ class PFedHN(Method):
             self._move(embedding, velocity)
         return Message(rows={"theta": self._with_head(clients, generated())})
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         # start - (start - trained) is the trained model; a private head comes from the client's state
         theta = down["theta"] - up.rows["update"]
         return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})
@@ -157,7 +157,7 @@ class PFedHN(Method):
     def _keep(self, name: str) -> State:
         return {name: self.body_layers} if self.params.private_head else {}
 
-    def _with_head(self, clients: Clients, down: Message) -> Tensor:
+    def _with_head(self, clients: ClientGroup, down: Message) -> Tensor:
         if not self.params.private_head:
             return down["theta"]
         return torch.cat([down["theta"][:, self.layout.body], clients["head"]], dim=1)

@@ -55,7 +55,7 @@ from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser
 from hpcfl.parameters import Granularity, Layer, pieces
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 LARGEST_UPDATE = OWN_OPTIMISER + "largest_update"
 STEP_SIZES = {"scaled": 0.1, "adam": 1e-3, "sgd": 5e-3}
@@ -184,7 +184,7 @@ class PFedLA(Method):
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(rows=rows)
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": clients.sgd(down["theta"]).theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -213,7 +213,7 @@ class PFedLA(Method):
             shared["models_buffers"] = server[BUFFERS]
         return Message(shared)
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Learn a new client's weights from uniform ones, beside the models as they are."""
         models = down.shared["models"]
         scaled = self.params.optimiser == "scaled"
@@ -231,13 +231,13 @@ class PFedLA(Method):
                 outputs = (outputs - lr * slope).detach().requires_grad_()
         return Message(rows={"theta": self._mixture(clients, down, outputs.detach().softmax(dim=-1))})
 
-    def _mixture(self, clients: Clients, down: Message, alpha: Tensor) -> Tensor:
+    def _mixture(self, clients: ClientGroup, down: Message, alpha: Tensor) -> Tensor:
         """Mix the models that new clients received, and their running statistics if these are mixed."""
         if self._mixes_buffers:
             clients.buffers = self.mix_buffers(alpha, down.shared["models_buffers"])
         return self.mix(alpha, down.shared["models"])
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": down["theta"]})
 
     def derived(self, server: State) -> State:

@@ -42,14 +42,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.means import layer_means
+from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Context, Method, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import cross_entropy_loss
 
 FIRST, OTHERS = "theta", "branches"
@@ -123,7 +123,7 @@ class PFedMB(Method):
         shared, keep = self._apart(server["branches"])
         return Message(shared=shared, keep=keep)
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         branches, kept = self._routine(clients, self._together(down))
         clients[self.kept] = kept
         rows, keep = self._apart(branches)
@@ -140,24 +140,24 @@ class PFedMB(Method):
         means = layer_means(up, weights, self.layers, old)
         server["branches"] = self._together(Message(shared=means))[0]
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))})
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         trains_alpha = self.params.finetune == "routine"
         branches, kept = self._routine(clients, self._together(down), epochs, "finetune", trains_alpha)
         return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
 
-    def new_client_model(self, clients: Clients, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         branches = self._together(down)
         with self.keeping_averaged_buffers(clients):
             kept = self._train_alpha(clients, branches, None, "finetune/alpha")
         return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))})
 
-    def client_diagnostics(self, clients: Clients) -> State:
+    def client_diagnostics(self, clients: ClientGroup) -> State:
         return {"alpha": self.alpha(clients[self.kept])}
 
     def alpha(self, kept: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class PFedMB(Method):
 
     def _routine(
         self,
-        clients: Clients,
+        clients: ClientGroup,
         branches: Tensor,
         epochs: int | None = None,
         purpose: str = "batches",
@@ -241,7 +241,9 @@ class PFedMB(Method):
 
         return clients.sgd(branches, gradient=gradient, epochs=epochs, purpose=purpose).theta, kept
 
-    def _train_alpha(self, clients: Clients, branches: Tensor, epochs: int | None, purpose: str) -> Tensor:
+    def _train_alpha(
+        self, clients: ClientGroup, branches: Tensor, epochs: int | None, purpose: str
+    ) -> Tensor:
         """Train what clients keep of alpha with the branches fixed (eq. 3)."""
         kept = clients[self.kept].clone()
         lr = self.params.alpha_lr * clients.lr_decay
@@ -258,7 +260,7 @@ class PFedMB(Method):
         return kept
 
     def _mixed_gradient(
-        self, clients: Clients, alpha: Tensor, branches: Tensor, batch: Batch
+        self, clients: ClientGroup, alpha: Tensor, branches: Tensor, batch: Batch
     ) -> tuple[Tensor, Tensor]:
         mixed = self.mix(alpha, branches)
         gradients, losses = clients.gradient(cross_entropy_loss, {"theta": mixed}, batch)

@@ -24,13 +24,13 @@ import warnings
 import torch
 from pydantic import Field
 
-from hpcfl.communication.means import weighted_mean
+from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods._own_model import OwnBesideGlobal
 from hpcfl.methods.base import Context, Params, State, proximal_gradient
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class PFedMeParams(Params):
@@ -68,7 +68,7 @@ class PFedMe(OwnBesideGlobal):
             raise UserError(f"{said}from 2 on it diverges; {advice}")
         warnings.warn(f"{said}from 1 on it is not between w_i and theta_i; {advice}", stacklevel=1)
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         w = down["theta"].clone(memory_format=torch.contiguous_format)
         own = clients.descent(w, lr=self.params.personal_lr * clients.lr_decay)
         pull = proximal_gradient(w, self.params.pull)
@@ -87,7 +87,7 @@ class PFedMe(OwnBesideGlobal):
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"] = torch.lerp(server["theta"], mean, self.params.beta)
 
-    def finetune(self, clients: Clients, down: Message, epochs: int) -> Message:
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         lr = self.params.personal_lr * clients.lr_decay
         tuned = clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune")
         return Message(rows={"theta": tuned.theta})

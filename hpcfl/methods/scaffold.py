@@ -25,13 +25,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from hpcfl.communication.means import weighted_means
+from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class ScaffoldParams(Params):
@@ -70,7 +70,7 @@ class Scaffold(FedAvg):
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         return super().download(server, cohort)
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         w, towards = down["theta"], down["variate"] - clients["variate"]
 
         def correction(theta: Tensor, members: slice | Tensor) -> Tensor:

@@ -46,14 +46,14 @@ def build_network(
         )
     told = options.model_dump_json()
     if (name, shape, num_classes, told) not in _fitting:
-        _refuse_beyond_memory(name, shape, num_classes, options)
+        _check_beyond_memory(name, shape, num_classes, options)
         _fitting.add((name, shape, num_classes, told))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
         return model.build(shape, num_classes, options)
 
 
-def _refuse_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: NetworkOptions) -> None:
+def _check_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: NetworkOptions) -> None:
     """Raise UserError where a network's numbers have no room in the memory that is free; makes none."""
     model, chosen = MODELS[name], options
     if getattr(options, "weights", None) is not None:

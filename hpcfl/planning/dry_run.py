@@ -18,29 +18,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import Load
-from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.machine import peak_bytes
-from hpcfl.simulation.driver import Driver
 from hpcfl.simulation.evaluation import Evaluation
-from hpcfl.simulation.experiment import Experiment, Unseen, assemble, describe, is_batched, method_of
-from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.setup import Experiment, Unseen, assemble, describe, is_batched, method_of
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import OF_CLIENTS
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.training.batches import minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 CLIENTS, CLIENTS_TOGETHER = 4, 32
 """Most clients of a round, and those of the batched engine, which trains many as one computation."""
 TRAINING_S = 0.5
 """Clients have more than one mini-batch where a round's training takes less than this."""
-FEWEST_SAMPLES, MOST_SCORED = 10, 500
+FEWEST_SAMPLES, MAX_SCORED = 10, 500
 """Of a client that has them: samples to train on at the least, and to be scored on at the most."""
 TURNS, TURNS_S = 3, 2.0
 """Most turns of a round, and the seconds after which there are no more; the fastest counts, as whatever else
@@ -106,7 +106,7 @@ class DryRun:
 def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> DryRun:
     """Do a dry run; takes seconds, or as long as two rounds of a few mini-batches. May raise UserError.
 
-    It goes on where numbers become nan or infinite, whatever `run.on_divergence` says.
+    It continues where numbers become nan or infinite, whatever `run.on_divergence` says.
     """
     began_s = time.monotonic()
     run = config.run.model_copy(update={"on_divergence": "continue", "tensorboard": False})
@@ -140,7 +140,7 @@ def _prepared(
 ) -> _Rounds:
     """Return a simulation of the first clients, with so many mini-batches each, and an unseen one."""
     torch.set_num_threads(config.run.threads)
-    world = World(max_elements=config.run.max_elements)
+    world = Communicator(max_elements=config.run.max_elements)
     device = world.device(config.run.device)
     data = describe(config, arrays, list(parts))
     method = method_of(config, data)
@@ -151,7 +151,7 @@ def _prepared(
     count = len(members) if method.sharded_state is None else num_clients
     samples = max(FEWEST_SAMPLES, batches * config.train.batch_size)
     cut = [
-        ClientIndices(part.train[:samples], part.val[:MOST_SCORED], part.test[:MOST_SCORED])
+        ClientIndices(part.train[:samples], part.val[:MAX_SCORED], part.test[:MAX_SCORED])
         for part in (*parts[:count], *parts[num_clients : num_clients + 1])
     ]
     unseen = range(count, len(cut))
@@ -176,7 +176,12 @@ class _Rounds(Simulation):
     """The rounds of a dry run, on the only rank."""
 
     def __init__(
-        self, experiment: Experiment, world: World, stop: StopFlag, folder: RunFolder, members: Sequence[int]
+        self,
+        experiment: Experiment,
+        world: Communicator,
+        stop: StopFlag,
+        folder: RunFolder,
+        members: Sequence[int],
     ) -> None:
         super().__init__(experiment, world, stop, Progress(), folder)
         self._members, self._path = members, folder.path
@@ -279,13 +284,13 @@ class _Rounds(Simulation):
 
     def _evaluation_bytes(self) -> int:
         """Return what an evaluation of all clients adds to a checkpoint."""
-        clients = Clients(self._federation.workplace, [0], 0)
+        clients = ClientGroup(self._federation.workplace, [0], 0)
         of_client = 8 * len(OF_CLIENTS) + _bytes(self.method.client_diagnostics(clients).values())
         of_server = _bytes(self.method.server_diagnostics(self.server).values())
         return of_server + 8 * len(self.ledger.metrics[-1]) + of_client * self.method.context.num_clients
 
 
-def _kinds(driver: Driver, rounds: int) -> dict[int, int]:
+def _kinds(driver: MethodAdapter, rounds: int) -> dict[int, int]:
     """Return the first round, the next of each kind, and how many rounds each stands for."""
     found = {0: 1}
     firsts: dict[bool, int] = {}

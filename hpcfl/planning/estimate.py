@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import Load, Network
-from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
-from hpcfl.simulation.experiment import is_batched
 from hpcfl.simulation.federation import sampled
-from hpcfl.simulation.placement import balanced
+from hpcfl.simulation.migration import assign_workers
+from hpcfl.simulation.setup import is_batched
 
 START_S = 10.0
 """Assumed: seconds from a job's start to its first round."""
@@ -169,7 +169,7 @@ class _Deal:
         self.batches = np.array(batches_of(self._samples, config))
         self.is_unseen = np.arange(len(self._samples)) >= self._num_clients
         # further workers have nobody
-        self._layout = World()
+        self._layout = Communicator()
         self._layout.num_workers = max(1, min(ranks - 1, max(self._num_clients, num_unseen)))
         workers = range(self._layout.num_workers)
         self._shards = [
@@ -188,13 +188,13 @@ class _Deal:
         rounds = config.train.rounds
         some = 1 if config.train.cohort_size(count) == count else min(rounds, SAMPLED_COHORTS)
         # a batched engine trains its clients at home
-        visit = config.run.placement == "balanced" and not is_batched(config, World().device("auto"))
+        visit = config.run.placement == "balanced" and not is_batched(config, Communicator().device("auto"))
         dealt = []
         for number in np.linspace(0, rounds - 1, some).astype(int).tolist():
             members = sampled(config, count, number)
             workers: Sequence[int] = self._layout.homes(members, count)
             if visit:
-                workers = balanced([self._samples[client] for client in members], workers, num_workers)
+                workers = assign_workers([self._samples[client] for client in members], workers, num_workers)
             by_worker: list[list[int]] = [[] for _ in range(num_workers)]
             for client, worker in zip(members, workers, strict=True):
                 by_worker[worker].append(client)

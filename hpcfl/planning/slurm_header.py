@@ -27,9 +27,7 @@ def seconds_of(limit: str) -> int:
         days, hours, minutes, rest = (int(part or 0) for part in found.groups())
         seconds = ((24 * days + hours) * 60 + minutes) * 60 + rest
     if not seconds:
-        raise UserError(
-            f"--time {limit} is not possible; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"
-        )
+        raise UserError(f"--time {limit} is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00")
     return seconds
 
 

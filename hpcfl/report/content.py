@@ -23,9 +23,9 @@ from hpcfl.storage.reading import Columns
 
 PICTURE_BYTES = 1_400_000
 """What the pictures of all runs of a page take, before base64."""
-MOST_POINTS = 500
+MAX_POINTS = 500
 """Evaluations of a run's curves, and of all runs' together four times as many."""
-MOST_CONFIGURATIONS = 20
+MAX_CONFIGURATIONS = 20
 """Runs whose configurations are written out."""
 QUANTILES = (0.1, 0.25, 0.75, 0.9)
 CURVES = (
@@ -80,14 +80,14 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
     """
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
-    kept = spread_out(count, max(40, min(MOST_POINTS, 4 * MOST_POINTS // num_runs)))
+    kept = spread_out(count, max(40, min(MAX_POINTS, 4 * MAX_POINTS // num_runs)))
     best = int(np.argmax(np.nan_to_num(metrics["accuracy_mean"], nan=-1)))
     kept = np.union1d(kept, [best])
     notes = [] if len(kept) == count else [f"curves: {len(kept)} of {count} evaluations"]
     seconds = np.diff(metrics.get("train_s", np.zeros(count)), prepend=0.0)
     steps = np.cumsum(metrics["client_steps_per_s"] * seconds).round()
     sent = sum(values for name, values in metrics.items() if "bytes_" in name)
-    has_detail = num_runs <= MOST_CONFIGURATIONS
+    has_detail = num_runs <= MAX_CONFIGURATIONS
     pictures = [
         Recorded(diagnostic, *found, is_newest=diagnostic.name not in run.history)
         for diagnostic in METHODS[config.method.name].diagnostics

@@ -20,9 +20,9 @@ STEPS = 254
 """Colours of a picture beside the one of nan."""
 UNKNOWN = 255
 """The byte of nan, and of names below 0."""
-MOST_CLIENTS = 1000
+MAX_CLIENTS = 1000
 """Clients of a picture."""
-MOST_EVALUATIONS = 250
+MAX_EVALUATIONS = 250
 """Evaluations that a picture steps through."""
 
 Json = dict[str, Any]
@@ -86,14 +86,14 @@ def _packed(recorded: Recorded, most_bytes: int) -> Json:
     axes = diagnostic.axes
     notes = ["the newest alone, as the history holds none of so many clients"] if recorded.is_newest else []
     clients = values.shape[1]
-    shown = min(clients, MOST_CLIENTS)
+    shown = min(clients, MAX_CLIENTS)
     while shown > 1 and _size(values.shape[1:], axes, shown) > most_bytes:
         shown //= 2
     if shown < clients:
         values = values[(slice(None), *(slice(shown if axis == "client" else None) for axis in axes))]
         notes.append(f"clients 0 to {shown - 1} of {clients}")
     most = most_bytes // max(1, math.prod(values.shape[1:]))
-    kept = spread_out(len(values), min(most, MOST_EVALUATIONS))
+    kept = spread_out(len(values), min(most, MAX_EVALUATIONS))
     if len(kept) < len(values):
         # the last one, where there is room for a single one
         kept = kept if len(kept) > 1 else np.array([len(values) - 1])

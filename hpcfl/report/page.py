@@ -15,7 +15,7 @@ from hpcfl import __version__
 from hpcfl.errors import UserError
 from hpcfl.report.content import page_content
 from hpcfl.results.run import Run
-from hpcfl.storage.replacing import replace_file
+from hpcfl.storage.atomic import replace_file
 
 HERE = Path(__file__).parent
 REPORT_NAME = "report.html"

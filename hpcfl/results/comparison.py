@@ -98,12 +98,12 @@ def compare(runs: Sequence[Run]) -> Comparison:
         if not run.is_finished:
             raise UserError(
                 f"{run.path} is not finished: its last evaluation is of round {run.done} of {run.rounds}; "
-                "let it finish (its command again goes on)"
+                "let it finish (run its command again to resume)"
             )
     entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
     for others in zip(*entries, strict=True):
         for other in others[1:]:
-            _refuse_others(others[0], other)
+            _check_others(others[0], other)
     trees = [_keys(entry[0], without=SEEDS if len(entry) > 1 else ()) for entry in entries]
     names = dict.fromkeys(key for tree in trees for key in tree)
     found = {key: tuple(tree.get(key) for tree in trees) for key in names}
@@ -131,7 +131,7 @@ def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
     return {key: value for key, value in run.config.result_keys().items() if key not in without}
 
 
-def _refuse_others(first: Run, second: Run) -> None:
+def _check_others(first: Run, second: Run) -> None:
     """Raise UserError where two runs have other clients, or these other samples."""
     there, here = (_of_samples(run) for run in (first, second))
     if there != here and there | {"data.seed": here["data.seed"]} == here:

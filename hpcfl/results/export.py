@@ -14,8 +14,8 @@ import torch
 from hpcfl import __version__
 from hpcfl.errors import UserError
 from hpcfl.parameters import Tensors
+from hpcfl.results.export_source import UntraceableError, written
 from hpcfl.results.models import GLOBAL, ClientName, TrainedModels
-from hpcfl.results.source import UntraceableError, written
 from hpcfl.storage.reading import Columns
 
 ALL: Literal["all"] = "all"

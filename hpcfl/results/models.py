@@ -24,10 +24,10 @@ from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
-from hpcfl.simulation.experiment import describe, load_data, method_of
+from hpcfl.simulation.setup import describe, load_data, method_of
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.snapshot import DataRecord, LayoutRecord
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
 
 GLOBAL: Literal["global"] = "global"
@@ -81,7 +81,7 @@ class TrainedModels:
         """
         if client == GLOBAL:
             return self._global()
-        self._refuse_other(client)
+        self._check_other(client)
         if not self._checkpoint.has_models:
             raise UserError(self._without_models())
         return _with_buffers(self._checkpoint.model(client))
@@ -157,7 +157,7 @@ class TrainedModels:
         with torch.no_grad():
             return self.method.predict(clients, model, 0, clients.samples("test", 0)[0]).numpy()
 
-    def _visitor(self, client: int, x: np.ndarray) -> Clients:
+    def _visitor(self, client: int, x: np.ndarray) -> ClientGroup:
         """Return a group of one client whose test samples are some images, on the CPU."""
         data, nothing = self.data, np.empty(0, np.int64)
         arrays = Arrays(x, np.zeros(len(x), np.int64), data.num_classes, data.scale, data.mean, data.std)
@@ -165,8 +165,8 @@ class TrainedModels:
         shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
         engine = LoopEngine(copy.deepcopy(self.method.network), self.method.layout)
         config, device = self.config, torch.device("cpu")
-        place = Workplace(shard, [client], engine, engine, config.train, config.run.seed, device, {})
-        return Clients(place, [client], self.round)
+        place = WorkerContext(shard, [client], engine, engine, config.train, config.run.seed, device, {})
+        return ClientGroup(place, [client], self.round)
 
     def _as_stored(self, images: object, layout: Layout | None, where: str) -> np.ndarray:
         """Return images [n, C, H, W] of the run's type; raise UserError where they are not like the run's."""
@@ -211,7 +211,7 @@ class TrainedModels:
             )
         return _with_buffers({name: server[name] for name in ("theta", BUFFERS) if name in server})
 
-    def _refuse_other(self, client: int) -> None:
+    def _check_other(self, client: int) -> None:
         is_whole = isinstance(client, int | np.integer) and not isinstance(client, bool)
         if not is_whole or not 0 <= client < self.num_clients:
             raise UserError(
@@ -224,7 +224,7 @@ class TrainedModels:
         instead = f", or take {GLOBAL}, which is there already" if self.method.traits.has_global_model else ""
         return (
             f"{self.path} is of round {self.round} of {rounds} and has no personalised models yet; they are "
-            f"saved after the last round; let the run finish (its command again goes on){instead}"
+            f"saved after the last round; let the run finish (run its command again to resume){instead}"
         )
 
 

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, also while it goes on: the one reader of what a run has written.
+"""A run as its folder tells it, also while it is running: the one reader of what a run has written.
 
 Shapes: N clients, E evaluations.
 """
@@ -30,7 +30,7 @@ from hpcfl.storage.lock import holder
 from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, whole_lines
 
 TABLES = ("metrics", "clients", "bytes")
-MOST_CELLS = 2**27
+MAX_CELLS = 2**27
 """Clients times classes of a run."""
 LOG_BYTES = 10_000
 """How much of the end of log.txt is read."""
@@ -58,7 +58,7 @@ class Status:
 
 
 def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:
-    """Return the run in a folder, which may still be going on.
+    """Return the run in a folder, which may still be running.
 
     Args:
         path: the folder; a stranger's can be looked at as well as one's own.
@@ -71,7 +71,7 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
             not among those that may run.
     """
     if not isinstance(path, str | os.PathLike):
-        raise UserError(f"load_run({path!r}) is not possible; give the folder of a run, such as 'runs/NAME'")
+        raise UserError(f"load_run({path!r}) is invalid; give the folder of a run, such as 'runs/NAME'")
     for file in [own_code] if isinstance(own_code, str | os.PathLike) else own_code:
         allow("own_code", str(file))
     run = Run(Path(path))
@@ -96,7 +96,7 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """The configuration; raises UserError where it is damaged, or a file of its own code is another."""
-        _refuse_other_files(self.path, self.record)
+        _check_other_files(self.path, self.record)
         return resolve(self.record)
 
     @property
@@ -127,7 +127,7 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether all rounds are done; clients.csv is written last, and deleted when a run goes on."""
+        """Whether all rounds are done; clients.csv is written last, and deleted when a run is resumed."""
         return self.done == self.rounds and (self.path / "clients.csv").is_file()
 
     @cached_property
@@ -175,7 +175,7 @@ class Run:
     def diverged(self) -> np.ndarray:
         """In how many rounds each client in training has diverged [N]; empty before the first checkpoint.
 
-        While the run goes on, it is what the newest checkpoint says.
+        While the run is running, it is what the newest checkpoint says.
         """
         if self.is_finished:
             return self.in_training.get("diverged", np.zeros(len(self.in_training["client"])))
@@ -207,7 +207,7 @@ class Run:
         """Columns of partition.csv: samples of each client by class, where there are any."""
         path = self.path / "partition.csv"
         found = read_columns(path)
-        if found and int(found["client"].max() + 1) * int(found["class"].max() + 1) > MOST_CELLS:
+        if found and int(found["client"].max() + 1) * int(found["class"].max() + 1) > MAX_CELLS:
             raise damaged(path, 2 + int(max(found["client"].argmax(), found["class"].argmax())))
         return found
 
@@ -272,7 +272,7 @@ class Run:
         if self.checkpoint is None:
             raise UserError(
                 f"{self.path} has no checkpoint yet, and so no models: they are saved after the last of its "
-                f"{self.config.train.rounds} rounds; let the run finish (its command again goes on)"
+                f"{self.config.train.rounds} rounds; let the run finish (run its command again to resume)"
             )
         return TrainedModels(self.config, self.checkpoint)
 
@@ -324,7 +324,7 @@ def _goes_together(checkpoint: LoadedCheckpoint) -> bool:
     return bool(is_whole) and all(len(values) == len(rounds) for values in checkpoint.history.values())
 
 
-def _refuse_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
+def _check_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
     """Raise UserError where the user's own code that a run was made with is not there any more."""
     for key in OWN_KEYS:
         group, name = key.rsplit(".", 1)

@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import torch
 
-from hpcfl.communication.world import World, abort_saying
+from hpcfl.communication.communicator import Communicator, abort_saying
 from hpcfl.config import Config
-from hpcfl.errors import OUT_OF_MEMORY, MemoryFault
+from hpcfl.errors import OUT_OF_MEMORY, OutOfMemoryError
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.training.batches import Batch
@@ -117,10 +117,10 @@ def _free_bytes(device: torch.device, sharing: int) -> float:
 
 
 @contextmanager
-def telling_where_memory_ends(config: Config, world: World) -> Iterator[None]:
+def report_out_of_memory(config: Config, world: Communicator) -> Iterator[None]:
     """Tell the user where the memory of this rank's process does not suffice.
 
-    Raises MemoryFault; a rank among several ends all.
+    Raises OutOfMemoryError; a rank among several ends all.
     """
     try:
         yield
@@ -130,7 +130,7 @@ def telling_where_memory_ends(config: Config, world: World) -> Iterator[None]:
         # what the failed calls hold makes room for the words
         traceback.clear_frames(error.__traceback__)
         smaller = max(2, config.train.batch_size // 2)
-        end_without_memory(
+        abort_out_of_memory(
             world,
             f"rank {world.rank} on {world.host} is out of memory; try more ranks on more nodes (each worker "
             "keeps the samples and the state of its clients), fewer ranks on a node, more memory for the job "
@@ -139,10 +139,10 @@ def telling_where_memory_ends(config: Config, world: World) -> Iterator[None]:
         )
 
 
-def end_without_memory(world: World, text: str) -> NoReturn:
-    """Raise MemoryFault; a rank among several ends all with its exit code, for they may be waiting for it."""
+def abort_out_of_memory(world: Communicator, text: str) -> NoReturn:
+    """Raise OutOfMemoryError; a rank among several ends all with its exit code, as they may wait for it."""
     if world.size == 1:
-        raise MemoryFault(text) from None
+        raise OutOfMemoryError(text) from None
     abort_saying(world, f"hpcfl: error: {text}\n", OUT_OF_MEMORY)
 
 

@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.errors import DivergedError
 from hpcfl.methods.base import State
 from hpcfl.simulation.progress import Progress
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 LARGEST = 2.0**126
 """Above this magnitude a number counts as infinite: codecs send differences, and those of two such numbers
 may be too large for float32."""
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Clients and tensors that a line names; it counts the others."""
 
 _SKIP = "set run.on_divergence=skip in the same command"
@@ -35,7 +35,7 @@ Diverged = Mapping[int, str]
 """What is nan or infinite of each client that has diverged, by client in ascending order."""
 
 
-def losses_and_extremes(clients: Clients, up: Message) -> Tensor:
+def losses_and_extremes(clients: ClientGroup, up: Message) -> Tensor:
     """Return each client's sum of losses, and the largest magnitude of what it sends and keeps, [2, C].
 
     The magnitude is nan where one of these numbers is. Both are float64 and on the group's device.
@@ -48,7 +48,7 @@ def losses_and_extremes(clients: Clients, up: Message) -> Tensor:
     return torch.stack([clients.loss_sum, extremes])
 
 
-def diverged_members(clients: Clients, up: Message, figures: Tensor) -> dict[int, str]:
+def diverged_members(clients: ClientGroup, up: Message, figures: Tensor) -> dict[int, str]:
     """Return the members of a group that have diverged, by their places, and what is nan or infinite of them.
 
     `figures` are those of `losses_and_extremes`, on the CPU.
@@ -77,7 +77,12 @@ class Divergence:
     """
 
     def __init__(
-        self, config: Config, world: World, ledger: Ledger, progress: Progress, folder: RunFolder | None
+        self,
+        config: Config,
+        world: Communicator,
+        ledger: Ledger,
+        progress: Progress,
+        folder: RunFolder | None,
     ) -> None:
         self._world, self._ledger, self._progress, self._folder = world, ledger, progress, folder
         self._method, self._train, self._policy = config.method.name, config.train, config.run.on_divergence
@@ -108,12 +113,12 @@ class Divergence:
             self.judge_server(server, cohort.round)
         if self._policy == "stop":
             # without all clients' rounds nothing is trained
-            self._end(told, "" if is_all else f"{_SKIP} to go on without such clients' rounds")
+            self._end(told, "" if is_all else f"{_SKIP} to continue without such clients' rounds")
         before = self._ledger.diverged
         if self._policy == "skip" and not before[list(diverged)].all():
             self._progress.warn(f"{told}: left out of the round (run.on_divergence=skip)")
         if self._policy == "continue" and not before.any():
-            self._progress.warn(f"{told}: the run goes on with these numbers (run.on_divergence=continue)")
+            self._progress.warn(f"{told}: the run continues with these numbers (run.on_divergence=continue)")
         return diverged
 
     def judge_server(self, server: State, done: int) -> None:
@@ -135,7 +140,7 @@ class Divergence:
         what = f"{self._method}; loss is nan{tuned}"
         told = f"{named(clients)} diverged in the evaluation after round {done} ({what})"
         if self._policy == "stop":
-            self._end(told, f"{_SKIP} to go on with such scores")
+            self._end(told, f"{_SKIP} to continue with such scores")
         if not self._told_of_scores and not self._ledger.diverged.any():
             self._progress.warn(told)
         self._told_of_scores = True
@@ -156,14 +161,14 @@ class Divergence:
 
 def named(clients: Sequence[int]) -> str:
     """Return the first few of some clients, and how many more there are."""
-    more = len(clients) - MOST_NAMED
-    told = [str(client) for client in clients[:MOST_NAMED]] + [f"{more} more"] * (more > 0)
+    more = len(clients) - MAX_NAMED
+    told = [str(client) for client in clients[:MAX_NAMED]] + [f"{more} more"] * (more > 0)
     if len(told) == 1:
         return f"client {told[0]}"
     return f"clients {', '.join(told[:-1])} and {told[-1]}"
 
 
-def _on_all_ranks(world: World, here: Diverged) -> Diverged:
+def _on_all_ranks(world: Communicator, here: Diverged) -> Diverged:
     """Return the clients that have diverged on any rank, given those of this one. Collective."""
     if not world.maximum(len(here)):
         return {}
@@ -174,7 +179,7 @@ def _on_all_ranks(world: World, here: Diverged) -> Diverged:
     return dict(json.loads(world.broadcast_bytes(everywhere)))
 
 
-def _numbers(clients: Clients, up: Message) -> Iterator[tuple[str, Tensor]]:
+def _numbers(clients: ClientGroup, up: Message) -> Iterator[tuple[str, Tensor]]:
     """Yield by name the floating-point numbers that each client of a group sends, and keeps, as [C, n]."""
     # many a method sends what it keeps
     sent = {(rows.data_ptr(), rows.shape) for rows in up.rows.values()}
@@ -188,7 +193,7 @@ def _numbers(clients: Clients, up: Message) -> Iterator[tuple[str, Tensor]]:
             yield name, rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
 
 
-def _told(clients: Clients, up: Message, losses: Tensor, place: int) -> str:
+def _told(clients: ClientGroup, up: Message, losses: Tensor, place: int) -> str:
     """Say what is nan or infinite of a member of a group."""
     loss = float(losses[place])
     found = [] if np.isfinite(loss) else [f"loss is {'nan' if np.isnan(loss) else 'infinite'}"]
@@ -209,5 +214,5 @@ def _is_finite(numbers: Tensor) -> bool:
 
 
 def _listed(texts: Sequence[str]) -> str:
-    more = len(texts) - MOST_NAMED
-    return "; ".join([*texts[:MOST_NAMED], *([f"{more} more"] if more > 0 else [])])
+    more = len(texts) - MAX_NAMED
+    return "; ".join([*texts[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])])

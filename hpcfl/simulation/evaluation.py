@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Method, State
 from hpcfl.simulation.federation import Federation, stack
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.scoring import verdicts
 
 
@@ -99,7 +99,7 @@ class Evaluator:
             self._federation.on_server(partial(self._driver.new_client_download, server, cohort))
             return
 
-    def scores(self, clients: Clients, model: Message) -> Tensor:
+    def scores(self, clients: ClientGroup, model: Message) -> Tensor:
         """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where there is none."""
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
@@ -129,7 +129,7 @@ class Evaluator:
             self._counted_rounds += 1
         return len(self._sampled) / self._federation.num_clients
 
-    def _score(self, clients: Clients, model: Message, position: int) -> Tensor:
+    def _score(self, clients: ClientGroup, model: Message, position: int) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
         x, y = clients.samples(self._config.run.eval_split, position)
         probabilities = self._method.predict(clients, model, position, x)

@@ -10,17 +10,17 @@ from typing import TypeVar
 import torch
 
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.codecs import AS_IT_IS, UNSENT, Unsent, UploadCoding, codec_of
+from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, UploadCoding, codec_of
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.config import Config
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.experiment import Experiment
-from hpcfl.simulation.placement import Trip, Visits, balanced
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers
+from hpcfl.simulation.setup import Experiment
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Delivery:
 class Federation:
     """Cohorts and groups of one run on one rank, and the channel between ranks. Making one is collective."""
 
-    def __init__(self, experiment: Experiment, world: World) -> None:
+    def __init__(self, experiment: Experiment, world: Communicator) -> None:
         self.experiment, self.world = experiment, world
         self.method, self.config = experiment.method, experiment.config
         self.driver = experiment.driver
@@ -66,7 +66,7 @@ class Federation:
         self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
         split = self.config.run.eval_split
         num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
-        self.visits = Visits(world, self.workplace, num_samples)
+        self.visits = ClientMigration(world, self.workplace, num_samples)
         # engines differ: the server has none of the GPUs, and a worker of few clients may take one at a time
         at_once = world.maximum(self.workplace.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
@@ -92,10 +92,10 @@ class Federation:
         if not self._members_visit:
             return cohort
         homes = self.channel.homes(cohort)
-        workers = balanced(cohort.num_samples.tolist(), homes, self.world.num_workers)
+        workers = assign_workers(cohort.num_samples.tolist(), homes, self.world.num_workers)
         return replace(cohort, workers=workers)
 
-    def trips(self, cohort: Cohort) -> list[Trip]:
+    def trips(self, cohort: Cohort) -> list[Migration]:
         """Return the way of each member that trains away from home."""
         if cohort.workers is None:
             return []
@@ -133,16 +133,16 @@ class Federation:
         """Return the members that train on this rank, in ascending order."""
         return [cohort.clients[position] for position in self.channel.own(cohort)]
 
-    def groups(self, cohort: Cohort) -> Iterator[tuple[slice, Clients]]:
+    def groups(self, cohort: Cohort) -> Iterator[tuple[slice, ClientGroup]]:
         """Yield this rank's cohort members in groups as large as the engine takes, with their positions."""
         own = self.own(cohort)
         size = self.workplace.engine.clients_at_once
         for start in range(0, len(own), size):
             members = own[start : start + size]
             workplace = self._workplace_of(members[0])
-            yield slice(start, start + size), Clients(workplace, members, cohort.round)
+            yield slice(start, start + size), ClientGroup(workplace, members, cohort.round)
 
-    def _workplace_of(self, client: int) -> Workplace:
+    def _workplace_of(self, client: int) -> WorkerContext:
         """Return what has a client that trains on this rank: at home here, a visitor, or unseen."""
         places = (self.workplace, self.visits.workplace, self.experiment.unseen.workplace)
         return next(place for place in places if client in place.clients)
@@ -165,12 +165,12 @@ class Federation:
         return self.channel.up(message, cohort, sent, self._coding(cohort, before))
 
     def _coding(self, cohort: Cohort, before: Delivery) -> UploadCoding | None:
-        if self._up is AS_IT_IS:
+        if self._up is IDENTITY:
             return None
         places = (self.workplace, self.visits.workplace)
         found = [(self._workplace_of(client), client) for client in self.own(cohort)]
         rows = [(int(place is not self.workplace), place.clients.index(client)) for place, client in found]
-        unsent = Unsent([(place.state, len(place.clients)) for place in places], rows)
+        unsent = ErrorFeedback([(place.state, len(place.clients)) for place in places], rows)
         sent = before.sent if self.world.is_server else None
         return UploadCoding(self._up, before.received, sent, unsent)
 
@@ -179,15 +179,17 @@ class Federation:
         shared = {name: tensor.to(self.workplace.device) for name, tensor in received.shared.items()}
         return replace(received, shared=shared)
 
-    def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
+    def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
         """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
         return self._downloads(cohort, lambda: self.driver.send(server, cohort, for_evaluation=True))
 
-    def welcomes(self, server: State, cohort: Cohort) -> Iterator[tuple[Clients, Message]]:
+    def welcomes(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
         """Yield groups of this rank's clients with what they get as new clients. Collective."""
         return self._downloads(cohort, lambda: self.driver.new_client_download(server, cohort))
 
-    def _downloads(self, cohort: Cohort, send: Callable[[], Message]) -> Iterator[tuple[Clients, Message]]:
+    def _downloads(
+        self, cohort: Cohort, send: Callable[[], Message]
+    ) -> Iterator[tuple[ClientGroup, Message]]:
         """Yield groups of this rank's clients with what the server sends. Collective."""
         message = self.on_server(send)
         down = self.on_device(self.channel.down(message, cohort, self._down))

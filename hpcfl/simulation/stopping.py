@@ -7,7 +7,7 @@ import signal
 import time
 from types import FrameType
 
-from hpcfl.errors import StoppedAtOnce
+from hpcfl.errors import ForcedStop
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -18,7 +18,7 @@ SAME_REQUEST_S = 1.0
 class StopFlag:
     """A request to stop at the next round boundary: SIGTERM, SIGUSR1, SIGUSR2 or SIGINT, or SLURM's end time.
 
-    The first signal only sets the flag; a second request, by any of these signals, raises StoppedAtOnce. In a
+    The first signal only sets the flag; a second request, by any of these signals, raises ForcedStop. In a
     SLURM job the first SIGTERM after SIGUSR1 or SIGUSR2 does not: it is the time limit's, which leaves the
     round some seconds (KillWait) to end before SIGKILL comes anyway. Each rank has its own flag, so ranks
     agree before they act on it.
@@ -54,7 +54,7 @@ class StopFlag:
         if self._requests and now_s - self._last_request_s < SAME_REQUEST_S:
             return
         if self._requests and not self._is_time_limit(number):
-            raise StoppedAtOnce(number)
+            raise ForcedStop(number)
         self._requests.append(number)
         self._last_request_s = now_s
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcfl.errors import StorageFault, UserError
+from hpcfl.errors import StorageError, UserError
 from hpcfl.storage.hdf5 import ForeignError, LoadedCheckpoint, find_damage, write_snapshot
 from hpcfl.storage.snapshot import Snapshot
 
@@ -38,7 +38,7 @@ class CheckpointStore:
 
         Args:
             snapshot: what is written.
-            end_if_lost: is called right before the old ones are replaced; raises StorageFault where the
+            end_if_lost: is called right before the old ones are replaced; raises StorageError where the
                 folder is another run's by now.
 
         Raises:
@@ -54,7 +54,7 @@ class CheckpointStore:
             if self._newest_is_good and self._newest.exists():
                 os.replace(self._newest, self._previous)
             os.replace(self._unfinished, self._newest)
-        except StorageFault:
+        except StorageError:
             # the other run may be writing the unfinished one
             raise
         except BaseException:
@@ -91,7 +91,7 @@ class CheckpointStore:
             self._newest_is_good = path == self._newest
             self.last_round = loaded.header.round
             for complaint in complaints:
-                warnings.warn(f"{complaint}; going on from {path}, round {loaded.header.round}", stacklevel=2)
+                warnings.warn(f"{complaint}; resuming from {path}, round {loaded.header.round}", stacklevel=2)
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
 

@@ -39,7 +39,7 @@ from hpcfl.storage.snapshot import (
 )
 
 SCHEMA = 2
-"""Raised with every change after which an older checkpoint is not gone on with: other names or columns."""
+"""Raised with every change after which an older checkpoint is not resumed: other names or columns."""
 HDF5_VERSION: str = h5py.version.hdf5_version
 USER_BLOCK_BYTES = 512
 HASH_BLOCK_BYTES = 2**18

@@ -14,8 +14,8 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
+from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.reading import COLUMNS
-from hpcfl.storage.replacing import replace_file
 from hpcfl.storage.snapshot import LedgerTable
 
 METRICS = (
@@ -186,7 +186,7 @@ class Ledger:
             evaluated |= {f"{name}_unseen": scores for name, scores in of_unseen.items()}
         self.metrics.append([float(values[name]) for name in self._columns])
         for name, entry in {**evaluated, **of_method}.items():
-            # a copy: the state that it may be a part of goes on changing
+            # a copy: the state that it may be a part of keeps changing
             self.evaluated.setdefault(name, []).append(np.array(entry))
         self._steps = self._train_s = 0.0
 
@@ -211,7 +211,7 @@ class Ledger:
         return means[best], int(self.metrics[best][0])
 
     def tables(self) -> dict[str, LedgerTable]:
-        """Return everything needed to go on, as tables of a checkpoint."""
+        """Return everything needed to resume, as tables of a checkpoint."""
         count = len(self._bytes)
         flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
         names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
@@ -299,7 +299,7 @@ class Ledger:
 
 
 def goes_on_from(tables: Mapping[str, LedgerTable]) -> bool:
-    """Whether a ledger can go on from the tables of a checkpoint, which another version may have written."""
+    """Whether a ledger can be restored from the tables of a checkpoint, perhaps of another version."""
     found = {name: tuple(table.columns) for name, table in tables.items()}
     return found.get("metrics") in (METRICS, (*METRICS, *UNSEEN_METRICS)) and found.get("pending") == PENDING
 
@@ -329,7 +329,7 @@ def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
 
 
 def _write_whole(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    """Write a file of which nobody who reads it while the run goes on sees a part."""
+    """Write a file of which nobody who reads it while the run continues sees a part."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     replace_file(path, text.getvalue())

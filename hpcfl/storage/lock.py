@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from hpcfl.errors import STORAGE_FAULT, UserError
+from hpcfl.errors import STORAGE_ERROR, UserError
 from hpcfl.machine import boot_id
 
 LOCK_NAME = ".lock"
-MOST_BYTES = 1000
+MAX_BYTES = 1000
 """Of a lock file that are read."""
 _HELD_ERRORS = (errno.EACCES, errno.EAGAIN)
 _UNSUPPORTED_ERRORS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -63,7 +63,7 @@ class FolderLock:
             warnings.warn(
                 f"{folder} has the lock of {before.owner}, which is not seen here and is taken for dead; "
                 "if it runs (see squeue, or ps on that machine), it ends soon, with exit code "
-                f"{STORAGE_FAULT}",
+                f"{STORAGE_ERROR}",
                 stacklevel=1,
             )
 
@@ -78,7 +78,7 @@ class FolderLock:
             self._has_locks = False
             warnings.warn(
                 f"{folder}: this file system has no locks: any later start on another machine takes the "
-                f"folder over, and this run then ends soon, with exit code {STORAGE_FAULT}",
+                f"folder over, and this run then ends soon, with exit code {STORAGE_ERROR}",
                 stacklevel=1,
             )
 
@@ -136,9 +136,9 @@ class FolderLock:
         """Return the owner that the file names."""
         if not self._has_locks:
             # what another machine wrote is sure to be read only from a file that is opened anew
-            return _first_line(self._path.read_bytes()[:MOST_BYTES])
+            return _first_line(self._path.read_bytes()[:MAX_BYTES])
         # opened and closed, the file would lose the lock
-        return _first_line(os.pread(self._descriptor, MOST_BYTES, 0))
+        return _first_line(os.pread(self._descriptor, MAX_BYTES, 0))
 
     def _write(self, text: str) -> None:
         written = os.pwrite(self._descriptor, text.encode(), 0)
@@ -177,7 +177,7 @@ def holder(folder: Path) -> Holder:
         # opened and closed here, the file would lose this process's lock
         return Holder(_owner(), True)
     with path.open("rb") as file:
-        is_locked, content = _is_locked(file.fileno()), file.read(MOST_BYTES)
+        is_locked, content = _is_locked(file.fileno()), file.read(MAX_BYTES)
     lives = _lives(content) if is_locked is None else is_locked
     return Holder(_first_line(content), lives is True, lives is not None)
 

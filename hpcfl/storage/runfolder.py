@@ -19,7 +19,7 @@ import yaml
 
 from hpcfl import __version__
 from hpcfl.config import ENVIRONMENT, Config, differences
-from hpcfl.errors import StorageFault, UserError
+from hpcfl.errors import StorageError, UserError
 from hpcfl.formatting import readable_bytes
 from hpcfl.machine import package_versions, processor
 from hpcfl.methods import METHODS
@@ -27,10 +27,10 @@ from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.events import EventFile
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
-from hpcfl.storage.job import job
 from hpcfl.storage.ledger import Ledger, goes_on_from, write_partition
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
+from hpcfl.storage.slurm import job
 from hpcfl.storage.snapshot import LayoutRecord, Snapshot
 
 UNFINISHED_NAME = "config.yaml.tmp"
@@ -63,7 +63,7 @@ class RunFolder:
             self.notes.append(f"SLURM job {started_by}")
         self.store = CheckpointStore(path)
         self.checkpoint: LoadedCheckpoint | None = None
-        """Where the run goes on; None at round 0."""
+        """The round from which the run resumes; None at round 0."""
         self._config = config
         self._events: EventFile | None = None
         self._lock: FolderLock | None = None
@@ -80,7 +80,7 @@ class RunFolder:
         if not is_there:
             return
         if not self._is_ours():
-            raise UserError(f"{self.path} is there and is no run folder; name another with --out DIR")
+            raise UserError(f"{self.path} exists but is not a run folder; name another with --out DIR")
         recorded = None if fresh else self._recorded()
         if recorded is None:
             return
@@ -91,7 +91,7 @@ class RunFolder:
             )
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Name the keys with which this run cannot go on from one that was made with these."""
+        """Name the keys with which this run cannot resume one that was made with these."""
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         changed = differences(there, self._config.tree())
         if self._grows(there):
@@ -116,7 +116,7 @@ class RunFolder:
 
         Raises:
             UserError: another run holds the folder, it cannot be written, or its checkpoints cannot be used.
-            StorageFault: there is no room to write.
+            StorageError: there is no room to write.
         """
         try:
             self._take(fresh, at_exit)
@@ -124,13 +124,13 @@ class RunFolder:
             # another run may have come and gone since the first look
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
-            self._refuse_other_state(layout)
+            self._check_other_state(layout)
             self._write_record(ranks, command)
             self._end_last_line_of_log()
         except OSError as error:
             told = f"cannot write the run folder {self.path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
-                raise StorageFault(f"{told}; {self._make_room()} and run the same command again") from error
+                raise StorageError(f"{told}; {self._make_room()} and run the same command again") from error
             raise UserError(f"{told}; name another with --out DIR") from error
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
@@ -146,8 +146,8 @@ class RunFolder:
             os.fsync(file.fileno())
         os.replace(unfinished, self.path / "config.yaml")
 
-    def _refuse_other_state(self, layout: ParameterLayout) -> None:
-        """Raise UserError unless the run can go on from its checkpoint."""
+    def _check_other_state(self, layout: ParameterLayout) -> None:
+        """Raise UserError unless the run can resume from its checkpoint."""
         if (found := self.checkpoint) is None:
             return
         over = "or add --fresh to move the folder aside and start over"
@@ -166,7 +166,7 @@ class RunFolder:
                     f"{told}, and its run is finished: hpcfl report, compare, export and predict read it; "
                     f"name another folder with --out DIR, {over}"
                 )
-            raise UserError(f"{told}, and cannot be gone on with; finish the run with that version, {over}")
+            raise UserError(f"{told}, and cannot be resumed; finish the run with that version, {over}")
         if found.layout != LayoutRecord.of(layout):
             raise UserError(
                 f"{found.path} holds a model of another structure, written by another version of "
@@ -180,7 +180,7 @@ class RunFolder:
     def start_files(self, ledger: Ledger) -> None:
         """Rewrite the CSV files, and what TensorBoard reads if the run wants it, with all that is known.
 
-        This and all that follows raises StorageFault where the folder cannot be written; the log, and what
+        This and all that follows raises StorageError where the folder cannot be written; the log, and what
         TensorBoard reads, are given up with a warning instead: no number of the run hangs on them.
         """
         with self._writing("its CSV files"):
@@ -218,30 +218,30 @@ class RunFolder:
         if self._is_tight and not was_tight and not is_last:
             warnings.warn(
                 f"{self.path}: the disk has no room for the next checkpoint; {self._make_room()}, or the run "
-                f"ends there, to go on from round {self.store.last_round}",
+                f"ends there, to resume from round {self.store.last_round}",
                 stacklevel=2,
             )
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Turn what hinders the writing of results into a StorageFault."""
+        """Turn what hinders the writing of results into a StorageError."""
         self._end_if_lost()
         try:
             yield
         except OSError as error:
             self._end_if_lost()
-            raise StorageFault(
+            raise StorageError(
                 f"{self.path}: {what} cannot be written: {error.strerror or error}; {self._last_good()}; "
                 f"{self._remedy(error)} and run the same command again"
             ) from error
 
     def _end_if_lost(self) -> None:
-        """Raise StorageFault where the folder at this run's path is its own no more."""
+        """Raise StorageError where the folder at this run's path is its own no more."""
         with suppress(OSError):
             if self._lock is not None and (lost := self._lock.lost()):
                 where = " where the folder is now (--out DIR)" if self._lock.is_elsewhere() else ""
-                raise StorageFault(
-                    f"{self.path} {lost} while this run wrote it; {self._last_good()}; to go on, run the "
+                raise StorageError(
+                    f"{self.path} {lost} while this run wrote it; {self._last_good()}; to resume, run the "
                     f"same command again{where}"
                 )
 
@@ -256,7 +256,7 @@ class RunFolder:
             return self._make_room()
         if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
             return "make the folder writable"
-        return "see to the disk"
+        return "check the disk"
 
     def _make_room(self) -> str:
         """Say how much room there is, and how much a checkpoint takes."""
@@ -278,7 +278,7 @@ class RunFolder:
             self._events = None
             warnings.warn(
                 f"{self.path}: what TensorBoard reads cannot be written: {error.strerror or error}; the run "
-                "goes on, and its next start writes all of it anew",
+                "continues, and its next start writes all of it anew",
                 stacklevel=2,
             )
 
@@ -288,7 +288,7 @@ class RunFolder:
                 self._events.close()
 
     def log(self, text: str) -> None:
-        """Append a line with the time of day to log.txt; a run goes on without, after one warning."""
+        """Append a line with the time of day to log.txt; a run continues without, after one warning."""
         try:
             if self._lock is not None and self._lock.lost():
                 return
@@ -298,7 +298,7 @@ class RunFolder:
             if not self._log_is_refused:
                 self._log_is_refused = True
                 warnings.warn(
-                    f"{self.path}: log.txt cannot be written: {error.strerror or error}; the run goes on "
+                    f"{self.path}: log.txt cannot be written: {error.strerror or error}; the run continues "
                     "without",
                     stacklevel=2,
                 )
@@ -313,7 +313,7 @@ class RunFolder:
     def _take(self, fresh: bool, at_exit: ExitStack) -> None:
         """Make the folder if need be, and lock it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        _refuse_links(self.path)
+        _check_links(self.path)
         self._lock = lock = at_exit.enter_context(FolderLock(self.path))
         if fresh and not self._is_empty():
             aside = _free_name(self.path)
@@ -364,13 +364,13 @@ class RunFolder:
         for key in ("hpcfl", "torch", "processor", "workers"):
             if key in before and before[key] != now[key]:
                 warnings.warn(
-                    f"this run began with {key} {before[key]} and goes on with {now[key]}: "
+                    f"this run began with {key} {before[key]} and continues with {now[key]}: "
                     "the last bits may differ",
                     stacklevel=2,
                 )
 
 
-def _refuse_links(path: Path) -> None:
+def _check_links(path: Path) -> None:
     """Raise UserError where a file of a run is another one, elsewhere, which writing would change."""
     for entry in path.iterdir():
         is_plain = not entry.is_symlink() and (entry.is_file() or entry.is_dir())

@@ -113,10 +113,10 @@ class Table:
         """Numbers of the cells that are run."""
         self.not_run: dict[str, str] = {}
         """Why the data of a column, by its label, cannot be read; known once its methods have been made."""
-        self._refuse_one_source_for_all(overrides)
-        self._refuse_twins()
-        self._refuse_unpaired()
-        self._refuse_undrawable()
+        self._check_one_source_for_all(overrides)
+        self._check_twins()
+        self._check_unpaired()
+        self._check_undrawable()
         self._say_changed(outline, shrinking, overrides)
         is_named = any(map(_is_of_a_column, overrides))
         self._take_files_of_runs(without=self.chosen_columns if is_named else ())
@@ -214,7 +214,7 @@ class Table:
         except UserError as error:
             raise UserError(f"{_place(row, column)}: {error}") from error
 
-    def _refuse_one_source_for_all(self, overrides: Sequence[str]) -> None:
+    def _check_one_source_for_all(self, overrides: Sequence[str]) -> None:
         """Refuse to replace different data sets of the chosen columns by one."""
         if len(self._sources) > 1 and any(
             word.startswith(("data.source=", "data.reader=")) for word in overrides
@@ -225,7 +225,7 @@ class Table:
                 "choose columns of one of them with --column LABEL"
             )
 
-    def _refuse_twins(self) -> None:
+    def _check_twins(self) -> None:
         """Refuse two cells of one folder, and two that are the same run."""
         folders: dict[Path, Cell] = {}
         runs: dict[str, Cell] = {}
@@ -243,7 +243,7 @@ class Table:
                     f"{self._of(first, short=True)}; drop one of the cells (a row's `without` does)"
                 )
 
-    def _refuse_unpaired(self) -> None:
+    def _check_unpaired(self) -> None:
         """Refuse to compare two rows whose clients are not the same ones."""
         for pair in self.compare:
             first, second = (self.labels.index(label) for label in pair.rows)
@@ -258,7 +258,7 @@ class Table:
                             "both rows the same data, data.seed and run.eval_split"
                         )
 
-    def _refuse_undrawable(self) -> None:
+    def _check_undrawable(self) -> None:
         """Refuse heat maps of what no row's method keeps, or of parts that it has not."""
         for drawing in self.drawings:
             if not isinstance(drawing, HeatMapsEntry):
@@ -270,7 +270,7 @@ class Table:
                 kept = dict.fromkeys(name for method in methods for name in axes_by_name(method.diagnostics))
                 known = _listed([name for name in kept if self.axes_of(name)])
                 raise UserError(
-                    f"{place} is not possible: of matrices the methods of its rows keep {known or 'none'}"
+                    f"{place} is invalid: of matrices the methods of its rows keep {known or 'none'}"
                 )
             for key in ("client", "layers"):
                 if getattr(drawing, key) is not None and len(axes) < 3:

@@ -228,7 +228,7 @@ def _mistake(error: ValidationError) -> str:
         kinds: dict[int, type[BaseModel]] = {0: ClaimsEntry, 2: ClaimEntry}
         kind = kinds.get(len(above), RunsEntry)
         return f"{place} is an unknown key; allowed: {', '.join(kind.model_fields)}"
-    return f"{place}={first['input']!r} is not possible: {first['msg'].removeprefix('Value error, ')}"
+    return f"{place}={first['input']!r} is invalid: {first['msg'].removeprefix('Value error, ')}"
 
 
 def document(claims: Claims) -> Document:

@@ -9,8 +9,8 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
-from hpcfl.simulation.experiment import deal, make_method, read_source
-from hpcfl.simulation.refusals import refuse_chain
+from hpcfl.simulation.setup import deal, make_method, read_source
+from hpcfl.simulation.validate import check_chain
 from hpcfl.tables.cells import Cell, Table
 
 
@@ -25,7 +25,7 @@ def methods_of(
     for cell, arrays, parts in dealt_cells(cells, unread):
         try:
             method = make_method(cell.config, arrays, parts)
-            refuse_chain(method, num_workers)
+            check_chain(method, num_workers)
         except UserError as error:
             raise UserError(f"{cell.place}: {error}") from error
         yield cell, method, arrays, parts

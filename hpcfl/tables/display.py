@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from hpcfl.formatting import Document, Grid, half_width, percent
+from hpcfl.tables.accuracies import Difference, Entry
 from hpcfl.tables.cells import Table
-from hpcfl.tables.figures import Difference, Entry
 from hpcfl.tables.file import ONLY
 from hpcfl.tables.schema import DEFAULT_SHOW, QUANTITIES
 

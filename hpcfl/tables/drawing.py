@@ -17,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.style import context
 from matplotlib.ticker import MaxNLocator
 
-from hpcfl.tables.paper_figures import Bars, Curves, HeatMap, HeatMaps, Point, Points, Sheet
+from hpcfl.tables.paper_figures import Bars, Curves, HeatMap, HeatMaps, PaperFigure, Point, Points
 
 WITHOUT_CLOCK_AND_VERSION: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
@@ -28,7 +28,7 @@ WITHOUT_CLOCK_AND_VERSION: dict[str, dict[str, Any]] = {
 COLUMN_INCH, PAGE_INCH = 3.4, 7.0
 """Widths: one column of two, and the whole page."""
 DOTS_PER_INCH = 200
-MOST_INCH_A_CELL = 0.24
+MAX_INCH_A_CELL = 0.24
 """Largest height of a matrix' entry."""
 BAR_INCH = 0.09
 """Width of a bar of colours."""
@@ -65,10 +65,10 @@ HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "oo", "++")
 
 _TITLE_CHARACTERS_AN_INCH, _NOTE_CHARACTERS_AN_INCH = 14.5, 19.5
 _TITLE_LINE_INCH, _NOTE_LINE_INCH = 0.14, 0.105
-_MOST_NAMED_TICKS = 12
+_MAX_NAMED_TICKS = 12
 
 
-def draw(sheet: Sheet) -> dict[str, bytes]:
+def draw(sheet: PaperFigure) -> dict[str, bytes]:
     """Return a picture as the bytes of files by their ending; the same sheet gives the same bytes."""
     made = {}
     # a user's own style would change the bytes
@@ -81,7 +81,7 @@ def draw(sheet: Sheet) -> dict[str, bytes]:
     return made
 
 
-def figure(sheet: Sheet) -> Figure:
+def figure(sheet: PaperFigure) -> Figure:
     """Return a picture with its title above and its notes below."""
     drawn = sheet.drawn
     width, height = _size(drawn)
@@ -116,7 +116,7 @@ def _size(drawn: HeatMaps | Curves | Bars | Points) -> tuple[float, float]:
         width = COLUMN_INCH if across < 4 else PAGE_INCH
         of_panel = (width - 1.0) / across
         most_columns = max(panel.values.shape[1] for line in lines for _, panel in line)
-        square = min(of_panel / most_columns, MOST_INCH_A_CELL)
+        square = min(of_panel / most_columns, MAX_INCH_A_CELL)
         return width, square * sum(_line_heights(lines)) + 0.3 * len(lines) + 0.2
     if isinstance(drawn, Curves):
         across, down = _grid(len(drawn.panels))
@@ -203,7 +203,7 @@ def _ends(drawn: HeatMaps) -> tuple[float, float]:
 def _name_ticks(axis: Any, names: Sequence[str]) -> None:
     # all layers are named, of many clients some
     is_counted = bool(names) and names[0].isdigit()
-    numbers = range(0, len(names), math.ceil(len(names) / _MOST_NAMED_TICKS) if is_counted else 1)
+    numbers = range(0, len(names), math.ceil(len(names) / _MAX_NAMED_TICKS) if is_counted else 1)
     axis.set_ticks(list(numbers), [names[number] for number in numbers])
 
 

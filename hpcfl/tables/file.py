@@ -141,9 +141,7 @@ class _Reader:
                     f"{self._path}: {name} is missing; a table has {', '.join(TableEntry.model_fields)}"
                 )
         if file.seeds is not None and len(set(file.seeds)) < len(file.seeds):
-            raise UserError(
-                f"{self._path}: seeds={file.seeds} is not possible: a seed is there twice; drop one"
-            )
+            raise UserError(f"{self._path}: seeds={file.seeds} is invalid: a seed is there twice; drop one")
         columns, column_trees, configs = self._columns()
         rows, row_trees = self._rows(columns)
         made = Outline(

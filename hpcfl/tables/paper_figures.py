@@ -14,8 +14,8 @@ from hpcfl.formatting import percent
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Method
 from hpcfl.methods.diagnostics import axes_by_name
+from hpcfl.tables.accuracies import Entry
 from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.figures import Entry
 from hpcfl.tables.file import ONLY
 from hpcfl.tables.histories import History, evaluations
 from hpcfl.tables.schema import BarsEntry, CurvesEntry, FigureEntry, HeatMapsEntry, PointsEntry
@@ -110,7 +110,7 @@ Drawn = HeatMaps | Curves | Bars | Points
 
 
 @dataclass(frozen=True)
-class Sheet:
+class PaperFigure:
     """One picture."""
 
     title: str
@@ -121,7 +121,7 @@ class Sheet:
 
 def sheets(
     table: Table, known: Sequence[Entry], histories: Mapping[Path, History]
-) -> dict[str, Sheet | None]:
+) -> dict[str, PaperFigure | None]:
     """Return the pictures of the table's figure by name; None where nothing of one is finished.
 
     The only one is called `figure`, several `figure_a`, `figure_b` and so on.
@@ -137,7 +137,7 @@ def sheets(
     }
 
 
-def refuse_parts_not_there(table: Table, cell: Cell, method: Method) -> None:
+def check_parts_not_there(table: Table, cell: Cell, method: Method) -> None:
     """Raise UserError if the figure names layers or a client that a cell's run does not have."""
     for drawing in table.drawings:
         if isinstance(drawing, HeatMapsEntry) and _axes(cell.config.method.name, drawing) == table.axes_of(
@@ -151,7 +151,7 @@ def refuse_parts_not_there(table: Table, cell: Cell, method: Method) -> None:
 
 def _sheet(
     table: Table, drawing: FigureEntry, known: Sequence[Entry], histories: Mapping[Path, History]
-) -> Sheet | None:
+) -> PaperFigure | None:
     notes: list[str] = []
     drawn: Drawn | None
     if isinstance(drawing, HeatMapsEntry):
@@ -167,7 +167,7 @@ def _sheet(
     if drawn is None:
         return None
     size = [table.size] if table.size else []
-    return Sheet(table.title, drawn, [*size, *notes, *_scored(drawing, known), *_missing(known)])
+    return PaperFigure(table.title, drawn, [*size, *notes, *_scored(drawing, known), *_missing(known)])
 
 
 def _heat_maps(
@@ -260,7 +260,7 @@ def _chosen_layers(table: Table, drawing: HeatMapsEntry, column: str, layers: Se
 def _check_client(table: Table, drawing: HeatMapsEntry | CurvesEntry, num_clients: int) -> None:
     if drawing.client is not None and drawing.client >= num_clients:
         raise UserError(
-            f"{table.path}, figure: client={drawing.client} is not possible; give 0 to {num_clients - 1}"
+            f"{table.path}, figure: client={drawing.client} is invalid; give 0 to {num_clients - 1}"
         )
 
 

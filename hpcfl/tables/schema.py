@@ -22,7 +22,7 @@ from hpcfl.config import GROUPS
 from hpcfl.errors import printable
 from hpcfl.formatting import did_you_mean
 
-MOST_CHARACTERS = 1000
+MAX_CHARACTERS = 1000
 
 QUANTITIES = {
     "accuracy": "accuracy, %",
@@ -55,8 +55,8 @@ DEFAULT_SHOW = (
 
 
 def _one_line(text: str) -> str:
-    if text != printable(text) or not text.strip() or len(text) > MOST_CHARACTERS:
-        raise ValueError(f"it must be one line of text, of at most {MOST_CHARACTERS} characters")
+    if text != printable(text) or not text.strip() or len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it must be one line of text, of at most {MAX_CHARACTERS} characters")
     return text.strip()
 
 
@@ -274,7 +274,7 @@ def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
         place = f"{path}, figure" + (f" {int(keys[1]) + 1}" if isinstance(tree["figure"], list) else "")
         if first["type"].startswith("union_tag"):
             given = first.get("ctx", {}).get("tag")
-            what = "draw is missing" if given is None else f"draw={given} is not possible"
+            what = "draw is missing" if given is None else f"draw={given} is invalid"
             return f"{place}: {what}; allowed: {', '.join(DRAWINGS)}"
         if len(keys) > 2:
             kind, keys = DRAWINGS[str(keys[2])], keys[3:]
@@ -287,4 +287,4 @@ def mistake(path: Path, tree: dict[str, Any], error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{place}: {key} is missing; it has {allowed}"
     reason = first["msg"].removeprefix("Value error, ")
-    return f"{place}: {key}={first['input']!r} is not possible: {reason}"
+    return f"{place}: {key}={first['input']!r} is invalid: {reason}"

@@ -16,7 +16,7 @@ from processes import Mpirun
 from hpcfl.benchmarks import engines, ratios, runs, scale, steps
 from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, compare
 from hpcfl.benchmarks.runs import methods
-from hpcfl.communication.world import World, open_world
+from hpcfl.communication.communicator import Communicator, open_world
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
@@ -215,7 +215,7 @@ def test_mistakes_get_one_line(words: list[str], said: str, capsys: pytest.Captu
 
 
 def test_the_servers_round_is_measured_on_one_rank() -> None:
-    measured = scale.server_rounds(World(), [20], 1)
+    measured = scale.server_rounds(Communicator(), [20], 1)
     (alone,) = measured
     assert alone.name == "server round, pFedLA, N=20, full heads: sharded / whole"
     assert "workers" not in alone.detail

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Params
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import Clients
 
 
 class GatedParams(Params):

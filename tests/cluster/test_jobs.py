@@ -191,7 +191,7 @@ def test_an_array_loses_no_cell_but_the_one_that_fails(
         task.wait()
     assert (broken.state, whole.state) == ("FAILED", "COMPLETED")
     assert broken.output.count("RuntimeError: a mistake of one's own") == 2
-    assert "a fault (exit code 1); going on with the other cells" in broken.output
+    assert "a fault (exit code 1); continuing with the other cells" in broken.output
     with (out / "table.csv").open(newline="") as lines:
         missing = {row["label"]: row["missing_seeds"] for row in csv.DictReader(lines)}
     assert missing == {"broken": "1", "fedavg": "0", "local": "0", "ditto": "0"}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from processes import REPOSITORY, clean_environment
 
-from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, OUT_OF_MEMORY, STOPPED, STORAGE_FAULT
+from hpcfl.errors import BAD_INPUT, DIVERGED, FINISHED, OUT_OF_MEMORY, STOPPED, STORAGE_ERROR
 
 LAUNCHER = """#!/usr/bin/env bash
 # Each start takes a line of `ends`: an exit code and, if they are there, the last cell and the saved rounds.
@@ -107,7 +107,7 @@ def notes(folder: Path) -> list[str]:
         ([f"{DIVERGED} last"], DIVERGED),
         ([f"{BAD_INPUT}"], BAD_INPUT),
         # the other cells find no room either
-        ([f"{STORAGE_FAULT} first"], STORAGE_FAULT),
+        ([f"{STORAGE_ERROR} first"], STORAGE_ERROR),
         # the first cell has no memory, the others have, and it has none again
         ([f"{OUT_OF_MEMORY} first", f"{OUT_OF_MEMORY} first"], OUT_OF_MEMORY),
         # alone, a rank without memory goes on with the others by itself
@@ -121,7 +121,7 @@ def test_other_cells_are_run_after_a_fault_and_only_then(submit: Path, ends: lis
     done = job(submit, "table.sbatch", [*ends, "99 another"])
     assert done.code == code, done.said
     assert done.starts == ["python -m hpcfl.main table WORD"] * len(ends)
-    going_on = f"a fault (exit code {ends[0].split()[0]}); going on with the other cells"
+    going_on = f"a fault (exit code {ends[0].split()[0]}); continuing with the other cells"
     assert (going_on in done.said) == (len(ends) > 1)
 
 
@@ -175,7 +175,7 @@ def test_no_answer_is_no_end_time_and_no_requeue(submit: Path) -> None:
         (f"{FINISHED} - 3", []),
         # a fault, a full disk: the job may be started again, and is to know what was saved
         ("137 - 3", ["7"]),
-        (f"{STORAGE_FAULT} - 3", ["7"]),
+        (f"{STORAGE_ERROR} - 3", ["7"]),
         (f"{BAD_INPUT}", []),
         (f"{STOPPED} - 3", ["7"]),
     ],

@@ -71,7 +71,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 MISTAKES = [
     (["train.round=3"], "nearest known one is train.rounds"),
-    (["train.rounds=many"], "train.rounds=many is not possible; allowed: a whole number >= 1"),
+    (["train.rounds=many"], "train.rounds=many is invalid; allowed: an integer >= 1"),
     (["method.name=fedavgg"], "allowed: " + ", ".join(METHODS)),
     (["data.source=imagenet"], "allowed: " + ", ".join(SOURCES)),
     (["data.partition.name=sorted"], "allowed: " + ", ".join(PARTITIONS)),
@@ -82,7 +82,7 @@ MISTAKES = [
     (["data.partition.name=given"], "this data.source has no clients; allowed: classes, "),
     (
         ["data.subset_fraction=0"],
-        "data.subset_fraction=0 is not possible; allowed: a number or null > 0 and <= 1",
+        "data.subset_fraction=0 is invalid; allowed: a number or null > 0 and <= 1",
     ),
     (["data.subset_fraction=0.0001"], "data.subset_fraction=0.0001 leaves none of 1797 samples"),
     (
@@ -96,22 +96,22 @@ MISTAKES = [
     (["data.partition.name=pairs", "data.clients=7"], "cannot divide 10 classes; allowed: 2, 4, 10, 20"),
     (
         ["data.partition.name=mixture", "data.partition.beta=0"],
-        "beta=0 is not possible; allowed: a number > 0",
+        "beta=0 is invalid; allowed: a number > 0",
     ),
-    (["train.participation=0"], "train.participation=0 is not possible; allowed: a number > 0 and <= 1"),
-    (["train.participation=1.5"], "train.participation=1.5 is not possible"),
+    (["train.participation=0"], "train.participation=0 is invalid; allowed: a number > 0 and <= 1"),
+    (["train.participation=1.5"], "train.participation=1.5 is invalid"),
     (["method.name=heurpfedla", "method.k=5"], "method.k=5 is more than the model's 4 layers"),
     (
         ["method.name=pfedmb", "method.branches=0"],
-        "method.branches=0 is not possible; allowed: a whole number >= 1 (default: 5)",
+        "method.branches=0 is invalid; allowed: an integer >= 1 (default: 5)",
     ),
     (
         ["method.name=pfedmb", "method.alpha_lr=-1"],
-        "method.alpha_lr=-1 is not possible; allowed: a number >= 0 (default: 1.0)",
+        "method.alpha_lr=-1 is invalid; allowed: a number >= 0 (default: 1.0)",
     ),
     (
         ["method.name=fedafk", "method.coefficient=1.5"],
-        "method.coefficient=1.5 is not possible; allowed: a number >= 0 and <= 1 (default: 0.5)",
+        "method.coefficient=1.5 is invalid; allowed: a number >= 0 and <= 1 (default: 0.5)",
     ),
     (
         ["method.name=fedafk", "model.name=mlp", "model.hidden=[]"],
@@ -199,7 +199,7 @@ def test_folders_of_something_else_are_refused(capsys: pytest.CaptureFixture[str
     for out in (folder, folder / "draft.txt"):
         for fresh in ([], ["--fresh"]):
             message = refused(capsys, *TINY, *fresh, "--out", out)
-            assert f"{out} is there and is no run folder; name another with --out DIR" in message
+            assert f"{out} exists but is not a run folder; name another with --out DIR" in message
     message = refused(capsys, *TINY, "--out", folder / "draft.txt" / "run")
     assert "cannot write the run folder" in message
     assert contents(tmp_path) == before

@@ -42,13 +42,13 @@ def test_alone_it_is_fine_and_leaves_nothing(
     assert re.search(
         r"^folder: .*/deep: \w+, [\d.e+]+ GB free; a checkpoint of 17 MB written", out, re.MULTILINE
     )
-    assert lines[-1].startswith("fine")
+    assert lines[-1].startswith("OK")
     assert list(tmp_path.iterdir()) == []
 
 
 RANKS_PROGRAM = """
 import json, os, sys
-from hpcfl.communication.world import open_world
+from hpcfl.communication.communicator import open_world
 from hpcfl.main import main
 
 folder, faults = sys.argv[1:]
@@ -81,10 +81,10 @@ def test_three_ranks_and_faults_of_one_of_them(mpirun: Mpirun, tmp_path: Path) -
         assert sum(line.startswith(section) for line in fine.splitlines()) == 1, section
     assert re.search(r"ranks by node: \S+ 0-2$", fine, re.MULTILINE)
     assert re.search(r"broadcast [\d.e-]+ ms and \d+ MB/s, scatter .*, gather [\d.e-]+ ms and \d+ MB/s", fine)
-    assert fine.splitlines()[-1].startswith("fine")
+    assert fine.splitlines()[-1].startswith("OK")
     assert "data: " not in faulty
     (line,) = done.stderr.splitlines()
-    assert line.startswith("hpcfl: error: to mend: (1) ")
+    assert line.startswith("hpcfl: error: to fix: (1) ")
     cores = os.cpu_count() or 1
     if cores > 1:
         assert (
@@ -123,7 +123,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
     assert main(["doctor", *map(str, words)]) == BAD_INPUT
     err = capsys.readouterr().err
     assert err.count("\n") == 1
-    assert err.startswith("hpcfl: error: to mend: ")
+    assert err.startswith("hpcfl: error: to fix: ")
     return err
 
 
@@ -155,7 +155,7 @@ def test_a_file_system_without_locks_is_told(
     monkeypatch.setattr(fcntl, "lockf", lockf)
     assert main(["doctor", "--out", str(tmp_path)]) == FINISHED
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("fine, but mind: ")
+    assert last.startswith("OK with warnings: ")
     no_locks = "this file system has no locks, so that a second run in a folder may not be refused"
     assert f"{tmp_path}: {no_locks}" in last
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +222,7 @@ def test_clocks_that_are_apart_and_two_nodes_of_one_name_are_told() -> None:
         "node0 is the name of two nodes, that of rank(s) 0-1 and that of rank(s) 8: errors and the lock of a "
         "run folder cannot tell them apart; give each a name of its own (hostnamectl)",
     ]
-    assert not any(finding.must_mend for finding in checked.findings)
+    assert not any(finding.is_error for finding in checked.findings)
     fine = Checked()
     compare([rank(0), rank(4, clock=1059.0)], fine)
     assert fine.findings == []
@@ -298,9 +298,9 @@ def test_launchers_and_libraries_of_one_family_go_together() -> None:
 
 
 def test_the_last_line_is_one() -> None:
-    slow, broken = Finding("a is slow", must_mend=False), Finding("b is broken: type c")
-    assert last_line([]) == "fine"
-    assert last_line([slow]) == "fine, but mind: a is slow"
-    assert last_line([slow, slow]) == "fine, but mind: (1) a is slow (2) a is slow"
-    assert last_line([slow, broken]) == "to mend: b is broken: type c"
+    slow, broken = Finding("a is slow", is_error=False), Finding("b is broken: type c")
+    assert last_line([]) == "OK"
+    assert last_line([slow]) == "OK with warnings: a is slow"
+    assert last_line([slow, slow]) == "OK with warnings: (1) a is slow (2) a is slow"
+    assert last_line([slow, broken]) == "to fix: b is broken: type c"
     assert ranges([3, 0, 1, 2, 7]) == "0-3,7"

@@ -23,11 +23,11 @@ from hpcfl.planning.dry_run import TRAFFIC, DryRun, Phase, dry_run
 from hpcfl.planning.estimate import Planner
 from hpcfl.planning.slurm_header import SlurmHeader
 from hpcfl.registries import load_config
-from hpcfl.simulation import refusals
-from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.experiment import load_data, make_method
-from hpcfl.simulation.placement import balanced
-from hpcfl.simulation.refusals import state_bytes
+from hpcfl.simulation import validate
+from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.simulation.migration import assign_workers
+from hpcfl.simulation.setup import load_data, make_method
+from hpcfl.simulation.validate import state_bytes
 
 DIGITS_CNN = 160 + 4640 + 8256 + 650
 """Trainable numbers of digits_cnn: conv1, conv2, fc1, fc2."""
@@ -132,7 +132,7 @@ def test_sharded_models_are_the_workers_memory(capsys: pytest.CaptureFixture[str
 def test_a_server_larger_than_the_machine_is_told_and_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(refusals, "memory_bytes", lambda: 1_900_000)
+    monkeypatch.setattr(validate, "memory_bytes", lambda: 1_900_000)
     # shorter codes than there are clients, so that they help
     keys = ["method.name=pfedla", "data.per_client=40", "method.rank=2"]
     reason = planned(capsys, *keys)[-1]
@@ -145,7 +145,7 @@ def test_a_server_larger_than_the_machine_is_told_and_refused(
     assert main(["--out", str(tmp_path / "run"), *keys]) == BAD_INPUT
     assert reason in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(refusals, "memory_bytes", lambda: math.inf)
+    monkeypatch.setattr(validate, "memory_bytes", lambda: math.inf)
     assert not planned(capsys, *keys)[-1].startswith("method.name")
 
 
@@ -158,7 +158,7 @@ def test_the_memory_that_is_told_is_the_memory_that_is_held(case: str) -> None:
     config = load_config(None, words)
     method = make_method(config, *load_data(config))
     held: dict[str, int] = {}
-    for part, tensor in Driver(method).initial_server().items():
+    for part, tensor in MethodAdapter(method).initial_server().items():
         kind = part.partition("/")[0]
         held[kind] = held.get(kind, 0) + tensor.nbytes
     assert state_bytes(method) == held
@@ -297,12 +297,12 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "0"], "--ranks 0 is not possible; give a whole number from 1 on, such as --ranks 9"),
+        (["--ranks", "0"], "--ranks 0 is invalid; give an integer from 1 on, such as --ranks 9"),
         (
             ["--ranks-per-node", "all"],
-            "--ranks-per-node all is not possible; give a whole number from 1 on, such as --ranks-per-node ",
+            "--ranks-per-node all is invalid; give an integer from 1 on, such as --ranks-per-node ",
         ),
-        (["--time", "4h"], "--time 4h is not possible; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
+        (["--time", "4h"], "--time 4h is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
         (
             ["--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
             "--time 00:00:30 does not hold the start of a job (10 s) and the 120 s before its end at which "
@@ -329,7 +329,7 @@ def test_what_cannot_be_planned_is_one_line(
     [
         ("stop", "stop there"),
         ("skip", "leave such rounds of clients out"),
-        ("continue", "go on with such numbers"),
+        ("continue", "continue with such numbers"),
     ],
 )
 def test_a_dry_run_that_diverges_is_told_and_planned_all_the_same(
@@ -405,7 +405,7 @@ def test_estimates_are_made_of_what_was_measured(digits: Path) -> None:
     )
     samples = [len(part.train) for part in parts[:5]]
     loads = [0, 0, 0]
-    for client, worker in enumerate(balanced(samples, [0, 0, 1, 1, 2], 3)):
+    for client, worker in enumerate(assign_workers(samples, [0, 0, 1, 1, 2], 3)):
         loads[worker] += batches[client]
     assert spread.train_s == pytest.approx(0.5 * max(loads))
     # 18 collectives, a broadcast to three workers, and what single clients get and send

@@ -168,7 +168,7 @@ def test_a_finished_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert (shown["state"], shown["rounds"]) == ("finished", "3/3")
     accuracy = Run(finished).metrics["accuracy_mean"][-1]
     assert shown["accuracy"] == f"{accuracy:.2%} (round 3)"
-    assert "go on with" not in shown
+    assert "resume with" not in shown
     assert "time left" not in shown
 
 
@@ -207,8 +207,8 @@ def test_a_line_is_short_of_names_alone(
         (["none"], "none is no run folder: No such file or directory: none/config.yaml; name one that"),
         (["."], ". is no run folder: "),
         ([], "the following arguments are required: RUN; see hpcfl watch --help"),
-        ([".", "--every", "0"], "--every 0 is not possible; give seconds above 0, such as --every 2"),
-        ([".", "--every", "nan"], "--every nan is not possible"),
+        ([".", "--every", "0"], "--every 0 is invalid; give seconds above 0, such as --every 2"),
+        ([".", "--every", "nan"], "--every nan is invalid"),
     ],
 )
 def test_mistakes(

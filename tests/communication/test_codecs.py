@@ -18,19 +18,19 @@ from torch import Tensor
 
 from hpcfl.communication import channel as channel_module
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.codecs import UNSENT, Codec, Frame, Unsent, UploadCoding, codec_of
+from hpcfl.communication.codecs import UNSENT, Codec, ErrorFeedback, Frame, UploadCoding, codec_of
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message, Piece
 from hpcfl.communication.traffic import INDEX_BYTES, Traffic, count_bytes
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.config.keys import CommConfig
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA
 from hpcfl.parameters import Layer, Tensors
-from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.round_loop import Simulation
 from hpcfl.storage.ledger import DIRECTIONS, INDICES_LABEL
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 LAYERS = (Layer("a", 0, 3, 0, 0), Layer("b", 3, 5, 0, 2), Layer("c", 5, 9, 2, 2))
 P = 9
@@ -54,7 +54,7 @@ class Wire:
 
     @property
     def channel(self) -> Channel:
-        return Channel(World(None, self.max_elements), LAYERS, self.num_clients)
+        return Channel(Communicator(None, self.max_elements), LAYERS, self.num_clients)
 
     def down(self, message: Message) -> Message:
         """Return what the clients receive, which is what the server thinks they do."""
@@ -70,7 +70,7 @@ class Wire:
         """Return what the server receives of clients that received something before."""
         before = received or Message(num_clients=self.num_clients)
         everyone = range(self.num_clients)
-        unsent = Unsent([(self.state, self.num_clients)], [(0, client) for client in everyone])
+        unsent = ErrorFeedback([(self.state, self.num_clients)], [(0, client) for client in everyone])
         coding = UploadCoding(codec_of(self.settings, "up"), before, before, unsent)
         upload = self.channel.up(message, self.cohort, coding=coding)
         return replace(upload.outline, rows=upload.collect())
@@ -113,7 +113,9 @@ def test_float16_codes_every_number_but_whole_ones_and_keeps_types() -> None:
     assert arrived.rows["mix"].tolist() == [[THIRD] * 3] * 2
     assert arrived.rows[BUFFERS].tolist() == [[65504.0] * 2] * 2
     assert arrived.shared["routes"].tolist() == [2**40]
-    sent = Channel(World(), LAYERS, 2).as_received(message, codec_of(CommConfig(codec="float16"), "down"))
+    sent = Channel(Communicator(), LAYERS, 2).as_received(
+        message, codec_of(CommConfig(codec="float16"), "down")
+    )
     traffic = bytes_of(sent)
     assert traffic.layers.tolist() == [[6, 4, 8]] * 2
     assert traffic.buffers.tolist() == [4, 4]
@@ -389,7 +391,7 @@ def test_the_server_works_with_what_clients_decoded(codec: str) -> None:
     known: list[Tensor] = []
 
     class Watched(PFedLA):
-        def train(self, clients: Clients, down: Message) -> Message:
+        def train(self, clients: ClientGroup, down: Message) -> Message:
             for client, row in zip(clients.ids, down["theta"], strict=True):
                 received[clients.round, client] = row
             return super().train(clients, down)

@@ -15,12 +15,12 @@ import torch
 from conftest import in_mpi_world
 from torch import Tensor
 
+from hpcfl.communication.aggregation import cluster_means, layer_means, mean_of, weighted_mean, weighted_means
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.means import cluster_means, layer_means, mean_of, weighted_mean, weighted_means
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import Traffic, count_bytes
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.parameters import Layer
 
 LAYERS = (Layer("a", 0, 3, 0, 0), Layer("b", 3, 5, 0, 2), Layer("c", 5, 9, 2, 2))
@@ -30,7 +30,7 @@ COHORTS = [(0, 1, 2, 3, 4), (1, 4), (2,)]
 LARGEST_ROW = 2 * P
 
 
-class CountingWorld(World):
+class CountingWorld(Communicator):
     """A world that counts the numbers it is given to move, by type."""
 
     def __init__(self, max_elements: int) -> None:
@@ -109,20 +109,20 @@ def full_message(cohort: Cohort) -> Message:
     )
 
 
-Place = Callable[[Cohort, World], Cohort]
+Place = Callable[[Cohort, Communicator], Cohort]
 
 
-def at_home(cohort: Cohort, world: World) -> Cohort:
+def at_home(cohort: Cohort, world: Communicator) -> Cohort:
     return cohort
 
 
-def away_from_home(cohort: Cohort, world: World) -> Cohort:
+def away_from_home(cohort: Cohort, world: Communicator) -> Cohort:
     """Return the cohort with workers in an order unlike that of the shards."""
     workers = tuple(7 * position**2 % world.num_workers for position in range(len(cohort)))
     return replace(cohort, workers=workers)
 
 
-def own_part(cohort: Cohort, world: World) -> list[int]:
+def own_part(cohort: Cohort, world: Communicator) -> list[int]:
     """Return the positions of this rank's clients, counted one by one."""
     shard = world.shard(N)
     homes = [client in shard for client in cohort.clients]

@@ -13,8 +13,8 @@ from harness import random
 from torch import Tensor
 
 from hpcfl.communication import sharded
+from hpcfl.communication.communicator import Communicator, open_world
 from hpcfl.communication.sharded import ShardedRows
-from hpcfl.communication.world import World, open_world
 from hpcfl.parameters import Layer
 
 N = 37
@@ -30,8 +30,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[SIZE, 2**27])
-def shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
-    world = World(open_world()._comm, max_elements=request.param)
+def shared_world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    world = Communicator(open_world()._comm, max_elements=request.param)
     world.shard_unit = 4
     yield world
     world.barrier()
@@ -41,12 +41,12 @@ def models() -> Tensor:
     return random(N, SIZE, seed=1)
 
 
-def rows_of(world: World, whole: Tensor) -> ShardedRows:
+def rows_of(world: Communicator, whole: Tensor) -> ShardedRows:
     own = world.shard(N)
     return ShardedRows(world, whole[own.start : own.stop].clone(), LAYERS, N)
 
 
-def called(world: World, rows: ShardedRows, hook: Callable[[], Tensor | bool]) -> Tensor | bool | None:
+def called(world: Communicator, rows: ShardedRows, hook: Callable[[], Tensor | bool]) -> Tensor | bool | None:
     """Call on rank 0 while the others serve."""
     if not world.is_server:
         rows.serve()
@@ -58,7 +58,7 @@ def called(world: World, rows: ShardedRows, hook: Callable[[], Tensor | bool]) -
 
 def alone(hook: Callable[[ShardedRows], Tensor]) -> Tensor:
     """Return what one rank that has all rows finds."""
-    return hook(rows_of(World(), models()))
+    return hook(rows_of(Communicator(), models()))
 
 
 def by_layer(whole: Tensor) -> Sequence[Tensor]:
@@ -67,7 +67,7 @@ def by_layer(whole: Tensor) -> Sequence[Tensor]:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [1, 7])
-def test_mixtures_are_the_weighted_sums_by_layer(shared_world: World, count: int) -> None:
+def test_mixtures_are_the_weighted_sums_by_layer(shared_world: Communicator, count: int) -> None:
     weights = random(count, len(LAYERS), N).softmax(dim=-1)
     rows = rows_of(shared_world, models())
     mixed = called(shared_world, rows, lambda: rows.mix(weights))
@@ -83,7 +83,7 @@ def test_mixtures_are_the_weighted_sums_by_layer(shared_world: World, count: int
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("count", [1, 7])
-def test_products_are_those_of_each_layer_with_each_client(shared_world: World, count: int) -> None:
+def test_products_are_those_of_each_layer_with_each_client(shared_world: Communicator, count: int) -> None:
     vectors = random(count, SIZE, seed=2)
     rows = rows_of(shared_world, models())
     products = called(shared_world, rows, lambda: rows.products(vectors))
@@ -97,7 +97,7 @@ def test_products_are_those_of_each_layer_with_each_client(shared_world: World, 
 
 
 @pytest.mark.mpi
-def test_rows_that_are_put_are_those_that_are_mixed(shared_world: World) -> None:
+def test_rows_that_are_put_are_those_that_are_mixed(shared_world: Communicator) -> None:
     rows, new = rows_of(shared_world, models()), random(len(COHORT), SIZE, seed=3)
     one_hot = torch.eye(N).unsqueeze(1).expand(N, len(LAYERS), N)
 
@@ -115,7 +115,7 @@ def test_rows_that_are_put_are_those_that_are_mixed(shared_world: World) -> None
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("changed", [None, 0, 17, N - 1])
-def test_one_other_row_anywhere_is_seen(shared_world: World, changed: int | None) -> None:
+def test_one_other_row_anywhere_is_seen(shared_world: Communicator, changed: int | None) -> None:
     whole = models()[:1].repeat(N, 1)
     if changed is not None:
         whole[changed, -1] += 1
@@ -124,7 +124,7 @@ def test_one_other_row_anywhere_is_seen(shared_world: World, changed: int | None
 
 
 @pytest.mark.mpi
-def test_shards_begin_with_blocks_and_hold_all_clients(shared_world: World) -> None:
+def test_shards_begin_with_blocks_and_hold_all_clients(shared_world: Communicator) -> None:
     shards = [shared_world.shard(N, worker) for worker in range(shared_world.num_workers)]
     assert [client for shard in shards for client in shard] == list(range(N))
     assert all(shard.start % 4 == 0 or shard.start == N for shard in shards)

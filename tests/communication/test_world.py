@@ -17,9 +17,15 @@ import torch
 from processes import Mpirun, run_tree
 
 from hpcfl.communication import heartbeat
+from hpcfl.communication.communicator import (
+    Communicator,
+    abort_on_exception,
+    check_foreign_launcher,
+    first_error,
+    open_world,
+)
 from hpcfl.communication.network import measured
-from hpcfl.communication.world import World, abort_on_exception, agree, open_world, refuse_foreign_launcher
-from hpcfl.errors import MOST_CHARACTERS, StorageFault, UserError
+from hpcfl.errors import MAX_CHARACTERS, StorageError, UserError
 
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool)
 
@@ -31,7 +37,7 @@ def numbers(count: int, dtype: torch.dtype, start: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.mpi
-def test_roles(world: World) -> None:
+def test_roles(world: Communicator) -> None:
     assert world.is_server is (world.rank == 0)
     assert world.is_worker is (world.size == 1 or world.rank > 0)
     assert world.num_workers == max(1, world.size - 1)
@@ -41,7 +47,7 @@ def test_roles(world: World) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("num_items", [0, 1, 2, 10, 23])
-def test_shards_are_contiguous_and_even(world: World, num_items: int) -> None:
+def test_shards_are_contiguous_and_even(world: Communicator, num_items: int) -> None:
     shards = [world.shard(num_items, worker) for worker in range(world.num_workers)]
     assert [item for shard in shards for item in shard] == list(range(num_items))
     sizes = [len(shard) for shard in shards]
@@ -54,7 +60,7 @@ def test_shards_are_contiguous_and_even(world: World, num_items: int) -> None:
 
 
 @pytest.mark.mpi
-def test_homes(world: World) -> None:
+def test_homes(world: Communicator) -> None:
     worked_out = {1: [0] * 5, 2: [0, 0, 0, 1, 1], 4: [0, 0, 1, 3, 3]}
     """Shards of 10 are 0-9; 0-4, 5-9; 0-2, 3-5, 6-7, 8-9."""
     homes = world.homes([0, 2, 4, 8, 9], 10)
@@ -118,7 +124,7 @@ def test_broadcast(dtype: torch.dtype, max_elements: int) -> None:
 
 
 @pytest.mark.mpi
-def test_a_large_broadcast_changes_only_the_slice_it_is_given(world: World) -> None:
+def test_a_large_broadcast_changes_only_the_slice_it_is_given(world: Communicator) -> None:
     whole = torch.full((3, 1_000_000), -1.0)
     if world.is_server:
         whole[1] = numbers(1_000_000, torch.float32)
@@ -130,7 +136,7 @@ def test_a_large_broadcast_changes_only_the_slice_it_is_given(world: World) -> N
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [0, 3])
-def test_scatter_and_gather_unequal_parts(world: World, dtype: torch.dtype, offset: int) -> None:
+def test_scatter_and_gather_unequal_parts(world: Communicator, dtype: torch.dtype, offset: int) -> None:
     # Worker w gets 7 w + offset elements: without an offset the first one gets nothing.
     counts = [7 * worker + offset for worker in range(world.num_workers)]
     everything = numbers(sum(counts), dtype)
@@ -150,7 +156,7 @@ def test_scatter_and_gather_unequal_parts(world: World, dtype: torch.dtype, offs
 
 
 @pytest.mark.mpi
-def test_parts_are_copies(world: World) -> None:
+def test_parts_are_copies(world: Communicator) -> None:
     counts = [2] * world.num_workers
     sent = torch.zeros(2 * world.num_workers)
     part = world.scatter(sent if world.is_server else None, counts, torch.float32)
@@ -188,7 +194,7 @@ def test_max_elements_keeps_bytes_in_32_bits(bad: int) -> None:
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 3).T, torch.zeros(3, dtype=torch.complex64)])
 def test_tensors_mpi_cannot_send_are_refused(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"torch\.(float|complex)"):
-        World().broadcast(tensor)
+        Communicator().broadcast(tensor)
 
 
 @pytest.mark.mpi
@@ -203,21 +209,21 @@ def test_bytes(max_elements: int) -> None:
 
 
 @pytest.mark.mpi
-def test_maximum(world: World) -> None:
+def test_maximum(world: Communicator) -> None:
     assert world.maximum(-5 - world.rank) == -5
     assert world.maximum(2**40 + world.rank) == 2**40 + world.size - 1
 
 
 @pytest.mark.mpi
-def test_agree_on_the_lowest_rank_with_an_error(world: World) -> None:
-    assert agree(world, None) is None
-    assert agree(world, f"rank {world.rank} has a pröblem") == "rank 0 has a pröblem"
+def test_agree_on_the_lowest_rank_with_an_error(world: Communicator) -> None:
+    assert first_error(world, None) is None
+    assert first_error(world, f"rank {world.rank} has a pröblem") == "rank 0 has a pröblem"
     last = world.size - 1
-    assert agree(world, "the last one" if world.rank == last else None) == "the last one"
+    assert first_error(world, "the last one" if world.rank == last else None) == "the last one"
 
 
 @pytest.mark.mpi
-def test_devices(world: World) -> None:
+def test_devices(world: Communicator) -> None:
     assert world.device("cpu") == torch.device("cpu")
     if not torch.cuda.is_available():
         assert world.device("auto") == torch.device("cpu")
@@ -232,7 +238,7 @@ def test_devices(world: World) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_waiting_leaves_the_cores_to_others(world: World) -> None:
+def test_waiting_leaves_the_cores_to_others(world: Communicator) -> None:
     world.barrier()
     wall_s, cpu_s = time.perf_counter(), time.process_time()
     if world.rank == world.size - 1:
@@ -248,7 +254,7 @@ def test_waiting_leaves_the_cores_to_others(world: World) -> None:
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_at_work_that_beats_is_waited_for() -> None:
     world = open_world()
-    with world.giving_up_after(1.2):
+    with world.heartbeat_timeout(1.2):
         for busy in (world.size - 1, 0):
             began_s = time.monotonic()
             while world.rank == busy and time.monotonic() - began_s < 1.8:
@@ -262,7 +268,7 @@ def test_a_rank_that_has_ended_hears_of_one_that_goes_on() -> None:
     world = open_world()
     assert world._comm is not None
     last = world.size - 1
-    with world.giving_up_after(1.2):
+    with world.heartbeat_timeout(1.2):
         if world.rank == 0:
             world.start_receive(torch.zeros(1), last).wait()
         if world.rank == last:
@@ -303,9 +309,9 @@ def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest
     world = open_world()
     comm = world._comm
     assert comm is not None
-    world.stage = "in round 7 of the run before"
-    with world.giving_up_after(60):
-        assert world.stage == "at the start"
+    world.phase = "in round 7 of the run before"
+    with world.heartbeat_timeout(60):
+        assert world.phase == "at the start"
         for _ in range(8):
             # the server waits for workers, and beats in each round
             time.sleep(0.1 if world.is_worker else 0)
@@ -361,7 +367,7 @@ def test_a_serial_world_never_imports_mpi() -> None:
     code = """
 import os, sys
 import torch
-from hpcfl.communication.world import open_world
+from hpcfl.communication.communicator import open_world
 for variables in ({}, {"PMI_SIZE": "1", "SLURM_STEP_NUM_TASKS": "2"}, {"SLURM_NTASKS": "9"}):
     os.environ.update(variables)
     world = open_world()
@@ -385,7 +391,7 @@ def test_one_rank_under_a_launcher_of_several_is_refused() -> None:
     code = """
 import os
 from hpcfl.errors import UserError
-from hpcfl.communication.world import open_world
+from hpcfl.communication.communicator import open_world
 for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"):
     os.environ[name] = "3"
     try:
@@ -442,13 +448,13 @@ def test_an_mpi_that_does_not_speak_as_its_launcher_is_refused_before_it_ends_th
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with contextlib.nullcontext() if said is None else pytest.raises(UserError, match=said):
-        refuse_foreign_launcher(library)
+        check_foreign_launcher(library)
 
 
 @pytest.mark.parametrize("failing", ["1", "01"])
 def test_an_exception_aborts_all_ranks(mpirun: Mpirun, failing: str) -> None:
     code = f"""
-from hpcfl.communication.world import abort_on_exception, open_world
+from hpcfl.communication.communicator import abort_on_exception, open_world
 world = open_world()
 world.barrier()
 with abort_on_exception(world):
@@ -469,7 +475,7 @@ with abort_on_exception(world):
 
 @pytest.mark.parametrize("error", [UserError("no such file"), SystemExit(75), RuntimeError("serial")])
 def test_what_passes_through_in_a_serial_world(error: BaseException) -> None:
-    with pytest.raises(type(error)) as passed, abort_on_exception(World()):
+    with pytest.raises(type(error)) as passed, abort_on_exception(Communicator()):
         raise error
     assert passed.value is error
 
@@ -477,12 +483,12 @@ def test_what_passes_through_in_a_serial_world(error: BaseException) -> None:
 def test_a_fault_of_one_of_several_ranks_is_told_as_one_alone_tells_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World()
+    world = Communicator()
     monkeypatch.setattr(world, "size", 2)
     with pytest.raises(SystemExit) as left, abort_on_exception(world):
-        raise StorageFault("/runs/a\x1b[2J\nb: " + 5000 * "x")
-    assert left.value.code == StorageFault.exit_code
+        raise StorageError("/runs/a\x1b[2J\nb: " + 5000 * "x")
+    assert left.value.code == StorageError.exit_code
     said = capfd.readouterr().err
     assert said.startswith("hpcfl: error: /runs/a\\x1b[2J b: xxx")
     assert said.count("\n") == 1
-    assert len(said) < MOST_CHARACTERS + 50
+    assert len(said) < MAX_CHARACTERS + 50

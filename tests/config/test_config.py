@@ -221,15 +221,15 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
             "data.partition.name=mixture; allowed: data.partition.name, data.partition.path, "
             "data.partition.classes_per_client",
         ),
-        ("train.rounds=abc", "train.rounds=abc is not possible; allowed: a whole number >= 1 (default: 30)"),
-        ("train.rounds=1.5", "train.rounds=1.5 is not possible; allowed: a whole number >= 1 (default: 30)"),
+        ("train.rounds=abc", "train.rounds=abc is invalid; allowed: an integer >= 1 (default: 30)"),
+        ("train.rounds=1.5", "train.rounds=1.5 is invalid; allowed: an integer >= 1 (default: 30)"),
         (
             "train.rounds=true",
-            "train.rounds=true is not possible; allowed: a whole number >= 1 (default: 30)",
+            "train.rounds=true is invalid; allowed: an integer >= 1 (default: 30)",
         ),
-        ("train.rounds=[3]", "train.rounds=[3] is not possible"),
-        ("train.rounds.x=3", "train.rounds={'x': 3} is not possible"),
-        ("model.batchnorm=3", "model.batchnorm=3 is not possible; allowed: true or false (default: false)"),
+        ("train.rounds=[3]", "train.rounds=[3] is invalid"),
+        ("train.rounds.x=3", "train.rounds={'x': 3} is invalid"),
+        ("model.batchnorm=3", "model.batchnorm=3 is invalid; allowed: true or false (default: false)"),
         (
             "model.hidden=[3]",
             "model.hidden=[3] is an unknown key; the nearest known one is model.hidden of model.name=mlp; "
@@ -241,17 +241,17 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ),
         (
             "train.participation=0",
-            "train.participation=0 is not possible; allowed: a number > 0 and <= 1 (default: 1.0)",
+            "train.participation=0 is invalid; allowed: a number > 0 and <= 1 (default: 1.0)",
         ),
         ("train.participation=1.01", "allowed: a number > 0 and <= 1"),
-        ("train.lr=.inf", "train.lr=inf is not possible; allowed: a number > 0 (default: 0.05)"),
-        ("train.lr=.nan", "train.lr=nan is not possible"),
+        ("train.lr=.inf", "train.lr=inf is invalid; allowed: a number > 0 (default: 0.05)"),
+        ("train.lr=.nan", "train.lr=nan is invalid"),
         (
             "data.clients=0",
-            "data.clients=0 is not possible; allowed: a whole number or null >= 1 (default: null)",
+            "data.clients=0 is invalid; allowed: an integer or null >= 1 (default: null)",
         ),
-        ("data.layout=HWC", "data.layout=HWC is not possible; allowed: NHWC, NCHW or null (default: null)"),
-        ("method.weights=max", "method.weights=max is not possible; allowed: softmax, relu"),
+        ("data.layout=HWC", "data.layout=HWC is invalid; allowed: NHWC, NCHW or null (default: null)"),
+        ("method.weights=max", "method.weights=max is invalid; allowed: softmax, relu"),
         ("method.name=pfedl", f"method.name=pfedl is unknown; allowed: {', '.join(METHODS)}"),
         ("method.name=pfedl", "did you mean pfedla?"),
         (
@@ -270,12 +270,12 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
         (
             "comm.codec=zip",
-            "comm.codec=zip is not possible; allowed: none, float16, int8, topk (default: none)",
+            "comm.codec=zip is invalid; allowed: none, float16, int8, topk (default: none)",
         ),
         ("comm=int8", "comm='int8' must be a group of keys, such as comm.codec=..."),
         (
             "comm.topk_ratio=1.5",
-            "comm.topk_ratio=1.5 is not possible; allowed: a number or null > 0 and <= 1 (default: null)",
+            "comm.topk_ratio=1.5 is invalid; allowed: a number or null > 0 and <= 1 (default: null)",
         ),
         (
             "comm.topk_ratio=0.1",
@@ -304,7 +304,7 @@ def test_topk_goes_up_only(directions: str) -> None:
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null", "wide"])
 def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
-    said = "is not possible; allowed: a list, each entry a whole number > 0 (default: [256])"
+    said = "is invalid; allowed: a list, each entry an integer > 0 (default: [256])"
     assert said in refusal(None, "model.name=mlp", f"model.hidden={hidden}")
 
 

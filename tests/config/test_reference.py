@@ -105,7 +105,7 @@ def test_keys_are_listed_by_name_and_group(capsys: pytest.CaptureFixture[str]) -
     assert "train.lr=0.005  [a number > 0]" in lines
     assert listed(capsys, "data.partition.dirichlet")[1] == "data.partition.beta=0.5  [a number > 0]"
     assert listed(capsys, "run.seed")[1:] == [
-        "run.seed=0  [a whole number >= 0 and <= 9223372036854775807]",
+        "run.seed=0  [an integer >= 0 and <= 9223372036854775807]",
         "    Seed of everything random",
     ]
     assert len(listed(capsys, "data")) > 2 * len(DataConfig.model_fields)

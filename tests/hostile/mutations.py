@@ -23,17 +23,17 @@ from typing import Any
 import pytest
 from processes import forked
 
-from hpcfl.errors import BAD_INPUT, MOST_CHARACTERS, UserError, for_terminal
+from hpcfl.errors import BAD_INPUT, MAX_CHARACTERS, UserError, for_terminal
 
 Read = Callable[[int], object]
 """Makes the case of a seed and reads it; raises UserError where it is refused."""
 
-MOST_S = 20
+MAX_S = 20
 """Of a case, some hundred times what one takes."""
-MOST_BYTES = 3 * 2**30
+MAX_BYTES = 3 * 2**30
 """More address space than the process had when it was forked."""
 
-MOST_ENTRIES = 10
+MAX_ENTRIES = 10
 """Of a list, that are changed."""
 
 NUMBERS = (
@@ -125,7 +125,7 @@ def _copy(value: Any) -> Any:
 def _places(tree: Any) -> Any:
     """Yield (holder, key) of nested dicts and lists; of a long list the first entries."""
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    for key, value in list(entries)[: MOST_ENTRIES if isinstance(tree, list) else None]:
+    for key, value in list(entries)[: MAX_ENTRIES if isinstance(tree, list) else None]:
         yield tree, key
         yield from _places(value)
 
@@ -220,12 +220,12 @@ def _try_all(read: Read, seeds: Sequence[int], writer: int) -> None:
         os.dup2(silence, descriptor)
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MOST_BYTES, now + MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (now + MAX_BYTES, now + MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # what a test's own handlers would keep from ending the process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     for seed in seeds:
-        signal.alarm(MOST_S)
+        signal.alarm(MAX_S)
         kind, text = _try(read, seed)
         signal.alarm(0)
         text = text.replace("\x00", "?").replace("\x01", "?")
@@ -238,7 +238,7 @@ def _try(read: Read, seed: int) -> tuple[str, str]:
         read(seed)
     except UserError as error:
         said = for_terminal(error)
-        is_line = len(said.splitlines()) == 1 and "\x1b" not in said and len(said) < MOST_CHARACTERS + 10
+        is_line = len(said.splitlines()) == 1 and "\x1b" not in said and len(said) < MAX_CHARACTERS + 10
         return ("refused" if is_line else "failed"), str(error)
     except BaseException:
         return "failed", traceback.format_exc()[-3000:]

@@ -124,7 +124,7 @@ def test_the_one_before_takes_the_place_of_a_foreign_checkpoint(made: Path, tmp_
     with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
         del file["server"]
     (folder / "checkpoint.h5").write_bytes(signed((folder / "checkpoint.h5").read_bytes()))
-    with pytest.warns(UserWarning, match="holds what no run writes .*; going on from .*checkpoint.prev.h5"):
+    with pytest.warns(UserWarning, match="holds what no run writes .*; resuming from .*checkpoint.prev.h5"):
         loaded = CheckpointStore(folder).load()
     assert loaded is not None
     loaded.close()

@@ -170,7 +170,7 @@ def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
         place = "table.yaml, row 1 (own): " if command[0] == "table" else ""
         assert line == (
             f"hpcfl: error: {place}method.path={own} is a Python file that would be run, and a file is run "
-            "only where you name it yourself: look at what it does, then add "
+            "only where you name it yourself: read it, then add "
             f"--own-code {own} (in Python: own_code=...)"
         )
     with pytest.raises(UserError, match="is run only where you name it yourself"):
@@ -200,7 +200,7 @@ def test_naming_own_code_lets_it_run(
     elif how == "doctor":
         config = str(with_own_code / "config.yaml")
         assert main(["doctor", config, "--own-code", own, "train.rounds=0"]) == BAD_INPUT
-        assert "train.rounds=0 is not possible" in capsys.readouterr().err
+        assert "train.rounds=0 is invalid" in capsys.readouterr().err
     else:
         assert load_run(with_own_code, own_code=own).config.method.name == "own"
     assert Path("created").exists()

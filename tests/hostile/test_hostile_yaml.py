@@ -11,7 +11,7 @@ import pytest
 import yaml
 from mutations import Read, assert_refused_or_read, damaged_bytes, damaged_tree, sweep
 
-from hpcfl.errors import BAD_INPUT, MOST_CHARACTERS, UserError, for_terminal
+from hpcfl.errors import BAD_INPUT, MAX_CHARACTERS, UserError, for_terminal
 from hpcfl.main import main
 from hpcfl.registries import load_config
 from hpcfl.tables.cells import Table
@@ -163,7 +163,7 @@ def test_an_error_is_one_line_that_a_terminal_shows(
     assert main(["plan", str(tmp_path / "config.yaml")]) == BAD_INPUT
     (line,) = capsys.readouterr().err.splitlines()
     assert r"method.name=a\x1b[2Jb c\u202e is unknown" in line
-    assert len(for_terminal(UserError("a" * 10**6))) < MOST_CHARACTERS + 10
+    assert len(for_terminal(UserError("a" * 10**6))) < MAX_CHARACTERS + 10
 
 
 @pytest.mark.parametrize("words", ["model.hidden=[2000000000]", f"model.hidden=[{2**62}]"])

@@ -15,14 +15,14 @@ from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, mean_by_samples
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.world import World
 from hpcfl.errors import UserError
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 PER_FEDAVG, FEDALA = "method.name=per_fedavg", "method.name=fedala"
 VARIANTS = ("hessian_free", "exact", "first_order")
@@ -46,12 +46,12 @@ def slope(run: Run, theta: Tensor, x: Tensor, y: Tensor, statistics: Tensor | No
     return torch.autograd.grad(loss(run, leaf, x, y, statistics), leaf)[0]
 
 
-def sent_to(run: Run, client: int, round: int, server: State | None = None) -> tuple[Clients, Message]:
+def sent_to(run: Run, client: int, round: int, server: State | None = None) -> tuple[ClientGroup, Message]:
     """Return one client in a round and what the server sends it."""
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
     message = run.driver.send(run.server if server is None else server, cohort)
-    channel = Channel(World(), run.method.layers, 4)
-    return Clients(run.workplace, [client], round), channel.down(message, cohort)
+    channel = Channel(Communicator(), run.method.layers, 4)
+    return ClientGroup(run.workplace, [client], round), channel.down(message, cohort)
 
 
 def spoil(run: Run, split: str) -> None:
@@ -165,7 +165,7 @@ def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
     errors = []
     for delta in (0.04, 0.02, 0.01):
         free = Run(*common, f"method.delta={delta}").method
-        trained = Driver(free).work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+        trained = MethodAdapter(free).work(*sent_to(run, 0, 0, start)).rows["theta"][0]
         errors.append(float((trained - (w - d) - 0.5 * product).norm()))
     # central differences: a quarter of the error for half the distance
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
@@ -257,7 +257,7 @@ def test_fine_tuning_replaces_the_adaptation_by_epochs_of_its_step_size() -> Non
     run = Run(PER_FEDAVG, "method.alpha=0.1", "train.rounds=1", "train.finetune_epochs=2")
     tuned = run.evaluated()["theta"]
     for client in range(4):
-        alone = Clients(run.workplace, [client], 1)
+        alone = ClientGroup(run.workplace, [client], 1)
         by_hand = alone.sgd(run.server["theta"].unsqueeze(0), epochs=2, lr=0.1, purpose="finetune").theta
         assert torch.equal(tuned[client], by_hand[0])
 
@@ -267,7 +267,7 @@ def test_fine_tuning_replaces_the_adaptation_by_epochs_of_its_step_size() -> Non
 
 @dataclass
 class SlowTwin:
-    """FedALA with autograd through the combined model; local training is `Clients.sgd`."""
+    """FedALA with autograd through the combined model; local training is `ClientGroup.sgd`."""
 
     run: Run
 
@@ -322,7 +322,7 @@ class SlowTwin:
             self.weights[client], passes = self.learn(client, number)
             self.passes[client].append(passes)
             self.stage[client] = 2 if passes else max(1, self.stage[client])
-            alone = Clients(self.run.workplace, [client], number)
+            alone = ClientGroup(self.run.workplace, [client], number)
             alone.buffers = self.statistics.unsqueeze(0).clone()
             ends.append(alone.sgd(self.combined(client, self.weights[client]).unsqueeze(0)).theta[0])
             moved.append(alone.buffers[0])

@@ -19,7 +19,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods.scaffold import Scaffold
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 
 ONE_A_ROUND = "train.participation=0.25"
 
@@ -200,7 +200,7 @@ def test_scaffold_comes_to_rest_where_the_objective_has_its_minimum(weights: str
     """Two clients want 0 and 1; the second has three times the samples."""
     method = method_of(Scaffold, 2, weights=weights)
     method.context.num_samples = torch.tensor([10, 30])
-    server = Driver(method).initial_server()
+    server = MethodAdapter(method).initial_server()
     cohort = Cohort(0, (0, 1), method.context.num_samples)
     wanted = torch.tensor([[0.0], [1.0]]).expand(-1, method.layout.size)
     own, lr, steps = torch.zeros_like(wanted), 0.1, 5

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import World
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods.base import Context, State
@@ -28,7 +28,7 @@ from hpcfl.models import MODELS, build_network
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch, minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import cross_entropy_loss
 
 OURS = "method.name=fedafk"
@@ -40,9 +40,9 @@ def cohort_of(run: Run, *clients: int) -> Cohort:
     return Cohort(0, clients, run.method.context.num_samples[list(clients)])
 
 
-def work(run: Run, client: int) -> tuple[Message, Clients]:
+def work(run: Run, client: int) -> tuple[Message, ClientGroup]:
     """Train one client in round 0 from its state and the server's as they are now."""
-    clients = Clients(run.workplace, [client], 0)
+    clients = ClientGroup(run.workplace, [client], 0)
     return run.driver.work(clients, run.driver.send(run.server, cohort_of(run, client))), clients
 
 
@@ -72,7 +72,7 @@ def test_uploads_are_the_body_trained_against_the_fixed_head(keys: tuple[str, ..
     for number in range(3):
         cohort = run.simulation.cohort(number)
         ends = [
-            Clients(run.workplace, [c], number).sgd(theta.unsqueeze(0), trained=layout.body).theta
+            ClientGroup(run.workplace, [c], number).sgd(theta.unsqueeze(0), trained=layout.body).theta
             for c in cohort.clients
         ]
         weights = cohort.num_samples / cohort.num_samples.sum()
@@ -136,7 +136,7 @@ def test_one_fixed_head_for_all_clients_and_rounds_that_is_nobodys_own() -> None
 def test_the_fixed_head_never_travels_and_costs_nothing() -> None:
     run = Run(OURS, "train.rounds=2")
     assert run.bytes_by_client.tolist() == [[2 * 4 * BODY] * 2] * 4
-    channel = Channel(World(), run.method.layers, 4)
+    channel = Channel(Communicator(), run.method.layers, 4)
     cohort = cohort_of(run, *range(4))
     arrived = channel.down(run.driver.send(run.server, cohort), cohort)
     head = run.method.layout.head
@@ -177,7 +177,7 @@ def test_a_coefficient_of_one_and_no_transfer_is_alternating_local_training() ->
     for client in range(4):
         own = theta[client : client + 1]
         for number in range(3):
-            clients = Clients(run.workplace, [client], number)
+            clients = ClientGroup(run.workplace, [client], number)
             own = clients.sgd(own, trained=layout.body).theta
             own = clients.sgd(own, trained=layout.head, epochs=1, purpose="head").theta
         torch.testing.assert_close(run.clients["theta"][client], own[0], rtol=1e-5, atol=1e-6)
@@ -425,7 +425,7 @@ def test_running_statistics_are_those_of_the_local_and_the_heads_passes(schedule
     assert "buffers" not in run.server
     layout, purpose = run.method.layout, "batches" if schedule == "interleaved" else "batches1"
     for client in range(4):
-        alone = Clients(run.workplace, [client], 0)
+        alone = ClientGroup(run.workplace, [client], 0)
         alone.buffers = run.method.initial_buffers([client])
         own = alone.sgd(
             run.method.context.initial_parameters([client]), trained=layout.body, purpose=purpose
@@ -452,9 +452,9 @@ def test_unsampled_clients_are_unchanged_to_the_bit() -> None:
 def test_what_arrives_is_the_global_extractor_under_the_own_head_and_what_is_trained_its_own() -> None:
     run = Run(OURS, "train.rounds=2", "model.batchnorm=true")
     body = run.method.layout.body
-    channel, cohort = Channel(World(), run.method.layers, 4), cohort_of(run, 2)
+    channel, cohort = Channel(Communicator(), run.method.layers, 4), cohort_of(run, 2)
     down = channel.down(run.driver.send(run.server, cohort), cohort)
-    clients = Clients(run.workplace, [2], 2)
+    clients = ClientGroup(run.workplace, [2], 2)
     arrived = run.driver.after_download(clients, down)
     assert torch.equal(arrived["theta"][0, body], run.server["theta"][body])
     assert torch.equal(arrived["theta"][0, body.stop :], run.clients["theta"][2, body.stop :])

@@ -28,9 +28,9 @@ from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
 from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 FEDAMP, FEDFOMO = "method.name=fedamp", "method.name=fedfomo"
 MLP = ("model.name=mlp", "model.hidden=[16]")
@@ -186,14 +186,14 @@ def test_what_weights_and_pull_are_changes_what_is_trained() -> None:
 @pytest.mark.parametrize("weights", ["distance", "cosine"])
 def test_a_client_that_never_uploaded_is_nobodys_neighbour(weights: str) -> None:
     method = method_of(FedAMP, weights=weights)
-    server = Driver(method).initial_server()
+    server = MethodAdapter(method).initial_server()
     everyone = Cohort(1, (0, 1, 2, 3), torch.ones(4))
     # before the first round there is nobody to be near to
-    assert torch.equal(Driver(method).send(server, everyone)["theta"], server["models"])
+    assert torch.equal(MethodAdapter(method).send(server, everyone)["theta"], server["models"])
     models = server["models"]
     models[:2] += 0.01 * random(2, method.layout.size)
     server["is_known"][:2] = 1
-    sent = Driver(method).send(server, everyone)["theta"]
+    sent = MethodAdapter(method).send(server, everyone)["theta"]
     shares = method.attention(models, everyone.clients, server["is_known"] == 1)
     assert_close(sent, shares @ models, atol=1e-6)
     # clients 2 and 3 stand at the same point, and yet nobody but themselves listens to them
@@ -217,7 +217,7 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     models, cohort = random(4, method.layout.size), Cohort(1, (0, 2, 3), torch.ones(3))
     models[2, 5] = diverged
     server = {"models": models, "is_known": torch.ones(4, dtype=torch.int64)}
-    sent = Driver(method).send(server, cohort)["theta"]
+    sent = MethodAdapter(method).send(server, cohort)["theta"]
     others = models[[0, 1, 3]]
     assert_close(sent[[0, 2]], method.attention(others, (0, 2), ALL[:3]) @ others)
     torch.testing.assert_close(sent[1], models[2], rtol=0, atol=0, equal_nan=True)
@@ -227,7 +227,7 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     assert recorded[2].tolist() == recorded[:, 2].tolist() == [0, 0, 1, 0]
     models.fill_(torch.inf)
     assert torch.equal(method.server_diagnostics(server)["attention"], torch.eye(4))
-    assert torch.equal(Driver(method).send(server, cohort)["theta"], models[[0, 2, 3]])
+    assert torch.equal(MethodAdapter(method).send(server, cohort)["theta"], models[[0, 2, 3]])
 
 
 def test_sigma_suits_the_weights_by_default() -> None:
@@ -267,7 +267,7 @@ def held_out_and_rest(run: Run, client: int, share: float = 0.2) -> tuple[Tensor
 class LocalOnTheRest(Local):
     """Local training that leaves the held-out samples alone."""
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         _, rest = clients.divided("held out", 0.2, fewest=(1, 1))
         clients["theta"] = clients.sgd(clients["theta"], samples=rest).theta
         return Message()
@@ -305,7 +305,7 @@ def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> N
             up, clients = work(run, client, number)
             assert (up.rows["weights"] == 0).all()
             assert clients["theta"].isfinite().all()
-            tuned = run.method.finetune(Clients(run.workplace, [client], number), Message(), 1)
+            tuned = run.method.finetune(ClientGroup(run.workplace, [client], number), Message(), 1)
             assert tuned["theta"].isfinite().all()
             shard.x[held_out], shard.x[rest[:1]] = images[held_out], torch.nan
             assert work(run, client, number)[1]["theta"].isnan().any()
@@ -355,7 +355,7 @@ def test_combining_worked_out() -> None:
 
 def test_however_much_is_held_out_a_sample_is_left_to_train_on() -> None:
     run = Run(FEDFOMO, *MLP, "method.models=1", "method.held_out=0.99", "train.rounds=1")
-    held_out, rest = Clients(run.workplace, [0], 0).divided("held out", 0.99, fewest=(1, 1))
+    held_out, rest = ClientGroup(run.workplace, [0], 0).divided("held out", 0.99, fewest=(1, 1))
     assert (len(held_out[0]), len(rest[0])) == (27, 1)
 
 
@@ -435,7 +435,7 @@ def test_fedfomos_rounds_by_hand(keys: tuple[str, ...]) -> None:
 
 def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
     method = method_of(FedFomo, models=2)
-    server = Driver(method).initial_server()
+    server = MethodAdapter(method).initial_server()
     server["affinity"] += 10
     models, start = random(3, method.layout.size), server["models"].clone()
     weights = torch.tensor([[0.5, -2.0], [0.0, 1.0], [3.0, 4.0]])
@@ -464,7 +464,7 @@ def test_a_large_matrix_is_not_recorded_at_each_evaluation(monkeypatch: pytest.M
 
 def test_the_models_sent_are_those_that_rank_highest_but_never_the_own() -> None:
     method = method_of(FedFomo, 5, models=3, epsilon=0)
-    server = Driver(method).initial_server()
+    server = MethodAdapter(method).initial_server()
     server["models"] = random(5, method.layout.size)
     server["is_known"].fill_(1)
     server["affinity"][2] = torch.tensor([0.5, -1.0, 9.0, 0.0, 3.0])
@@ -515,7 +515,7 @@ def test_each_of_the_models_is_random_by_a_draw_of_its_own() -> None:
 
 def test_a_model_that_was_never_trained_is_not_sent() -> None:
     method = method_of(FedFomo, 5, models=3, epsilon=1, epsilon_decay=0)
-    server = Driver(method).initial_server()
+    server = MethodAdapter(method).initial_server()
     cohort = Cohort(0, (0, 1, 4), torch.ones(3))
     assert method.download(server, cohort)["ids"].shape == (3, 0)
     server["is_known"][[1, 2, 3]] = 1

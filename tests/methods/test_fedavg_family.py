@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 UNEQUAL = (
     "data.partition.name=dirichlet",
@@ -25,7 +25,7 @@ def trained_from(run: Run, theta: Tensor, buffers: Tensor, round: int = 0) -> tu
     """Train every client by itself from theta [N, P]; return models and running statistics."""
     ends = []
     for client in range(run.num_clients):
-        alone = Clients(run.workplace, [client], round)
+        alone = ClientGroup(run.workplace, [client], round)
         alone.buffers = buffers[client : client + 1].clone()
         ends.append((alone.sgd(theta[client : client + 1]).theta, alone.buffers))
     models, statistics = zip(*ends, strict=True)
@@ -106,7 +106,7 @@ def test_fedavg_ft_trains_as_fedavg_and_evaluates_a_tuned_copy(batchnorm: str) -
     assert all(torch.equal(tuned[name], again[name]) for name in tuned)
     assert torch.equal(ours.server["theta"], fedavg.server["theta"])
     for client in range(4):
-        alone = Clients(ours.workplace, [client], 2)
+        alone = ClientGroup(ours.workplace, [client], 2)
         if batchnorm == "true":
             alone.buffers = ours.server["buffers"].unsqueeze(0).clone()
         by_hand = alone.sgd(ours.server["theta"].unsqueeze(0), epochs=1, purpose="finetune").theta

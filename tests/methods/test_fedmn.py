@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods.base import State
@@ -29,9 +29,9 @@ from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.experiment import build
-from hpcfl.training.clients import Clients
+from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.simulation.setup import build
+from hpcfl.training.client_group import ClientGroup
 
 FLAT = ("method.name=fedmn", "model.name=mlp", "model.hidden=[8]")
 """FedMN on small encoders."""
@@ -52,7 +52,7 @@ class Watched(FedMN):
         self.asked.append((cohort.clients, requests["paths"].clone()))
         return super().server_response(server, cohort, requests)
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         models = super().model_after_training(clients, down, up)
         self.local[clients.ids[0]] = dict(models.rows)
         return models
@@ -63,7 +63,7 @@ class Watched(FedMN):
 
 
 def make_method(*overrides: str) -> FedMN:
-    method = build(load_config(None, [*SMALL, *overrides]), World()).method
+    method = build(load_config(None, [*SMALL, *overrides]), Communicator()).method
     assert isinstance(method, FedMN)
     return method
 
@@ -108,18 +108,20 @@ def uploads(
     """Train some clients from the run's server, one after the other; return their uploads [P]."""
     method = run.method
     cohort = Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
-    channel = Channel(World(), method.layers, run.num_clients)
-    down = channel.down(Driver(method).send(run.server, cohort), cohort)
-    groups = [Clients(run.workplace, [client], round) for client in clients]
+    channel = Channel(Communicator(), method.layers, run.num_clients)
+    down = channel.down(MethodAdapter(method).send(run.server, cohort), cohort)
+    groups = [ClientGroup(run.workplace, [client], round) for client in clients]
     parts = [slice(position, position + 1) for position in range(len(groups))]
-    asked = [Driver(method).ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)]
+    asked = [
+        MethodAdapter(method).ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)
+    ]
     requests = {"paths": torch.cat([message.rows["paths"] for message in asked])}
-    sent = channel.down(Driver(method).answer(run.server, cohort, requests), cohort)
+    sent = channel.down(MethodAdapter(method).answer(run.server, cohort, requests), cohort)
     more = down | sent
     order = list(zip(groups, parts, strict=True))
     trained = {}
     for group, part in reversed(order) if backwards else order:
-        trained[group.ids[0]] = Driver(method).work(group, more.select(part)).rows["theta"][0]
+        trained[group.ids[0]] = MethodAdapter(method).work(group, more.select(part)).rows["theta"][0]
         group.commit()
     return trained
 
@@ -138,7 +140,7 @@ def fedavg_by_hand(run: Run, model: nn.Module, rounds: int) -> nn.Module:
             optimiser = torch.optim.SGD(
                 local.parameters(), train.lr, momentum=train.momentum, weight_decay=train.weight_decay
             )
-            for batch in Clients(run.workplace, [client], round).batches():
+            for batch in ClientGroup(run.workplace, [client], round).batches():
                 optimiser.zero_grad()
                 cross_entropy(local(batch.x[0]), batch.y[0]).backward()
                 optimiser.step()
@@ -206,7 +208,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     # encoders to blocks, blocks to blocks, outputs: block3_1 is fed by block2_2 of clients 0 and 2
     paths = ["0101001010", "1101000000", "0001001010"]
     bits = torch.tensor([[int(p[:8], 2), int(p[8:].ljust(8, "0"), 2)] for p in paths], dtype=torch.uint8)
-    sent = Driver(method).answer(server, cohort, {"paths": bits})
+    sent = MethodAdapter(method).answer(server, cohort, {"paths": bits})
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
     blocks = iter([(slice(0, 3), Message(rows={"theta": rows}, num_clients=3))])
@@ -273,7 +275,7 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
     trained = uploads(run, [client], round=round)[client]
 
     network = network_with(run.method, run.server["theta"])
-    (batch,) = Clients(run.workplace, [client], round).batches()
+    (batch,) = ClientGroup(run.workplace, [client], round).batches()
     x, y = batch.x[0], batch.y[0]
     logits = network.get_submodule("router")(x, y).mean(dim=0)
     uniform = torch.rand(10, generator=torch_stream(0, "routing", round, client))
@@ -375,7 +377,7 @@ def chain_by_hand(run: Run, theta: Tensor, decisions: Tensor) -> tuple[Tensor, l
     for client, decision in enumerate(decisions):
         network = network_with(method, theta)
         active = active_names(method, decision.int().tolist())
-        for batch in Clients(run.workplace, [client], 0).batches():
+        for batch in ClientGroup(run.workplace, [client], 0).batches():
             loss = cross_entropy(paths_by_hand(network, batch.x[0], list(decision))[0], batch.y[0])
             gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
             for parameter, gradient in zip(network.parameters(), gradients, strict=True):
@@ -425,7 +427,7 @@ def test_running_statistics_go_along_the_chain() -> None:
 
 @pytest.mark.mpi(min_size=3)
 def test_a_chain_is_refused_on_three_ranks_and_more(
-    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    world: Communicator, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """On two, tests/simulation/test_bits.py runs it."""
     keys = (*SMALL, *WITH_BATCHNORM, "method.architecture=[1,2,2]", "method.order=chain", "train.rounds=2")
@@ -464,17 +466,17 @@ def test_a_decision_is_a_function_of_seed_round_and_client() -> None:
 def test_test_labels_are_never_used_for_routing() -> None:
     run = Run(*NARROW, "train.rounds=1")
     before = run.evaluated()["decision"]
-    shard, channel = run.workplace.shard, Channel(World(), run.method.layers, run.num_clients)
+    shard, channel = run.workplace.shard, Channel(Communicator(), run.method.layers, run.num_clients)
     cohort = run.simulation.cohort(0)
     down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
-    logits = run.method.logits(Clients(run.workplace, [0], 1), down)
+    logits = run.method.logits(ClientGroup(run.workplace, [0], 1), down)
     first_test = int(shard.offset["test"][0])
     shard.y[first_test:] = (shard.y[first_test:] + 1) % 10
     shard.x[first_test:] = 0
     assert torch.equal(run.evaluated()["decision"], before)
-    assert torch.equal(run.method.logits(Clients(run.workplace, [0], 1), down), logits)
+    assert torch.equal(run.method.logits(ClientGroup(run.workplace, [0], 1), down), logits)
     shard.y[:first_test] = (shard.y[:first_test] + 1) % 10
-    assert not torch.equal(run.method.logits(Clients(run.workplace, [0], 1), down), logits)
+    assert not torch.equal(run.method.logits(ClientGroup(run.workplace, [0], 1), down), logits)
 
 
 def test_the_evaluated_decision_is_that_of_the_mean() -> None:
@@ -510,7 +512,7 @@ def test_models_after_training_are_the_local_ones_with_the_decision_of_the_round
     for client, model in run.method.local.items():
         assert torch.equal(model["theta"][0], trained[client])
         assert model["decision"][0].int().tolist() == open_paths(asked[client], 10)
-        group = Clients(run.workplace, [client], 1)
+        group = ClientGroup(run.workplace, [client], 1)
         x, _ = group.samples("test", 0)
         by_hand, _ = paths_by_hand(
             network_with(run.method, trained[client]), x, model["decision"][0].tolist()

@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy, linear
 from torch_twins import batches_of, network_with, train_by_torch
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import World
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
@@ -34,10 +34,10 @@ from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.local import Local
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.storage.ledger import METRICS
 from hpcfl.training.batches import minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 N, K, ROUNDS = 7, 10, 3
 SAMPLED = (1, 3, 2, 1, 2, 2, 1)
@@ -563,11 +563,11 @@ def test_scored_model(finished: Callable[[str, str], Run], case: str) -> None:
 def evaluated_together(run: Run) -> State:
     """Return what `Run.evaluated` does, but from groups of several clients."""
     cohort = Cohort(ROUNDS, tuple(range(N)), run.method.context.num_samples)
-    channel = Channel(World(), run.method.layers, N)
+    channel = Channel(Communicator(), run.method.layers, N)
     down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
     models = []
     for start, stop in ((0, 3), (3, 6), (6, 7)):
-        group = Clients(run.workplace, range(start, stop), ROUNDS)
+        group = ClientGroup(run.workplace, range(start, stop), ROUNDS)
         models.append(run.driver.evaluated(group, down.select(slice(start, stop))))
     return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
@@ -591,7 +591,7 @@ def test_engines_agree(
 # Moments
 
 
-def loss_on_training_data(run: Run, clients: Clients, model: Message) -> float:
+def loss_on_training_data(run: Run, clients: ClientGroup, model: Message) -> float:
     """Return the loss of one client's model on what it trains on."""
     x, y = clients.samples("train", 0)
     return float(-run.method.predict(clients, model, 0, x).gather(1, y.unsqueeze(1)).log().mean())
@@ -604,36 +604,38 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
     run = finished(case, "loop")
     method, state = run.method, run.workplace.state
     cohort = Cohort(ROUNDS, tuple(range(N)), method.context.num_samples)
-    channel = Channel(World(), method.layers, N)
+    channel = Channel(Communicator(), method.layers, N)
     kept = copy.deepcopy((run.server, state))
     before, after = [], []
     for client in range(N):
         part = slice(client, client + 1)
-        to_score = channel.down(Driver(method).send(run.server, cohort, for_evaluation=True), cohort).select(
-            part
-        )
-        clients = Clients(run.workplace, [client], ROUNDS)
-        received = Driver(method).after_download(clients, to_score)
+        to_score = channel.down(
+            MethodAdapter(method).send(run.server, cohort, for_evaluation=True), cohort
+        ).select(part)
+        clients = ClientGroup(run.workplace, [client], ROUNDS)
+        received = MethodAdapter(method).after_download(clients, to_score)
         assert bool(received) == (case != "local")
         if received:
             before.append(loss_on_training_data(run, clients, received))
         if method.traits.eval_after == "download" and not run.config.train.finetune_epochs:
-            scored = Driver(method).evaluated(Clients(run.workplace, [client], ROUNDS), to_score)
+            scored = MethodAdapter(method).evaluated(ClientGroup(run.workplace, [client], ROUNDS), to_score)
             assert_same_model(received, scored)
         torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
 
-        clients = Clients(run.workplace, [client], ROUNDS)
-        down = channel.down(Driver(method).send(run.server, cohort), cohort).select(part)
-        if Driver(method).needs_request(ROUNDS):
-            asked = Driver(method).ask(clients, down)
+        clients = ClientGroup(run.workplace, [client], ROUNDS)
+        down = channel.down(MethodAdapter(method).send(run.server, cohort), cohort).select(part)
+        if MethodAdapter(method).needs_request(ROUNDS):
+            asked = MethodAdapter(method).ask(clients, down)
             down = (
                 down
                 | asked
-                | Driver(method).answer(run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.rows)
+                | MethodAdapter(method).answer(
+                    run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.rows
+                )
             )
-        up = Driver(method).work(clients, down)
+        up = MethodAdapter(method).work(clients, down)
         end = copy.deepcopy((up.rows, clients.buffers, {name: clients[name] for name in state}))
-        trained = Driver(method).after_training(clients, down, up)
+        trained = MethodAdapter(method).after_training(clients, down, up)
         after.append(loss_on_training_data(run, clients, trained))
         torch.testing.assert_close(
             (up.rows, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
@@ -641,7 +643,8 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
         if method.traits.eval_after == "training":
             clients.commit()
             assert_same_model(
-                trained, Driver(method).evaluated(Clients(run.workplace, [client], ROUNDS), to_score)
+                trained,
+                MethodAdapter(method).evaluated(ClientGroup(run.workplace, [client], ROUNDS), to_score),
             )
             for name, rows in kept[1].items():
                 state[name].copy_(rows)
@@ -675,7 +678,7 @@ class Careless(FedAvg):
 
     name = "careless"
 
-    def eval_model(self, clients: Clients, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         own = torch.tensor(clients.ids, dtype=down["theta"].dtype).view(-1, 1)
         return Message(rows={"theta": down["theta"] + own})
 
@@ -715,7 +718,7 @@ def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, s
 class Moody(FedAvg):
     """Sends a tensor of its own."""
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         return Message(rows=super().train(clients, down).rows | {"mood": torch.zeros(len(clients), 2)})
 
 
@@ -728,7 +731,7 @@ def test_a_tensor_of_ones_own_is_counted_by_its_name() -> None:
 class Returning(FedAvg):
     """Scores what it sends, by returning the upload itself."""
 
-    def model_after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return up
 
 
@@ -780,7 +783,7 @@ def test_a_class_whose_hooks_contradict_each_other_cannot_be_made() -> None:
 
 def test_an_evaluation_cannot_write_the_state_of_clients() -> None:
     class Writes(Local):
-        def eval_model(self, clients: Clients, down: Message) -> Message:
+        def eval_model(self, clients: ClientGroup, down: Message) -> Message:
             clients["theta"] = clients["theta"] + 1
             return super().eval_model(clients, down)
 

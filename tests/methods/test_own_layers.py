@@ -16,9 +16,9 @@ from torch.nn.functional import cross_entropy, linear
 from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
-from hpcfl.communication.world import World
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import BAD_INPUT, UserError
 from hpcfl.main import main
@@ -26,7 +26,7 @@ from hpcfl.methods import METHODS, Context, Params
 from hpcfl.methods.fedbn import FedBN
 from hpcfl.models import MODELS
 from hpcfl.registries import load_config
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 ROUNDS = 3
 DIGITS_CNN, HEAD, BATCHNORM = 13_706, 650, 96
@@ -74,9 +74,9 @@ def rounds_of(run: Run) -> Tensor:
 def work(run: Run, client: int) -> tuple[Message, Message]:
     """Train one client once more, as in round 0; return what it gets and what it sends."""
     cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
-    channel = Channel(World(), run.method.layers, run.num_clients)
+    channel = Channel(Communicator(), run.method.layers, run.num_clients)
     down = channel.down(run.driver.send(run.server, cohort), cohort)
-    return down, run.driver.work(Clients(run.workplace, [client], 0), down)
+    return down, run.driver.work(ClientGroup(run.workplace, [client], 0), down)
 
 
 # All of them
@@ -469,7 +469,7 @@ def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     evaluated = run.evaluated()
     for client in range(4):
         x, _ = run.workplace.shard.samples("test", client)
-        ours = run.method.predict(Clients(run.workplace, list(range(4)), ROUNDS), evaluated, client, x)
+        ours = run.method.predict(ClientGroup(run.workplace, list(range(4)), ROUNDS), evaluated, client, x)
         torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
 
 
@@ -502,7 +502,7 @@ def test_a_client_with_one_class_returns_fedrods_generic_model_as_it_came() -> N
     down, up = work(run, 2)
     assert torch.equal(up["theta"], down["theta"])
     # its personal head learns all the same
-    clients = Clients(run.workplace, [2], 0)
+    clients = ClientGroup(run.workplace, [2], 0)
     before = clients["head"].clone()
     run.method.train(clients, down)
     assert (clients["head"] != before).any()

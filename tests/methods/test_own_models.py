@@ -17,13 +17,13 @@ from torch.nn.functional import cross_entropy
 from torch_twins import batches_of, mean_by_samples, network_with, torchs_sgd
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.errors import UserError
 from hpcfl.methods.fedphp import FedPHP, discrepancy
 from hpcfl.methods.pfedme import PFedMe
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
 DIGITS_CNN, WITH_BATCHNORM = 13_706, 13_802
@@ -235,7 +235,7 @@ def test_apfl_with_alpha_zero_evaluates_the_clients_copy_of_fedavgs_model() -> N
     before = Run("method.name=fedavg", *MLP, *SOME, "train.rounds=2").server["theta"]
     evaluated = run.evaluated()["theta"]
     for client in run.simulation.cohort(2).clients:
-        trained = Clients(run.workplace, [client], 2).sgd(before.unsqueeze(0)).theta
+        trained = ClientGroup(run.workplace, [client], 2).sgd(before.unsqueeze(0)).theta
         assert torch.equal(evaluated[client], trained[0])
     # alpha is a factor of v's gradient
     assert torch.equal(run.clients["own"], run.method.context.initial_parameters(range(4)))
@@ -287,7 +287,7 @@ def test_pfedme_evaluates_another_model_than_it_uploads() -> None:
     uploads: dict[int, Tensor] = {}
 
     class Captured(PFedMe):
-        def train(self, clients: Clients, down: Message) -> Message:
+        def train(self, clients: ClientGroup, down: Message) -> Message:
             up = super().train(clients, down)
             assert up.rows["theta"].data_ptr() != clients["theta"].data_ptr()
             uploads.update(zip(clients.ids, up.rows["theta"].clone(), strict=True))
@@ -444,7 +444,7 @@ def test_private_models_are_moving_averages_of_what_a_client_trained() -> None:
     ends: list[tuple[int, Tensor]] = []
 
     class Captured(FedPHP):
-        def train(self, clients: Clients, down: Message) -> Message:
+        def train(self, clients: ClientGroup, down: Message) -> Message:
             up = super().train(clients, down)
             ends.extend(zip(clients.ids, up.rows["theta"].clone(), strict=True))
             return up
@@ -487,10 +487,10 @@ def test_a_clients_first_round_of_fedphp_is_fedavgs_to_the_bit(regulariser: str)
 def test_a_download_brings_what_the_next_training_starts_from(case: str) -> None:
     run = after(case, 3)
     cohort = Cohort(3, tuple(range(4)), run.method.context.num_samples)
-    channel = Channel(World(), run.method.layers, 4)
+    channel = Channel(Communicator(), run.method.layers, 4)
     down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
     for client in range(4):
-        clients = Clients(run.workplace, [client], 3)
+        clients = ClientGroup(run.workplace, [client], 3)
         model = run.driver.after_download(clients, down.select(slice(client, client + 1)))
         assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
         if case == "fedfomo":

@@ -15,18 +15,18 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
 from hpcfl.models import NetworkOptions
 from hpcfl.models.generators import Generator, Gradients
-from hpcfl.simulation.driver import Driver
-from hpcfl.training.clients import Clients
+from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.training.client_group import ClientGroup
 
 OURS = "method.name=pfedhn"
 SMALL_ONE = ("model.name=mlp", "model.hidden=[]", "method.hidden=8", "method.hidden_layers=1")
@@ -164,9 +164,10 @@ def test_common_start_generates_everybodys_weights_and_a_drawn_one_does_not() ->
     everyone = Cohort(0, (0, 1, 2, 3), common.context.num_samples)
     initial = common.context.initial_parameters()
     assert torch.equal(
-        Driver(common).send(Driver(common).initial_server(), everyone)["theta"], initial.expand(4, -1)
+        MethodAdapter(common).send(MethodAdapter(common).initial_server(), everyone)["theta"],
+        initial.expand(4, -1),
     )
-    models = Driver(drawn).send(Driver(drawn).initial_server(), everyone)["theta"]
+    models = MethodAdapter(drawn).send(MethodAdapter(drawn).initial_server(), everyone)["theta"]
     assert torch.pdist(models).min() > 1
     assert (models - initial).abs().max() > 0.1
 
@@ -198,19 +199,19 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
     method = run.method
 
     def loss(server: State) -> float:
-        theta = Driver(method).send(server, cohort_of(run, [2]))["theta"][0]
+        theta = MethodAdapter(method).send(server, cohort_of(run, [2]))["theta"][0]
         x, y = run.workplace.shard.samples("train", 2)
         return float(cross_entropy(functional_call(method.context.network, method.layout.views(theta), x), y))
 
-    server = Driver(method).initial_server()
+    server = MethodAdapter(method).initial_server()
     cohort = cohort_of(run, [2])
-    down = Channel(World(), method.layers, 4).down(Driver(method).send(server, cohort), cohort)
-    delta = Driver(method).work(Clients(run.workplace, [2], 0), down).rows["update"]
+    down = Channel(Communicator(), method.layers, 4).down(MethodAdapter(method).send(server, cohort), cohort)
+    delta = MethodAdapter(method).work(ClientGroup(run.workplace, [2], 0), down).rows["update"]
     before = loss(server)
     for _ in range(3):
         answer(run, server, [2], delta)
     assert loss(server) < before - 1e-4
-    server = Driver(method).initial_server()
+    server = MethodAdapter(method).initial_server()
     answer(run, server, [2], -delta)
     assert loss(server) > before
 
@@ -219,9 +220,9 @@ def test_clients_send_what_they_started_from_less_what_they_came_to() -> None:
     run = Run(OURS, *SMALL_ONE, "train.rounds=1", *UNEQUAL_FEW)
     server = run.driver.initial_server()
     for client in range(4):
-        clients = Clients(run.workplace, [client], 0)
+        clients = ClientGroup(run.workplace, [client], 0)
         down = run.driver.send(server, cohort_of(run, [client]))
-        trained = Clients(run.workplace, [client], 0).sgd(down["theta"]).theta
+        trained = ClientGroup(run.workplace, [client], 0).sgd(down["theta"]).theta
         assert torch.equal(run.driver.work(clients, down).rows["update"], down["theta"] - trained)
 
 
@@ -407,13 +408,13 @@ def test_a_private_head_stays_with_its_client_and_never_travels() -> None:
     assert torch.equal(evaluated[:, layout.head], run.clients["head"])
     assert torch.equal(evaluated[:, layout.body], method.generator.generate(part(run.server), range(4)))
 
-    cohort, channel = cohort_of(run, [1, 2], 2), Channel(World(), method.layers, 4)
-    down = channel.down(Driver(method).send(run.server, cohort), cohort)
+    cohort, channel = cohort_of(run, [1, 2], 2), Channel(Communicator(), method.layers, 4)
+    down = channel.down(MethodAdapter(method).send(run.server, cohort), cohort)
     assert down["theta"][:, layout.head].count_nonzero() == 0
-    alone = Clients(run.workplace, [1], 2)
+    alone = ClientGroup(run.workplace, [1], 2)
     start = torch.cat([down["theta"][:1, layout.body], run.clients["head"][1:2]], dim=1)
-    trained = Clients(run.workplace, [1], 2).sgd(start).theta
-    up = Driver(method).work(alone, down.select(slice(0, 1)))
+    trained = ClientGroup(run.workplace, [1], 2).sgd(start).theta
+    up = MethodAdapter(method).work(alone, down.select(slice(0, 1)))
     received = channel.up(up, cohort_of(run, [1], 2)).collect()["update"]
     assert torch.equal(received[:, layout.body], (start - trained)[:, layout.body])
     assert received[:, layout.head].count_nonzero() == 0
@@ -436,7 +437,9 @@ class Given(NetworkOptions):
 def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
     context = Context("digits_cnn", Given(), (1, 8, 8), 10, torch.tensor([4, 4]), TrainConfig(), 0)
     common = PFedHN(context, PFedHNParams())
-    sent = Driver(common).send(Driver(common).initial_server(), Cohort(0, (0, 1), torch.ones(2)))["theta"]
+    sent = MethodAdapter(common).send(
+        MethodAdapter(common).initial_server(), Cohort(0, (0, 1), torch.ones(2))
+    )["theta"]
     torch.testing.assert_close(sent, context.initial_parameters([0, 1]), rtol=0, atol=1e-6)
     with pytest.raises(UserError, match=r"^method\.start=drawn .* drop model\.weights, or use method\.st"):
         PFedHN(context, PFedHNParams(start="drawn"))

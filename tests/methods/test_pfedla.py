@@ -22,9 +22,9 @@ from hpcfl.methods.base import State
 from hpcfl.methods.heurpfedla import HeurpFedLA
 from hpcfl.methods.pfedla import PFedLA
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import Batch, minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import cross_entropy_loss
 
 HEADS_BIAS = "hypernetworks/heads.bias"
@@ -50,7 +50,7 @@ def aggregate(method: Method, server: State, clients: Sequence[int], trained: Te
     cohort = cohort_of(method, clients)
     message = Message(rows={"theta": trained}, num_clients=len(trained))
     blocks = iter([(slice(0, len(trained)), message)])
-    method.aggregate(server, cohort, Upload(blocks, Driver(method).send(server, cohort)))
+    method.aggregate(server, cohort, Upload(blocks, MethodAdapter(method).send(server, cohort)))
 
 
 def traffic(run: Run, clients: Sequence[int]) -> Traffic:
@@ -175,7 +175,7 @@ def test_a_small_step_lowers_the_loss_of_the_mixed_model(
         f"method.hypernetwork_lr={ {'sgd': 0.01, 'scaled': 1e-5, 'adam': 1e-4}[optimiser] }",
     )
     method, models = run.method, run.server["theta"].clone()
-    server = Driver(method).initial_server() | {"theta": models.clone()}
+    server = MethodAdapter(method).initial_server() | {"theta": models.clone()}
     mixed = method.mix(method.alpha(server, range(4)), models)
     before = [loss_and_gradient(run, client, mixed[client]) for client in range(4)]
     trained = mixed - 0.1 * torch.stack([gradient for _, gradient in before])
@@ -646,11 +646,13 @@ def test_mixed_statistics_are_kept_by_the_server_and_carry_the_weights_of_their_
 def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:
     run = Run(*DIVERSE, *UNEQUAL, "train.rounds=1", "model.batchnorm=true", "train.buffers=average")
     method, samples = run.method, run.method.context.num_samples
-    sent = Driver(method).send(Driver(method).initial_server(), cohort_of(method, range(4)))
+    sent = MethodAdapter(method).send(MethodAdapter(method).initial_server(), cohort_of(method, range(4)))
     trained = []
     for client in range(4):
-        alone = Clients(run.workplace, [client], 0)
-        trained.append(Driver(method).work(alone, sent.select(slice(client, client + 1))).rows["buffers"][0])
+        alone = ClientGroup(run.workplace, [client], 0)
+        trained.append(
+            MethodAdapter(method).work(alone, sent.select(slice(client, client + 1))).rows["buffers"][0]
+        )
     expected = (torch.stack(trained) * samples.unsqueeze(1)).sum(dim=0) / samples.sum()
     torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)
     assert torch.equal(run.evaluated()["buffers"], run.server["buffers"].expand(4, -1))

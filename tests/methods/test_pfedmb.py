@@ -16,31 +16,31 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.experiment import build
+from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.simulation.setup import build
 from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training.batches import Batch, minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import cross_entropy_loss
 
 OURS = "method.name=pfedmb"
 DIGITS_CNN, LAYERS, BATCHNORM = 13_706, 4, 96
 
 
-def work(run: Run, client: int, server: State | None = None) -> tuple[Message, Clients]:
+def work(run: Run, client: int, server: State | None = None) -> tuple[Message, ClientGroup]:
     """Train one client in round 0 from a server's state, by default as it is now."""
     cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
-    clients = Clients(run.workplace, [client], 0)
-    channel = Channel(World(), run.method.layers, run.num_clients)
+    clients = ClientGroup(run.workplace, [client], 0)
+    channel = Channel(Communicator(), run.method.layers, run.num_clients)
     down = channel.down(run.driver.send(server or run.server, cohort), cohort)
     return run.driver.work(clients, down), clients
 
@@ -425,7 +425,7 @@ def test_branches_differ_by_as_much_as_the_common_model_varies(difference: float
             assert float(apart.std() / common[part].std()) == pytest.approx(difference, rel=0.1)
             assert np.corrcoef(apart.numpy())[~np.eye(5, dtype=bool)] == pytest.approx(-1 / 4, abs=0.15)
     other = Run(OURS, "train.rounds=1", "model.batchnorm=true", "run.seed=1").method
-    apart = Driver(other).initial_server()["branches"] - other.context.initial_parameters()
+    apart = MethodAdapter(other).initial_server()["branches"] - other.context.initial_parameters()
     assert not torch.equal(apart, start - common)
 
 
@@ -435,7 +435,7 @@ def test_given_weights_are_the_uniform_mixture(tmp_path: Path) -> None:
     np.savez(tmp_path / "images.npz", x=images, y=np.arange(20) % 10)
     words = ["data.source=npz", "data.layout=NHWC", f"data.path={tmp_path / 'images.npz'}", "data.clients=2"]
     words += ["model.name=mobilenetv2", f"model.weights={tmp_path / 'weights.pt'}", "method.branches=2"]
-    method = build(load_config(None, [OURS, *words]), World()).method
+    method = build(load_config(None, [OURS, *words]), Communicator()).method
     start = method.server_state()["branches"]
     torch.testing.assert_close(start.mean(dim=0), method.context.initial_parameters(), rtol=0, atol=1e-6)
     assert (start[0] - start[1]).abs().mean() > 0.01
@@ -535,8 +535,8 @@ def test_the_weights_step_leaves_running_statistics_alone() -> None:
 def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -> None:
     run = Run(OURS, "train.rounds=1", "method.branches=3")
     cohort = Cohort(0, (1,), run.method.context.num_samples[[1]])
-    clients = Clients(run.workplace, [1], 1)
-    down = Channel(World(), run.method.layers, run.num_clients).down(
+    clients = ClientGroup(run.workplace, [1], 1)
+    down = Channel(Communicator(), run.method.layers, run.num_clients).down(
         run.driver.send(run.server, cohort), cohort
     )
     up = run.driver.work(clients, down)
@@ -548,7 +548,7 @@ def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -
     )
     torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
     # the weights' phase is plain SGD on the mixture
-    alone = Clients(run.workplace, [1], 1)
+    alone = ClientGroup(run.workplace, [1], 1)
     start = run.method.eval_model(clients, down)["theta"]
     torch.testing.assert_close(trained, alone.sgd(start).theta, rtol=0, atol=1e-9)
 

@@ -17,10 +17,10 @@ from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.data.sources import load_arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
@@ -28,10 +28,10 @@ from hpcfl.methods.clustered_fl import bipartition, cross_similarity
 from hpcfl.methods.fedem import FedEM
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation.experiment import build
+from hpcfl.simulation.setup import build
 from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training.batches import minibatches
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 IFCA, CLUSTERED, FEDEM = (f"method.name={name}" for name in ("ifca", "clustered_fl", "fedem"))
 LINEAR = ("model.name=mlp", "model.hidden=[]")
@@ -50,13 +50,13 @@ def sample_losses(run: Run, client: int, theta: Tensor, statistics: Tensor) -> T
     return cross_entropy(logits(run, theta, statistics, x), y, reduction="none")
 
 
-def sent_to(run: Run, clients: Sequence[int], round: int) -> tuple[Clients, Message]:
+def sent_to(run: Run, clients: Sequence[int], round: int) -> tuple[ClientGroup, Message]:
     """Return some clients in a round and what the server would send them now."""
     cohort = Cohort(round, tuple(clients), run.method.context.num_samples[list(clients)])
-    down = Channel(World(), run.method.layers, run.num_clients).down(
+    down = Channel(Communicator(), run.method.layers, run.num_clients).down(
         run.driver.send(run.server, cohort), cohort
     )
-    return Clients(run.workplace, clients, round), down
+    return ClientGroup(run.workplace, clients, round), down
 
 
 def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) -> None:
@@ -158,7 +158,9 @@ def test_models_with_given_weights_start_apart_in_what_the_file_does_not_give(
     np.savez(tmp_path / "images.npz", x=images, y=np.arange(20) % 10)
     common += ["model.name=mobilenetv2", f"model.weights={tmp_path / 'weights.pt'}"]
     for name, key in (("ifca", "clusters"), ("fedem", "components")):
-        method = build(load_config(None, [*common, f"method.name={name}", f"method.{key}=2"]), World()).method
+        method = build(
+            load_config(None, [*common, f"method.name={name}", f"method.{key}=2"]), Communicator()
+        ).method
         one, other = method.server_state()["theta"]
         head = method.layout.head
         assert torch.equal(one[: head.start], other[: head.start])
@@ -168,8 +170,8 @@ def test_models_with_given_weights_start_apart_in_what_the_file_does_not_give(
     for name, key in (("ifca", "clusters"), ("fedem", "components")):
         said = rf"^method\.{key}=2 needs models that start differently, .* or use method\.{key}=1$"
         with pytest.raises(UserError, match=said):
-            build(load_config(None, [*common, f"method.name={name}", f"method.{key}=2"]), World())
-    build(load_config(None, [*common, IFCA, "method.clusters=1"]), World())
+            build(load_config(None, [*common, f"method.name={name}", f"method.{key}=2"]), Communicator())
+    build(load_config(None, [*common, IFCA, "method.clusters=1"]), Communicator())
 
 
 # IFCA
@@ -245,7 +247,7 @@ def test_rounds_of_ifca_by_hand_each_model_with_statistics_of_its_own() -> None:
         choices |= set(chosen)
         models, moved = [], []
         for client, cluster in zip(cohort.clients, chosen, strict=True):
-            alone = Clients(run.workplace, [client], number)
+            alone = ClientGroup(run.workplace, [client], number)
             alone.buffers = statistics[cluster : cluster + 1].clone()
             models.append(alone.sgd(theta[cluster : cluster + 1]).theta[0])
             moved.append(alone.buffers[0])

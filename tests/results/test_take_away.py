@@ -26,7 +26,7 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
-from hpcfl.simulation.experiment import load_data
+from hpcfl.simulation.setup import load_data
 from hpcfl.storage.checkpoint import CheckpointStore
 
 CASES = [*METHODS, *VARIANTS]
@@ -504,7 +504,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert (
         main(["export", str(tmp_path / "two"), "--client", "1", "--out", str(tmp_path / "out")]) == FINISHED
     )
-    assert "going on from" in capsys.readouterr().err
+    assert "resuming from" in capsys.readouterr().err
 
 
 def test_damaged_files_are_named_with_their_line(
@@ -549,7 +549,7 @@ def test_names_of_clients_and_runs_are_checked(place: Place) -> None:
             with pytest.raises(UserError, match=re.escape(f"client {client!r} is not in this run")):
                 ask(client)  # type: ignore[arg-type]
     assert run.model(np.int64(3)).keys() == run.model(3).keys()  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"load_run\(3\) is not possible"):
+    with pytest.raises(UserError, match=r"load_run\(3\) is invalid"):
         hpcfl.load_run(3)  # type: ignore[arg-type]
 
 

@@ -25,11 +25,11 @@ from bits import (
 )
 from torch import Tensor
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
-from hpcfl.simulation.experiment import build, load_data, make_method
+from hpcfl.simulation.setup import build, load_data, make_method
 
 RANKS = (2, 3, 5)
 MANY_RANKS = 9
@@ -179,7 +179,7 @@ def test_evaluations_and_finetuning_change_no_state(
 
 @pytest.mark.parametrize("case", SERIAL_CASES)
 def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], case: str) -> None:
-    place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), World()).workplace
+    place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), Communicator()).workplace
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss"][-1].tolist()
     models = saved_models(serial(case), "personalised", len(expected))

@@ -12,8 +12,8 @@ from harness import Run
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Message
-from hpcfl.communication.world import World
 from hpcfl.training.engines import LoopEngine
 
 COPIES = ("clone", "copy_", "cat", "stack", "index", "index_put_", "index_select", "_to_copy")
@@ -65,15 +65,15 @@ def test_a_model_is_copied_where_it_must_be_and_nowhere_else(
         counted.pauses = False
         return found
 
-    gather = World.gather
+    gather = Communicator.gather
 
-    def gathered(self: World, send: Tensor, counts: Sequence[int]) -> Tensor | None:
+    def gathered(self: Communicator, send: Tensor, counts: Sequence[int]) -> Tensor | None:
         # a copy by NumPy
         counted.add(send)
         return gather(self, send, counts)
 
     monkeypatch.setattr(LoopEngine, "gradient", uncounted)
-    monkeypatch.setattr(World, "gather", gathered)
+    monkeypatch.setattr(Communicator, "gather", gathered)
     with counted:
         run.simulation._round(run.simulation.cohort(1), False)
     assert counted.models == copies

@@ -13,14 +13,14 @@ from harness import SMALL
 from marked_device import DEVICE, marked_device
 from processes import Mpirun
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.data.shard import Shard
 from hpcfl.errors import OUT_OF_MEMORY
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
 from hpcfl.simulation.device_memory import VECTORS, bytes_of_client, clients_at_once, state_device
-from hpcfl.simulation.experiment import build, load_data, make_method
+from hpcfl.simulation.setup import build, load_data, make_method
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.scoring import BatchedScorer
 
@@ -74,7 +74,7 @@ def test_one_rank_without_memory_ends_all(mpirun: Mpirun, tmp_path: Path) -> Non
     code = f"""
 import sys
 import torch
-from hpcfl.communication.world import open_world
+from hpcfl.communication.communicator import open_world
 from hpcfl.main import main
 from hpcfl.training.engines import LoopEngine
 
@@ -150,7 +150,7 @@ def test_out_of_memory_tells_what_the_state_takes(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(World, "device", lambda *_: DEVICE)
+    monkeypatch.setattr(Communicator, "device", lambda *_: DEVICE)
     monkeypatch.setattr(LoopEngine, "gradient", full)
     free(2**33)
     keys = [*SMALL, "method.name=local", "run.engine=loop", f"run.state={state}"]
@@ -177,5 +177,5 @@ def test_a_client_takes_its_vectors_and_its_activations(name: str) -> None:
 
 @pytest.mark.parametrize("tf32", [True, False])
 def test_tf32_is_an_option(tf32: bool) -> None:
-    build(load_config(None, [*SMALL, f"run.tf32={tf32}"]), World())
+    build(load_config(None, [*SMALL, f"run.tf32={tf32}"]), Communicator())
     assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is tf32

@@ -22,8 +22,8 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.results.run import load_run
 from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, named, not_finite
 from hpcfl.simulation.federation import Federation
-from hpcfl.simulation.loop import Simulation
-from hpcfl.training.clients import Clients
+from hpcfl.simulation.round_loop import Simulation
+from hpcfl.training.client_group import ClientGroup
 
 pytestmark = pytest.mark.usefixtures("own_code_forgotten")
 
@@ -102,7 +102,7 @@ def test_the_run_stops_and_goes_on_without_them(
     (line,) = said(capsys)
     assert line == (
         f"hpcfl: error: {TOLD}; the last good checkpoint is of round 2: start anew with a lower train.lr "
-        "(it is 0.05), or set run.on_divergence=skip in the same command to go on without such clients' "
+        "(it is 0.05), or set run.on_divergence=skip in the same command to continue without such clients' "
         "rounds"
     )
     assert (folder / "log.txt").read_text().splitlines()[-1].endswith(line.removeprefix("hpcfl: "))
@@ -131,7 +131,7 @@ def test_the_run_goes_on_with_their_numbers(
 ) -> None:
     assert run_here(tmp_path / "run", [*poisoned, "run.on_divergence=continue"]) == FINISHED
     first, *others = said(capsys)
-    assert first.endswith("numbers): the run goes on with these numbers (run.on_divergence=continue)")
+    assert first.endswith("numbers): the run continues with these numbers (run.on_divergence=continue)")
     assert others == []
     # all have them from round 4 on
     assert [row["diverged"] for row in metrics_of(tmp_path / "run")] == ["0", "0", "2", "9"]
@@ -205,7 +205,7 @@ def test_a_model_that_cannot_be_scored(
     assert run_here(tmp_path / "run", keys) == DIVERGED
     assert said(capsys) == [
         f"hpcfl: error: {told}; the last good checkpoint is of round 1: start anew with a lower train.lr "
-        "(it is 0.05), or set run.on_divergence=skip in the same command to go on with such scores"
+        "(it is 0.05), or set run.on_divergence=skip in the same command to continue with such scores"
     ]
     assert not list((tmp_path / "run").glob("*tmp*"))
     assert [row["round"] for row in metrics_of(tmp_path / "run")] == ["1"]
@@ -231,7 +231,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kind: type[Method], clients: Sequence
     """Turn all that some clients send and keep after their training in a round into nan."""
     train = kind.train
 
-    def spoilt(self: Method, group: Clients, down: Message) -> Message:
+    def spoilt(self: Method, group: ClientGroup, down: Message) -> Message:
         up = train(self, group, down)
         places = [n for n, client in enumerate(group.ids) if group.round == round and client in clients]
         for tensors in (up.rows, dict(group.kept)):
@@ -351,7 +351,7 @@ def test_a_number_whose_difference_to_another_overflows(
     keys = [*settings, "method.name=fedavg", "comm.codec=int8", "train.rounds=1", "model.batchnorm=false"]
     train = METHODS["fedavg"].train
 
-    def steep(self: Method, group: Clients, down: Message) -> Message:
+    def steep(self: Method, group: ClientGroup, down: Message) -> Message:
         up = train(self, group, down)
         if 4 in group.ids:
             up.rows["theta"][group.ids.index(4), :2] = torch.tensor([1.5, -1.5]) * 2.0**127
@@ -399,7 +399,7 @@ def test_ranks_and_a_resume_give_the_same_bits(
 
 def test_what_is_wrong_with_each_member() -> None:
     place = make_place(make_network(), [4] * 6, TrainConfig(), state={"own": torch.zeros(6, 2)})
-    clients = Clients(place, range(6), 0)
+    clients = ClientGroup(place, range(6), 0)
     theta = torch.ones(6, 5)
     theta[1, 2:] = torch.tensor([torch.nan, torch.inf, -torch.inf])
     theta[5] = LARGEST

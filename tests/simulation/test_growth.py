@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from bits import method_settings, tiny_settings, write_digits
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.registries import load_config
-from hpcfl.simulation.experiment import build
-from hpcfl.simulation.loop import Simulation
 from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
@@ -68,10 +68,10 @@ def test_rounds_leave_nothing_but_rows_of_the_ledger(tmp_path: Path) -> None:
     try:
         with ExitStack() as at_exit:
             at_exit.callback(stop.restore)
-            experiment = build(config, World())
+            experiment = build(config, Communicator())
             folder = RunFolder(tmp_path / "run", config)
             folder.open(False, experiment.method.layout, [], at_exit)
-            simulation = Simulation(experiment, World(), stop, counting, folder)
+            simulation = Simulation(experiment, Communicator(), stop, counting, folder)
             assert simulation.run() == "finished"
     finally:
         tracemalloc.stop()

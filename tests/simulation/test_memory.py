@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from processes import REPOSITORY, Mpirun
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.registries import load_config
-from hpcfl.simulation.experiment import build
+from hpcfl.simulation.setup import build
 
 NUM_CLIENTS = 1000
 COHORT = 100
@@ -39,7 +39,7 @@ def test_fedavg_with_1000_clients(mpirun: Mpirun, tmp_path: Path) -> None:
         "run.eval_every=2",
         "run.device=cpu",
     ]
-    serial = build(load_config(None, settings), World())
+    serial = build(load_config(None, settings), Communicator())
     assert serial.method.layout.size == PARAMETERS
     script = REPOSITORY / "tests" / "memory_run.py"
     measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300, anew=True).stdout)

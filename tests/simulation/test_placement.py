@@ -10,14 +10,14 @@ import torch
 from harness import SMALL, Run
 from marked_device import DEVICE, marked_device
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation.experiment import build
 from hpcfl.simulation.federation import Federation
-from hpcfl.simulation.loop import Simulation
-from hpcfl.simulation.placement import Trip, Visits, balanced, idle_share
+from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers, idle_share
 from hpcfl.simulation.progress import Progress
+from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 
 ROUNDS = 50
@@ -28,7 +28,7 @@ def loads(work: Sequence[int], workers: Sequence[int], num_workers: int) -> list
 
 
 def homes_of(clients: Sequence[int], num_clients: int, num_workers: int) -> list[int]:
-    world = World()
+    world = Communicator()
     world.num_workers = num_workers
     return world.homes(clients, num_clients)
 
@@ -36,18 +36,18 @@ def homes_of(clients: Sequence[int], num_clients: int, num_workers: int) -> list
 def test_worked_out() -> None:
     # 4, 3, 3, 2 on two workers are 6 and 6; at home they would be 10 and 2
     work, homes = [4, 3, 3, 2], [0, 0, 0, 1]
-    workers = balanced(work, homes, 2)
+    workers = assign_workers(work, homes, 2)
     assert loads(work, workers, 2) == [6, 6]
     assert idle_share(work, workers, 2) == 0
     assert idle_share(work, homes, 2) == pytest.approx(1 - 12 / 20)
 
 
 def test_nobody_leaves_home_for_nothing() -> None:
-    assert balanced([100, 100, 100, 100], [0, 0, 1, 1], 2) == (0, 0, 1, 1)
+    assert assign_workers([100, 100, 100, 100], [0, 0, 1, 1], 2) == (0, 0, 1, 1)
     # one sample more or less is not worth a visit
-    assert balanced([100, 100, 101, 100], [0, 1, 0, 1], 2) == (0, 1, 0, 1)
+    assert assign_workers([100, 100, 101, 100], [0, 1, 0, 1], 2) == (0, 1, 0, 1)
     # of three equal clients at worker 0, one goes
-    assert sorted(balanced([5, 5, 5], [0, 0, 0], 3)) == [0, 1, 2]
+    assert sorted(assign_workers([5, 5, 5], [0, 0, 0], 3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -56,7 +56,7 @@ def test_never_far_from_the_least_possible_time(seed: int) -> None:
     num_workers = int(stream.integers(1, 9))
     work = stream.integers(1, 1000, int(stream.integers(1, 60))).tolist()
     homes = stream.integers(0, num_workers, len(work)).tolist()
-    workers = balanced(work, homes, num_workers)
+    workers = assign_workers(work, homes, num_workers)
     assert all(0 <= worker < num_workers for worker in workers)
     least = max(sum(work) / num_workers, max(work))
     assert max(loads(work, workers, num_workers)) <= 1.02 * 4 / 3 * least + 1
@@ -82,7 +82,7 @@ def test_idle_share_of_equal_clients(
         clients = sorted(stream.permutation(num_clients)[:cohort].tolist())
         homes, work = homes_of(clients, num_clients, num_workers), [420] * cohort
         row[0] = idle_share(work, homes, num_workers)
-        row[1] = idle_share(work, balanced(work, homes, num_workers), num_workers)
+        row[1] = idle_share(work, assign_workers(work, homes, num_workers), num_workers)
     assert idle[:, 0].mean().item() == pytest.approx(at_home, abs=0.03)
     assert idle[:, 1].mean().item() <= placed
 
@@ -95,14 +95,14 @@ def test_unequal_clients_keep_eight_workers_busy() -> None:
         clients = sorted(stream.permutation(1000)[:100].tolist())
         work = stream.lognormal(5, 0.7, 100).astype(int).tolist()
         homes = homes_of(clients, 1000, 8)
-        idle.append(idle_share(work, balanced(work, homes, 8), 8))
+        idle.append(idle_share(work, assign_workers(work, homes, 8), 8))
     assert sum(idle) / ROUNDS < 0.03
 
 
 @pytest.mark.mpi
-def test_visitors_bring_samples_and_state_and_take_their_state_home(world: World) -> None:
+def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Communicator) -> None:
     config = load_config(None, [*SMALL, "method.name=ditto", "train.buffers=local"])
-    experiment, alone = build(config, world), build(config, World())
+    experiment, alone = build(config, world), build(config, Communicator())
     # this rank has chosen to keep state on the CPU, wherever clients train
     home, count = replace(experiment.workplace, device=torch.device("meta")), world.num_workers
     federation = Federation(replace(experiment, workplace=home), world)
@@ -144,23 +144,23 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: World
 
 @pytest.mark.mpi
 def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every second worker has no memory for the state of its clients, and keeps that on the CPU."""
     keys = [*SMALL, "method.name=ditto", "data.clients=8", "train.participation=0.5", "run.engine=loop"]
     alone, cpu = Run(*keys), torch.device("cpu")
     place = DEVICE if world.is_worker and world.worker_index % 2 == 0 else cpu
-    begin, visited, travelled = Visits.begin, set[torch.device](), list[Trip]()
+    begin, visited, travelled = ClientMigration.begin, set[torch.device](), list[Migration]()
 
-    def begun(self: Visits, trips: Sequence[Trip]) -> None:
+    def begun(self: ClientMigration, trips: Sequence[Migration]) -> None:
         begin(self, trips)
         travelled.extend(trips)
         if trips:
             visited.add(self.workplace.state["theta"].device)
 
-    monkeypatch.setattr(World, "device", lambda world, _: DEVICE if world.is_worker else cpu)
+    monkeypatch.setattr(Communicator, "device", lambda world, _: DEVICE if world.is_worker else cpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33 if place == DEVICE else 0, 2**34))
-    monkeypatch.setattr(Visits, "begin", begun)
+    monkeypatch.setattr(ClientMigration, "begin", begun)
     stop = StopFlag()
     with marked_device():
         experiment = build(load_config(None, keys), world)
@@ -176,7 +176,7 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
 
 
 @pytest.mark.mpi
-def test_cohorts_are_placed_unless_they_are_to_stay_at_home(world: World) -> None:
+def test_cohorts_are_placed_unless_they_are_to_stay_at_home(world: Communicator) -> None:
     keys = [*SMALL, "data.clients=12", "data.per_client=20", "train.participation=0.5", "method.name=local"]
     federation = Federation(build(load_config(None, keys), world), world)
     cohorts = [federation.placed(federation.cohort(number)) for number in range(6)]

@@ -118,7 +118,7 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 4)
 
 
 # a kill between the two renames of a checkpoint leaves the one before, and a warning
-@pytest.mark.filterwarnings("always:.*going on from")
+@pytest.mark.filterwarnings("always:.*resuming from")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_one_rank_killed_at_twelve_moments(
     settings: list[str], tmp_path: Path, goes_on: GoesOn, seed: int
@@ -137,7 +137,7 @@ def test_one_rank_killed_at_twelve_moments(
 
 
 # a kill between the two renames of a checkpoint leaves the one before, and a warning
-@pytest.mark.filterwarnings("always:.*going on from")
+@pytest.mark.filterwarnings("always:.*resuming from")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_server_worker_and_mpirun_killed_at_eight_moments(
     launch: Launcher, tmp_path: Path, goes_on: GoesOn, seed: int
@@ -355,7 +355,7 @@ def test_a_worker_without_memory_ends_all(launch: Launcher, tmp_path: Path, goes
 
 MISTAKEN = '''"""FedAvg with a mistake in a hook of one rank."""
 
-from hpcfl.communication.world import open_world
+from hpcfl.communication.communicator import open_world
 from hpcfl.errors import UserError
 from hpcfl.methods.fedavg import FedAvg
 

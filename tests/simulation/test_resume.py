@@ -28,7 +28,7 @@ from torch import Tensor
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 
 ROUNDS = 3
@@ -101,11 +101,11 @@ def test_two_states_of_the_server_are_never_there_at_once(
     settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a run begins with is looked at once more where it goes on; a machine may have room for one."""
-    initial, load = Driver.initial_server, LoadedCheckpoint.server.func
+    initial, load = MethodAdapter.initial_server, LoadedCheckpoint.server.func
     made: list[weakref.ref[Tensor]] = []
     loads = []
 
-    def make(self: Driver) -> State:
+    def make(self: MethodAdapter) -> State:
         state = initial(self)
         made.extend(map(weakref.ref, state.values()))
         return state
@@ -116,7 +116,7 @@ def test_two_states_of_the_server_are_never_there_at_once(
 
     keys = [*settings, *short("pfedla")]
     assert run_here(tmp_path / "run", [*keys, "train.rounds=1"]) == FINISHED
-    monkeypatch.setattr(Driver, "initial_server", make)
+    monkeypatch.setattr(MethodAdapter, "initial_server", make)
     monkeypatch.setattr(LoadedCheckpoint, "server", property(read))
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert len(made) > 1
@@ -216,7 +216,7 @@ def stopped_run(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
-@pytest.mark.filterwarnings("always:.*going on from")
+@pytest.mark.filterwarnings("always:.*resuming from")
 def test_a_damaged_checkpoint_falls_back_to_the_previous(
     undisturbed: Callable[[str], Path],
     settings: list[str],
@@ -228,7 +228,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous(
     assert run_here(stopped_run, [*settings, *short("pfedla")]) == FINISHED
     warning = capfd.readouterr().err
     assert warning.startswith(f"hpcfl: warning: {stopped_run / 'checkpoint.h5'} is ")
-    assert f"going on from {stopped_run / 'checkpoint.prev.h5'}, round 1" in warning
+    assert f"resuming from {stopped_run / 'checkpoint.prev.h5'}, round 1" in warning
     assert warning.count("\n") == 1
     assert not differing(undisturbed("pfedla"), stopped_run)
 

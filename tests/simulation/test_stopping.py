@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcfl.errors import StoppedAtOnce
+from hpcfl.errors import ForcedStop
 from hpcfl.simulation import stopping
 from hpcfl.simulation.stopping import StopFlag
 
@@ -41,7 +41,7 @@ def test_a_second_signal_stops_at_once(
         signal.raise_signal(again)
     assert flag.requested
     monkeypatch.setattr(stopping, "SAME_REQUEST_S", 0.0)
-    with pytest.raises(StoppedAtOnce, match=f"by a second signal, {second.name};") as stopped:
+    with pytest.raises(ForcedStop, match=f"by a second signal, {second.name};") as stopped:
         signal.raise_signal(second)
     assert stopped.value.exit_code == 128 + second
 
@@ -57,7 +57,7 @@ def test_in_a_slurm_job_the_time_limit_is_no_second_request(monkeypatch: pytest.
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
         time.sleep(0.06)
-        with pytest.raises(StoppedAtOnce):
+        with pytest.raises(ForcedStop):
             signal.raise_signal(signal.SIGTERM)
     finally:
         flag.restore()

@@ -29,8 +29,8 @@ from bits import (
 from bits import write_digits as write_images
 
 from hpcfl import compare
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import World
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
@@ -38,8 +38,8 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
-from hpcfl.simulation import experiment
-from hpcfl.simulation.experiment import build, deal, load_data
+from hpcfl.simulation import setup
+from hpcfl.simulation.setup import build, deal, load_data
 from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
 
 SEEN, UNSEEN = 5, 2
@@ -113,7 +113,7 @@ def test_training_is_that_of_a_federation_without_them(
     expected = of_training(serial(case))
     whole = deal
     config = load_config(None, settings)
-    monkeypatch.setattr(experiment, "deal", lambda _, arrays: whole(config, arrays)[:SEEN])
+    monkeypatch.setattr(setup, "deal", lambda _, arrays: whole(config, arrays)[:SEEN])
     assert run_here(tmp_path / "run", [*settings, *keys_of(case), "data.unseen_clients=0"]) == FINISHED
     assert of_training(tmp_path / "run") == expected
 
@@ -159,7 +159,7 @@ def test_stopped_or_prolonged_at_every_round_boundary(
 def test_the_checkpoint_holds_the_models_that_were_scored(
     serial: Folders, settings: list[str], case: str
 ) -> None:
-    place = build(load_config(None, [*settings, *keys_of(case)]), World()).unseen.workplace
+    place = build(load_config(None, [*settings, *keys_of(case)]), Communicator()).unseen.workplace
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss_unseen"][-1].tolist()
         assert file["history/accuracy_unseen"].shape == (2, UNSEEN)
@@ -287,8 +287,8 @@ def test_without_them_nothing_is_new() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        (["data.unseen_clients=1"], "data.unseen_clients=1 is not possible; "),
-        (["data.unseen_clients=-0.1"], "data.unseen_clients=-0.1 is not possible; "),
+        (["data.unseen_clients=1"], "data.unseen_clients=1 is invalid; "),
+        (["data.unseen_clients=-0.1"], "data.unseen_clients=-0.1 is invalid; "),
         (
             ["data.unseen_clients=0.2", "data.clients=1"],
             "data.unseen_clients=0.2 leaves none of 1 client to train; set data.clients=2 or more",

@@ -618,7 +618,7 @@ def kill_while_saving(folder: Path) -> int:
     return num_midst
 
 
-@pytest.mark.filterwarnings("ignore:.*going on from")
+@pytest.mark.filterwarnings("ignore:.*resuming from")
 def test_a_killed_run_leaves_a_complete_state(tmp_path: Path) -> None:
     for name in ("steps", "random"):
         (tmp_path / name).mkdir()

@@ -27,7 +27,7 @@ import pytest
 from bits import differing, run_here, start_run, tiny_settings, write_digits
 from processes import REPOSITORY, Mpirun, run_tree
 
-from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_FAULT, UserError
+from hpcfl.errors import BAD_INPUT, FINISHED, STORAGE_ERROR, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
@@ -172,12 +172,12 @@ def test_a_full_disk_ends_all_ranks_and_takes_no_checkpoint(
 ) -> None:
     folder = small_disk / "run"
     ended = mpirun(2, "-m", "hpcfl.main", "--quiet", "--out", folder, *settings, check=False, anew=True)
-    assert ended.returncode == STORAGE_FAULT, ended.stderr
+    assert ended.returncode == STORAGE_ERROR, ended.stderr
     warning, error = (line for line in ended.stderr.splitlines() if line.startswith("hpcfl: "))
     free = r"\(a checkpoint takes 1\.\d+ MB, [\d.]+ [kM]?B are free, quotas apart\)"
     assert re.fullmatch(
         rf"hpcfl: warning: {folder}: the disk has no room for the next checkpoint; make room {free}, or the "
-        "run ends there, to go on from round 2",
+        "run ends there, to resume from round 2",
         warning,
     )
     assert re.fullmatch(
@@ -213,7 +213,7 @@ def test_a_run_cannot_go_on_where_not_even_its_lock_has_room(
     fill(small_disk)
     # twice: what the first attempt held is free again
     for _ in range(2):
-        assert run_here(folder, settings) == STORAGE_FAULT
+        assert run_here(folder, settings) == STORAGE_ERROR
         error = the_error(capfd)
         assert f"cannot write the run folder {folder}: No space left on device; make room (0 B are" in error
         assert error.endswith(AGAIN)
@@ -254,7 +254,7 @@ def test_a_disk_that_takes_no_more_lines(
             subprocess.run(["mount", *remount, str(real_disk)], check=True)
 
     keys = [*settings, "run.checkpoint_every=2"]
-    assert run_disturbed(folder, keys, 2, disturb) == STORAGE_FAULT
+    assert run_disturbed(folder, keys, 2, disturb) == STORAGE_ERROR
     error = capfd.readouterr().err.splitlines()[-1]
     assert f"{folder}: its CSV files cannot be written: {reason}; the last good checkpoint is of r" in error
     assert f"of round 2; {remedy}" in error
@@ -272,7 +272,7 @@ def test_a_quota_at_a_checkpoint(
     settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    assert run_disturbed(folder, settings, 2, lambda: limit_files(500_000)) == STORAGE_FAULT
+    assert run_disturbed(folder, settings, 2, lambda: limit_files(500_000)) == STORAGE_ERROR
     error = the_error(capfd)
     assert "the checkpoint of round 3 cannot be written: File too large; the last good checkpoint" in error
     assert "is of round 2; make room (" in error
@@ -288,7 +288,7 @@ def test_a_quota_in_the_middle_of_a_line(
     folder = tmp_path / "run"
     metrics = folder / "metrics.csv"
     limit = run_disturbed(folder, settings, 2, lambda: limit_files(metrics.stat().st_size + 40))
-    assert limit == STORAGE_FAULT
+    assert limit == STORAGE_ERROR
     assert "its CSV files cannot be written: File too large" in the_error(capfd)
     *whole, half = metrics.read_text().split("\n")
     assert len(whole) == 3
@@ -321,10 +321,10 @@ def test_what_no_number_hangs_on_is_given_up_with_a_warning(
     log, events, report = capfd.readouterr().err.splitlines()
     assert events == (
         f"hpcfl: warning: {folder}: what TensorBoard reads cannot be written: No space left on device; the "
-        "run goes on, and its next start writes all of it anew"
+        "run continues, and its next start writes all of it anew"
     )
     assert log == (
-        f"hpcfl: warning: {folder}: log.txt cannot be written: No space left on device; the run goes on "
+        f"hpcfl: warning: {folder}: log.txt cannot be written: No space left on device; the run continues "
         "without"
     )
     assert report.startswith("hpcfl: warning: no report: ")
@@ -363,7 +363,7 @@ def test_a_folder_that_becomes_read_only(
         give_up_capabilities()
         folder.chmod(0o555)
 
-    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_ERROR
     assert the_error(capfd).endswith(
         f"{folder}: the checkpoint of round 3 cannot be written: Permission denied; the last good checkpoint "
         f"is of round 2; make the folder writable and {AGAIN}"
@@ -390,11 +390,11 @@ def test_a_folder_that_is_moved(
             folder.mkdir()
             (folder / ".lock").write_text("pid 1 on another-node\n")
 
-    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_ERROR
     place = ", and another stands in its place" if is_replaced else ""
     assert the_error(capfd) == (
         f"hpcfl: error: {folder} was moved or deleted{place} while this run wrote it; the last good "
-        f"checkpoint is of round 2; to go on, {AGAIN} where the folder is now (--out DIR)"
+        f"checkpoint is of round 2; to resume, {AGAIN} where the folder is now (--out DIR)"
     )
     if is_replaced:
         assert names_of(folder) == {".lock"}
@@ -421,11 +421,11 @@ def test_a_lock_file_that_is_removed(
         if owner:
             (folder / ".lock").write_text(f"{owner}\n")
 
-    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_ERROR
     lost = f"was taken over by {owner}" if owner else "lost its .lock, which was removed"
     assert the_error(capfd) == (
         f"hpcfl: error: {folder} {lost} while this run wrote it; the last good checkpoint is of round 2; to "
-        f"go on, {AGAIN}"
+        f"resume, {AGAIN}"
     )
     (folder / ".lock").unlink(missing_ok=True)
     assert run_here(folder, settings) == FINISHED
@@ -436,7 +436,7 @@ def test_a_folder_that_is_deleted(
     settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    assert run_disturbed(folder, settings, 2, lambda: shutil.rmtree(folder)) == STORAGE_FAULT
+    assert run_disturbed(folder, settings, 2, lambda: shutil.rmtree(folder)) == STORAGE_ERROR
     assert f"{folder} was moved or deleted while this run wrote it" in the_error(capfd)
     assert not folder.exists()
     assert run_here(folder, settings) == FINISHED
@@ -474,7 +474,7 @@ def test_a_run_whose_folder_another_has_taken_over_ends(
     def disturb() -> None:
         (folder / ".lock").write_text(f"{FOREIGN}\n")
 
-    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_FAULT
+    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_ERROR
     assert the_error(capfd).startswith(
         f"hpcfl: error: {folder} was taken over by {FOREIGN} while this run wrote it; the last good "
         "checkpoint is of round 2; "
@@ -502,7 +502,7 @@ def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
         checkpoint.write_snapshot = overtaken
 
     process = start_run(folder, settings, prepare)
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == STORAGE_FAULT
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == STORAGE_ERROR
     assert the_error(capfd).startswith(f"hpcfl: error: {folder} was taken over by {FOREIGN} while this run ")
     assert [round_of(folder / name) for name in CHECKPOINTS] == [2, 1]
     assert round_of(folder / "checkpoint.tmp.h5") == 3
@@ -583,7 +583,7 @@ def test_all_files_but_the_older_checkpoint_are_cut(
     told = capfd.readouterr().err
     newest, previous = (copied / name for name in CHECKPOINTS)
     assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in told
-    assert f"; going on from {previous}, round 1\n" in told
+    assert f"; resuming from {previous}, round 1\n" in told
     # what is cut off at the end of config.yaml are ranks
     is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and written anew from the checkpoint\n"
     assert (is_told in told) == (kept < 0.9)
@@ -633,7 +633,7 @@ def test_a_flipped_byte_in_any_group_falls_back(copied: Path) -> None:
         flipped = bytearray(content)
         flipped[min(place, len(content) - 1)] ^= 1
         newest.write_bytes(flipped)
-        with pytest.warns(UserWarning, match=rf"{newest} is damaged .*; going on from .*, round 1") as told:
+        with pytest.warns(UserWarning, match=rf"{newest} is damaged .*; resuming from .*, round 1") as told:
             loaded = CheckpointStore(copied).load()
         assert loaded is not None, name
         assert len(told) == 1
@@ -704,7 +704,7 @@ def test_an_unfinished_run_of_another_version_is_refused(
     assert run_here(copied, settings) == BAD_INPUT
     assert the_error(capfd) == (
         f"hpcfl: error: {copied / 'checkpoint.h5'} was written by another version of hpcfl ({told}), "
-        f"and cannot be gone on with; finish the run with that version, {OVER}"
+        f"and cannot be resumed; finish the run with that version, {OVER}"
     )
     assert {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}} == before
     assert main(["--quiet", "--out", str(copied), *settings, "--fresh"]) == FINISHED

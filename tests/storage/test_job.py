@@ -10,7 +10,7 @@ import yaml
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
-from hpcfl.storage.job import job, tell_script
+from hpcfl.storage.slurm import job, tell_script
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
 

@@ -325,7 +325,7 @@ def test_another_torch_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: 
     record = tmp_path / "run" / "config.yaml"
     record.write_text(record.read_text().replace(f"torch: {torch.__version__}", "torch: 1.0"))
     assert main(words) == FINISHED
-    told = f"hpcfl: warning: this run began with torch 1.0 and goes on with {torch.__version__}"
+    told = f"hpcfl: warning: this run began with torch 1.0 and continues with {torch.__version__}"
     assert capsys.readouterr().err.startswith(told)
 
 

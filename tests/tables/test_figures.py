@@ -24,10 +24,10 @@ from hpcfl.results.statistics import (
     worst_tenth,
 )
 from hpcfl.storage.ledger import METRICS
+from hpcfl.tables.accuracies import entries
 from hpcfl.tables.cells import Cell, Shrinking, Table
-from hpcfl.tables.figures import entries
 from hpcfl.tables.schema import QUANTITIES
-from hpcfl.tables.writing import MOST_CLIENT_LINES, FromHistories, write, write_results
+from hpcfl.tables.write_results import MAX_CLIENT_LINES, FromHistories, write, write_results
 
 TABLE = """
 title: Two & two
@@ -418,7 +418,7 @@ def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_p
     for name, original in zip(names, ("table.csv", "differences.csv"), strict=False):
         assert (tmp_path / "results" / name).read_text() == (table.folder / original).read_text()
     lines = read_csv(written[2])
-    assert len(lines) == 2 * 3 * 4 < MOST_CLIENT_LINES
+    assert len(lines) == 2 * 3 * 4 < MAX_CLIENT_LINES
     known = [float(line["accuracy"]) for line in lines if (line["label"], line["seed"]) == ("theirs", "1")]
     assert known == ACCURACIES["theirs"][1]
 
@@ -475,9 +475,9 @@ def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rounds", "0"], "--rounds 0 is not possible; give a whole number from 1 on"),
-        (["--rounds", "x"], "--rounds x is not possible"),
-        (["--seeds", "0;1"], "--seeds 0;1 is not possible; give whole numbers such as --seeds 0,1"),
+        (["--rounds", "0"], "--rounds 0 is invalid; give an integer from 1 on"),
+        (["--rounds", "x"], "--rounds x is invalid"),
+        (["--seeds", "0;1"], "--seeds 0;1 is invalid; give whole numbers such as --seeds 0,1"),
         (["--seeds", "7"], "--seeds: 7 is none of the table's seeds; allowed: 0, 1, 2"),
         (["--plan", "data.per_client=9999"], "row 1 (ours_1), column easy, seed 0: "),
     ],

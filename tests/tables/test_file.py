@@ -332,7 +332,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "published bytes that are none": (
         "published: {few: 61.43, many: 73}",
         "published_bytes: {few: -1}",
-        ", row 1 (ours): published_bytes={'few': -1} is not possible: it must be a number from 0 on",
+        ", row 1 (ours): published_bytes={'few': -1} is invalid: it must be a number from 0 on",
     ),
     "published bytes of an unknown column": (
         "published: {few: 61.43, many: 73}",
@@ -347,7 +347,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "more than all": (
         "61.43",
         "161.43",
-        ", row 1 (ours): published={'few': 161.43, 'many': 73} is not possible: it must be a number from 0",
+        ", row 1 (ours): published={'few': 161.43, 'many': 73} is invalid: it must be a number from 0",
     ),
     "too few numbers": (
         "{few: 61.43, many: 73}",
@@ -380,11 +380,11 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "values: [0, 0]",
         ", column 3 (kept): another column is",
     ),
-    "nothing swept": ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is not possible"),
+    "nothing swept": ("values: [0, 2]", "values: []", ", column 3 (kept), sweep: values=[] is invalid"),
     "groups swept": (
         "values: [0, 2]",
         "values: [{k: 1}]",
-        ", column 3 (kept), sweep: values.0={'k': 1} is not possible: it must be a number, true, false, text",
+        ", column 3 (kept), sweep: values.0={'k': 1} is invalid: it must be a number, true, false, text",
     ),
     "a sweep of an unknown key": (
         "method.k, ",
@@ -403,7 +403,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         ", compare ours with fedavgs: fedavgs is none of the rows; there are: ours | fedavg | local; did you "
         "mean fedavg?",
     ),
-    "a pair of one": ("[ours, fedavg]", "[ours]", ", compare 1: rows=['ours'] is not possible"),
+    "a pair of one": ("[ours, fedavg]", "[ours]", ", compare 1: rows=['ours'] is invalid"),
     "a row with itself": ("[ours, fedavg]", "[ours, ours]", ", compare ours with ours: a row differs from"),
     "a pair in an unknown column": (
         "columns: [few]",
@@ -444,12 +444,12 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "an unknown moment of a pair": (
         "columns: [few]",
         "at: after_lunch",
-        ", compare 2: at='after_lunch' is not possible: Input should be 'after_download' or 'after_training'",
+        ", compare 2: at='after_lunch' is invalid: Input should be 'after_download' or 'after_training'",
     ),
     "a pair weighted by a number": (
         "columns: [few]",
         "weighted: 3",
-        ", compare 2: weighted=3 is not possible: Input should be a valid boolean",
+        ", compare 2: weighted=3 is invalid: Input should be a valid boolean",
     ),
     "an unknown quantity": (
         "source: table 1",
@@ -462,7 +462,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         ": config=basis.yaml: cannot read configuration file",
     ),
     "a choice without a file to choose from": ("  - [ours,", "  - ours\n  - [ours,", ", compare 1: the "),
-    "a source of two lines": ("table 1", '"a\\nb"', ": source='a\\nb' is not possible: it must be one line"),
+    "a source of two lines": ("table 1", '"a\\nb"', ": source='a\\nb' is invalid: it must be one line"),
 }
 """By what is wrong: what of PAPER is replaced, by what, and what is said behind the file's name."""
 

@@ -26,14 +26,14 @@ from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods import pfedla
 from hpcfl.registries import resolve
+from hpcfl.tables.accuracies import entries
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import diagnostics
 from hpcfl.tables.drawing import figure
-from hpcfl.tables.figures import entries
 from hpcfl.tables.file import read_outline
 from hpcfl.tables.histories import evaluations, histories
-from hpcfl.tables.paper_figures import Sheet, sheets
-from hpcfl.tables.writing import write_from_histories
+from hpcfl.tables.paper_figures import PaperFigure, sheets
+from hpcfl.tables.write_results import write_from_histories
 
 TABLES = REPOSITORY / "configs" / "tables"
 
@@ -164,7 +164,7 @@ def two(words: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def toy(words: list[str], whole: Path) -> dict[str, Sheet]:
+def toy(words: list[str], whole: Path) -> dict[str, PaperFigure]:
     table = Table(Path(words[0]), words[1:], whole)
     made = sheets(table, entries(table), histories(table))
     return {name: sheet for name, sheet in made.items() if sheet is not None}
@@ -190,7 +190,9 @@ def texts(picture: Figure) -> str:
     return "\n".join(text.get_text() for part in picture.subfigs for text in part.texts)
 
 
-def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, Sheet], whole: Path) -> None:
+def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(
+    toy: dict[str, PaperFigure], whole: Path
+) -> None:
     found = panels(figure(toy["figure_a"]))
     weights = [alpha(whole / slug) for slug in SLUGS]
     # a line a column of the table; in it the evaluations, of each all layers
@@ -212,7 +214,7 @@ def test_a_heat_map_s_entries_are_the_weights_of_the_checkpoint(toy: dict[str, S
     assert f"gamma = 0.5: seed 0 of 0, 1, accuracy {last[1][:-1]} %" in said
 
 
-def test_one_client_s_matrix_has_its_layers(toy: dict[str, Sheet], whole: Path) -> None:
+def test_one_client_s_matrix_has_its_layers(toy: dict[str, PaperFigure], whole: Path) -> None:
     first, second = panels(figure(toy["figure_b"]))
     weights = [alpha(whole / slug)[-1, 2] for slug in SLUGS]
     # in the order of the file where it names them; all where it names none; from `low` on
@@ -248,7 +250,7 @@ def test_of_too_many_weights_the_newest_are_drawn(
     assert {line["round"] for line in lines} == {"3"}
 
 
-def test_curves_are_accuracies_over_rounds(toy: dict[str, Sheet], whole: Path) -> None:
+def test_curves_are_accuracies_over_rounds(toy: dict[str, PaperFigure], whole: Path) -> None:
     runs = [f"gamma-0.9/{row}-s{seed}" for row in ("heurpfedla-k-2", "local") for seed in (0, 1)]
     means = [[float(line["accuracy_mean"]) for line in read_csv(whole / run / "metrics.csv")] for run in runs]
     one = []
@@ -274,7 +276,7 @@ def test_curves_are_accuracies_over_rounds(toy: dict[str, Sheet], whole: Path) -
     assert scored in texts(figure(toy["figure_c"])).replace("\n", " ")
 
 
-def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Sheet], whole: Path) -> None:
+def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, PaperFigure], whole: Path) -> None:
     [axes] = panels(figure(toy["figure_e"]))
     lines = read_csv(whole / "table.csv")
     heights = [bar.get_height() for bar in axes.patches]
@@ -293,7 +295,7 @@ def test_bars_are_as_high_as_the_table_s_accuracies(toy: dict[str, Sheet], whole
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.9", "0.5"]
 
 
-def test_points_lie_at_the_bytes_of_the_run(toy: dict[str, Sheet], whole: Path) -> None:
+def test_points_lie_at_the_bytes_of_the_run(toy: dict[str, PaperFigure], whole: Path) -> None:
     [axes] = panels(figure(toy["figure_f"]))
     groups = axes.get_legend_handles_labels()[1]
     assert groups == ["HeurpFedLA", "Local"]
@@ -433,7 +435,7 @@ MISTAKES = {
     "an unknown kind": (
         "{draw: bars}",
         "{draw: pie}",
-        ", figure 5: draw=pie is not possible; allowed: heat_maps,",
+        ", figure 5: draw=pie is invalid; allowed: heat_maps,",
     ),
     "an unknown key": (
         "{draw: bars}",
@@ -443,18 +445,18 @@ MISTAKES = {
     "an unknown value": (
         "scale: log",
         "scale: logg",
-        ", figure 2: scale='logg' is not possible: Input should be 'linear' or 'log'",
+        ", figure 2: scale='logg' is invalid: Input should be 'linear' or 'log'",
     ),
     "an unknown moment": ("[first, 3]", "[frist]", ", figure 1: rounds.0"),
     "nothing on a logarithmic scale": (
         "low: 0.01",
         "low: 0",
-        ", figure 2: low=0 is not possible: Input should be greater than 0",
+        ", figure 2: low=0 is invalid: Input should be greater than 0",
     ),
     "a quantity that nobody keeps": (
         "quantity: alpha, layers: [conv1, fc2], rounds",
         "quantity: beta, layers: [conv1, fc2], rounds",
-        ", figure: quantity=beta is not possible: of matrices the methods of its rows keep alpha, "
+        ", figure: quantity=beta is invalid: of matrices the methods of its rows keep alpha, "
         "self_weight, retained_rounds",
     ),
     "a client of one matrix": (
@@ -485,7 +487,7 @@ def test_a_mistake_is_told_with_its_place(what: str, tmp_path: Path) -> None:
             "[fc3]",
             ", figure, column gamma = 0.9: fc3 is none of the layers; there are: conv1 | bn1 |",
         ),
-        ("client: 4", "client: 7", ", figure: client=7 is not possible; give 0 to 6"),
+        ("client: 4", "client: 7", ", figure: client=7 is invalid; give 0 to 6"),
     ],
 )
 def test_layers_and_clients_that_are_not_there_are_told_before_a_cell_runs_and_after_all_have(

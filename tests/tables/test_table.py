@@ -27,12 +27,12 @@ from bits import differing, run_here, tiny_settings, write_digits
 from processes import REPOSITORY, Mpirun, clean_environment, run_tree
 
 from hpcfl.config import ENVIRONMENT
-from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, StoppedAtOnce, StorageFault
+from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
-from hpcfl.tables import writing
+from hpcfl.tables import write_results
 from hpcfl.tables.cells import Table
-from hpcfl.tables.writing import in_turn
+from hpcfl.tables.write_results import in_turn
 
 ROUNDS = 3
 TABLE = """
@@ -542,7 +542,7 @@ def test_a_cell_that_fails_does_not_lose_the_others(
     warning, error = err.splitlines()
     told = f"{words[0]}, row 1 (fedavg), seed 0: {damaged}/checkpoint.h5"
     assert warning.startswith(f"hpcfl: warning: {told}")
-    assert warning.endswith("; going on with the other cells")
+    assert warning.endswith("; continuing with the other cells")
     assert error.startswith(f"hpcfl: error: {told}")
     assert [row["seeds"] for row in figures(folder)] == ["1", "2"]
     shutil.rmtree(damaged)
@@ -587,7 +587,7 @@ def test_a_cell_whose_run_died_is_tried_after_the_others(
     assert not list(copied.glob(".*.running"))
 
 
-@pytest.mark.parametrize("fault", [StorageFault("the disk is full"), StoppedAtOnce(signal.SIGTERM)])
+@pytest.mark.parametrize("fault", [StorageError("the disk is full"), ForcedStop(signal.SIGTERM)])
 def test_a_cell_that_something_else_ended_is_the_next(
     words: list[str],
     copied: Path,
@@ -630,7 +630,7 @@ def test_parts_write_in_turn(tmp_path: Path) -> None:
 
 
 def test_a_part_that_hangs_does_not_hang_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "LONGEST_TURN_S", 0)
+    monkeypatch.setattr(write_results, "LONGEST_TURN_S", 0)
     with in_turn(tmp_path), in_turn(tmp_path):
         pass
 
@@ -656,7 +656,7 @@ def test_stopped_at_every_round_boundary(
     codes = [table(folder, *words) for _ in range(ROUNDS * len(ALONE))]
     assert codes == [STOPPED] * (ROUNDS * len(ALONE) - 1) + [FINISHED]
     out = capsys.readouterr().out
-    assert out.count("stopped early with a checkpoint; go on with\n") == codes.count(STOPPED)
+    assert out.count("stopped early with a checkpoint; resume with\n") == codes.count(STOPPED)
     for name in ALONE:
         assert not differing(whole / name, folder / name)
 
@@ -759,7 +759,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
         "lrate: 0.1}",
         "(HeurpFedLA, k = 2): train.lrate=0.1 is an",
     ),
-    "an impossible value": ("lr: 0.1}", "lr: -1}", "row 2 (HeurpFedLA, k = 2): train.lr=-1 is not possible"),
+    "an impossible value": ("lr: 0.1}", "lr: -1}", "row 2 (HeurpFedLA, k = 2): train.lr=-1 is invalid"),
     "an unknown method": ("name: heurpfedla", "name: heurfedla", "did you mean heurpfedla?"),
     "a method refused for its model": ("k: 2}", "k: 9}", "method.k=9 is more than the model's 6 layers"),
     "a group that is none": (
@@ -785,23 +785,23 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "a label of two lines": (
         "HeurpFedLA, k = 2",
         '"a\\nb"',
-        "label='a\\nb' is not possible: it must be one line",
+        "label='a\\nb' is invalid: it must be one line",
     ),
-    "a label that is a number": ("HeurpFedLA, k = 2", "7", "row 2 (7): label=7 is not possible"),
+    "a label that is a number": ("HeurpFedLA, k = 2", "7", "row 2 (7): label=7 is invalid"),
     "no title": (
         "title: Two methods on digits",
         "title: ''",
-        "title='' is not possible: it must be one line",
+        "title='' is invalid: it must be one line",
     ),
-    "no seeds": ("[0, 1]", "[]", "seeds=[] is not possible"),
-    "a seed twice": ("[0, 1]", "[1, 1]", "seeds=[1, 1] is not possible"),
-    "a negative seed": ("[0, 1]", "[0, -1]", "seeds.1=-1 is not possible"),
+    "no seeds": ("[0, 1]", "[]", "seeds=[] is invalid"),
+    "a seed twice": ("[0, 1]", "[1, 1]", "seeds=[1, 1] is invalid"),
+    "a negative seed": ("[0, 1]", "[0, -1]", "seeds.1=-1 is invalid"),
     "a seed of a row": (
         "tuned:",
         "run: {seed: 3}\n    tuned:",
         "run.seed=3: the table's list of seeds sets it",
     ),
-    "a row that is none": (LAST_ROW, "  - fedprox\n" + LAST_ROW, "row 2: the row='fedprox' is not possible"),
+    "a row that is none": (LAST_ROW, "  - fedprox\n" + LAST_ROW, "row 2: the row='fedprox' is invalid"),
     "not YAML": ("[0, 1]", "[0, 1", "is not YAML"),
 }
 """By what is wrong: what of TABLE is replaced, by what, and what is said."""
@@ -824,9 +824,9 @@ def test_a_mistake_is_told_before_anything_starts(
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--part", "0/2"], "--part 0/2 is not possible; give K/N with K from 1 to N"),
-        (["--part", "3/2"], "--part 3/2 is not possible"),
-        (["--part", "2"], "--part 2 is not possible"),
+        (["--part", "0/2"], "--part 0/2 is invalid; give K/N with K from 1 to N"),
+        (["--part", "3/2"], "--part 3/2 is invalid"),
+        (["--part", "2"], "--part 2 is invalid"),
         (["--part"], "argument --part: expected one argument"),
         (["--colour"], "unrecognized arguments: --colour; see hpcfl table --help"),
         (["--row", "fedavgs"], "--row fedavgs is none of the labels; there are: fedavg | HeurpFedLA, k = 2"),
@@ -856,7 +856,7 @@ def test_a_cell_that_something_else_lies_in_is_refused(
     (tmp_path / "out" / "fedavg-s1").mkdir(parents=True)
     (tmp_path / "out" / "fedavg-s1" / "draft.txt").write_text("Dear")
     for fresh in ([], ["--fresh"]):
-        assert "is there and is no run folder" in refused(capsys, tmp_path / "out", *words, *fresh)
+        assert "exists but is not a run folder" in refused(capsys, tmp_path / "out", *words, *fresh)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["fedavg-s1"]
 
 

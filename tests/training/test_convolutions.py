@@ -12,7 +12,7 @@ from harness import SMALL, make_network, make_place, spread
 from torch import nn
 
 from hpcfl.config.keys import TrainConfig
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.convolutions import UnfoldedConv2d, with_convolutions
 from hpcfl.training.engines import BatchedEngine
 
@@ -56,7 +56,7 @@ def test_a_local_round_is_the_same_by_either_way(name: str, side: int) -> None:
     ends = []
     for kind in ("grouped", "unfold"):
         place = make_place(with_convolutions(network, kind), (16, 8), train, clients_at_once=2, side=side)  # type: ignore[arg-type]
-        clients = Clients(place, [0, 1], 0)
+        clients = ClientGroup(place, [0, 1], 0)
         clients.buffers = buffers.clone()
         ends.append((clients.sgd(theta).theta, clients.buffers))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-9)

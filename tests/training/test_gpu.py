@@ -23,9 +23,9 @@ from processes import Mpirun, run_tree
 from hpcfl.errors import FINISHED, OUT_OF_MEMORY, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
-from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.round_loop import Simulation
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,9 +109,9 @@ def test_state_on_the_host_in_float64(
 def test_nothing_waits_between_two_steps(
     settings: list[str], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = Clients.batches
+    order = ClientGroup.batches
 
-    def strict(self: Clients, *arguments: Any, **keys: Any) -> Iterator[Batch]:
+    def strict(self: ClientGroup, *arguments: Any, **keys: Any) -> Iterator[Batch]:
         batches = order(self, *arguments, **keys)
         yield next(batches)
         torch.cuda.set_sync_debug_mode("error")
@@ -120,7 +120,7 @@ def test_nothing_waits_between_two_steps(
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Clients, "batches", strict)
+    monkeypatch.setattr(ClientGroup, "batches", strict)
     for case in ("fedavg", "pfedmb", "apfl", "fedrod"):
         on_gpu(settings, case, engine)
 

@@ -21,9 +21,9 @@ from torch.func import grad, vmap
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import UNSENT
+from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.communication.world import World
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import FINISHED, STOPPED
 from hpcfl.methods import METHODS
@@ -31,9 +31,9 @@ from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.simulation.divergence import diverged_members, losses_and_extremes
 from hpcfl.simulation.federation import Federation
-from hpcfl.simulation.loop import Simulation
+from hpcfl.simulation.round_loop import Simulation
 from hpcfl.training.batches import Batch
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 
 OPERATORS_OF_A_STEP = 105
@@ -62,7 +62,7 @@ VIEWS = frozenset(
 @pytest.fixture
 def workers_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all workers take the marked device, once it is there."""
-    monkeypatch.setattr(World, "device", lambda *_: DEVICE)
+    monkeypatch.setattr(Communicator, "device", lambda *_: DEVICE)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33, 2**34))
 
 
@@ -140,7 +140,7 @@ class Forgetful(FedAvg):
     name = "forgetful"
     place: ClassVar[str] = ""
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         def pull(theta: Tensor, members: slice | Tensor) -> Tensor:
             return torch.zeros(theta.shape) if self.place == "step" else torch.zeros_like(theta)
 
@@ -180,9 +180,9 @@ def test_a_mistake_in_an_engine_is_found(
 def stops_between_steps(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how often the host waited between the first and the last mini-batch of each pass."""
     found: list[int] = []
-    order, ordering = Clients.batches, [0]
+    order, ordering = ClientGroup.batches, [0]
 
-    def watched(self: Clients, *arguments: Any, **keys: Any) -> Iterator[Batch]:
+    def watched(self: ClientGroup, *arguments: Any, **keys: Any) -> Iterator[Batch]:
         before = marked.stops
         batches = order(self, *arguments, **keys)
         first = next(batches, None)
@@ -194,7 +194,7 @@ def stops_between_steps(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list
             yield from batches
             found.append(marked.stops - ordering[0] - before)
 
-    monkeypatch.setattr(Clients, "batches", watched)
+    monkeypatch.setattr(ClientGroup, "batches", watched)
     return found
 
 
@@ -355,7 +355,7 @@ def test_a_run_that_is_resumed_there_has_the_bits_of_a_run_here(
     """The run keeps its state on the host before it is stopped, and on the device when it goes on."""
     keys = [*settings, *STOPPED_CASES[case], f"run.engine={engine}", "model.batchnorm=false"]
     with monkeypatch.context() as on_cpu:
-        on_cpu.setattr(World, "device", lambda *_: CPU)
+        on_cpu.setattr(Communicator, "device", lambda *_: CPU)
         assert run_here(tmp_path / "here", keys) == FINISHED
     with marked_device() as marked:
         with monkeypatch.context() as first:
@@ -376,7 +376,7 @@ def test_only_what_messages_and_products_need_stays_on_the_host(marked: Marked) 
 # What a local round costs
 
 
-def place_of(sizes: list[int], **keys: float) -> tuple[Workplace, Tensor, Tensor]:
+def place_of(sizes: list[int], **keys: float) -> tuple[WorkerContext, Tensor, Tensor]:
     """Return a batched place on the marked device, and models and running statistics for its clients."""
     network = make_network(batchnorm=True).to(DEVICE)
     train = TrainConfig.model_validate({"batch_size": 4, "local_epochs": 2} | keys)
@@ -388,7 +388,7 @@ def place_of(sizes: list[int], **keys: float) -> tuple[Workplace, Tensor, Tensor
 @pytest.mark.parametrize("sizes", [[8, 8, 8], [13, 8, 3]])
 def test_the_order_of_a_local_round_is_its_only_transfer(marked: Marked, sizes: list[int]) -> None:
     place, theta, buffers = place_of(sizes)
-    clients = Clients(place, range(3), 0)
+    clients = ClientGroup(place, range(3), 0)
     clients.buffers = buffers
     marked.transfers.clear()
     trained = clients.sgd(theta)
@@ -401,7 +401,7 @@ def test_the_order_of_a_local_round_is_its_only_transfer(marked: Marked, sizes: 
 def test_the_end_of_a_local_round_is_one_transfer(marked: Marked) -> None:
     """Losses and what says whether a client has diverged go to the host together."""
     place, theta, buffers = place_of([8, 8, 8])
-    clients = Clients(place, range(3), 0)
+    clients = ClientGroup(place, range(3), 0)
     clients.buffers = buffers
     up = Message(rows={"theta": clients.sgd(theta).theta, BUFFERS: clients.buffers})
     marked.transfers.clear()
@@ -415,7 +415,7 @@ def test_a_step_has_few_operators(marked: Marked) -> None:
     place, theta, buffers = place_of([8, 8, 8], momentum=0.9)
     counts = []
     for epochs in (1, 2):
-        clients = Clients(place, range(3), 0)
+        clients = ClientGroup(place, range(3), 0)
         clients.buffers = buffers
         marked.operators.clear()
         clients.sgd(theta, epochs=epochs)

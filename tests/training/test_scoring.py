@@ -16,13 +16,13 @@ from hpcfl.parameters import ParameterLayout
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.federation import Federation
 from hpcfl.training import scoring
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.scoring import BatchedScorer
 
 SIZES = (13, 1, 8, 3)
 
 
-def one_by_one(clients: Clients, model: Message) -> Tensor:
+def one_by_one(clients: ClientGroup, model: Message) -> Tensor:
     """Return what the loop engine's evaluator gives."""
     rows = []
     for position in range(len(clients)):
@@ -41,7 +41,9 @@ def test_shared_and_own_models(
     monkeypatch.setattr(scoring, "SAMPLES_AT_ONCE", samples_at_once)
     network = make_network(batchnorm=batchnorm)
     place = make_place(network, SIZES, TrainConfig(), clients_at_once=4)
-    clients = Clients(replace(place, scorer=BatchedScorer(network, ParameterLayout(network))), range(4), 0)
+    clients = ClientGroup(
+        replace(place, scorer=BatchedScorer(network, ParameterLayout(network))), range(4), 0
+    )
     theta, buffers = spread(network, 4)
     theta, buffers = theta + 0.1 * torch.randn(theta.shape), buffers + torch.rand(buffers.shape)
     own = Message(rows={"theta": theta, BUFFERS: buffers}, num_clients=4)
@@ -52,7 +54,7 @@ def test_shared_and_own_models(
         found = clients.scores(model, "train")
         assert found is not None
         torch.testing.assert_close(found, one_by_one(clients, model), rtol=0, atol=1e-6)
-    assert Clients(place, range(4), 0).scores(own, "train") is None
+    assert ClientGroup(place, range(4), 0).scores(own, "train") is None
 
 
 def test_a_diverged_client_spoils_no_other() -> None:

@@ -11,16 +11,16 @@ from harness import SMALL, make_network, make_place, spread
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config.keys import LastBatch, Precision, TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation import refusals
-from hpcfl.simulation.experiment import build
+from hpcfl.simulation import validate
+from hpcfl.simulation.setup import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
-from hpcfl.training.clients import Clients, Workplace
+from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss, sample_losses
@@ -50,20 +50,20 @@ def general_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
     return fit + tensors["scale"] * features.square().mean() + (tensors["scale"] - 2).square()
 
 
-def everyone(place: Workplace, round: int = 0, buffers: Tensor | None = None) -> Clients:
-    clients = Clients(place, list(place.clients), round)
+def everyone(place: WorkerContext, round: int = 0, buffers: Tensor | None = None) -> ClientGroup:
+    clients = ClientGroup(place, list(place.clients), round)
     if buffers is not None:
         clients.buffers = buffers.clone()
     return clients
 
 
 def one_by_one(
-    place: Workplace, theta: Tensor, buffers: Tensor, **keys: object
+    place: WorkerContext, theta: Tensor, buffers: Tensor, **keys: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Train each client by itself; return theta, running statistics and steps of all."""
     ends = []
     for client in place.clients:
-        alone = Clients(place, [client], 0)
+        alone = ClientGroup(place, [client], 0)
         alone.buffers = buffers[client : client + 1].clone()
         trained = alone.sgd(theta[client : client + 1], **keys)  # type: ignore[arg-type]
         ends.append((trained.theta, alone.buffers, trained.steps))
@@ -130,7 +130,7 @@ def test_batches_are_every_client_permuted_by_its_own_stream(batched: bool, kind
     train = settings().model_copy(update={"last_batch": kind})
     place = make_place(make_network(), SIZES, train, clients_at_once=5 if batched else None)
     seen: dict[int, list[Tensor]] = {client: [] for client in place.clients}
-    for batch in Clients(place, range(5), round=2).batches("batches", epochs=2):
+    for batch in ClientGroup(place, range(5), round=2).batches("batches", epochs=2):
         rows = range(5) if isinstance(batch.members, slice) else batch.members.tolist()
         for position, client in enumerate(rows):
             x, y = place.shard.samples("train", client)
@@ -150,7 +150,7 @@ def test_a_clients_order_depends_on_round_and_purpose_but_not_on_its_group() -> 
     place = make_place(make_network(), SIZES, settings())
 
     def order(ids: list[int], round: int, purpose: str) -> Tensor:
-        clients = Clients(place, ids, round)
+        clients = ClientGroup(place, ids, round)
         found = []
         for batch in clients.batches(purpose, epochs=1):
             rows = list(range(len(ids))) if isinstance(batch.members, slice) else batch.members.tolist()
@@ -177,7 +177,7 @@ def test_steps_are_so_many_mini_batches_of_every_client_over_as_many_passes_as_i
 
     def seen(**keys: int) -> list[list[list[int]]]:
         found: list[list[list[int]]] = [[] for _ in SIZES]
-        for batch in Clients(place, range(5), round=1).batches("some", **keys):
+        for batch in ClientGroup(place, range(5), round=1).batches("some", **keys):
             for position, client in enumerate(rows_of(batch)):
                 found[client].append(batch.index[position].tolist())
         return found
@@ -187,7 +187,7 @@ def test_steps_are_so_many_mini_batches_of_every_client_over_as_many_passes_as_i
     assert [len(of_client) for of_client in passes] == [16, 12, 8, 4, 4]
     for steps in (0, 1, 3, 4):
         assert seen(steps=steps) == [of_client[:steps] for of_client in passes]
-    alone = [batch.index[0].tolist() for batch in Clients(place, [3], round=1).batches("some", steps=4)]
+    alone = [batch.index[0].tolist() for batch in ClientGroup(place, [3], round=1).batches("some", steps=4)]
     assert alone == passes[3]
 
 
@@ -196,7 +196,7 @@ def test_batches_go_through_given_samples_only() -> None:
     samples = [torch.tensor(numbers) for numbers in ([0, 2, 12, 7, 4, 11], [10], [7, 1], [2, 0, 1], [1])]
     seen: list[list[int]] = [[] for _ in SIZES]
     sizes = []
-    for batch in Clients(place, range(5), round=0).batches("some", epochs=2, samples=samples):
+    for batch in ClientGroup(place, range(5), round=0).batches("some", epochs=2, samples=samples):
         sizes.append((batch.index.shape[1], rows_of(batch)))
         for position, client in enumerate(rows_of(batch)):
             x, y = place.shard.samples("train", client)
@@ -216,15 +216,15 @@ def test_training_on_given_samples_sees_no_others() -> None:
     network = make_network()
     place, theta = make_place(network, [8], settings()), spread(network, 1)[0]
     chosen = [torch.tensor([1, 6, 3])]
-    trained = Clients(place, [0], 0).sgd(theta, samples=chosen)
+    trained = ClientGroup(place, [0], 0).sgd(theta, samples=chosen)
     assert trained.steps.tolist() == [3]
     x, y = place.shard.samples("train", 0)
     for sample in (0, 2, 4, 5, 7):
         x[sample].neg_()
         y[sample] = 9 - y[sample]
-    assert torch.equal(Clients(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
+    assert torch.equal(ClientGroup(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
     x[6].neg_()
-    assert not torch.equal(Clients(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
+    assert not torch.equal(ClientGroup(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
 
 
 @pytest.mark.parametrize(
@@ -243,16 +243,16 @@ def test_clients_divide_their_samples_by_a_stream_of_their_own(
     share: float, fewest: tuple[int, int], sizes: list[int]
 ) -> None:
     place = make_place(make_network(), SIZES, settings())
-    first, rest = Clients(place, range(5), round=3).divided("purpose", share, fewest=fewest)
+    first, rest = ClientGroup(place, range(5), round=3).divided("purpose", share, fewest=fewest)
     assert [len(samples) for samples in first] == sizes
     for part, other, size in zip(first, rest, SIZES, strict=True):
         assert sorted([*part.tolist(), *other.tolist()]) == list(range(size))
     # the same in every round and group, unless the round is given
-    again = Clients(place, [2, 0], round=5).divided("purpose", share, fewest=fewest)[0]
+    again = ClientGroup(place, [2, 0], round=5).divided("purpose", share, fewest=fewest)[0]
     assert torch.equal(again[0], first[2])
     assert torch.equal(again[1], first[0])
     later, elsewhere = (
-        Clients(place, [0], round=3).divided(purpose, share, fewest=fewest, round=number)
+        ClientGroup(place, [0], round=3).divided(purpose, share, fewest=fewest, round=number)
         for purpose, number in (("purpose", 3), ("other", 0))
     )
     for other in (later, elsewhere):
@@ -307,7 +307,7 @@ def test_statistics_put_aside_are_as_they_were(batched: bool) -> None:
     place = make_place(network, [8, 7], settings(), clients_at_once=2 if batched else None)
     theta, buffers = spread(network, 2)
     ids = [0, 1] if batched else [0]
-    clients = Clients(place, ids, 0)
+    clients = ClientGroup(place, ids, 0)
     clients.buffers = buffers[ids].clone()
     batches = list(clients.batches(epochs=1))
     with clients.discarding_buffer_updates():
@@ -371,8 +371,8 @@ def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None
     network = make_network(batchnorm=True).double()
     start, buffers = spread(network, 5)
 
-    def train(place: Workplace, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        clients = Clients(place, ids, 0)
+    def train(place: WorkerContext, ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        clients = ClientGroup(place, ids, 0)
         clients.buffers = buffers[ids].clone()
         tensors = {"theta": start[ids].clone(), "scale": torch.linspace(0.5, 1.5, 5).double()[ids]}
         for batch in clients.batches(epochs=2):
@@ -527,9 +527,9 @@ def test_bfloat16_rounds_products_and_nothing_else(general: bool) -> None:
 def test_bfloat16_is_refused_where_it_does_not_pay(
     keys: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(validate, "has_bfloat16", lambda: False)
     with pytest.raises(UserError, match=said):
-        build(load_config(None, [*SMALL, "train.precision=bfloat16", *keys]), World())
+        build(load_config(None, [*SMALL, "train.precision=bfloat16", *keys]), Communicator())
 
 
 def test_probabilities_are_the_evaluation_modes_softmax_in_pieces() -> None:
@@ -611,7 +611,7 @@ def test_training_leaves_its_input_as_it_was_and_counts_steps_and_losses(batched
     theta, _ = spread(network, 2)
     kept = theta.clone()
     ids = [0, 1] if batched else [0]
-    clients = Clients(place, ids, 0)
+    clients = ClientGroup(place, ids, 0)
     clients.sgd(theta[ids])
     assert torch.equal(theta, kept)
     assert clients.steps.tolist() == [6, 3][: len(ids)]
@@ -632,11 +632,11 @@ def test_each_training_pass_starts_its_own_stream() -> None:
     network = make_network()
     place = make_place(network, [9], settings())
     theta, _ = spread(network, 1)
-    clients = Clients(place, [0], 4)
+    clients = ClientGroup(place, [0], 4)
     first = clients.sgd(theta).theta
     assert torch.equal(clients.sgd(theta).theta, first)
     assert not torch.equal(clients.sgd(theta, purpose="personal").theta, first)
-    assert not torch.equal(Clients(place, [0], 5).sgd(theta).theta, first)
+    assert not torch.equal(ClientGroup(place, [0], 5).sgd(theta).theta, first)
 
 
 def test_the_step_size_decays_by_round() -> None:
@@ -644,8 +644,8 @@ def test_the_step_size_decays_by_round() -> None:
     train = settings(lr=0.1, lr_decay=0.5, local_epochs=1, batch_size=8)
     place = make_place(network, [8], train)
     theta, _ = spread(network, 1)
-    decayed = Clients(place, [0], 3).sgd(theta).theta - theta
-    whole = Clients(place, [0], 3).sgd(theta, lr=0.1).theta - theta
+    decayed = ClientGroup(place, [0], 3).sgd(theta).theta - theta
+    whole = ClientGroup(place, [0], 3).sgd(theta, lr=0.1).theta - theta
     torch.testing.assert_close(decayed, whole / 8, rtol=1e-9, atol=1e-12)
 
 
@@ -655,7 +655,7 @@ def test_the_step_size_decays_by_round() -> None:
 def test_writes_to_state_stay_with_the_group_until_commit() -> None:
     state = {"theta": torch.zeros(4, 2), "seen": torch.zeros(4, dtype=torch.int64)}
     place = make_place(make_network(), [2, 2, 2, 2], settings(), state=state)
-    clients = Clients(place, [1, 3], 0)
+    clients = ClientGroup(place, [1, 3], 0)
     assert "theta" in clients
     assert "other" not in clients
     clients["theta"] = torch.ones(2, 2)
@@ -670,6 +670,6 @@ def test_writes_to_state_stay_with_the_group_until_commit() -> None:
 def test_changing_a_row_in_place_without_commit_changes_nothing() -> None:
     state = {"theta": torch.zeros(3, 2)}
     place = make_place(make_network(), [2, 2, 2], settings(), state=state)
-    Clients(place, [0, 1, 2], 0)["theta"].fill_(5.0)
-    Clients(place, [1], 0)["theta"][0, 0] = 5.0
+    ClientGroup(place, [0, 1, 2], 0)["theta"].fill_(5.0)
+    ClientGroup(place, [1], 0)["theta"][0, 0] = 5.0
     assert state["theta"].count_nonzero() == 0

@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from hpcfl.storage.replacing import replace_file
+from hpcfl.storage.atomic import replace_file
 
 NOTES_VARIABLE = "HPCFL_JOB_NOTES"
 """Names the folder in which a job script reads how far its runs have come."""

@@ -34,7 +34,7 @@ GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class Workplace:
+class WorkerContext:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
     `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
@@ -52,7 +52,7 @@ class Workplace:
     scorer: BatchedScorer | None = None
 
 
-class Clients:
+class ClientGroup:
     """Some clients of this rank in one round: what `train`, `eval_model` and `finetune` are given.
 
     `clients[name]` reads and writes the clients' state [C, ...], on `device`. Writes stay with this object
@@ -60,7 +60,7 @@ class Clients:
     returns models cannot write (`read_only`).
     """
 
-    def __init__(self, workplace: Workplace, ids: Sequence[int], round: int) -> None:
+    def __init__(self, workplace: WorkerContext, ids: Sequence[int], round: int) -> None:
         self._workplace = workplace
         self.ids = list(ids)
         self.round = round

@@ -7,12 +7,12 @@ from collections import Counter
 
 import torch
 
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
-from hpcfl.simulation.driver import Driver
+from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.engines import has_bfloat16
 
 SMALL_SHARE, MANY_CLIENTS = 0.01, 1000
@@ -20,7 +20,7 @@ SMALL_SHARE, MANY_CLIENTS = 0.01, 1000
 it keeps some tens of models a client at the most."""
 
 
-def refuse_chain(method: Method, num_workers: int) -> None:
+def check_chain(method: Method, num_workers: int) -> None:
     """Raise UserError where several workers would train clients that come one after the other."""
     if method.sequential is not None and num_workers > 1:
         raise UserError(
@@ -29,7 +29,7 @@ def refuse_chain(method: Method, num_workers: int) -> None:
         )
 
 
-def refuse_slow_precision(config: Config, is_elsewhere: bool) -> None:
+def check_slow_precision(config: Config, is_elsewhere: bool) -> None:
     """Raise UserError where bfloat16 would be emulated, many times slower, or has no part in training."""
     if config.train.precision == "float32":
         return
@@ -74,7 +74,7 @@ def state_bytes(method: Method) -> dict[str, int]:
     found: Counter[str] = Counter()
     try:
         with torch.device("meta"):
-            state = Driver(shapes).initial_server()
+            state = MethodAdapter(shapes).initial_server()
     except (NotImplementedError, RuntimeError, TypeError):
         return {}
     for name, tensor in state.items():
@@ -82,13 +82,13 @@ def state_bytes(method: Method) -> dict[str, int]:
     return dict(found)
 
 
-def refuse_large_state(method: Method, world: World) -> None:
+def check_large_state(method: Method, world: Communicator) -> None:
     """Refuse a state that does not fit in the server's memory, before any of it is made."""
     if world.is_server and (reason := too_large(method)):
         raise UserError(reason)
 
 
-def refuse_single_samples(config: Config, method: Method) -> None:
+def check_single_samples(config: Config, method: Method) -> None:
     """Refuse clients of one training sample where BatchNorm cannot make statistics of one."""
     num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
     client = int(num_samples.argmin())
@@ -100,7 +100,7 @@ def refuse_single_samples(config: Config, method: Method) -> None:
         )
 
 
-def refuse_small_blocks(config: Config, method: Method) -> None:
+def check_small_blocks(config: Config, method: Method) -> None:
     """Refuse blocks that cannot hold a client's model, or a few figures of every client.
 
     Larger messages of a client are refused where they are sent.

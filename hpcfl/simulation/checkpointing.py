@@ -11,15 +11,15 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
+from hpcfl.communication.communicator import run_collectively
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.world import agreed
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods.base import State
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.job import tell_script
 from hpcfl.storage.ledger import OF_UNSEEN, Ledger
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.storage.slurm import tell_script
 from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
 
 ModelsOf = Callable[[Cohort], Iterable[Message]]
@@ -51,7 +51,9 @@ class Saver:
         """
         checkpoint = self._folder.checkpoint if self._folder is not None else None
         world = self._federation.world
-        server: State = agreed(world, lambda: {} if checkpoint is None else self._taken_over(checkpoint))
+        server: State = run_collectively(
+            world, lambda: {} if checkpoint is None else self._taken_over(checkpoint)
+        )
         done = world.maximum(checkpoint.header.round if checkpoint is not None else 0)
         if checkpoint is not None:
             self._forget_off_schedule(done)

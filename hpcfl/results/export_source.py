@@ -101,7 +101,7 @@ def written(network: nn.Module, data: DataRecord) -> tuple[str, Tensors]:
             **{"dtype": data.dtype, "channels": channels, "height": height, "width": width},
             **{"scale": data.scale, "mean": data.mean, "std": data.std, "network": text},
         )
-        _refuse_difference(network, source, weights, data)
+        _check_difference(network, source, weights, data)
     except UntraceableError:
         raise
     # what tracing, or a module's text as code, can raise has no common base
@@ -148,7 +148,7 @@ def _attribute(network: nn.Module, path: str) -> Tensor:
     return found
 
 
-def _refuse_difference(network: nn.Module, source: str, weights: Tensors, data: DataRecord) -> None:
+def _check_difference(network: nn.Module, source: str, weights: Tensors, data: DataRecord) -> None:
     """Raise UntraceableError where the source's network does not do what the network does."""
     module: dict[str, Any] = {}
     exec(compile(source, "model.py", "exec", dont_inherit=True), module)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from hpcfl.communication.heartbeat import Heartbeat
-from hpcfl.errors import SilentRanks, StoppedAtOnce, StorageFault, UserError, for_terminal
+from hpcfl.errors import ForcedStop, RankTimeoutError, StorageError, UserError, for_terminal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,7 +56,7 @@ _LONGEST_STAGGER_S = 1.0
 _ABORT_S = 5
 
 
-class World:
+class Communicator:
     """The ranks of a run: rank 0 the server, the others workers; one rank alone is both.
 
     Clients (or any numbered items) live on the workers in contiguous shards. Collectives move flat CPU
@@ -92,18 +92,18 @@ class World:
         """What rank 0 has scattered and gathered so far, also if it is alone."""
         self.waited_s = 0.0
         """Seconds that this rank has spent in messages so far, and waiting for them."""
-        self.stage = AT_THE_START
+        self.phase = AT_THE_START
         """What the ranks are at, in words that end a sentence."""
         self._heartbeat: Heartbeat | None = None
 
     @contextmanager
-    def giving_up_after(self, timeout_s: float | None) -> Iterator[None]:
-        """Have a rank that waits raise SilentRanks once another is silent for so long; None: never.
+    def heartbeat_timeout(self, timeout_s: float | None) -> Iterator[None]:
+        """Have a rank that waits raise RankTimeoutError once another is silent for so long; None: never.
 
         A rank is heard of while it waits, and whenever it calls `heartbeat`. Collective, also at the end and
         after a UserError, which must be raised on all ranks.
         """
-        self.stage = AT_THE_START
+        self.phase = AT_THE_START
         if self._comm is None or timeout_s is None:
             yield
             return
@@ -113,10 +113,10 @@ class World:
             yield
         except UserError:
             self._heartbeat = None
-            heartbeat.end(self.stage)
+            heartbeat.end(self.phase)
             raise
         self._heartbeat = None
-        heartbeat.end(self.stage)
+        heartbeat.end(self.phase)
 
     def heartbeat(self) -> None:
         """Let the others know that this rank is at work; costs next to nothing."""
@@ -124,7 +124,7 @@ class World:
             self._heartbeat.beat()
 
     @contextmanager
-    def part(self, count: int) -> Iterator[World | None]:
+    def part(self, count: int) -> Iterator[Communicator | None]:
         """Give a world of the first `count` ranks, and None to the others. Collective, also at the end."""
         if self._comm is None:
             yield self
@@ -133,7 +133,7 @@ class World:
 
         self.barrier()
         comm = MPI.Intracomm(self._comm.Split(0 if self.rank < count else MPI.UNDEFINED, self.rank))
-        yield World(comm, self.max_elements) if comm else None
+        yield Communicator(comm, self.max_elements) if comm else None
         # not after an exception: the other ranks may be elsewhere
         if comm:
             comm.Free()
@@ -173,7 +173,7 @@ class World:
         error = None
         if setting == "cuda" and self.is_worker and num_gpus == 0:
             error = f"run.device=cuda: rank {self.rank} on {self.host} sees no GPU; try run.device=auto"
-        error = agree(self, error)
+        error = first_error(self, error)
         if error is not None:
             raise UserError(error)
         if not num_gpus:
@@ -416,7 +416,7 @@ class World:
                 if pause_s == _LONGEST_PAUSE_S and self._heartbeat is not None:
                     self._heartbeat.begin_wait()
             elif self._heartbeat is not None:
-                self._heartbeat.wait(self.stage)
+                self._heartbeat.wait(self.phase)
         self.waited_s += time.monotonic() - began_s
 
 
@@ -437,22 +437,22 @@ class Transfer:
             self._wait(request)
 
 
-def open_world(max_elements: int = MAX_ELEMENTS) -> World:
+def open_world(max_elements: int = MAX_ELEMENTS) -> Communicator:
     """Return the world this process was launched in; serial, without MPI, where there is no launcher.
 
     Raises UserError where the launcher started several ranks but MPI joined none of them.
     """
     num_launched = _num_launched()
     if num_launched == 1:
-        return World(None, max_elements)
+        return Communicator(None, max_elements)
     comm, library = _import_comm_world()
     if comm.Get_size() > 1:
-        return World(comm, max_elements)
+        return Communicator(comm, max_elements)
     if num_launched is not None:
         raise _not_joined(
             f"the launcher started {num_launched} ranks, but each is alone in its MPI world", library
         )
-    return World(None, max_elements)
+    return Communicator(None, max_elements)
 
 
 def _num_launched() -> int | None:
@@ -482,12 +482,12 @@ def _import_comm_world() -> tuple[MPI.Intracomm, str]:
             ) from error
         library = MPI.Get_library_version()
         if not MPI.Is_initialized():
-            refuse_foreign_launcher(library)
+            check_foreign_launcher(library)
             MPI.Init_thread()
     return MPI.COMM_WORLD, library
 
 
-def refuse_foreign_launcher(library: str) -> None:
+def check_foreign_launcher(library: str) -> None:
     """Raise UserError where MPI would end this process as it starts, as it cannot speak with its launcher."""
     given = set(os.environ)
     if {"PMIX_RANK", "PMI_RANK"} & given == {"PMIX_RANK"} and _srun_type(library) == "pmi2":
@@ -514,7 +514,7 @@ def _not_joined(what: str, library: str) -> UserError:
 
 
 @contextmanager
-def abort_on_exception(world: World) -> Iterator[None]:
+def abort_on_exception(world: Communicator) -> Iterator[None]:
     """End all ranks when this one fails: without it the others would wait for it for ever.
 
     The failing rank prints its traceback, headed by rank and host, and aborts with exit code 1. Where
@@ -526,9 +526,9 @@ def abort_on_exception(world: World) -> Iterator[None]:
         yield
     except (UserError, SystemExit):
         raise
-    except StoppedAtOnce as stop:
+    except ForcedStop as stop:
         abort_saying(world, f"hpcfl: {stop}\n", stop.exit_code)
-    except (SilentRanks, StorageFault) as fault:
+    except (RankTimeoutError, StorageError) as fault:
         if world.size == 1:
             raise
         abort_saying(world, f"hpcfl: error: {for_terminal(fault)}\n", fault.exit_code)
@@ -543,7 +543,7 @@ def abort_on_exception(world: World) -> Iterator[None]:
         abort_saying(world, f"{header}\n{traceback.format_exc()}", 1)
 
 
-def abort_saying(world: World, text: str, code: int) -> NoReturn:
+def abort_saying(world: Communicator, text: str, code: int) -> NoReturn:
     """Print why this rank fails, and end all ranks; of several that fail at once, the lowest comes first."""
     time.sleep(min(world.rank * _ABORT_STAGGER_S, _LONGEST_STAGGER_S))
     sys.stderr.write(text)
@@ -552,7 +552,7 @@ def abort_saying(world: World, text: str, code: int) -> NoReturn:
     world.abort(code)
 
 
-def agree(world: World, error: str | None) -> str | None:
+def first_error(world: Communicator, error: str | None) -> str | None:
     """Return on all ranks the error of the lowest rank that has one, or None. Collective.
 
     All ranks can then leave together, and one of them tells the user. Where ranks are on several hosts, and
@@ -573,14 +573,14 @@ def _worded(errors: Sequence[bytes]) -> bytes:
     return (f"rank {rank} on {host}: {error}" if is_local and not is_placed else error).encode()
 
 
-def agreed(world: World, step: Callable[[], T]) -> T:
+def run_collectively(world: Communicator, step: Callable[[], T]) -> T:
     """Take a step on every rank; a UserError on any of them is raised on all. Collective."""
     mistake: UserError | None = None
     try:
         result = step()
     except UserError as error:
         mistake = error
-    common = agree(world, None if mistake is None else str(mistake))
+    common = first_error(world, None if mistake is None else str(mistake))
     if common is not None:
         shared = (UserError if mistake is None else type(mistake))(common)
         shared.is_on_all_ranks = True

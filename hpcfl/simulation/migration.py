@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from hpcfl.communication.world import World
-from hpcfl.training.clients import Workplace
+from hpcfl.communication.communicator import Communicator
+from hpcfl.training.client_group import WorkerContext
 
 HOME_SLACK = 1.02
 """How much longer the busiest worker may train so that fewer clients leave their home."""
@@ -25,7 +25,7 @@ HOME_SLACK = 1.02
 _ALIGNMENT = 16
 
 
-def balanced(work: Sequence[int], homes: Sequence[int], num_workers: int) -> tuple[int, ...]:
+def assign_workers(work: Sequence[int], homes: Sequence[int], num_workers: int) -> tuple[int, ...]:
     """Return a worker for each client, given each one's work (training samples) and home.
 
     Clients go to the least busy worker, the longest first (Graham's LPT rule, at most 4/3 of the shortest
@@ -69,25 +69,27 @@ def _loads(work: Sequence[int], workers: Sequence[int], num_workers: int) -> lis
     return loads
 
 
-Trip = tuple[int, int, int]
+Migration = tuple[int, int, int]
 """A client, the worker it leaves, and the worker it goes to."""
 
 Form = tuple[torch.Size, torch.dtype]
 
 
-class Visits:
+class ClientMigration:
     """Takes members of a cohort to the workers that train them, with their samples and state, and back.
 
     `num_samples` holds the samples of every client [N] in each split that a round needs.
     """
 
-    def __init__(self, world: World, home: Workplace, num_samples: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, world: Communicator, home: WorkerContext, num_samples: Mapping[str, Sequence[int]]
+    ) -> None:
         self._world, self._home, self._num_samples = world, home, num_samples
-        self._trips: list[Trip] = []
+        self._trips: list[Migration] = []
         self.workplace = home
         """Where this rank's visitors train."""
 
-    def begin(self, trips: Sequence[Trip]) -> None:
+    def begin(self, trips: Sequence[Migration]) -> None:
         """Bring clients to the workers that train them. Every rank must call, and `end` after training."""
         self._trips = list(trips)
         if not trips:
@@ -122,7 +124,7 @@ class Visits:
 
     def _carry(
         self,
-        trips: Sequence[Trip],
+        trips: Sequence[Migration],
         baggage: Callable[[int], list[Tensor]],
         forms: Callable[[int], list[Form]],
     ) -> dict[int, list[Tensor]]:
@@ -172,7 +174,7 @@ class Visits:
         return [(stored.shape[1:], stored.dtype) for stored in self._home.state.values()]
 
 
-def _state(workplace: Workplace, client: int) -> list[Tensor]:
+def _state(workplace: WorkerContext, client: int) -> list[Tensor]:
     return [stored[workplace.clients.index(client)] for stored in workplace.state.values()]
 
 

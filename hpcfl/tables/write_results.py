@@ -16,17 +16,17 @@ from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval
+from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.storage.lock import FolderLock
-from hpcfl.storage.replacing import replace_file
+from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Entry, differences, entries
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import Line, diagnostics
 from hpcfl.tables.display import document
-from hpcfl.tables.figures import ACCURACIES, COSTS, Difference, Entry, differences, entries
 from hpcfl.tables.histories import histories
 from hpcfl.tables.paper_figures import sheets
 
-MOST_CLIENT_LINES = 20_000
+MAX_CLIENT_LINES = 20_000
 """Largest number of lines (about 800 kB) for which `write_results` writes every client's accuracy."""
 
 
@@ -125,7 +125,7 @@ def write_results(table: Table, told: FromHistories) -> list[Path]:
 
     <name>.csv holds the lines of table.csv, <name>_differences.csv the compared rows if there are any,
     <name>_diagnostics.csv the diagnostics if there are any, <name>_clients.csv the accuracy of every client
-    if these are at most MOST_CLIENT_LINES lines, and <name>_figure.png the figure if it is drawn.
+    if these are at most MAX_CLIENT_LINES lines, and <name>_figure.png the figure if it is drawn.
     """
     known = entries(table)
     texts = _csv_files(table, known, differences(table, known))
@@ -136,7 +136,7 @@ def write_results(table: Table, told: FromHistories) -> list[Path]:
         for seed in entry.runs
         for client, accuracy in enumerate(entry.of_clients(seed))
     ]
-    if 0 < len(lines) <= MOST_CLIENT_LINES:
+    if 0 < len(lines) <= MAX_CLIENT_LINES:
         texts["clients"] = _csv(lines)
     if told.diagnostics:
         texts["diagnostics"] = _csv(told.diagnostics)

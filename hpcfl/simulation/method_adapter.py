@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hpcfl.communication.means import weighted_means
+from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.parameters import ParameterLayout
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
-class Driver:
+class MethodAdapter:
     """One method as the round loop calls it: the method's hooks, with running statistics added or stored."""
 
     def __init__(self, method: Method) -> None:
@@ -70,7 +70,7 @@ class Driver:
         """Return whether clients answer this round's download with a request."""
         return isinstance(self.method, TwoPhaseMethod) and self.method.needs_request(round)
 
-    def ask(self, clients: Clients, down: Message) -> Message:
+    def ask(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
         down = self._arrived(clients, down)
@@ -82,7 +82,7 @@ class Driver:
         response = self.method.server_response(server, cohort, requests)
         return self._message("server_response", response, len(cohort))
 
-    def work(self, clients: Clients, down: Message) -> Message:
+    def work(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
         down = self._arrived(clients, down)
         up = self._rows("train", self.method.train(clients, down), len(clients))
@@ -109,7 +109,7 @@ class Driver:
         server |= averaged
         self.method.end_round(server, cohort)
 
-    def evaluated(self, clients: Clients, down: Message) -> Message:
+    def evaluated(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
         down = self._arrived(clients, down)
         epochs = self.method.context.train.finetune_epochs
@@ -118,26 +118,26 @@ class Driver:
         with clients.read_only():
             return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
 
-    def adapted(self, clients: Clients, down: Message) -> Message:
+    def adapted(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
         down = self._arrived(clients, down)
         return self._with_buffers("new_client_model", clients, self.method.new_client_model(clients, down))
 
-    def after_download(self, clients: Clients, down: Message) -> Message:
+    def after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self._arrived(clients, down)
         with clients.read_only():
             models = self.method.model_after_download(clients, down)
         return self._with_buffers("model_after_download", clients, models)
 
-    def after_training(self, clients: Clients, down: Message, up: Message) -> Message:
+    def after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return a group's models right after `work`, with `buffers`; empty where there are none."""
         down = down.to(clients.device)
         with clients.read_only():
             models = self.method.model_after_training(clients, down, up)
         return self._with_buffers("model_after_training", clients, models)
 
-    def _arrived(self, clients: Clients, down: Message) -> Message:
+    def _arrived(self, clients: ClientGroup, down: Message) -> Message:
         """Return a message on the group's device; set the group's running statistics from it or the state."""
         down = down.to(clients.device)
         if BUFFERS in down:
@@ -173,7 +173,7 @@ class Driver:
             raise ValueError(f"{type(self.method).__name__}.{hook} returned {names} as shared; return rows")
         return message
 
-    def _with_buffers(self, hook: str, clients: Clients, models: Message) -> Message:
+    def _with_buffers(self, hook: str, clients: ClientGroup, models: Message) -> Message:
         """Return models with running statistics.
 
         These are shared if the models have a shared part and the server averages running statistics;

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpcfl.communication import sharded
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
@@ -19,22 +19,22 @@ from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.randomness import numpy_stream
 from hpcfl.simulation.device_memory import (
+    abort_out_of_memory,
     bytes_for_device,
     clients_at_once,
-    end_without_memory,
     for_device,
     state_device,
 )
-from hpcfl.simulation.driver import Driver
-from hpcfl.simulation.refusals import (
-    refuse_chain,
-    refuse_large_state,
-    refuse_single_samples,
-    refuse_slow_precision,
-    refuse_small_blocks,
+from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.simulation.validate import (
+    check_chain,
+    check_large_state,
+    check_single_samples,
+    check_slow_precision,
+    check_small_blocks,
 )
 from hpcfl.storage.snapshot import DataRecord
-from hpcfl.training.clients import Workplace
+from hpcfl.training.client_group import WorkerContext
 from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
 from hpcfl.training.scoring import BatchedScorer
@@ -44,7 +44,7 @@ from hpcfl.training.scoring import BatchedScorer
 class Unseen:
     """The U clients that take no part in training, with ids from N on, and those of them on this rank."""
 
-    workplace: Workplace
+    workplace: WorkerContext
     num_train: np.ndarray
     """Training samples of each, int64 [U]."""
     num_evaluated: np.ndarray
@@ -57,7 +57,7 @@ class Experiment:
 
     config: Config
     method: Method
-    workplace: Workplace
+    workplace: WorkerContext
     data: DataRecord
     num_train: np.ndarray
     """Training samples of each client, int64 [N]."""
@@ -72,9 +72,9 @@ class Experiment:
     """Where this rank keeps its clients' state during the run, but for what `for_device` leaves out."""
 
     @property
-    def driver(self) -> Driver:
+    def driver(self) -> MethodAdapter:
         """What calls the method's hooks."""
-        return Driver(self.method)
+        return MethodAdapter(self.method)
 
     def place_state(self) -> None:
         """Bring the clients' state, made on the CPU, to where it is kept during the run.
@@ -173,7 +173,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
     return METHODS[config.method.name](context, config.method.options)
 
 
-def build(config: Config, world: World) -> Experiment:
+def build(config: Config, world: Communicator) -> Experiment:
     """Build this rank's part of a run. Collective. May raise UserError on any rank."""
     torch.set_num_threads(config.run.threads)
     world.max_elements = config.run.max_elements
@@ -183,10 +183,10 @@ def build(config: Config, world: World) -> Experiment:
     arrays, parts = load_data(config)
     data = describe(config, arrays, parts)
     method = method_of(config, data)
-    refuse_chain(method, world.num_workers)
-    refuse_large_state(method, world)
-    refuse_small_blocks(config, method)
-    refuse_single_samples(config, method)
+    check_chain(method, world.num_workers)
+    check_large_state(method, world)
+    check_small_blocks(config, method)
+    check_single_samples(config, method)
     world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
     num_clients = method.context.num_clients
     clients = world.shard(num_clients)
@@ -197,7 +197,7 @@ def build(config: Config, world: World) -> Experiment:
 
 def assemble(
     config: Config,
-    world: World,
+    world: Communicator,
     device: torch.device,
     method: Method,
     data: DataRecord,
@@ -214,18 +214,18 @@ def assemble(
     """
     num_clients = method.context.num_clients
     many_at_once = is_batched(config, device)
-    refuse_slow_precision(config, many_at_once or device.type != "cpu")
+    check_slow_precision(config, many_at_once or device.type != "cpu")
     try:
         shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
         unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
         network = copy.deepcopy(method.network).to(device)
     except torch.OutOfMemoryError:
-        end_without_memory(
+        abort_out_of_memory(
             world,
             f"{device} of rank {world.rank} on {world.host} has no memory for the samples of its "
             f"{len(clients) + len(unseen)} clients; use more GPUs, fewer data.clients, or run.device=cpu",
         )
-    state = Driver(method).initial_clients(clients)
+    state = MethodAdapter(method).initial_clients(clients)
     sharing, state_bytes = world.workers_on_device, bytes_for_device(method, state)
     kept_on = state_device(config, device, sharing, state_bytes)
     evaluator = LoopEngine(network, method.layout, config.train.precision)
@@ -236,7 +236,7 @@ def assemble(
         batched, engine_name = batched_engine(config, method, network, device, sharing, len(clients), beside)
         engine = batched
         scorer = BatchedScorer(network, method.layout)
-    workplace = Workplace(
+    workplace = WorkerContext(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
     )
     unseen_workplace = replace(
@@ -244,7 +244,7 @@ def assemble(
         shard=unseen_shard,
         clients=unseen,
         train=config.train.of_unseen(),
-        state=Driver(method).initial_clients(unseen),
+        state=MethodAdapter(method).initial_clients(unseen),
     )
     train = [part.train for part in parts]
     evaluated = [getattr(part, config.run.eval_split) for part in parts]

@@ -11,25 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcfl.communication.communicator import Communicator, abort_saying
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
-from hpcfl.communication.world import World, abort_saying
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
 from hpcfl.parameters import Tensors
-from hpcfl.simulation.device_memory import end_without_memory, out_of_memory
+from hpcfl.simulation.checkpointing import LastEvaluation, Saver
+from hpcfl.simulation.device_memory import abort_out_of_memory, out_of_memory
 from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
-from hpcfl.simulation.experiment import Experiment
 from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
 from hpcfl.simulation.progress import Progress
-from hpcfl.simulation.saving import LastEvaluation, Saver
+from hpcfl.simulation.setup import Experiment
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.training.clients import Clients
+from hpcfl.training.client_group import ClientGroup
 
-Groups = Iterable[tuple[slice, Clients]]
+Groups = Iterable[tuple[slice, ClientGroup]]
 
 Outcome = Literal["finished", "stopped", "already finished"]
 
@@ -97,7 +97,7 @@ class Simulation:
     def __init__(
         self,
         experiment: Experiment,
-        world: World,
+        world: Communicator,
         stop: StopFlag,
         progress: Progress,
         folder: RunFolder | None,
@@ -120,8 +120,8 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all rounds that are not done yet. Collective.
 
-        Raises MemoryFault where the device's memory does not suffice, and UserError where a hook does. A rank
-        among several that has one of them alone ends all.
+        Raises OutOfMemoryError where the device's memory does not suffice, and UserError where a hook does.
+        A rank among several that has one of them alone ends all.
         """
         try:
             return self._rounds()
@@ -130,7 +130,7 @@ class Simulation:
             place = f"{workplace.device} of rank {world.rank} on {world.host}"
             state_bytes = self._experiment.bytes_of_state_on_device
             told = out_of_memory(self.config, place, workplace.engine.clients_at_once, state_bytes)
-            end_without_memory(world, told)
+            abort_out_of_memory(world, told)
         except UserError as error:
             if self._world.size == 1 or error.is_on_all_ranks:
                 raise
@@ -151,7 +151,7 @@ class Simulation:
         for number in range(first, train.rounds):
             began_s, waited_s = time.monotonic(), self._world.waited_s
             done = number + 1
-            self._world.stage = f"in round {done}"
+            self._world.phase = f"in round {done}"
             is_last = done == train.rounds
             is_evaluated = is_last or done % run.eval_every == 0
             after_training = self._round(self._federation.placed(self.cohort(number)), is_evaluated)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from hpcfl.checks.finding import Checked, gathered
-from hpcfl.communication.world import World
+from hpcfl.communication.communicator import Communicator
 from hpcfl.config import Config
 from hpcfl.errors import UserError
-from hpcfl.simulation.experiment import load_data
+from hpcfl.simulation.setup import load_data
 
 
-def check_data(world: World, config: Config) -> Checked:
+def check_data(world: Communicator, config: Config) -> Checked:
     """Read the data on every rank. Collective; says something on rank 0."""
     told = gathered(world, {"host": world.host, **_read(config)})
     checked = Checked()
@@ -22,11 +22,11 @@ def check_data(world: World, config: Config) -> Checked:
         if "error" in found:
             # on one rank of many it is its node that lacks something
             where = "" if all("error" in other for other in told) else f"rank {rank} on {found['host']}: "
-            checked.mend(f"{where}{found['error']}")
+            checked.error(f"{where}{found['error']}")
             return checked
     for rank, found in enumerate(told):
         if found["digest"] != told[0]["digest"]:
-            checked.mend(
+            checked.error(
                 f"rank {rank} on {found['host']} reads other samples than rank 0: copy the same files to "
                 "every node, or put them on a file system that all share"
             )
