@@ -7,11 +7,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+    from typing import Any
 
+    from hpcfl.api import Setting
+    from hpcfl.methods import Method
     from hpcfl.results.comparison import Comparison
     from hpcfl.results.run import Run
 
 __version__ = "0.1.0"
+
+
+def run(
+    *settings: Setting,
+    method: str | type[Method] | None = None,
+    dataset: Any = None,
+    out: str | Path | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> Run | None:
+    """Start or resume a run, alone or under mpirun, and return it; see `hpcfl.api.run`. Collective."""
+    from hpcfl.api import run
+
+    return run(*settings, method=method, dataset=dataset, out=out, fresh=fresh, quiet=quiet)
 
 
 def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:

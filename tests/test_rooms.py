@@ -14,7 +14,7 @@ PACKAGE = REPOSITORY / "hpcfl"
 
 ROOMS = [
     ["__main__"],
-    ["main"],
+    ["api", "main"],
     ["commands"],
     ["benchmarks", "checks"],
     ["report"],

@@ -1,0 +1,131 @@
+"""Runs from Python: from a script or a notebook, alone or under mpirun."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcfl.commands.arguments import RunOptions
+from hpcfl.commands.run import run as run_in_folder
+from hpcfl.communication.communicator import abort_on_exception, open_world, run_collectively
+from hpcfl.communication.heartbeat import die_with_launcher
+from hpcfl.config import ENVIRONMENT, Config, read_yaml
+from hpcfl.config.own_code import RESERVED_OPTIONS
+from hpcfl.data.sources import SOURCES, Source, arrays_of
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS, Method, Params
+from hpcfl.registries import merge, resolve
+from hpcfl.results.run import Run, load_run
+from hpcfl.simulation.stopping import StopFlag
+
+Setting = str | Path | Mapping[str, Any]
+
+_added: set[str] = set()
+"""Names of methods that `run` was given as classes."""
+
+
+def run(
+    *settings: Setting,
+    method: str | type[Method] | None = None,
+    dataset: Any = None,
+    out: str | Path | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+) -> Run | None:
+    """Start a run in its folder, or resume it, as `hpcfl run` does; no report is written. Collective.
+
+    Args:
+        settings: YAML files, `key=value` words and dictionaries of keys (nested, or as `train.rounds`), the
+            later over the earlier.
+        method: a method's name, or a class of your own derived from `Method`.
+        dataset: a torch Dataset, or any sequence of (image [C, H, W] or [H, W], label), in place of
+            `data.source`; all ranks must give the same.
+        out: run folder; default: runs/<name>.
+        fresh: move an old run folder aside and start over.
+        quiet: print nothing but warnings and errors.
+
+    Returns:
+        What `hpcfl.load_run` returns, also where a signal has stopped the run early; None on all ranks but 0.
+
+    Raises:
+        hpcfl.errors.UserError: settings, method or dataset are impossible, or the folder holds another run.
+        hpcfl.errors.StorageError: the run folder cannot be written.
+    """
+    world = open_world()
+    with abort_on_exception(world), ExitStack() as at_exit:
+        if world.size > 1:
+            die_with_launcher()
+        if not world.is_server:
+            at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
+        config = run_collectively(world, lambda: _config(settings, method, dataset))
+        stop = StopFlag()
+        at_exit.callback(stop.restore)
+        folder = Path("runs") / config.run_name() if out is None else Path(out)
+        options = RunOptions(None, (), folder, fresh, quiet)
+        run_in_folder(config, options, world, stop, "hpcfl.run(...)", is_cell=True)
+        return load_run(folder) if world.is_server else None
+
+
+def _config(settings: tuple[Setting, ...], method: str | type[Method] | None, dataset: Any) -> Config:
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        if isinstance(setting, Mapping):
+            tree = merge(tree, setting)
+        elif isinstance(setting, Path) or (setting.endswith((".yaml", ".yml")) and "=" not in setting):
+            keys = read_yaml(Path(setting))
+            keys.pop(ENVIRONMENT, None)
+            tree = merge(tree, keys)
+        else:
+            tree = merge(tree, [setting])
+    if method is not None:
+        tree = merge(tree, {"method.name": method if isinstance(method, str) else _add_method(method)})
+    if dataset is not None:
+        tree = merge(tree, {"data.source": _add_source(dataset)})
+    return resolve(tree)
+
+
+def _add_method(method: type[Method]) -> str:
+    """Enter a class as a method for as long as this process lives, and return its name."""
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise UserError(f"method={method!r} is no method; give a name, or a class derived from Method")
+    if METHODS.get(getattr(method, "name", "")) is method:
+        return method.name
+    if not issubclass(method.Params, Params) or set(RESERVED_OPTIONS) & method.Params.model_fields.keys():
+        reserved = ", ".join(RESERVED_OPTIONS)
+        raise UserError(f"{method.__name__}.Params must be derived from Params and have no key of {reserved}")
+    if "name" not in vars(method):
+        method.name = method.__name__.lower()
+    if "summary" not in vars(method):
+        method.summary = f"the class {method.__name__}"
+    if method.name in METHODS and method.name not in _added:
+        raise UserError(
+            f"{method.__name__} has the name of a method of hpcfl, {method.name}; set {method.__name__}.name "
+            "to another"
+        )
+    _added.add(method.name)
+    METHODS[method.name] = method
+    return method.name
+
+
+def _add_source(dataset: Any) -> str:
+    """Enter samples as a source whose name has a digest of them, so that other samples are another run."""
+    try:
+        pairs = [dataset[number] for number in range(len(dataset))]
+        x = np.stack([np.asarray(image) for image, _ in pairs])
+        y = np.array([int(label) for _, label in pairs])
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"dataset: {error}; give a sequence of (image, label), the images tensors or arrays of one shape "
+            "[C, H, W] or [H, W]"
+        ) from error
+    arrays = arrays_of(x[:, None] if x.ndim == 3 else x, y, "dataset")
+    digest = hashlib.sha256(arrays.x.tobytes() + arrays.y.tobytes()).hexdigest()[:8]
+    name = f"dataset-{digest}"
+    SOURCES[name] = Source(f"{len(y)} samples given to hpcfl.run", read=lambda _: arrays)
+    return name

@@ -1,0 +1,135 @@
+"""`hpcfl.run`: runs from Python are those of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import differing
+from processes import Mpirun
+from torch.utils.data import TensorDataset
+
+import hpcfl
+from hpcfl import api
+from hpcfl.communication.messages import Message
+from hpcfl.data.sources import SOURCES
+from hpcfl.errors import FINISHED, UserError
+from hpcfl.main import main
+from hpcfl.methods import METHODS
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.results.run import Run
+from hpcfl.training.client_group import ClientGroup
+
+SMALL = ["data.clients=3", "data.per_client=40", "train.rounds=2", "train.local_epochs=1", "run.report=false"]
+
+
+class Halved(FedAvg):
+    """FedAvg whose clients send the middle between the model that they received and their own."""
+
+    def train(self, clients: ClientGroup, down: Message) -> Message:
+        trained = super().train(clients, down)
+        return Message(rows={"theta": (trained["theta"] + down["theta"]) / 2})
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    """Take out what a test has entered."""
+    methods, sources, added = dict(METHODS), dict(SOURCES), set(api._added)
+    yield
+    for known, before in ((METHODS, methods), (SOURCES, sources)):
+        known.clear()
+        known.update(before)  # type: ignore[arg-type]
+    api._added.clear()
+    api._added.update(added)
+    for name in ("name", "summary"):
+        if name in vars(Halved):
+            delattr(Halved, name)
+
+
+def run(*settings: Any, **options: Any) -> Run:
+    found = hpcfl.run(*SMALL, *settings, quiet=True, **options)
+    assert found is not None
+    return found
+
+
+def test_a_run_is_that_of_the_command_line(tmp_path: Path) -> None:
+    words = [*SMALL, "method.name=fedprox", "method.mu=0.5", "run.seed=3"]
+    assert main([*words, "--out", str(tmp_path / "typed"), "--quiet"]) == FINISHED
+    (tmp_path / "config.yaml").write_text("method: {name: fedprox, mu: 7}\ntrain: {rounds: 9}\n")
+    found = hpcfl.run(
+        tmp_path / "config.yaml",
+        *SMALL,
+        {"method": {"mu": 0.5}, "run.seed": 3},
+        out=tmp_path / "run",
+        quiet=True,
+    )
+    assert found is not None
+    assert found.status.state == "finished"
+    assert not differing(tmp_path / "typed", tmp_path / "run")
+
+
+def test_a_class_is_a_method_and_its_run_is_resumed(tmp_path: Path) -> None:
+    first = run(method=Halved, out=tmp_path / "run")
+    assert first.config.method.name == "halved"
+    longer = run("train.rounds=4", method=Halved, out=tmp_path / "run")
+    assert len(longer.metrics["accuracy_mean"]) == 4
+    whole = run("train.rounds=4", method=Halved, out=tmp_path / "whole")
+    assert not differing(whole.path, longer.path)
+    plain = run("train.rounds=4", method="fedavg", out=tmp_path / "plain")
+    assert list(plain.metrics["loss_mean"]) != list(whole.metrics["loss_mean"])
+    assert set(longer.model(0)) == set(plain.model(0))
+
+
+@pytest.mark.parametrize("has_channels", [True, False])
+def test_a_dataset_is_a_source(tmp_path: Path, has_channels: bool) -> None:
+    images = torch.rand(120, 8, 8, generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(120) % 3
+    dataset = TensorDataset(images[:, None] if has_channels else images, labels)
+    keys = {"data": {"partition": {"name": "iid"}}, "model.name": "digits_cnn", "method.name": "local"}
+    found = run(keys, dataset=dataset, out=tmp_path / "run")
+    assert found.config.data.source.startswith("dataset-")
+    assert found.network(0)(torch.zeros(2, 1, 8, 8)).shape == (2, 3)
+    with pytest.raises(UserError, match=r"data\.source"):
+        run(keys, dataset=TensorDataset(1 - images, labels), out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"method": type("FedAvgAgain", (FedAvg,), {"name": "fedprox"})},
+            "FedAvgAgain has the name of a method",
+        ),
+        ({"method": dict}, "is no method; give a name, or a class derived from Method"),
+        ({"method": "fedavgg"}, "method.name=fedavgg is unknown"),
+        ({"dataset": [1, 2]}, "dataset: "),
+        (
+            {"dataset": [(torch.zeros(1, 8, 8), 0), (torch.zeros(1, 9, 9), 1)]},
+            "tensors or arrays of one shape",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        run(out=tmp_path / "run", **options)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_run_a_script_to_the_bits_of_one(tmp_path: Path, mpirun: Mpirun) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nimport hpcfl\nfrom hpcfl.methods.fedavg import FedAvg\n\n\n"
+        "class Mine(FedAvg):\n    pass\n\n\n"
+        f"found = hpcfl.run(*{SMALL!r}, method=Mine, out=sys.argv[1], quiet=True)\n"
+        "print(None if found is None else found.config.method.name)\n"
+    )
+    alone = type("Mine", (FedAvg,), {})
+    run(method=alone, out=tmp_path / "alone")
+    done = mpirun(3, script, tmp_path / "ranks")
+    assert sorted(done.stdout.split()) == ["None", "None", "mine"]
+    assert not differing(tmp_path / "alone", tmp_path / "ranks")
