@@ -17,9 +17,9 @@ from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.events import require_writer
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
+from hpcfl.storage.trackers import check_tracker
 
 
 def run(
@@ -52,7 +52,7 @@ def run(
         if world.is_server:
             # all ranks have come here, with their handlers: a signal would have killed them before
             tell_script("ready", "a signal stops the run")
-        run_collectively(world, lambda: require_writer(config.run.tensorboard and world.is_server))
+        run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None
         run_collectively(world, lambda: folder.check(options.fresh) if folder else None)

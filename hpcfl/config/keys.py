@@ -259,9 +259,9 @@ class RunConfig(Settings):
     takes; null: wait for ever. Changes no result."""
     report: bool = Field(True, json_schema_extra=NO_RESULT)
     """Whether a run ends by writing report.html, a page of what it gave; changes no result."""
-    tensorboard: bool = Field(False, json_schema_extra=NO_RESULT)
-    """Whether the run folder has a file for TensorBoard: the columns of metrics.csv and the distribution of
-    the clients' accuracy, by round. Needs the package tensorboardX; changes no result."""
+    tracker: Literal["mlflow", "tensorboard", "wandb"] | None = Field(None, json_schema_extra=NO_RESULT)
+    """Where the columns of metrics.csv also go, round by round: an MLflow server, a file in the run folder
+    for TensorBoard, or Weights & Biases. Needs the extra of hpcfl of that name; changes no result."""
 
 
 Options = TypeVar("Options", bound=Settings)

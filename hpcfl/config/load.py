@@ -26,8 +26,12 @@ from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
 
-RENAMED = {"comm.keep": "comm.topk_ratio", "comm.memory": "comm.error_feedback"}
-"""Keys of earlier versions, and what they are called now."""
+RENAMED = {
+    "comm.keep": "comm.topk_ratio",
+    "comm.memory": "comm.error_feedback",
+    "run.tensorboard": "run.tracker=tensorboard",
+}
+"""Keys of earlier versions, and what they are called now, with a value where it is another."""
 
 DEFAULT_CLIENTS = 10
 """Number of clients where neither the user nor the data says."""
@@ -78,7 +82,10 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     if unknown:
         value = flatten({**tree, **given}).get(unknown[0], "")
         if new := RENAMED.get(unknown[0]):
-            raise UserError(f"{unknown[0]} is now called {new}; write {new}={shown(value)}")
+            key, has_value, _ = new.partition("=")
+            raise UserError(
+                f"{unknown[0]} is now called {key}; write {new if has_value else f'{key}={shown(value)}'}"
+            )
         raise UserError(unknown_key(unknown[0], value, known, choices))
     chosen: dict[str, Chosen[Any]] = {
         group: Chosen(names[group], _validate(group, kinds[group], given[group]), files[group])

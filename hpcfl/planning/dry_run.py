@@ -109,7 +109,7 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
     It continues where numbers become nan or infinite, whatever `run.on_divergence` says.
     """
     began_s = time.monotonic()
-    run = config.run.model_copy(update={"on_divergence": "continue", "tensorboard": False})
+    run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None})
     config = replace(config, run=run)
     with ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())

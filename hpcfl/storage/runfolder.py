@@ -19,25 +19,25 @@ import yaml
 
 from hpcfl import __version__
 from hpcfl.config import ENVIRONMENT, Config, differences
-from hpcfl.errors import StorageError, UserError
+from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.formatting import readable_bytes
 from hpcfl.machine import package_versions, processor
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
-from hpcfl.storage.events import EventFile
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.ledger import Ledger, goes_on_from, write_partition
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
 from hpcfl.storage.slurm import job
 from hpcfl.storage.snapshot import LayoutRecord, Snapshot
+from hpcfl.storage.trackers import RUN_ID_NAME, Tracker, start_tracker
 
 UNFINISHED_NAME = "config.yaml.tmp"
 """What config.yaml is called until it is whole; a killed run may leave it."""
 
 _WRITTEN = re.compile(
-    rf"{re.escape(LOCK_NAME)}|log\.txt|events\.out\.tfevents\..*|checkpoint(\.prev|\.tmp)?\.h5|"
+    rf"{re.escape(LOCK_NAME)}|{re.escape(RUN_ID_NAME)}|log\.txt|events\.out\.tfevents\..*|checkpoint(\.prev|\.tmp)?\.h5|"
     r"config\.yaml(\.tmp)?|\.?(metrics|bytes|clients|partition)\.csv(\..*)?|\.?report\.html(\..*)?",
     re.DOTALL,
 )
@@ -65,7 +65,7 @@ class RunFolder:
         self.checkpoint: LoadedCheckpoint | None = None
         """The round from which the run resumes; None at round 0."""
         self._config = config
-        self._events: EventFile | None = None
+        self._tracker: Tracker | None = None
         self._lock: FolderLock | None = None
         self._record: dict[str, Any] | None = None
         self._log_is_refused = self._is_tight = False
@@ -120,7 +120,7 @@ class RunFolder:
         """
         try:
             self._take(fresh, at_exit)
-            at_exit.callback(self._close_events)
+            at_exit.callback(self._close_tracker)
             # another run may have come and gone since the first look
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
@@ -178,24 +178,24 @@ class RunFolder:
         return self.checkpoint is not None and self.checkpoint.header.round == self._config.train.rounds
 
     def start_files(self, ledger: Ledger) -> None:
-        """Rewrite the CSV files, and what TensorBoard reads if the run wants it, with all that is known.
+        """Rewrite the CSV files with all that is known, and start the tracker.
 
-        This and all that follows raises StorageError where the folder cannot be written; the log, and what
-        TensorBoard reads, are given up with a warning instead: no number of the run hangs on them.
+        This and all that follows raises StorageError where the folder cannot be written; the log and the
+        tracker are given up with a warning instead: no number of the run depends on them.
         """
         with self._writing("its CSV files"):
             ledger.start_files(self.path)
-        if self._config.run.tensorboard:
-            with self._events_given_up_if_refused():
-                self._events = EventFile(self.path, ledger)
+        if name := self._config.run.tracker:
+            with self._tracker_or_warning():
+                self._tracker = start_tracker(name, self.path, self._config, ledger)
 
     def append_files(self, ledger: Ledger) -> None:
         """Append what is new to the files of `start_files`."""
         with self._writing("its CSV files"):
             ledger.append_files(self.path)
-        if self._events is not None:
-            with self._events_given_up_if_refused():
-                self._events.append(ledger)
+        if self._tracker is not None:
+            with self._tracker_or_warning():
+                self._tracker.append(ledger)
 
     def write_partition(self, train: np.ndarray, evaluated: np.ndarray) -> None:
         """Write partition.csv: each client's samples by class; `train` and `evaluated` are int64 [N, K]."""
@@ -271,21 +271,28 @@ class RunFolder:
         return shutil.disk_usage(self.path).free
 
     @contextmanager
-    def _events_given_up_if_refused(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            self._events = None
+    def _tracker_or_warning(self) -> Iterator[None]:
+        """Give up the tracker with a warning, whatever its package raises; its own warnings are no news."""
+        refused: Exception | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                yield
+            except Exception as error:
+                self._tracker, refused = None, error
+        if refused is not None:
+            reason = refused.strerror if isinstance(refused, OSError) else None
             warnings.warn(
-                f"{self.path}: what TensorBoard reads cannot be written: {error.strerror or error}; the run "
-                "continues, and its next start writes all of it anew",
-                stacklevel=2,
+                f"{self.path}: run.tracker={self._config.run.tracker} has failed: "
+                f"{reason or one_line(refused)}; the run continues without, and its next start sends what is "
+                "missing",
+                stacklevel=3,
             )
 
-    def _close_events(self) -> None:
-        if self._events is not None:
-            with suppress(OSError):
-                self._events.close()
+    def _close_tracker(self) -> None:
+        if (tracker := self._tracker) is not None:
+            with self._tracker_or_warning():
+                tracker.close(self.store.last_round == self._config.train.rounds)
 
     def log(self, text: str) -> None:
         """Append a line with the time of day to log.txt; a run continues without, after one warning."""

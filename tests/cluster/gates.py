@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Params
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.training.client_group import Clients
+from hpcfl.training.client_group import ClientGroup
 
 
 class GatedParams(Params):
@@ -35,7 +35,7 @@ class Gated(FedAvg):
     summary = "FedAvg that waits"
     Params: ClassVar[Any] = GatedParams
 
-    def train(self, clients: Clients, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         gates = Path(os.environ["GATES"])
         (gates / f"reached-{clients.round}").write_text(os.environ.get("SLURM_JOB_END_TIME", "not told"))
         if self.params.fails and clients.round == 1 and not (gates / "mended").exists():

@@ -190,8 +190,8 @@ def test_the_run_name_tells_configurations_apart() -> None:
         "run.placement",
         "run.report",
         "run.state",
-        "run.tensorboard",
         "run.timeout",
+        "run.tracker",
     }
 
 
@@ -382,3 +382,8 @@ def test_resolve_leaves_its_argument_alone() -> None:
 )
 def test_an_old_name_of_a_key_is_refused_with_the_new_one(old: str, new: str) -> None:
     assert refusal(None, "comm.codec=topk", f"{old}=0.5") == f"{old} is now called {new}; write {new}=0.5"
+
+
+def test_an_old_key_whose_values_are_others_is_refused_with_the_new_value() -> None:
+    told = "run.tensorboard is now called run.tracker; write run.tracker=tensorboard"
+    assert refusal(None, "run.tensorboard=true") == told

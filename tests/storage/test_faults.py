@@ -297,7 +297,7 @@ def test_a_quota_in_the_middle_of_a_line(
     assert not differing(undisturbed, folder)
 
 
-@pytest.mark.filterwarnings("always:.*cannot be written", "always:no report")
+@pytest.mark.filterwarnings("always:.*cannot be written", "always:.*has failed", "always:no report")
 def test_what_no_number_hangs_on_is_given_up_with_a_warning(
     settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,13 +315,13 @@ def test_what_no_number_hangs_on_is_given_up_with_a_warning(
                 return
         raise LookupError("no events")
 
-    keys = [*settings, "run.tensorboard=true", "run.report=true"]
+    keys = [*settings, "run.tracker=tensorboard", "run.report=true"]
     assert run_disturbed(folder, keys, 2, disturb) == FINISHED
     # a warning goes to the log as well
     log, events, report = capfd.readouterr().err.splitlines()
     assert events == (
-        f"hpcfl: warning: {folder}: what TensorBoard reads cannot be written: No space left on device; the "
-        "run continues, and its next start writes all of it anew"
+        f"hpcfl: warning: {folder}: run.tracker=tensorboard has failed: No space left on device; the run "
+        "continues without, and its next start sends what is missing"
     )
     assert log == (
         f"hpcfl: warning: {folder}: log.txt cannot be written: No space left on device; the run continues "
@@ -525,7 +525,7 @@ def test_clocks_and_times_of_files_that_jump(
         os.utime(path, (0, true_time() + (-1) ** number * 300 * day_s))
     monkeypatch.setattr(time, "time", lambda: true_time() + (-1) ** next(jumps) * 3 * day_s)
     assert main(["watch", str(copied)]) == FINISHED
-    assert run_here(copied, [*settings, "run.tensorboard=true"]) == FINISHED
+    assert run_here(copied, [*settings, "run.tracker=tensorboard"]) == FINISHED
     assert main(["watch", str(copied)]) == FINISHED
     assert next(jumps) > 3
     assert capfd.readouterr().err == ""

@@ -1,0 +1,225 @@
+"""What a run sends to a tracker, read back by the tracker's own reader."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import struct
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bits import differing, run_here, run_killed_in_round, tiny_settings, write_digits
+from processes import run_tree
+
+from hpcfl.errors import BAD_INPUT, FINISHED
+from hpcfl.registries import load_config
+from hpcfl.storage.trackers import BINS, RUN_ID_NAME
+
+ROUNDS = 5
+TOLERANCE = 1e-6
+"""Events hold float32."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(digits)
+    return [*tiny_settings(digits), "method.name=fedavg", f"train.rounds={ROUNDS}", "run.checkpoint_every=2"]
+
+
+def reader(folder: Path) -> Any:
+    """Return TensorBoard's reader of a folder, whose Reload reads what has come since."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder), {"scalars": 0, "histograms": 0}).Reload()
+
+
+def scalars(found: Any) -> dict[tuple[str, int], float]:
+    """Return values by name and round; none may be there twice."""
+    names = found.Tags()["scalars"]
+    events = [(name, event.step, event.value) for name in names for event in found.Scalars(name)]
+    assert max(Counter(event[:2] for event in events).values()) == 1
+    return {(name, step): value for name, step, value in events}
+
+
+def rows(folder: Path) -> dict[tuple[str, int], float]:
+    """Return the numbers of metrics.csv by name and round."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        lines = [{name: float(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+    return {
+        (name, int(line["round"])): value
+        for line in lines
+        for name, value in line.items()
+        if name != "round" and not math.isnan(value)
+    }
+
+
+def test_a_killed_run_has_every_round_once(settings: list[str], tmp_path: Path) -> None:
+    folder, plain = tmp_path / "run", tmp_path / "plain"
+    asked = [*settings, "run.tracker=tensorboard"]
+    run_killed_in_round(3, folder, asked)
+    found = reader(folder)
+    # rounds 1 to 3, of which the checkpoint after round 2 does not know the last
+    assert {step for _, step in scalars(found)} == {1, 2, 3}
+    assert run_here(folder, asked) == FINISHED
+    again = reader(folder)
+    expected = rows(folder)
+    assert {step for _, step in expected} == set(range(1, ROUNDS + 1))
+    assert scalars(again) == pytest.approx(expected, rel=TOLERANCE)
+    # one that has read the events of before the kill
+    assert scalars(found.Reload()) == pytest.approx(expected, rel=TOLERANCE)
+    assert [event.step for event in again.Histograms("accuracy_of_clients")] == list(range(1, ROUNDS + 1))
+    assert [path.stat().st_size > 0 for path in sorted(folder.glob("events.*"))] == [False, True]
+    assert run_here(folder, asked) == FINISHED
+    assert [path.stat().st_size > 0 for path in sorted(folder.glob("events.*"))] == [False, True]
+    assert scalars(found.Reload()) == pytest.approx(expected, rel=TOLERANCE)
+    assert run_here(plain, settings) == FINISHED
+    assert not differing(plain, folder)
+    assert not list(plain.glob("events.*"))
+
+
+def test_the_histogram_counts_clients_by_accuracy(settings: list[str], tmp_path: Path) -> None:
+    assert run_here(tmp_path, [*settings, "run.tracker=tensorboard"]) == FINISHED
+    with (tmp_path / "clients.csv").open(newline="") as file:
+        accuracy = np.array([float(row["accuracy"]) for row in csv.DictReader(file)])
+    last = reader(tmp_path).Histograms("accuracy_of_clients")[-1].histogram_value
+    assert (last.num, last.min, last.max) == (len(accuracy), accuracy.min(), accuracy.max())
+    # a bin that ends at 1 has those at 1 too
+    edges = np.minimum(np.searchsorted(BINS, accuracy, side="right"), len(BINS) - 1)
+    counts = Counter(BINS[edges].round(9).tolist())
+    assert {round(end, 9): n for end, n in zip(last.bucket_limit, last.bucket, strict=True) if n} == counts
+
+
+def test_events_asked_for_late_begin_with_the_first_round(settings: list[str], tmp_path: Path) -> None:
+    run_killed_in_round(3, tmp_path, settings)
+    assert not list(tmp_path.glob("events.*"))
+    assert run_here(tmp_path, [*settings, "run.tracker=tensorboard"]) == FINISHED
+    assert scalars(reader(tmp_path)) == pytest.approx(rows(tmp_path), rel=TOLERANCE)
+
+
+def test_the_name_of_the_run_stays() -> None:
+    names = {load_config(None, [f"run.tracker={value}"]).run_name() for value in ("wandb", "null")}
+    assert names == {load_config(None, []).run_name()}
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("tensorboard", "tensorboardX"), ("wandb", "wandb"), ("mlflow", "mlflow-skinny")]
+)
+def test_a_missing_package_is_told_before_the_run(
+    name: str,
+    package: str,
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    top = package.partition("-")[0]
+    for module in [module for module in sys.modules if module.partition(".")[0] == top]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, top, None)
+    assert run_here(tmp_path / "run", [*settings, f"run.tracker={name}"]) == BAD_INPUT
+    (error,) = capfd.readouterr().err.splitlines()
+    assert error.startswith(f"hpcfl: error: run.tracker={name} needs the package {package}")
+    assert f"pip install {package}" in error
+    assert not (tmp_path / "run").exists()
+    assert run_here(tmp_path / "run", settings) == FINISHED
+
+
+def wandb_records(data: bytes) -> Iterator[bytes]:
+    """Read a log of LevelDB: after a header of 7 bytes, blocks of 32 KiB with pieces of records."""
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        if (left := 2**15 - place % 2**15) < 7:
+            place += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, place)
+        record += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):
+            yield record
+            record = b""
+
+
+def wandb_rows(folder: Path) -> list[dict[tuple[str, int], float]]:
+    """Return the numbers of each offline file of Weights & Biases, oldest first, by name and round."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(
+        folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns
+    ):
+        numbers = {}
+        for data in wandb_records(path.read_bytes()):
+            record = Record()
+            record.ParseFromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = {
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                step = record.history.step.num
+                numbers |= {(name, step): value for name, value in items.items() if name[0] != "_"}
+        found.append(numbers)
+    return found
+
+
+def killed_and_resumed(folder: Path, settings: list[str], tracker: str, env: dict[str, str]) -> None:
+    """Run in processes of their own: clients of services leave threads behind."""
+    words = [sys.executable, "-m", "hpcfl.main", *settings, f"run.tracker={tracker}", "--out", str(folder)]
+    run_tree([*words, "train.rounds=3"], env=env)
+    ended = run_tree(words, env=env)
+    assert ended.stderr == ""
+
+
+def test_wandb_offline_has_every_round_in_its_newest_folder(settings: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    killed_and_resumed(folder, settings, "wandb", {"WANDB_MODE": "offline"})
+    first, whole = wandb_rows(folder)
+    assert {step for _, step in first} == {1, 2, 3}
+    assert whole == pytest.approx(rows(folder))
+    name = (folder / RUN_ID_NAME).read_text().strip()
+    assert all(name in path.name for path in folder.glob("wandb/offline-run-*"))
+
+
+def test_mlflow_has_every_round_once(settings: list[str], tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    folder = tmp_path / "run"
+    uri = f"file://{tmp_path}/mlruns"
+    env = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_ALLOW_FILE_STORE": "true"}
+    killed_and_resumed(folder, settings, "mlflow", env)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        client = MlflowClient(uri)
+        experiment = client.get_experiment_by_name("hpcfl")
+        (run,) = client.search_runs([experiment.experiment_id])
+        history = {
+            (name, metric.step): metric.value
+            for name in run.data.metrics
+            for metric in client.get_metric_history(run.info.run_id, name)
+        }
+        count = sum(len(client.get_metric_history(run.info.run_id, name)) for name in run.data.metrics)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["method.name"] == "fedavg"
+    assert history == pytest.approx(rows(folder))
+    assert count == len(history)
+
+
+def test_a_service_that_cannot_be_reached_is_given_up_with_a_warning(
+    settings: list[str], tmp_path: Path
+) -> None:
+    env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    words = [*settings, "run.tracker=mlflow", "--quiet", "--out", str(tmp_path / "run")]
+    ended = run_tree([sys.executable, "-m", "hpcfl.main", *words], env=env)
+    (warning,) = ended.stderr.splitlines()
+    assert warning.startswith(f"hpcfl: warning: {tmp_path / 'run'}: run.tracker=mlflow has failed: ")
+    assert run_here(tmp_path / "plain", settings) == FINISHED
+    assert not differing(tmp_path / "plain", tmp_path / "run")
