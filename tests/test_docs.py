@@ -212,7 +212,7 @@ FAULTS = {
         "storage/test_faults.py::test_a_quota_in_the_middle_of_a_line",
         "storage/test_faults.py::test_a_run_cannot_go_on_where_not_even_its_lock_has_room",
     ],
-    "no room for log.txt, TensorBoard, the page, the terminal": [
+    "no room for log.txt, the tracker, the page, the terminal": [
         "storage/test_faults.py::test_what_no_number_hangs_on_is_given_up_with_a_warning",
         "storage/test_faults.py::test_a_run_needs_nobody_to_take_its_words",
     ],
