@@ -169,6 +169,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
         config.train,
         config.run.seed,
         num_samples[num_clients:],
+        config.server,
     )
     return METHODS[config.method.name](context, config.method.options)
 
