@@ -7,6 +7,7 @@ import os
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +24,7 @@ from hpcfl.communication.network import fastest_s
 from hpcfl.config import Config
 from hpcfl.data.sources import SOURCES, Source, arrays_of
 from hpcfl.errors import UserError
-from hpcfl.methods import Method
+from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import merge, resolve
@@ -41,6 +42,8 @@ ROUND_SAMPLES = 600
 WAITING_SAMPLES = 200
 """Samples of each of twice as many clients where workers wait for each other."""
 CHECKPOINT_EVERY = 50
+METHODS_BESIDE_FEDAVG = 3
+"""Methods that are compared with one run of FedAvg, just before them."""
 
 
 def start(world: Communicator) -> Iterator[Ratio]:
@@ -115,6 +118,48 @@ def _waiting(world: Communicator, placement: str) -> float:
         return 0.0
     _, timing = run(world, config_of(settings))
     return statistics.mean(timing.idle_shares[1:]) if world.is_server else 0.0
+
+
+def methods(world: Communicator, device: str) -> Iterator[Ratio]:
+    """Time each method's round over FedAvg's.
+
+    Its parts are the seconds of training and of all else (server and messages) over those of FedAvg's whole
+    round, and the seconds of an evaluation over FedAvg's.
+    """
+    # rounds 3, 5 and 7 are timed, which are not evaluated; evaluations after 2, 4 and 6
+    settings: dict[str, Any] = {
+        "model": {"batchnorm": True},
+        "data": {"clients": 4, "per_client": WAITING_SAMPLES},
+        "train": {"rounds": 8, "local_epochs": 1, "batch_size": 30, "lr": 0.01},
+        "run": {"device": device, "eval_every": 2, "checkpoint_every": 8},
+    }
+    for number, name in enumerate(name for name in METHODS if name != "fedavg"):
+        with warnings.catch_warnings():
+            # such as Clustered FL's, which does not split in so few rounds
+            warnings.simplefilter("ignore")
+            if number % METHODS_BESIDE_FEDAVG == 0:
+                _, fedavg = run(world, config_of(settings | {"method": {"name": "fedavg"}}))
+            _, other = run(world, config_of(settings | {"method": {"name": name}}))
+        if world.is_server:
+            yield _beside_fedavg(name, other, fedavg)
+
+
+def _beside_fedavg(name: str, other: Timing, fedavg: Timing) -> Ratio:
+    """Return the cost of a method's round over FedAvg's."""
+    training_s, server_s = _round_s(other)
+    fedavg_s = sum(_round_s(fedavg))
+    parts = {
+        "training": training_s / fedavg_s,
+        "server": server_s / fedavg_s,
+        "evaluation": min(other.evaluate_s) / min(fedavg.evaluate_s),
+    }
+    return Ratio(f"{name}: round / FedAvg's", (training_s + server_s) / fedavg_s, parts=parts)
+
+
+def _round_s(timing: Timing) -> tuple[float, float]:
+    """Return the seconds of a round without an evaluation: of training, and of all else, the server's."""
+    round_s, number = min((timing.round_s[number], number) for number in (2, 4, 6))
+    return timing.train_s[number], round_s - timing.train_s[number]
 
 
 def config_of(settings: Mapping[str, Any]) -> Config:

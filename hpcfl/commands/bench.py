@@ -26,6 +26,7 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     engines  the batched engine beside the loop engine (--device)
     scale    pFedLA's server with --clients (all ranks)
     rounds   what of pFedLA's is not training; messages, checkpoints, waiting (all ranks, --device)
+    methods  a round of each method, beside FedAvg's (--device)
     nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds
     """
@@ -102,6 +103,7 @@ PARTS: dict[str, Part] = {
         world, list(map(int, options.clients.split(","))), max(2, options.repeats // 3)
     ),
     "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),
+    "methods": lambda world, options: runs.methods(world, options.device),
     "nodes": lambda world, options: nodes.scaling(world, max(3, options.repeats // 2)),
 }
 """By name; each takes the ranks and the command's options. All are collective."""

@@ -12,10 +12,12 @@ import torch
 from marked_device import DEVICE, marked_device
 from processes import REPOSITORY, Mpirun
 
-from hpcfl.benchmarks import ratios, server, steps
+from hpcfl.benchmarks import ratios, runs, server, steps
 from hpcfl.benchmarks.ratios import Ratio, as_tables, compare
+from hpcfl.communication.communicator import open_world
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
+from hpcfl.methods import METHODS
 
 RATIOS = [Ratio("small", 0.5, 0.6, "ms"), Ratio("large", 3.0, 4.0, is_floor=True), Ratio("plain", 2.0)]
 
@@ -121,6 +123,19 @@ def test_engines_on_a_marked_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert marked.operators.total() > 500
 
 
+def test_every_method_stands_beside_fedavg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ("fedavg", "ifca", "fedmn")
+    monkeypatch.setattr(runs, "METHODS", {name: METHODS[name] for name in names})
+    monkeypatch.setattr(runs, "WAITING_SAMPLES", 20)
+    found = [*runs.methods(open_world(), "cpu")]
+    assert [method.name for method in found] == ["ifca: round / FedAvg's", "fedmn: round / FedAvg's"]
+    for method in found:
+        assert method.value == pytest.approx(method.parts["training"] + method.parts["server"])
+        assert min(method.parts.values()) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rounds_use_the_ranks_there_are(mpirun: Mpirun, tmp_path: Path) -> None:
     measure = (
         "from hpcfl.benchmarks import runs; from hpcfl.main import main; "
@@ -167,7 +182,7 @@ def test_rounds_are_timed_by_workers_beside_a_plan(mpirun: Mpirun, tmp_path: Pat
     [
         (
             ["--parts", "speed"],
-            "--parts has 'speed'; allowed: start, steps, server, engines, scale, rounds, nodes",
+            "--parts has 'speed'; allowed: start, steps, server, engines, scale, rounds, methods, nodes",
         ),
         (
             ["--parts", "nodes"],
