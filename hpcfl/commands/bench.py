@@ -33,14 +33,7 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> bool:
     nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
     """
-    parser = Parser("hpcfl bench", run_bench.__doc__)
-    parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
-    parser.add_argument("--clients", default="100", help="clients of scale, such as 100,1000 (default: 100)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     parts = [part for part in PARTS if part != "nodes" or world.size > 1]
     parts = parts if options.parts is None else options.parts.split(",")
     for part in parts:
@@ -84,6 +77,18 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> bool:
             world, lambda: write_json(options.json, found, world.size) if world.is_server else None
         )
     return stopped
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl bench`."""
+    parser = Parser("hpcfl bench", run_bench.__doc__)
+    parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
+    parser.add_argument("--clients", default="100", help="clients of scale, such as 100,1000 (default: 100)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
+    return parser
 
 
 def _earlier(json: Path | None, against: Path | None) -> Earlier | None:
