@@ -102,7 +102,7 @@ def test_where_there_are_no_locks_a_later_start_takes_the_folder_over(
     (tmp_path / ".lock").write_text(f"{owner}\n")
     # whether the owner lives cannot be told
     assert holder(tmp_path) == Holder(owner, False, False)
-    with pytest.warns(UserWarning, match="has no locks") as warned:
+    with pytest.warns(UserWarning, match="ends soon, with exit code 74") as warned:
         held = FolderLock(tmp_path)
     assert held.lost() is None
     (tmp_path / ".lock").write_text(f"{FOREIGN}\n")
