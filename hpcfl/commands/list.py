@@ -32,13 +32,7 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
     With `keys`, print all keys of a configuration with their defaults and meanings, or those whose
     names or groups begin with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet, comm
     """
-    parser = Parser("hpcfl list", list_everything.__doc__)
-    parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then which of them")
-    parser.add_argument("--describe", action="store_true", help="say what each is")
-    parser.add_argument("--markdown", action="store_true", help="print keys as tables of Markdown")
-    for kind, (key, _) in OWN_FILES.items():
-        parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
-    options = parser.parse_intermixed_args(list(arguments))
+    options = parser().parse_intermixed_args(list(arguments))
     if options.words and options.words[0] != "keys":
         raise UserError(
             f"{options.words[0]} is nothing to list; give nothing, or keys, such as "
@@ -55,6 +49,17 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
         print("\n\n".join(map(_as_table if options.markdown else _as_lines, _by_group(found))))
     else:
         _print_names(options.describe)
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl list`."""
+    parser = Parser("hpcfl list", list_everything.__doc__)
+    parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then which of them")
+    parser.add_argument("--describe", action="store_true", help="say what each is")
+    parser.add_argument("--markdown", action="store_true", help="print keys as tables of Markdown")
+    for kind, (key, _) in OWN_FILES.items():
+        parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
+    return parser
 
 
 def _print_names(describes: bool) -> None:

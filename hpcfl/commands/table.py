@@ -7,12 +7,18 @@ import json
 import re
 import textwrap
 import time
-from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from hpcfl.commands.arguments import Parser, RunOptions, add_own_code, command_line, split_settings
+from hpcfl.commands.arguments import (
+    TABLE_HELP,
+    Parser,
+    RunOptions,
+    add_own_code,
+    command_line,
+    split_settings,
+)
 from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import ForcedStop, StorageError, UserError
@@ -56,29 +62,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     after_training; `weighted: true` beside it: clients count with their samples; `figure`: heat_maps,
     curves, bars or points, as in configs/tables/*_figure*.yaml.
     """
-    quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
-    parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n{quantities}")
-    parser.usage = "hpcfl table TABLE.yaml [key.sub=value ...] [options]"
-    parser.add_argument("settings", nargs="*", help=SUPPRESS)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
-    for name in ("column", "row"):
-        named = f"run only this {name}, by its label or a part; repeatable"
-        parser.add_argument(f"--{name}", action="append", default=[], metavar="LABEL", help=named)
-    parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
-    parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
-    parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
-    parser.add_argument(
-        "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
-    )
-    parser.add_argument(
-        "--write-results",
-        action="store_true",
-        help="also write CSV and PNG in results/ beside TABLE.yaml",
-    )
-    parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
-    add_own_code(parser)
-    options = parser.parse_intermixed_args(list(arguments))
+    options = parser().parse_intermixed_args(list(arguments))
     path, overrides = split_settings(options.settings)
     if path is None:
         raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
@@ -125,6 +109,33 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         if failed and not stopped:
             raise _all_of(failed)
         return stopped
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl table`."""
+    quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
+    parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n{quantities}")
+    parser.usage = "hpcfl table TABLE.yaml [key.sub=value ...] [options]"
+    parser.add_argument("settings", nargs="*", metavar=TABLE_HELP)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
+    for name in ("column", "row"):
+        named = f"run only this {name}, by its label or a part; repeatable"
+        parser.add_argument(f"--{name}", action="append", default=[], metavar="LABEL", help=named)
+    parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
+    parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
+    parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
+    parser.add_argument(
+        "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
+    )
+    parser.add_argument(
+        "--write-results",
+        action="store_true",
+        help="also write CSV and PNG in results/ beside TABLE.yaml",
+    )
+    parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
+    add_own_code(parser)
+    return parser
 
 
 def _all_of(errors: Sequence[UserError]) -> UserError:
