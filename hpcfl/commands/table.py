@@ -61,9 +61,11 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     for name in ("column", "row"):
         named = f"run only this {name}, by its label or a part; repeatable"
         parser.add_argument(f"--{name}", action="append", default=[], metavar="LABEL", help=named)
-    parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
-    parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
-    parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="run only every N-th cell, from the K-th on"
+    )
+    parser.add_argument("--rounds", type=_rounds, metavar="R", help="shrink: no cell has more rounds")
+    parser.add_argument("--seeds", type=_seeds, metavar="0,1", help="shrink: only these of the table's seeds")
     parser.add_argument(
         "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
     )
@@ -79,8 +81,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     path, overrides = split_settings(options.settings)
     if path is None:
         raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
-    part, num_parts = _part(options.part)
-    rounds, seeds = _rounds(options.rounds), _seeds(options.seeds)
+    part, num_parts = options.part
     say = _speech(options.quiet)
     with ExitStack() as at_exit:
         stop = StopFlag()
@@ -91,8 +92,8 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
                 path,
                 overrides,
                 options.out,
-                rounds=rounds,
-                seeds=seeds,
+                rounds=options.rounds,
+                seeds=options.seeds,
                 in_columns=options.column,
                 in_rows=options.row,
             ),
@@ -116,12 +117,10 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
             world, lambda: _write_all(table) if world.is_server else ("", {}, [])
         )
         say(f"\n{text}\nin {table.folder}: table.md, table.tex and CSV files")
-        for name, files in drawn.items():
-            say(
-                f"drawn: {', '.join(files)}"
-                if files
-                else f"{name} is not drawn: no cell that it shows is finished"
-            )
+        if any(drawn.values()):
+            say(f"drawn: {', '.join(file for files in drawn.values() for file in files)}")
+        for name in [name for name, files in drawn.items() if not files]:
+            say(f"{name} is not drawn: nothing that it shows is finished")
         if options.write_results:
             written = run_collectively(world, lambda: write_results(table) if world.is_server else [])
             say(f"results: {', '.join(map(str, written))}")
@@ -198,22 +197,23 @@ def _noted(cell: Cell, world: Communicator) -> Iterator[None]:
     if not world.is_server:
         yield
         return
+    note = _note(cell)
     # a folder that cannot be written is told by the run itself
     with suppress(OSError):
-        cell.folder.parent.mkdir(parents=True, exist_ok=True)
-        _note(cell).touch()
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
     tell_script("cell", str(cell.folder))
+    is_fault = True
     try:
         yield
+        is_fault = False
     except (UserError, StorageError, ForcedStop, KeyboardInterrupt):
-        _forget(cell)
+        is_fault = False
         raise
-    _forget(cell)
-
-
-def _forget(cell: Cell) -> None:
-    with suppress(OSError):
-        _note(cell).unlink()
+    finally:
+        if not is_fault:
+            with suppress(OSError):
+                note.unlink()
 
 
 def _write(table: Table) -> str:
@@ -283,26 +283,24 @@ def _is_skipped(table: Table, cell: Cell) -> bool:
     return cell.column in table.not_run and cell.finished_run is None
 
 
-def _part(text: str | None) -> tuple[int, int]:
-    """Read K/N; without it there is one part."""
-    if text is None:
-        return 1, 1
+def _part(text: str) -> tuple[int, int]:
+    """Read K/N."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise UserError(f"--part {text} is invalid; give K/N with K from 1 to N, such as --part 1/3")
     return int(found[1]), int(found[2])
 
 
-def _rounds(text: str | None) -> int | None:
-    if text is not None and not re.fullmatch(r"[1-9]\d*", text):
+def _rounds(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
         raise UserError(f"--rounds {text} is invalid; give an integer from 1 on")
-    return None if text is None else int(text)
+    return int(text)
 
 
-def _seeds(text: str | None) -> list[int] | None:
-    if text is not None and not re.fullmatch(r"\d+(,\d+)*", text):
+def _seeds(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
         raise UserError(f"--seeds {text} is invalid; give whole numbers such as --seeds 0,1")
-    return None if text is None else [int(seed) for seed in text.split(",")]
+    return [int(seed) for seed in text.split(",")]
 
 
 def _without_part(arguments: Sequence[str]) -> list[str]:

@@ -45,15 +45,16 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
     """Say where the first mistake is, such as ", row 2 (FedAvg): published=-1 is invalid: ..."."""
     first = error.errors()[0]
     place: list[str] = []
+    *_, last = first["loc"]
     for key in first["loc"]:
         if isinstance(tree, list) and isinstance(key, int):
             tree = tree[key]
             label = tree.get("label") if isinstance(tree, dict) else None
             place[-1] = f"{place[-1].removesuffix('s')} {key + 1}" + (f" ({label})" if label else "")
         # pydantic's path names the kinds of entries as well
-        elif key is first["loc"][-1] or (isinstance(tree, dict) and key in tree):
+        elif isinstance(tree, dict) and (key in tree or (first["type"], key) == ("missing", last)):
             place.append(str(key))
-            tree = tree.get(key) if isinstance(tree, dict) else None
+            tree = tree.get(key)
     said = first["msg"].removeprefix("Value error, ")
     if first["type"] == "union_tag_not_found":
         place.append(first["ctx"]["discriminator"].strip("'"))

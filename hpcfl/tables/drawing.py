@@ -350,43 +350,31 @@ def _over_rounds(
 def _bars(
     table: Table, drawing: Bars, title: str, notes: Sequence[str], results: Sequence[Result]
 ) -> Figure | None:
-    """Draw groups of bars, a group for each column; of a single column a bar for each row."""
+    """Draw a group of bars for each column, in it a bar for each row."""
     columns = [column for column in table.columns if any(one.column == column for one in results)]
     if not columns:
         return None
-    rows = list(dict.fromkeys(result.row.label for result in results))
-    key, groups = _common_key(columns)
-    if len(columns) == 1:
-        key, groups = "", rows
     whole, body = _page(title, notes, COLUMN_INCH if len(results) <= 12 else PAGE_INCH, 2.4)
     axes = body.subplots()
-    width = 0.7 if len(columns) == 1 else 0.8 / len(rows)
+    rows = list(dict.fromkeys(result.row.label for result in results))
+    width = 0.8 / len(rows)
     name = "best_accuracy" if drawing.accuracy == "best" else "accuracy_mean"
     for number, row in enumerate(rows):
         of_row = [result for result in results if result.row.label == row]
-        offset = (number - (len(rows) - 1) / 2) * width
-        at = [columns.index(result.column) + offset for result in of_row]
-        look = number
-        # one bar a row needs no legend
-        if len(columns) == 1:
-            at, look = [number], 0
+        at = [columns.index(result.column) + (number - (len(rows) - 1) / 2) * width for result in of_row]
         means = [100 * (result.mean(name) or 0) for result in of_row]
-        axes.bar(
-            at,
-            means,
-            width,
-            label=row if len(columns) > 1 else None,
-            color=COLOURS[look % len(COLOURS)],
-            hatch=HATCHES[look % len(HATCHES)],
-            edgecolor="white",
-            linewidth=0.3,
-        )
+        look: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)],
+            "hatch": HATCHES[number % len(HATCHES)],
+        }
+        axes.bar(at, means, width, label=row, edgecolor="white", linewidth=0.3, **look)
         # nan is not drawn
         spreads = [100 * (result.deviation(name) or math.nan) for result in of_row]
         axes.errorbar(at, means, spreads, fmt="none", ecolor="black", elinewidth=0.8, capsize=1.5)
         published = [math.nan if result.published is None else result.published for result in of_row]
         if not np.isnan(published).all():
             axes.plot(at, published, "D", label="published", color="white", mec="black", mew=0.8)
+    key, groups = _common_key(columns)
     axes.set_xticks(range(len(groups)), groups)
     if max(map(len, groups)) * len(groups) > 45:
         axes.tick_params(axis="x", rotation=30)
@@ -407,34 +395,25 @@ def _common_key(labels: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figure | None:
-    """Draw a point for each row and column; those whose names are alike before a comma look alike."""
+    """Draw a point for each row and column; those whose names are the same before a comma look the same."""
     if not results:
         return None
     whole, body = _page(title, notes, COLUMN_INCH, 2.6)
     axes = body.subplots()
     names = _short_names(results)
-    looks = dict(
-        zip(
-            dict.fromkeys(name.partition(", ")[0] for name in names),
-            cycle(zip(COLOURS, MARKS, strict=True)),
-            strict=False,
-        )
-    )
-    for number, (result, name) in enumerate(zip(results, names, strict=True)):
+    groups = list(dict.fromkeys(name.partition(", ")[0] for name in names))
+    gigabytes = [_gigabytes(result) for result in results]
+    for number, (result, name, at) in enumerate(zip(results, names, gigabytes, strict=True)):
         group, _, detail = name.partition(", ")
-        colour, mark = looks[group]
-        num_clients = len(next(iter(result.runs.values())).in_training["client"])
-        turns = result.config.train.rounds * result.config.train.cohort_size(num_clients)
-        # of trainable numbers; 1 GB is 10^9 bytes
-        gigabytes = sum(result.mean(f"bytes_{way}") or 0 for way in ("down", "up")) * turns / 1e9
-        accuracy = 100 * (result.mean("accuracy_mean") or 0)
-        spread = 100 * (result.deviation("accuracy_mean") or 0)
-        axes.errorbar(gigabytes, accuracy, spread, fmt=mark, color=colour, elinewidth=0.6, label=group)
-        # beside the point, on the side where the last label was not
-        side, place = ("left", (4, -2)) if number % 2 == 0 else ("right", (-4, -2))
-        axes.annotate(
-            detail or name, (gigabytes, accuracy), place, textcoords="offset points", fontsize=5, ha=side
+        look = groups.index(group) % len(MARKS)
+        accuracy, spread = (
+            100 * (value or 0) for value in (result.mean("accuracy_mean"), result.deviation("accuracy_mean"))
         )
+        axes.errorbar(at, accuracy, spread, fmt=MARKS[look], color=COLOURS[look], elinewidth=0.6, label=group)
+        # towards the middle, and in turn above and below
+        side = "right" if at > (min(gigabytes) + max(gigabytes)) / 2 else "left"
+        shift = (-3 if side == "right" else 3, -6 if number % 2 else 2)
+        axes.annotate(detail or name, (at, accuracy), shift, textcoords="offset points", fontsize=5, ha=side)
     axes.set_xlabel("GB down and up, all rounds and clients")
     axes.set_ylabel("accuracy, %")
     axes.margins(0.2, 0.12)
@@ -442,6 +421,13 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
     axes.grid(linewidth=0.3, color="#cccccc")
     _legend(body, [axes])
     return whole
+
+
+def _gigabytes(result: Result) -> float:
+    """Return 10^9 bytes of trainable numbers, down and up, of all rounds and clients."""
+    num_clients = len(next(iter(result.runs.values())).in_training["client"])
+    turns = result.config.train.rounds * result.config.train.cohort_size(num_clients)
+    return sum(result.mean(f"bytes_{way}") or 0 for way in ("down", "up")) * turns / 1e9
 
 
 def _legend(body: SubFigure, grid: Iterable[Axes]) -> None:

@@ -372,8 +372,8 @@ def _by_column(place: str, key: str, given: Any, columns: Sequence[str]) -> dict
     numbers = given if isinstance(given, list) else [given]
     if len(numbers) != len(columns):
         raise UserError(
-            f"{place}: {key} has {len(numbers)} numbers for {len(columns)} columns; give one a column, and "
-            f"null where there is none, or {{{columns[0] or 'column'}: number}}"
+            f"{place}: {key}: {len(numbers)} given for {len(columns)} columns; give one a column, and null "
+            f"where there is none, or {{{columns[0] or 'column'}: number}}"
         )
     return {label: float(value) for label, value in zip(columns, numbers, strict=True) if value is not None}
 

@@ -275,7 +275,7 @@ def test_a_row_is_laid_over_the_settings_and_the_command_line_over_both(tmp_path
           - {method: {name: fedavg}, data: {partition: {name: classes}}, train: {lr: 0.4}}
         """
     )
-    read = Table(path, ["train.lr=0.3", "data.clients=5"], None)
+    read = Table(path, ["train.lr=0.3", "data.clients=5"])
     trees = [cell.config.tree() for cell in read.cells]
     assert [cell.folder for cell in read.cells] == [
         Path("runs/mine") / name for name in ("heurpfedla-s4", "no-k-s4", "fedavg-s4")
