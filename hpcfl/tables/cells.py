@@ -86,14 +86,14 @@ class Table:
         layers = read_table(path)
         file = layers[-1]
         self.path, self.size, self.source = path, file.size, file.source
-        self.rows: list[Row] = file.rows or []
-        self.columns = [column.label for column in file.columns or ()]
+        self.rows: list[Row] = file.rows
+        self.columns = [column.label for column in file.columns]
         """Labels; [ONLY] of a table without columns."""
         self.compare: list[Pair] = file.compare or []
-        self.show: list[str] = file.show or []
+        self.show: list[str] = file.show
         self.drawings: list[Drawing] = file.figure or []
         """What the table's figure draws, a picture each."""
-        of_file = file.seeds or []
+        of_file = file.seeds
         self.seeds = [seed for seed in of_file if seeds is None or seed in seeds]
         for seed in seeds or ():
             if seed not in of_file:
@@ -122,7 +122,7 @@ class Table:
             raise UserError(f"{path}: the chosen rows have no cell in the chosen columns; choose others")
         self.not_run: dict[str, str] = {}
         """Why the data of a column, by its label, cannot be read; known once its methods have been made."""
-        self.title = (file.title or "") + self._changes(of_file, rounds, overrides)
+        self.title = file.title + self._changes(of_file, rounds, overrides)
 
     @property
     def labels(self) -> list[str]:
@@ -270,7 +270,7 @@ class Table:
 
 def _tree(layers: Sequence[TableFile], label: str, column: str) -> dict[str, Any]:
     """Return the keys of a row in a column: of a file the row's override the column's, and those the rest."""
-    (config,) = (one.config for one in layers[-1].columns or () if one.label == column)
+    (config,) = (one.config for one in layers[-1].columns if one.label == column)
     tree: dict[str, Any] = {}
     if config is not None:
         tree = read_yaml(Path(config))
@@ -278,8 +278,8 @@ def _tree(layers: Sequence[TableFile], label: str, column: str) -> dict[str, Any
         if isinstance(tree.get("run"), dict):
             tree["run"].pop("seed", None)
     for layer in layers:
-        of_column = [one for one in layer.columns or () if one.label == column]
-        of_row = [one for one in layer.rows or () if one.label == label]
+        of_column = [one for one in layer.columns if one.label == column]
+        of_row = [one for one in layer.rows if one.label == label]
         for more in (layer.settings, *of_column, *of_row):
             tree = merge(tree, more.tree())
     return tree

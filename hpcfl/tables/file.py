@@ -55,6 +55,12 @@ def _one_line(text: str) -> str:
     return text.strip()
 
 
+def _unique(seeds: list[int]) -> list[int]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("a seed is there twice; drop one")
+    return seeds
+
+
 def _quantity(name: str) -> str:
     if name not in QUANTITIES:
         raise ValueError(_unknown(name, "quantities", QUANTITIES))
@@ -168,6 +174,11 @@ class HeatMaps(FileKeys):
     low: float | None = Field(None, gt=0)
     """Value of the palest colour; default: 0, or with `scale: log` the smallest that is drawn."""
 
+    @property
+    def columns(self) -> list[str]:
+        """Columns that it names layers of."""
+        return list(self.layers) if isinstance(self.layers, dict) else []
+
     def layers_in(self, column: str) -> list[str] | None:
         """Return the layers that are drawn in a column; None for all."""
         return self.layers.get(column) if isinstance(self.layers, dict) else self.layers
@@ -218,22 +229,24 @@ class TableFile(FileKeys):
 
     extends: Text | None = None
     """Table file, relative to this one, of which this one says only what differs."""
-    title: Text | None = None
+    title: Text = ""
     size: Text | None = None
     """How the table differs in size from what it stands for; printed above every output."""
     source: Text | None = None
     """Where the published numbers stand."""
-    seeds: list[Annotated[StrictInt, Field(ge=0)]] | None = Field(None, min_length=1)
+    seeds: Annotated[list[Annotated[StrictInt, Field(ge=0)]], AfterValidator(_unique)] = Field(
+        [], min_length=1
+    )
     config: Text | None = None
     """Configuration file, as in a column, for all columns that name none."""
     settings: PartialConfig = PartialConfig()
     """What all cells have in common."""
-    columns: list[Annotated[Column, _or_label(Column)]] | None = Field(None, min_length=1)
+    columns: list[Annotated[Column, _or_label(Column)]] = Field([], min_length=1)
     sweep: Sweep | None = None
     """In place of columns."""
-    rows: list[Annotated[Row, _or_label(Row)]] | None = Field(None, min_length=1)
+    rows: list[Annotated[Row, _or_label(Row)]] = Field([], min_length=1)
     compare: list[Annotated[Pair, _as_pair]] | None = None
-    show: list[Annotated[StrictStr, AfterValidator(_quantity)]] | None = Field(None, min_length=1)
+    show: list[Annotated[StrictStr, AfterValidator(_quantity)]] = Field([], min_length=1)
     """Which quantities stand in the printed table."""
     figure: Annotated[list[Drawing], _as_list] | None = None
     """What is drawn of the cells: one drawing, or a list of them; default: what the extended file draws."""
@@ -254,24 +267,20 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
         layers = read_table(below, [*above, path])
     else:
         for name in ("title", "seeds", "rows"):
-            if getattr(file, name) is None:
+            if not getattr(file, name):
                 raise UserError(f"{path}: {name} is missing; a table has {', '.join(TableFile.model_fields)}")
-    if file.seeds is not None and len(set(file.seeds)) < len(file.seeds):
-        raise UserError(f"{path}: seeds={file.seeds} is invalid: a seed is there twice; drop one")
     nothing = TableFile.model_construct(columns=[Column()], show=DEFAULT_SHOW, figure=[])
     base = layers[-1] if layers else nothing
     inherited = {
         name: getattr(base, name)
         for name in ("title", "size", "source", "seeds", "show", "figure")
-        if getattr(file, name) is None
+        if getattr(file, name) == TableFile.model_fields[name].default
     }
     columns = _columns(path, file, base)
     labels = [column.label for column in columns]
     rows = _rows(path, file, [nothing, *layers], labels)
     for drawing in file.figure or ():
-        for name in (
-            drawing.layers if isinstance(drawing, HeatMaps) and isinstance(drawing.layers, dict) else ()
-        ):
+        for name in drawing.columns if isinstance(drawing, HeatMaps) else ():
             if name not in labels:
                 raise UserError(f"{path}, figure: layers: {_unknown(name, 'columns', labels)}")
     read = {"columns": columns, "rows": rows, "compare": _pairs(path, file, base, labels, rows)}
@@ -280,8 +289,8 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
 
 def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     """Return the file's columns, one for each value of a sweep, with their configuration files."""
-    before = {column.label: column for column in base.columns or ()}
-    if file.columns is not None and file.sweep is not None:
+    before = {column.label: column for column in base.columns}
+    if file.columns and file.sweep is not None:
         raise UserError(f"{path}: sweep stands in place of columns; put it into one of them")
     entries = file.columns or [_choice(Column, label) for label in before]
     columns: dict[str, Column] = {}
@@ -322,7 +331,7 @@ def _swept(place: str, column: Column) -> list[Column]:
 
 def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Sequence[str]) -> list[Row]:
     """Return the file's rows, with what the extended file says of them and of these columns."""
-    before = {row.label: row for row in layers[-1].rows or ()}
+    before = {row.label: row for row in layers[-1].rows}
     settings = [layer.settings for layer in (file, *reversed(layers))]
     rows: dict[str, Row] = {}
     for number, row in enumerate(file.rows or [_choice(Row, label) for label in before]):
