@@ -44,21 +44,22 @@ def validate_file(path: Path, tree: Mapping[str, Any], kind: type[Keys]) -> Keys
 def _first_mistake(error: ValidationError, tree: Any) -> str:
     """Say where the first mistake is, such as ", row 2 (FedAvg): published=-1 is invalid: ..."."""
     first = error.errors()[0]
+    is_missing = first["type"] == "missing"
     place: list[str] = []
-    *_, last = first["loc"]
-    for key in first["loc"]:
+    for number, key in enumerate(first["loc"], 1):
         if isinstance(tree, list) and isinstance(key, int):
             tree = tree[key]
             label = tree.get("label") if isinstance(tree, dict) else None
             place[-1] = f"{place[-1].removesuffix('s')} {key + 1}" + (f" ({label})" if label else "")
         # pydantic's path names the kinds of entries as well
-        elif isinstance(tree, dict) and (key in tree or (first["type"], key) == ("missing", last)):
+        elif isinstance(tree, dict) and (key in tree or (is_missing and number == len(first["loc"]))):
             place.append(str(key))
             tree = tree.get(key)
     said = first["msg"].removeprefix("Value error, ")
     if first["type"] == "union_tag_not_found":
         place.append(first["ctx"]["discriminator"].strip("'"))
-    if first["type"] in ("missing", "union_tag_not_found"):
+        is_missing = True
+    if is_missing:
         said = f"{place.pop()} is missing"
     elif not isinstance(first["input"], dict):
         said = f"{place.pop()}={first['input']!r} is invalid: {said}"

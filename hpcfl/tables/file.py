@@ -420,5 +420,5 @@ def place_of(kind: str, number: int, label: str) -> str:
 def _unknown(name: str, kind: str, known: Iterable[str]) -> str:
     names = [label for label in known if label != ONLY]
     # labels may hold commas
-    there = " | ".join(names) or "none, as the table has one column without a name"
+    there = " | ".join(names) or "none"
     return f"{name} is none of the {kind}; there are: {there}{did_you_mean(name, names)}"
