@@ -198,7 +198,7 @@ def _noted(cell: Cell, world: Communicator) -> Iterator[None]:
         yield
         return
     note = _note(cell)
-    # a folder that cannot be written is told by the run itself
+    # the run itself reports a folder that cannot be written
     with suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
@@ -272,7 +272,7 @@ def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -
     pending.sort(key=lambda entry: _note(entry[0]).exists())
     unfinished = {(cell.label, cell.column) for cell, _ in pending}
     firsts = [cell for cell in table.firsts() if (cell.label, cell.column) in unfinished]
-    # each method is made once before the first cell runs: a mistake in the last is told now, not after hours
+    # each method is made once before the first cell runs: a mistake in the last is reported now
     for cell, method, *_ in methods_of(table, firsts, num_workers):
         table.check_figure(cell, [layer.name for layer in method.layers], method.context.num_clients)
     return [(table.chosen.index(cell), over) for cell, over in pending if not _is_skipped(table, cell)]

@@ -21,7 +21,7 @@ Keys = TypeVar("Keys", bound="FileKeys")
 
 
 class FileKeys(Settings):
-    """Keys of a file that is no configuration, such as a table; an unknown one is told with those allowed."""
+    """Keys of a file that is no configuration, such as a table."""
 
     @model_validator(mode="before")
     @classmethod

@@ -53,7 +53,7 @@ class Result:
         """What its runs gave and cost, by finished seed."""
         return {seed: _figures(run, self.config) for seed, run in self.runs.items()}
 
-    def of_clients(self, seed: int, name: str = "accuracy") -> list[float]:
+    def by_client(self, seed: int, name: str = "accuracy") -> list[float]:
         """Return a column of clients.csv of the clients in training.
 
         Of accuracies, it is nan where there was no model, or the run was not scored, at that moment.
@@ -95,7 +95,7 @@ def read_results(table: Table) -> list[Result]:
     made = []
     for column in table.columns:
         for row in table.rows:
-            if cells := table.of(row.label, column):
+            if cells := table.cells_of(row.label, column):
                 runs = {cell.seed: run for cell in cells if (run := cell.finished_run)}
                 made.append(Result(row, column, cells[0].config, runs, len(cells) - len(runs)))
     return made
@@ -132,7 +132,7 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
     by_seed = {}
     for seed in [seed for seed in first.runs if seed in second.runs]:
-        both = zip(first.of_clients(seed, name), second.of_clients(seed, name), strict=True)
+        both = zip(first.by_client(seed, name), second.by_client(seed, name), strict=True)
         if known := [one for one in both if not any(map(isnan, one))]:
             by_seed[seed] = known
     over_seeds = over_clients = None

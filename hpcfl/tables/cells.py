@@ -134,7 +134,7 @@ class Table:
         many = [f"figure_{letter}" for letter in string.ascii_lowercase[: len(self.drawings)]]
         return many if len(many) != 1 else ["figure"]
 
-    def of(self, label: str, column: str) -> list[Cell]:
+    def cells_of(self, label: str, column: str) -> list[Cell]:
         """Return the cells of a row and a column, one a seed; none where the row has none there."""
         return [cell for cell in self.cells if (cell.label, cell.column) == (label, column)]
 
@@ -216,7 +216,9 @@ class Table:
         for pair in self.compare:
             first, second = pair.rows
             for column in pair.columns:
-                for one, other in zip(self.of(first, column), self.of(second, column), strict=True):
+                for one, other in zip(
+                    self.cells_of(first, column), self.cells_of(second, column), strict=True
+                ):
                     if _clients(one.config) != _clients(other.config):
                         raise UserError(
                             f"{self.path}, compare {first} with {second}{_in_column(column)}: their clients "
@@ -329,7 +331,7 @@ def _file_of_run(cell: Cell) -> dict[str, Any]:
     try:
         data = Run(cell.folder).record["data"]
     except UserError:
-        # which is told when the cell's folder is looked at
+        # reported when the cell's folder is checked
         return {}
     if data.get("path") is None and data.get("reader") is None:
         return {}

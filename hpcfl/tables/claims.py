@@ -220,8 +220,8 @@ def overview(many: Sequence[Claims]) -> Grid:
     for claims in many:
         for verdicts in claims.by_claim:
             claim, words = verdicts[0].claim, [verdict.word for verdict in verdicts]
-            told = ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
-            rows.append([claims.path.stem, claim.where, claim.sentence, claim.rule, told])
+            counts = ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
+            rows.append([claims.path.stem, claim.where, claim.sentence, claim.rule, counts])
     return Grid("", ["paper", "where", "claim", "rule", "comparisons"], rows)
 
 
@@ -335,8 +335,8 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
         figures = [verdict.word, verdict.text, verdict.moment, str(verdict.seeds), verdict.rounds]
         rows.append([verdict.pair, verdict.column, *figures, verdict.table])
     for (pair, table), columns in not_run.items():
-        told = columns[0] if len(columns) == 1 else f"{len(columns)} columns"
-        rows.append([pair, told, "not run", "", "", "", "", table])
+        where = columns[0] if len(columns) == 1 else f"{len(columns)} columns"
+        rows.append([pair, where, "not run", "", "", "", "", table])
     return Grid(caption, header, rows, note)
 
 

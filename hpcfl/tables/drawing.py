@@ -83,7 +83,8 @@ def draw(
         title = f"{table.title} ({letter})" if letter else table.title
         # a user's own style would change the bytes
         with context(["default", STYLE]):
-            yield name, _picture(table, drawing, title, results, histories)
+            picture = _picture(table, drawing, title, results, histories)
+        yield name, picture
 
 
 def as_files(name: str, picture: Figure) -> dict[str, bytes]:
@@ -157,7 +158,7 @@ def _heat_maps(
     for result, side in zip(results, _short_names(results), strict=True):
         known = {
             cell.seed: histories[cell.folder]
-            for cell in table.of(result.row.label, result.column)
+            for cell in table.cells_of(result.row.label, result.column)
             if cell.folder in histories and name in histories[cell.folder].diagnostics
         }
         if known:
@@ -335,7 +336,7 @@ def _over_rounds(
     """Return the rounds of the evaluations, and the accuracies in % [seeds, rounds]."""
     rounds: list[int] = []
     by_seed: list[np.ndarray] = []
-    for cell in table.of(result.row.label, result.column):
+    for cell in table.cells_of(result.row.label, result.column):
         if drawing.client is None and cell.seed in result.runs:
             metrics = result.runs[cell.seed].metrics
             rounds = metrics["round"].astype(int).tolist()

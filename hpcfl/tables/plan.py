@@ -59,7 +59,7 @@ def plan(table: Table) -> Document:
     rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
     count, hours = 0, 0.0
     for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
-        cells = table.of(cell.label, cell.column)
+        cells = table.cells_of(cell.label, cell.column)
         finished = sum(one.finished_run is not None for one in cells)
         left = 0.0
         if finished < len(cells):

@@ -118,7 +118,7 @@ def write_results(table: Table) -> list[Path]:
         | {"client": client, "accuracy": round(accuracy, 4)}
         for result in read_results(table)
         for seed in result.runs
-        for client, accuracy in enumerate(result.of_clients(seed))
+        for client, accuracy in enumerate(result.by_client(seed))
     ]
     if 0 < len(lines) <= MAX_CLIENT_LINES:
         files[f"{stem}_clients.csv"] = _csv(lines)

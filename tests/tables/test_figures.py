@@ -231,7 +231,7 @@ def test_seeds_of_one_partition_say_so(tmp_path: Path) -> None:
     path.write_text(TABLE.replace("{data: {clients: 4}", "{data: {clients: 4, seed: 7}"))
     table = Table(path, [], tmp_path / "out")
     for label, of in ACCURACIES.items():
-        for cell in table.of(label, "easy"):
+        for cell in table.cells_of(label, "easy"):
             finish(cell, of[cell.seed])
     text = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
@@ -241,7 +241,7 @@ def test_seeds_of_one_partition_say_so(tmp_path: Path) -> None:
 
 
 def test_seeds_are_counted_by_moment(table: Table) -> None:
-    for cell in table.of("ours_1", "easy")[1:]:
+    for cell in table.cells_of("ours_1", "easy")[1:]:
         shutil.rmtree(cell.folder)
         finish(cell, ACCURACIES["ours_1"][cell.seed], accuracy_after_training=math.nan)
     text = write(table)
@@ -257,7 +257,7 @@ def test_seeds_are_counted_by_moment(table: Table) -> None:
 
 
 def test_runs_that_were_not_scored_at_a_moment_are_missing_there(table: Table) -> None:
-    for cell in table.of("theirs", "easy"):
+    for cell in table.cells_of("theirs", "easy"):
         for name in ("metrics.csv", "clients.csv"):
             lines = read_csv(cell.folder / name)
             for line in lines:
@@ -289,7 +289,7 @@ def test_a_pair_is_compared_at_the_moment_that_it_names(table: Table) -> None:
 
 
 def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
-    (table.of("theirs", "easy")[1].folder / "clients.csv").unlink()
+    (table.cells_of("theirs", "easy")[1].folder / "clients.csv").unlink()
     text = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["seeds"], line["clients_and_seeds"]) == ("2", "8")
@@ -297,7 +297,7 @@ def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
     assert float(line["difference"]) == pytest.approx(np.mean(of_first))
     assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +± 0\.0 \* +2 ", text)
     assert re.search(r"^theirs +60\.0 ± 7\.1, 1 seed missing +-$", text, re.MULTILINE)
-    (table.of("theirs", "easy")[2].folder / "clients.csv").unlink()
+    (table.cells_of("theirs", "easy")[2].folder / "clients.csv").unlink()
     text = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["seeds"], line["over_seeds_low"], line["clients_and_seeds"]) == ("1", "", "4")
@@ -358,7 +358,7 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
     (result,) = [
         result for result in read_results(table) if result.row.label == "ours_1" and result.column == "easy"
     ]
-    assert result.of_clients(0) == without.of_clients(0) == accuracies
+    assert result.by_client(0) == without.by_client(0) == accuracies
     expected = without.figures[0] | {"accuracy_unseen": 0.25}
     assert result.figures[0] == pytest.approx(expected, rel=0, nan_ok=True)
     table.show = ["unseen"]

@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 
 def flat(table: Table, row: str, column: str) -> dict[str, Any]:
     """Return the settings of a cell of the first seed."""
-    return flatten(table.of(row, column)[0].config.tree())
+    return flatten(table.cells_of(row, column)[0].config.tree())
 
 
 # What a file says
