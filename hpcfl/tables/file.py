@@ -248,7 +248,7 @@ class TableFile(FileKeys):
     compare: list[Annotated[Pair, _as_pair]] | None = None
     show: list[Annotated[StrictStr, AfterValidator(_quantity)]] = Field([], min_length=1)
     """Which quantities stand in the printed table."""
-    figure: Annotated[list[Drawing], _as_list] | None = None
+    figure: Annotated[list[Drawing], _as_list] | None = Field(None, max_length=26)
     """What is drawn of the cells: one drawing, or a list of them; default: what the extended file draws."""
 
 
