@@ -142,7 +142,7 @@ def test_yaml_that_is_none_is_refused_and_runs_nothing(text: str, said: str, tmp
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"extends": "a\0b"}, r"extends=a\\x00b is no file's name"),
+        ({"extends": "a\0b"}, r"extends='a\\x00b' is invalid: it must be one line"),
         ({"": 1}, ": is an unknown key|:  is an unknown key"),
         ({"title": "\x1b[2J"}, "must be one line of text"),
         ({"rows": [{"label": "a" * 2000, "method": {"name": "local"}}]}, "at most 1000 characters"),
