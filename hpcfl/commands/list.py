@@ -120,5 +120,5 @@ def _as_table(group: Sequence[Key]) -> str:
 
 def _title(group: str) -> str:
     """Return what a group is, with its paper."""
-    said = f"{group}: {about(group)}" if about(group) else f"{group}.*"
-    return f"{said} ({citation(group)})" if citation(group) else said
+    title = f"{group}: {about(group)}" if about(group) else f"{group}.*"
+    return f"{title} ({citation(group)})" if citation(group) else title

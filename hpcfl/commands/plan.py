@@ -207,9 +207,9 @@ def _network(network: Network) -> str:
     (assumed if network.latency_s is None else found).append(
         f"{readable_seconds(network.latency_s or ASSUMED_LATENCY_S)} for a short message"
     )
-    told = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
+    measured = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
     assumed += ["a core like this one for each rank", f"{network.ranks_per_node} ranks on each node"]
-    return f"{told}assumed: {', '.join(assumed)}, a disk of 100 MB/s"
+    return f"{measured}assumed: {', '.join(assumed)}, a disk of 100 MB/s"
 
 
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:

@@ -106,9 +106,9 @@ def _choosers() -> list[Key]:
 
 def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
     """Yield the keys of a class of settings."""
-    said = _docstrings(kind)
+    texts = _docstrings(kind)
     for name, field in kind.model_fields.items():
-        meaning, origin = _first_sentence(said.get(name) or field.description or "")
+        meaning, origin = _first_sentence(texts.get(name) or field.description or "")
         default = None if field.is_required() else shown(field.default)
         of_source = (group, name) == ("data", "source")
         values = tuple(SOURCES) if of_source else values_of(field)

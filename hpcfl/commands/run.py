@@ -57,7 +57,7 @@ def run(
         folder = RunFolder(path, config) if world.is_server else None
         run_collectively(world, lambda: folder.check(options.fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
-        here = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
+        here = f"{world.host} {experiment.worker_context.device} {experiment.engine_name}"
         ranks = [entry.decode() for entry in world.gather_bytes(here.encode()) or []]
         layout = experiment.method.layout
         run_collectively(

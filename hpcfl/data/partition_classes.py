@@ -86,7 +86,7 @@ class PathologicalOptions(PartitionOptions):
     """Sets the smallest share by the rule of `least_samples` (PFLlib: 10)."""
 
 
-def balanced_deal(num_clients: int, num_classes: int, per_client: int, seed: int) -> BoolArray:
+def balanced_classes(num_clients: int, num_classes: int, per_client: int, seed: int) -> BoolArray:
     """Deal each client `per_client` different classes, every class equally often (within one).
 
     Each class has as many cards as clients will own it. Each client in turn takes one card of each of the
@@ -112,7 +112,7 @@ def balanced_deal(num_clients: int, num_classes: int, per_client: int, seed: int
 def classes_counts(request: Request, options: ClassesOptions) -> IntArray:
     num_owned, num_classes = options.classes_per_client, request.num_classes
     check_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
-    owned = balanced_deal(request.num_clients, num_classes, num_owned, request.seed)
+    owned = balanced_classes(request.num_clients, num_classes, num_owned, request.seed)
     return _equal_amounts(owned, request, f"data.partition.classes_per_client={num_owned}")
 
 
@@ -120,7 +120,7 @@ def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
     sizes, num_classes, num_dominant = request.sizes, request.num_classes, options.dominant_classes
     per_client = request.per_client
     check_too_many_classes("dominant_classes", num_dominant, num_classes, num_classes - 1)
-    dominant = balanced_deal(request.num_clients, num_classes, num_dominant, request.seed)
+    dominant = balanced_classes(request.num_clients, num_classes, num_dominant, request.seed)
 
     def counts(amount: int) -> IntArray:
         return np.where(dominant, round_half_up(options.ratio * amount), amount).astype(np.int64)

@@ -136,7 +136,7 @@ def partition(
         request = Request(sizes, num_clients, per_client, test_fraction, seed)
         counts = kind.counts(request, chosen)
         _check_wrong_table(name, counts, request)
-        dealt = _deal_samples(y, counts, seed)
+        dealt = _assign_samples(y, counts, seed)
         if not kind.stratified:
             dealt = [[_shuffled(np.concatenate(by_class), seed, i)] for i, by_class in enumerate(dealt)]
         parts = [_split(samples, split) for samples in dealt]
@@ -302,7 +302,7 @@ def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:
         )
 
 
-def _deal_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntArray]]:
+def _assign_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntArray]]:
     """Deal the shuffled samples of each class in client order; return indices as [client][class]."""
     ends = np.cumsum(counts, axis=0)
     dealt: list[list[IntArray]] = [[] for _ in counts]

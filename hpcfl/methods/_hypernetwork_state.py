@@ -40,7 +40,7 @@ class HypernetworkState:
             state |= {optimiser + name: tensor for name, tensor in moments.items()}
         return state
 
-    def of(self, server: State, clients: Sequence[int]) -> tuple[State, State]:
+    def rows(self, server: State, clients: Sequence[int]) -> tuple[State, State]:
         """Return copies of some clients' own rows [S, ...], and what all share."""
         index = torch.tensor(list(clients))
         own = {name: rows.index_select(0, index) for name, rows in _under(server, OWN).items()}
@@ -48,12 +48,12 @@ class HypernetworkState:
 
     def outputs(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the outputs [S, L, N] of some clients' hypernetworks."""
-        own, common = self.of(server, clients)
+        own, common = self.rows(server, clients)
         return self.shape.outputs(own | common, clients)
 
     def outputs_to_differentiate(self, server: State, clients: Sequence[int]) -> tuple[Tensor, State, State]:
         """Return the outputs [S, L, N] and the leaves that `step` differentiates: own, and shared."""
-        own, common = self.of(server, clients)
+        own, common = self.rows(server, clients)
         own = {name: rows.requires_grad_() for name, rows in own.items()}
         common = {name: tensor.detach().requires_grad_() for name, tensor in common.items()}
         return self.shape.outputs(own | common, clients), own, common

@@ -284,7 +284,7 @@ class Method:
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
-        theta = self.eval_model(clients, down).of(len(clients))["theta"]
+        theta = self.eval_model(clients, down).with_clients(len(clients))["theta"]
         return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:

@@ -44,10 +44,10 @@ def build_network(
             f"model.name={name} needs images of {model.smallest_side}x{model.smallest_side} or larger, not "
             f"{height}x{width}; allowed: {', '.join(allowed)}"
         )
-    told = options.model_dump_json()
-    if (name, shape, num_classes, told) not in _fitting:
+    options_text = options.model_dump_json()
+    if (name, shape, num_classes, options_text) not in _fitting:
         _check_beyond_memory(name, shape, num_classes, options)
-        _fitting.add((name, shape, num_classes, told))
+        _fitting.add((name, shape, num_classes, options_text))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
         return model.build(shape, num_classes, options)

@@ -56,9 +56,9 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
             )
     splits = {run.config.run.eval_split: label for run, label in zip(runs, labels, strict=True)}
     if len(splits) > 1:
-        told = ", ".join(f"{split} in {label}" for split, label in splits.items())
+        names = ", ".join(f"{split} in {label}" for split, label in splits.items())
         raise UserError(
-            f"run.eval_split differs ({told}), so that accuracies cannot be compared; name runs of one split"
+            f"run.eval_split differs ({names}), so that accuracies cannot be compared; name runs of one split"
         )
     has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
     has_diverged = any(_times_diverged(run) for run in runs)

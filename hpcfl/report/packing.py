@@ -100,9 +100,9 @@ def _packed(recorded: Recorded, most_bytes: int) -> Json:
         notes.append(f"{len(kept)} of {len(values)} evaluations")
     values = values[kept].astype(np.float64)
     codes, low, high = _coded(diagnostic, values)
-    told, is_known = low + codes / STEPS * (high - low), np.isfinite(values)
-    # 0 and 1, or whole numbers up to 2, are told as they are
-    is_exact = np.allclose(told[is_known], values[is_known], rtol=0, atol=1e-6 * (high - low))
+    decoded, is_known = low + codes / STEPS * (high - low), np.isfinite(values)
+    # 0 and 1, or whole numbers up to 2, are decoded as they are
+    is_exact = np.allclose(decoded[is_known], values[is_known], rtol=0, atol=1e-6 * (high - low))
     if not diagnostic.is_name and not is_exact:
         notes.append(f"values in {STEPS} steps of {(high - low) / STEPS:.2g}")
     return {

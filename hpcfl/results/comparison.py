@@ -58,11 +58,11 @@ class Comparison:
             lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(entry[0].config)])
         if self.unseen_means:
             unseen = ["unseen clients", *(f"{mean:.2%}" for mean in self.unseen_means)]
-            lines = [[*line[:-1], told, line[-1]] for line, told in zip(lines, unseen, strict=True)]
+            lines = [[*line[:-1], added, line[-1]] for line, added in zip(lines, unseen, strict=True)]
         diverged = [sum(int(run.diverged.sum()) for run in entry) for entry in self.entries]
         if any(diverged):
             times = ["diverged", *map(str, diverged)]
-            lines = [[*line[:-1], told, line[-1]] for line, told in zip(lines, times, strict=True)]
+            lines = [[*line[:-1], added, line[-1]] for line, added in zip(lines, times, strict=True)]
         pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)

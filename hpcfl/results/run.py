@@ -152,16 +152,16 @@ class Run:
             return {}
         found = read_columns(path)
         ids = found.get("client", np.empty(0))
-        dealt = self.partition.get("client", np.zeros(1)).max() + 1
+        in_partition = self.partition.get("client", np.zeros(1)).max() + 1
         is_gap = ids != np.arange(len(ids))
-        if len(ids) < dealt or is_gap.any():
+        if len(ids) < in_partition or is_gap.any():
             # the header is line 1
             raise damaged(path, 2 + (int(is_gap.argmax()) if is_gap.any() else len(ids)))
         return found
 
     @property
     def num_unseen(self) -> int:
-        """Clients that take no part in training; 0 before the run has dealt its samples."""
+        """Clients that take no part in training; 0 before the run has divided its samples."""
         ids = (self.partition or self.clients).get("client", np.empty(0))
         return self.config.data.num_unseen(int(ids.max()) + 1) if len(ids) else 0
 
@@ -333,11 +333,11 @@ def _check_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
             continue
         try:
             found = digest(Path(str(keys[name])).read_bytes())
-            said = f"is another version now ({found})"
+            problem = f"is another version now ({found})"
         except OSError as error:
-            found, said = "", f"cannot be read ({error.strerror})"
+            found, problem = "", f"cannot be read ({error.strerror})"
         if found != str(keys["code"]):
             raise UserError(
-                f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {said}; "
+                f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {problem}; "
                 f"bring that version back, or write where it is now into {folder / 'config.yaml'}"
             )
