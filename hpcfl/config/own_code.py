@@ -133,8 +133,8 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
         )
     if hashlib.sha256(source).digest() not in _allowed:
         raise UserError(
-            f"{place} is Python code that only a file names, not your command; "
-            f"read the code, then allow it with --own-code {shlex.quote(path)} (in Python: own_code=...)"
+            f"{place}: refused to run this Python file, which your command does not name; read it, then add "
+            f"--own-code {shlex.quote(path)} (in Python: own_code=...)"
         )
     name = f"{OWN_MODULE}{Path(path).stem}_{code}"
     module = sys.modules.get(name)

@@ -1,4 +1,4 @@
-"""The clients' hypernetworks and their optimiser, as they are kept in the server's state of pFedLA.
+"""The clients' hypernetworks and their optimiser in pFedLA's server state.
 
 Shapes: N clients, S of a cohort, L layers.
 """
@@ -15,9 +15,9 @@ from hpcfl.methods.base import State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
 
 OWN, OWN_OPTIMISER = "hypernetworks/", "optimiser/"
-"""Where the state has what each client has a row of, and its moments."""
+"""Prefixes in the state of tensors with one row per client, and of their moments."""
 COMMON, COMMON_OPTIMISER = "common/", "common_optimiser/"
-"""Where it has what all hypernetworks share, and its moments."""
+"""Prefixes of tensors that all hypernetworks share, and of their moments."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HypernetworkState:
         return state
 
     def rows(self, server: State, clients: Sequence[int]) -> tuple[State, State]:
-        """Return copies of some clients' own rows [S, ...], and what all share."""
+        """Return copies of some clients' own rows [S, ...], and the shared tensors."""
         index = torch.tensor(list(clients))
         own = {name: rows.index_select(0, index) for name, rows in _under(server, OWN).items()}
         return own, _under(server, COMMON)
@@ -84,5 +84,5 @@ class HypernetworkState:
 
 
 def _under(server: State, place: str) -> State:
-    """Return the tensors at a place of the state, by the rest of their names."""
+    """Return the tensors under a prefix of the state, by the rest of their names."""
     return {name.removeprefix(place): tensor for name, tensor in server.items() if name.startswith(place)}

@@ -48,7 +48,7 @@ class PFedMeParams(Params):
 
 class PFedMe(OwnBesideGlobal):
     name = "pfedme"
-    summary = "each client's own model on a spring to the global one (Moreau envelope)"
+    summary = "each client's own model with a proximal term to the global one (Moreau envelope)"
     Params = PFedMeParams
     # lr lambda is how far w_i follows theta_i in one mini-batch
     traits = OwnBesideGlobal.traits.replace(train_defaults={"lr": 0.005})

@@ -27,7 +27,7 @@ MODELS: dict[str, Model] = {
 }
 
 _fitting: set[tuple[str, ImageShape, int, str]] = set()
-"""Networks that memory holds: name, image, classes and options."""
+"""Networks known to fit in memory: name, image, classes and options."""
 
 
 def build_network(
@@ -35,7 +35,7 @@ def build_network(
 ) -> Network:
     """Build a network whose weights depend on (seed, client) alone; client -1 is the common start.
 
-    Raises UserError for images [C, H, W] that are too small and where a model's parts cannot be had.
+    Raises UserError for images [C, H, W] that are too small and if a part of the model is not available.
     """
     model, (_, height, width) = MODELS[name], shape
     if min(height, width) < model.smallest_side:
@@ -54,7 +54,7 @@ def build_network(
 
 
 def _check_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: NetworkOptions) -> None:
-    """Raise UserError where a network's numbers have no room in the memory that is free; makes none."""
+    """Raise UserError if a network does not fit in the free memory; allocates nothing."""
     model, chosen = MODELS[name], options
     if getattr(options, "weights", None) is not None:
         chosen = options.model_copy(update={"weights": None})
