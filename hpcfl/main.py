@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
@@ -43,7 +42,7 @@ with quick_imports():
     from hpcfl.formatting import did_you_mean
     from hpcfl.registries import load_config
     from hpcfl.simulation.stopping import StopFlag
-    from hpcfl.terminal import print_line, print_warning
+    from hpcfl.terminal import print_line, print_warning, warnings_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 die_with_launcher()
             if not speaks:
                 at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
-            at_exit.enter_context(warnings.catch_warnings())
-            warnings.showwarning = lambda message, *_args, **_kwargs: print_warning(str(message))
+            at_exit.enter_context(warnings_to(print_warning))
             name, *words = arguments if _names_a_command(arguments) else ["run", *arguments]
             if name == "run":
                 return _run(words, world, at_exit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import IO, TYPE_CHECKING
@@ -87,6 +88,14 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+@contextmanager
+def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+    """Hand the text of every warning inside to `say`: those of libraries too."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_args, **_kwargs: say(str(message))
+        yield
 
 
 def print_warning(text: str) -> None:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from hpcfl.benchmarks.ratios import Ratio
-from hpcfl.benchmarks.runs import StoppedError, config_of, images, run
+from hpcfl.benchmarks.runs import config_of, run
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.network import (
-    PROBE_BYTES,
-    Network,
-    fastest_s,
-    measured,
-    there_and_back,
-)
+from hpcfl.communication.network import PROBE_BYTES, Network, fastest_s, measured, there_and_back
 from hpcfl.config import Config
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
@@ -48,75 +40,64 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
     yield from _messages(world, network)
     most = world.num_workers
     sizes = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
-    with images(world) as folder:
-        for method in ("fedavg", "pfedla"):
-            # the last case is both
-            time = cache(lambda *case, method=method: _timed(world, folder, network, method, rounds, *case))
-            for kind in ("strong", "weak"):
-                alone = time(1, most if kind == "strong" else 1)
-                for workers in sizes:
-                    timed = time(workers, most if kind == "strong" else workers)
-                    if alone is not None and timed is not None:
-                        yield _ratio(f"{kind}, {method}", timed, alone, workers if kind == "strong" else 1)
+    # the last case is in strong and in weak scaling
+    timed = cache(partial(_timed, world, network, rounds))
+    for method in ("fedavg", "pfedla"):
+        for kind in ("strong", "weak"):
+            alone = timed(method, 1, most if kind == "strong" else 1)
+            for workers in sizes:
+                here = timed(method, workers, most if kind == "strong" else workers)
+                if alone is not None and here is not None:
+                    yield _ratio(f"{kind}, {method}", here, alone, workers if kind == "strong" else 1)
 
 
 def _messages(world: Communicator, network: Network) -> Iterator[Ratio]:
     """Time broadcasts, sums, and scatters with gathers; yield MB/s over all workers. Collective."""
-    rates = {"its node": network.node_bytes_a_s, "other nodes": network.link_bytes_a_s}
-    found = [(f"rank 0 and {where}, {PROBE_BYTES / 1e6:g} MB", rate) for where, rate in rates.items()]
+    yield Ratio("network: ms of a short message", 1e3 * (network.latency_s or 0.0))
+    for where, rate in (("its node", network.node_bytes_a_s), ("other nodes", network.link_bytes_a_s)):
+        if rate is not None:
+            yield Ratio(f"network: MB/s of rank 0 and {where}, {PROBE_BYTES / 1e6:g} MB", rate / 1e6)
     everyone = range(world.num_workers)
+
+    def broadcast(size: int) -> None:
+        world.broadcast(torch.zeros(size, dtype=torch.uint8))
+        world.barrier()
+
+    def total(size: int) -> None:
+        world.sum_on_server(torch.zeros(size // 8, dtype=torch.int64))
+
+    def round_trip(size: int) -> None:
+        there_and_back(world, everyone, size)
+
     for size in MESSAGE_BYTES:
-        there_s = fastest_s(world, partial(_broadcast, world, size))
-        sum_s = fastest_s(world, partial(_sum, world, size))
-        trip_s = fastest_s(world, partial(there_and_back, world, everyone, size))
-        found.append((f"broadcast to all, {size / 1e6:g} MB", len(everyone) * size / there_s))
-        found.append((f"sum of all, {size / 1e6:g} MB", len(everyone) * size / sum_s))
-        found.append((f"scatter and gather, {size / 1e6:g} MB a worker", 2 * len(everyone) * size / trip_s))
-    if world.is_server:
-        yield Ratio("network: ms of a short message", 1e3 * (network.latency_s or 0.0))
-        for name, rate in found:
-            if rate is not None:
-                yield Ratio(f"network: MB/s of {name}", rate / 1e6)
-
-
-def _broadcast(world: Communicator, size: int) -> None:
-    world.broadcast(torch.zeros(size, dtype=torch.uint8))
-    world.barrier()
-
-
-def _sum(world: Communicator, size: int) -> None:
-    world.sum_on_server(torch.zeros(size // 8, dtype=torch.int64))
+        for name, copies, step in (
+            (f"broadcast to all, {size / 1e6:g} MB", 1, broadcast),
+            (f"sum of all, {size / 1e6:g} MB", 1, total),
+            (f"scatter and gather, {size / 1e6:g} MB a worker", 2, round_trip),
+        ):
+            rate = copies * len(everyone) * size / fastest_s(world, partial(step, size))
+            yield Ratio(f"network: MB/s of {name}", rate / 1e6)
 
 
 def _timed(
-    world: Communicator, folder: Path, network: Network, method: str, rounds: int, workers: int, shares: int
+    world: Communicator, network: Network, rounds: int, method: str, workers: int, shares: int
 ) -> Timed | None:
-    """Time rounds on some workers, with as many clients as so many workers have; beside what a plan says.
+    """Time rounds on some workers, with as many clients as `shares` workers have; beside what a plan says.
 
     None on other ranks than 0. Collective.
     """
-    settings: dict[str, Any] = {
+    settings = {
         "method": {"name": method},
         "model": {"name": "mlp", "hidden": [HIDDEN]},
         "data": {"clients": min(MAX_CLIENTS, CLIENTS_A_WORKER * shares), "per_client": SAMPLES},
         "train": {"rounds": rounds + 1, "local_epochs": 1, "batch_size": SAMPLES},
         "run": {"device": "cpu", "eval_every": rounds + 1, "checkpoint_every": rounds + 1},
     }
-    config = config_of(folder, settings)
+    config = config_of(settings)
     plan = run_collectively(world, lambda: _plan(config, network, workers + 1) if world.is_server else None)
     with world.part(workers + 1) as part:
-        timing = run_collectively(world, lambda: _run(part, folder, config))
-    if world.maximum(timing is None):
-        raise StoppedError
-    return None if plan is None or timing is None else (timing, plan)
-
-
-def _run(part: Communicator | None, folder: Path, config: Config) -> Timing | None:
-    """Return the timing of a run, empty on ranks that take no part; None if a request to stop ended it."""
-    try:
-        return Timing() if part is None else run(part, folder, config)[1]
-    except StoppedError:
-        return None
+        timing = run_collectively(world, lambda: run(part, config)[1] if part else Timing())
+    return None if plan is None else (timing, plan)
 
 
 def _plan(config: Config, network: Network, ranks: int) -> Estimate:

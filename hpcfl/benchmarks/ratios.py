@@ -9,16 +9,16 @@ import json
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from hpcfl import __version__
 from hpcfl.errors import UserError
-from hpcfl.formatting import Document, Grid, as_text
+from hpcfl.formatting import aligned
 
 
 @dataclass(frozen=True)
@@ -46,65 +46,48 @@ def compare(
     first: Callable[[], None], second: Callable[[], None], repeats: int
 ) -> tuple[float, float, float]:
     """Run two functions turn by turn; return the median ratio of their seconds, and both medians in s."""
+
+    def seconds(function: Callable[[], None]) -> float:
+        began_s = time.perf_counter()
+        function()
+        return time.perf_counter() - began_s
+
     first()
     second()
-    times = [(_seconds(first), _seconds(second)) for _ in range(repeats)]
-    medians = [statistics.median(column) for column in zip(*times, strict=True)]
-    return statistics.median(a / b for a, b in times), medians[0], medians[1]
+    times = [(seconds(first), seconds(second)) for _ in range(repeats)]
+    first_s, second_s = (statistics.median(column) for column in zip(*times, strict=True))
+    return statistics.median(a / b for a, b in times), first_s, second_s
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """What an earlier run measured."""
-
-    ranks: int
-    values: dict[str, float]
-    """By name of the ratio."""
-
-
-def as_table(ratios: Sequence[Ratio], before: Earlier | None, num_ranks: int) -> str:
-    """Return the ratios of so many ranks as aligned text, beside those of an earlier run if there is one."""
-    notes = []
-    if before and before.ranks != num_ranks:
-        notes.append(f"The earlier run had {before.ranks} ranks, this one has {num_ranks}: do not compare.")
-    kinds = dict.fromkeys(tuple(ratio.parts) for ratio in ratios) or [()]
-    grids = [_grid([r for r in ratios if tuple(r.parts) == parts], parts, before) for parts in kinds]
-    return as_text(Document("hpcfl bench", notes, grids))
+def as_tables(ratios: Sequence[Ratio], before: Mapping[str, float]) -> str:
+    """Return ratios as aligned text, beside earlier values by name if there are any."""
+    kinds = dict.fromkeys(tuple(ratio.parts) for ratio in ratios)
+    tables = []
+    for parts in kinds:
+        rows = [["ratio", "value", "goal", "", *(["before", "change"] if before else []), *parts, "measured"]]
+        rows += [_row(ratio, before) for ratio in ratios if tuple(ratio.parts) == parts]
+        tables.append("\n".join(aligned(rows)) + "\n")
+    return "\n".join(tables)
 
 
-def _grid(ratios: Sequence[Ratio], parts: Sequence[str], before: Earlier | None) -> Grid:
-    """Return a table of ratios that consist of the same parts."""
-    words = {None: "", True: "holds", False: "missed"}
-    header = ["ratio", "value", "goal", "", *(["before", "change"] if before else []), *parts, "measured"]
-    rows = []
-    for ratio in ratios:
-        goal = "" if ratio.goal is None else f"{'>=' if ratio.is_floor else '<='} {ratio.goal:g}"
-        row = [ratio.name, f"{ratio.value:.3g}", goal, words[ratio.holds]]
-        if before:
-            old = before.values.get(ratio.name)
-            row += ["", ""] if old is None else [f"{old:.3g}", f"{ratio.value / old - 1:+.0%}" if old else ""]
-        rows.append([*row, *(f"{ratio.parts[part]:.3g}" for part in parts), ratio.detail])
-    return Grid("", header, rows)
+def _row(ratio: Ratio, before: Mapping[str, float]) -> list[str]:
+    goal = "" if ratio.goal is None else f"{'>=' if ratio.is_floor else '<='} {ratio.goal:g}"
+    row = [ratio.name, f"{ratio.value:.3g}", goal, {None: "", True: "holds", False: "missed"}[ratio.holds]]
+    if before:
+        old = before.get(ratio.name)
+        row += [f"{old:.3g}", f"{ratio.value / old - 1:+.0%}"] if old else ["", ""]
+    return [*row, *(f"{value:.3g}" for value in ratio.parts.values()), ratio.detail]
 
 
 def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
     """Write ratios with what they were measured on; UserError where that is not possible."""
-    found: dict[str, Any] = {
+    shown = ("name", "value", "goal", "holds", "parts", "detail")
+    found = {
         "hpcfl": __version__,
         "torch": torch.__version__,
         "machine": platform.machine(),
         "ranks": num_ranks,
-        "ratios": [
-            {
-                "name": r.name,
-                "value": r.value,
-                "goal": r.goal,
-                "holds": r.holds,
-                "parts": dict(r.parts),
-                "detail": r.detail,
-            }
-            for r in ratios
-        ],
+        "ratios": [{key: getattr(ratio, key) for key in shown} for ratio in ratios],
     }
     try:
         path.write_text(json.dumps(found, indent=1) + "\n")
@@ -112,19 +95,19 @@ def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; name another with --json FILE") from error
 
 
-def read_json(path: Path) -> Earlier:
-    """Return what an earlier run measured; UserError if the file is none of `write_json`."""
+def read_json(path: Path, num_ranks: int) -> dict[str, float]:
+    """Return the values of an earlier run by name, with a warning where it had other ranks.
+
+    Raises UserError if the file is none of `write_json`.
+    """
     try:
         found = json.loads(path.read_text())
+        ranks = int(found["ranks"])
         values = {str(ratio["name"]): float(ratio["value"]) for ratio in found["ratios"]}
-        return Earlier(int(found["ranks"]), values)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; give a file of hpcfl bench --json") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no file of hpcfl bench --json FILE; give one that is") from error
-
-
-def _seconds(function: Callable[[], None]) -> float:
-    began_s = time.perf_counter()
-    function()
-    return time.perf_counter() - began_s
+    if ranks != num_ranks:
+        warnings.warn(f"{path} has {ranks} ranks, this run {num_ranks}: do not compare", stacklevel=1)
+    return values

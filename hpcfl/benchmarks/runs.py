@@ -1,4 +1,4 @@
-"""A rank's start, and rounds, checkpoints and methods in real runs. All parts are collective."""
+"""A rank's start, and rounds, checkpoints and messages in real runs. All parts are collective."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,12 @@ from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.network import fastest_s
 from hpcfl.config import Config
+from hpcfl.data.sources import SOURCES, Source, arrays_of
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method
+from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import merge, resolve
 from hpcfl.setup.experiment import build
@@ -35,17 +38,12 @@ NUM_IMAGES = 6000
 NUM_CLIENTS = 10
 """Clients in the rounds that are timed."""
 ROUND_SAMPLES = 600
-"""Samples of each client in the rounds that are timed; 70 % are trained on."""
-MESSAGE_TURNS = 5
-METHOD_SAMPLES = 200
-"""Those of each client in the comparison of methods."""
+"""Samples of each; 70 % are trained on."""
+WAITING_SAMPLES = 200
+"""Samples of each of twice as many clients where workers wait for each other."""
 CHECKPOINT_EVERY = 50
 METHODS_BESIDE_FEDAVG = 3
 """Methods that are compared with one run of FedAvg, just before them."""
-
-
-class StoppedError(Exception):
-    """A request to stop ended a run."""
 
 
 def start(world: Communicator) -> Iterator[Ratio]:
@@ -59,7 +57,7 @@ def start(world: Communicator) -> Iterator[Ratio]:
         yield Ratio("start: seconds to the first round", slowest_s, 8, f"slowest of {world.size} ranks")
 
 
-def rounds(world: Communicator, count: int, device: str = "cpu") -> Iterator[Ratio]:
+def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
     """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and how long workers wait."""
     settings = {
         "model": {"batchnorm": True},
@@ -67,70 +65,62 @@ def rounds(world: Communicator, count: int, device: str = "cpu") -> Iterator[Rat
         "train": {"rounds": count + 1, "local_epochs": 10, "batch_size": 32, "lr": 0.01},
         "run": {"device": device, "eval_every": count + 1, "checkpoint_every": 1},
     }
-    with images(world) as folder:
-        method, timing = _run(world, folder, settings)
-        exchange_s, moved = _messages(world, method)
-        waiting = _waiting(world, folder) if world.num_workers > 1 else {}
+    method, timing = run(world, config_of(settings))
+    exchange_s = _exchange_s(world, method)
+    waiting = {name: _waiting(world, name) for name in ("home", "balanced")}
     if not world.is_server:
         return
     # the first of each warms up, and the last checkpoint evaluates all models
     round_s, train_s = statistics.median(timing.round_s[1:]), statistics.median(timing.train_s[1:])
     save_s = statistics.median(timing.save_s[1:-1])
-    of_rounds = f"{NUM_CLIENTS} clients, 10 epochs, {world.num_workers} worker(s), {round_s:.1f} s"
+    workers = world.num_workers
+    of_rounds = f"{NUM_CLIENTS} clients, 10 epochs, {workers} worker(s), {round_s:.1f} s"
     yield Ratio("round: share that is not training", 1 - train_s / round_s, 0.1, of_rounds)
     share = save_s / (CHECKPOINT_EVERY * round_s + save_s)
     each = f"every {CHECKPOINT_EVERY} rounds, {save_s * 1e3:.0f} ms"
     yield Ratio("checkpoints: share of a run", share, 0.02, each)
-    if world.size > 1:
-        sent = 2 * NUM_CLIENTS * 4 * method.layout.size
-        each = f"{sent / 1e6:.1f} MB down and up among {world.size} ranks in {exchange_s * 1e3:.0f} ms"
-        yield Ratio("messages: share of a round", exchange_s / round_s, 0.05, each)
-        yield Ratio("messages: bytes moved by MPI / bytes of the messages", moved / sent, 1.05)
-    if waiting:
-        # 10 equal clients take 8 workers as long as 16 would
-        least = 1 - NUM_CLIENTS / (world.num_workers * math.ceil(NUM_CLIENTS / world.num_workers))
-        where = (
-            f"{NUM_CLIENTS} of {2 * NUM_CLIENTS} clients on {world.num_workers} workers, "
-            f"{least:.2g} is the least possible; {waiting['home']:.2f} with run.placement=home"
-        )
-        yield Ratio("training: share of workers' time spent waiting", waiting["balanced"], least + 0.1, where)
+    if world.size == 1:
+        return
+    sent = 2 * NUM_CLIENTS * 4 * method.layout.size
+    each = f"{sent / 1e6:.1f} MB down and up among {world.size} ranks in {exchange_s * 1e3:.0f} ms"
+    yield Ratio("messages: share of a round", exchange_s / round_s, 0.05, each)
+    # 10 equal clients take 8 workers as long as 16 would
+    least = 1 - NUM_CLIENTS / (workers * math.ceil(NUM_CLIENTS / workers))
+    where = (
+        f"{NUM_CLIENTS} of {2 * NUM_CLIENTS} clients on {workers} workers, {least:.2g} is the least "
+        f"possible; {waiting['home']:.2f} with run.placement=home"
+    )
+    yield Ratio("training: share of workers' time spent waiting", waiting["balanced"], least + 0.1, where)
 
 
-def _messages(world: Communicator, method: Method) -> tuple[float, int]:
-    """Send each client a model and bring one back; return the seconds and the bytes that MPI moved.
-
-    Both are the server's to know. Collective.
-    """
+def _exchange_s(world: Communicator, method: Method) -> float:
+    """Send each client a model and bring one back; return the seconds. Collective."""
     channel = Channel(world, method.layers, NUM_CLIENTS)
     cohort = Cohort(0, tuple(range(NUM_CLIENTS)), torch.ones(NUM_CLIENTS))
     rows = torch.zeros(NUM_CLIENTS, method.layout.size)
     sent = Message(rows={"theta": rows}, num_clients=NUM_CLIENTS) if world.is_server else None
-    seconds, before = [], world.bytes_received
-    for _ in range(MESSAGE_TURNS):
-        world.barrier()
-        began_s = time.perf_counter()
+
+    def exchange() -> None:
         channel.up(channel.down(sent, cohort), cohort).collect()
-        seconds.append(time.perf_counter() - began_s)
-    received = world.gather_bytes(str((world.bytes_received - before) // MESSAGE_TURNS).encode())
-    return min(seconds), sum(map(int, received or []))
+
+    return fastest_s(world, exchange)
 
 
-def _waiting(world: Communicator, folder: Path) -> dict[str, float]:
-    """Return how much of their time workers wait for the slowest, by `run.placement`."""
-    settings: dict[str, Any] = {
+def _waiting(world: Communicator, placement: str) -> float:
+    """Return the share of their time that workers wait for the slowest, on rank 0. Collective."""
+    settings = {
         "model": {"batchnorm": True},
-        "data": {"clients": 2 * NUM_CLIENTS, "per_client": METHOD_SAMPLES},
+        "data": {"clients": 2 * NUM_CLIENTS, "per_client": WAITING_SAMPLES},
         "train": {"rounds": 8, "local_epochs": 2, "batch_size": 35, "participation": 0.5},
+        "run": {"device": "cpu", "placement": placement, "eval_every": 8, "checkpoint_every": 8},
     }
-    shares = {}
-    for placement in ("home", "balanced"):
-        run = {"device": "cpu", "placement": placement, "eval_every": 8, "checkpoint_every": 8}
-        _, timing = _run(world, folder, settings | {"run": run})
-        shares[placement] = statistics.mean(timing.idle_shares[1:]) if world.is_server else 0.0
-    return shares
+    if world.size == 1:
+        return 0.0
+    _, timing = run(world, config_of(settings))
+    return statistics.mean(timing.idle_shares[1:]) if world.is_server else 0.0
 
 
-def methods(world: Communicator, device: str = "cpu") -> Iterator[Ratio]:
+def methods(world: Communicator, device: str) -> Iterator[Ratio]:
     """Time each method's round over FedAvg's.
 
     Its parts are the seconds of training and of all else (server and messages) over those of FedAvg's whole
@@ -139,20 +129,19 @@ def methods(world: Communicator, device: str = "cpu") -> Iterator[Ratio]:
     # rounds 3, 5 and 7 are timed, which are not evaluated; evaluations after 2, 4 and 6
     settings: dict[str, Any] = {
         "model": {"batchnorm": True},
-        "data": {"clients": 4, "per_client": METHOD_SAMPLES},
+        "data": {"clients": 4, "per_client": WAITING_SAMPLES},
         "train": {"rounds": 8, "local_epochs": 1, "batch_size": 30, "lr": 0.01},
         "run": {"device": device, "eval_every": 2, "checkpoint_every": 8},
     }
-    others = [name for name in METHODS if name != "fedavg"]
-    with images(world) as folder, warnings.catch_warnings():
-        # such as Clustered FL's, which does not split in so few rounds
-        warnings.simplefilter("ignore")
-        for number, name in enumerate(others):
+    for number, name in enumerate(name for name in METHODS if name != "fedavg"):
+        with warnings.catch_warnings():
+            # such as Clustered FL's, which does not split in so few rounds
+            warnings.simplefilter("ignore")
             if number % METHODS_BESIDE_FEDAVG == 0:
-                _, fedavg = _run(world, folder, settings | {"method": {"name": "fedavg"}})
-            _, other = _run(world, folder, settings | {"method": {"name": name}})
-            if world.is_server:
-                yield _beside_fedavg(name, other, fedavg)
+                _, fedavg = run(world, config_of(settings | {"method": {"name": "fedavg"}}))
+            _, other = run(world, config_of(settings | {"method": {"name": name}}))
+        if world.is_server:
+            yield _beside_fedavg(name, other, fedavg)
 
 
 def _beside_fedavg(name: str, other: Timing, fedavg: Timing) -> Ratio:
@@ -173,55 +162,39 @@ def _round_s(timing: Timing) -> tuple[float, float]:
     return timing.train_s[number], round_s - timing.train_s[number]
 
 
-@contextmanager
-def images(world: Communicator) -> Iterator[Path]:
-    """Make a folder that all ranks see, with random images in it; remove it at the end. Collective."""
-    with ExitStack() as at_exit:
-        made = run_collectively(world, lambda: _made_images(at_exit) if world.is_server else "")
-        yield Path(world.broadcast_bytes(made.encode()).decode())
-        world.barrier()
-
-
-def _made_images(at_exit: ExitStack) -> str:
-    """Write random images in a new folder, which `at_exit` removes; UserError where that is not possible."""
+def config_of(settings: Mapping[str, Any]) -> Config:
+    """Return a configuration with random images as its data."""
     x = numpy_stream(0, "bench").integers(0, 256, (NUM_IMAGES, 3, 32, 32), dtype=np.uint8)
-    try:
-        folder = at_exit.enter_context(tempfile.TemporaryDirectory(dir="."))
-        np.savez(Path(folder) / "images.npz", x=x, y=np.arange(NUM_IMAGES) % 10)
-    except OSError as error:
-        raise UserError(
-            f"cannot write images here: {error.strerror}; go to a folder that can be written"
-        ) from error
-    return folder
+    images = arrays_of(x, np.arange(NUM_IMAGES) % 10, "bench")
+    SOURCES["bench"] = Source("random images", read=lambda _: images)
+    return resolve(merge(settings, {"data": {"source": "bench"}}))
 
 
-def _run(world: Communicator, folder: Path, settings: Mapping[str, Any]) -> tuple[Method, Timing]:
-    """Run settings on the images, as `run` does a configuration. Collective."""
-    return run(world, folder, config_of(folder, settings))
-
-
-def config_of(folder: Path, settings: Mapping[str, Any]) -> Config:
-    """Return a configuration with the images as its data."""
-    images = {"source": "npz", "path": str(folder / "images.npz"), "layout": "NCHW"}
-    return resolve(merge(settings, {"data": images}))
-
-
-def run(world: Communicator, folder: Path, config: Config) -> tuple[Method, Timing]:
-    """Run a configuration on the images; return its method and its timing. Collective.
-
-    Raises StoppedError if a request to stop ended it.
-    """
+def run(world: Communicator, config: Config) -> tuple[Method, Timing]:
+    """Run a configuration in a folder that is removed; return its method and its timing. Collective."""
     with ExitStack() as at_exit:
         experiment = run_collectively(world, lambda: build(config, world))
-        run_folder = RunFolder(folder / "run", config) if world.is_server else None
         layout = experiment.method.layout
-        run_collectively(world, lambda: run_folder.open(True, layout, [], at_exit) if run_folder else None)
+        folder = run_collectively(
+            world, lambda: _run_folder(config, layout, at_exit) if world.is_server else None
+        )
         stop = StopFlag()
-        at_exit.callback(stop.restore)
-        simulation = Simulation(experiment, world, stop, Progress(), run_folder)
-        if simulation.run() == "stopped":
-            raise StoppedError
+        # a signal ends it at once, as any command
+        stop.restore()
+        simulation = Simulation(experiment, world, stop, Progress(), folder)
+        simulation.run()
         return experiment.method, simulation.timing
+
+
+def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> RunFolder:
+    """Open a new run folder here, which `at_exit` removes; UserError where that is not possible."""
+    try:
+        made = at_exit.enter_context(tempfile.TemporaryDirectory(prefix=".hpcfl-bench-", dir="."))
+    except OSError as error:
+        raise UserError(f"cannot write here: {error.strerror}; go to a folder that can be written") from error
+    folder = RunFolder(Path(made) / "run", config)
+    folder.open(False, layout, [], at_exit)
+    return folder
 
 
 def _age_s() -> float:

@@ -1,1 +1,1 @@
-"""What `hpcfl doctor` looks at before hours are spent: ranks, collectives, the run folder, data."""
+"""What `hpcfl doctor` checks before hours are spent: ranks, messages, the run folder, data."""

@@ -9,37 +9,36 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hpcfl import __version__
-from hpcfl.checks.finding import Checked, gathered, ranges
+from hpcfl.checks.findings import Findings, gather_facts, ranges
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
 from hpcfl.machine import boot_id, package_versions
 
-Told = Mapping[str, Any]
-"""What a rank tells of itself."""
+Facts = Mapping[str, Any]
+"""Of one rank."""
 
-COMPUTE = ("torch", "numpy")
+NUMERIC_PACKAGES = ("torch", "numpy")
 """Packages on whose versions the bits of a run depend."""
 CLOCKS_APART_S = 60.0
 
 
 def check_unlike_nodes(world: Communicator) -> None:
     """Raise UserError where ranks have other versions; warn of clocks and of host names. Collective."""
-    told = gathered(world, of_this_rank(world, COMPUTE))
+    ranks = gather_facts(world, node_facts(world, NUMERIC_PACKAGES))
 
     def check() -> None:
-        checked = Checked()
-        if told:
-            compare(told, checked)
-        for finding in checked.findings:
-            if finding.is_error:
-                raise UserError(finding.text)
-            warnings.warn(finding.text, stacklevel=1)
+        found = Findings()
+        compare_nodes(ranks, found)
+        if found.errors:
+            raise UserError(found.errors[0])
+        for text in found.warnings:
+            warnings.warn(text, stacklevel=1)
 
     run_collectively(world, check)
 
 
-def of_this_rank(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:
-    """Return what `compare` looks at. Collective."""
+def node_facts(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:
+    """Return what `compare_nodes` needs of this rank. Collective."""
     return {
         "rank": world.rank,
         "host": world.host,
@@ -55,50 +54,49 @@ def of_this_rank(world: Communicator, packages: Iterable[str]) -> dict[str, Any]
     }
 
 
-def compare(told: Sequence[Told], checked: Checked) -> None:
-    """Say where versions differ, where a clock is off, and which nodes have the same name."""
-    first, nodes = told[0], by_node(told)
-    for rank in told[1:]:
-        other = {name: found for name, found in rank["versions"].items() if found != first["versions"][name]}
+def compare_nodes(ranks: Sequence[Facts], found: Findings) -> None:
+    """Find other versions, clocks that are off, and nodes with the same name."""
+    for rank in ranks:
+        expected = ranks[0]["versions"]
+        other = [
+            f"{name} {version} (rank 0: {expected[name]})"
+            for name, version in rank["versions"].items()
+            if version != expected[name]
+        ]
         if other:
-            these = ", ".join(
-                f"{name} {found} (rank 0: {first['versions'][name]})" for name, found in other.items()
-            )
-            checked.error(f"{place(rank)} has {these}: activate the same environment on every node")
+            these = ", ".join(other)
+            found.errors.append(f"{place(rank)} has {these}: activate the same environment on every node")
             break
-    for node in nodes:
-        ahead_s = node[0]["clock"] - first["clock"]
+    for node in by_node(ranks):
+        ahead_s = node[0]["clock"] - ranks[0]["clock"]
         if abs(ahead_s) > CLOCKS_APART_S:
             apart = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"
-            checked.warning(
-                f"the clock of {node[0]['host']} is {apart} that of {first['host']}, rank 0's: times in "
+            found.warnings.append(
+                f"the clock of {node[0]['host']} is {apart} that of {ranks[0]['host']}, rank 0's: times in "
                 "log.txt may be wrong, and a run may not see when its SLURM job ends; set the clocks (see "
                 "timedatectl)"
             )
-    for number, node in enumerate(nodes):
-        for other_node in nodes[:number]:
-            is_other = node[0]["boot"] != other_node[0]["boot"]
-            if is_other and node[0]["host"] == other_node[0]["host"]:
-                checked.warning(
-                    f"{node[0]['host']} is the name of two nodes, that of rank(s) {_numbers(other_node)} and "
-                    f"that of rank(s) {_numbers(node)}: errors and the lock of a run folder cannot tell them "
-                    "apart; give each a name of its own (hostnamectl)"
-                )
-                return
+    named: dict[str, list[Facts]] = {}
+    for node in by_node(ranks):
+        first = named.setdefault(node[0]["host"], node)
+        if first[0]["boot"] != node[0]["boot"]:
+            those, these = (ranges(rank["rank"] for rank in ranks_there) for ranks_there in (first, node))
+            found.warnings.append(
+                f"{node[0]['host']} is the name of two nodes, that of rank(s) {those} and that of rank(s) "
+                f"{these}: errors and the lock of a run folder cannot tell them apart; give each a name of "
+                "its own (hostnamectl)"
+            )
+            break
 
 
-def by_node(told: Sequence[Told]) -> list[list[Told]]:
+def by_node(ranks: Sequence[Facts]) -> list[list[Facts]]:
     """Return the ranks of each node, in rank order."""
-    nodes: dict[int, list[Told]] = {}
-    for rank in told:
+    nodes: dict[int, list[Facts]] = {}
+    for rank in ranks:
         nodes.setdefault(rank["node"], []).append(rank)
     return list(nodes.values())
 
 
-def place(rank: Told) -> str:
-    """Say which rank it is, and where."""
+def place(rank: Facts) -> str:
+    """Return which rank it is, and where."""
     return f"rank {rank['rank']} on {rank['host']}"
-
-
-def _numbers(node: Sequence[Told]) -> str:
-    return ranges(rank["rank"] for rank in node)

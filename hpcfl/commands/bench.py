@@ -9,29 +9,26 @@ from pathlib import Path
 
 import torch
 
-from hpcfl.benchmarks import nodes, runs, scale, steps
-from hpcfl.benchmarks.engines import engines
-from hpcfl.benchmarks.ratios import Earlier, Ratio, as_table, read_json, write_json
+from hpcfl.benchmarks import nodes, runs, server, steps
+from hpcfl.benchmarks.ratios import Ratio, as_tables, read_json, write_json
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
 
-Part = Callable[[Communicator, Namespace], Iterator[Ratio]]
 
-
-def run_bench(arguments: Sequence[str], world: Communicator) -> bool:
+def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     """Measure what the product costs, and print ratios beside their goals.
 
     Parts:
     start    a rank, from its beginning to its first round
-    steps    of training, beside bare PyTorch; pFedMB's branches
+    steps    of training, beside bare PyTorch
     server   pFedLA's step, beside stacking all models for each client
     engines  the batched engine beside the loop engine (--device)
     scale    pFedLA's server with --clients (all ranks)
     rounds   what of pFedLA's is not training; messages, checkpoints, waiting (all ranks, --device)
-    methods  each beside FedAvg: a round, its training and server parts; evaluation (all ranks)
+    methods  a round of each method, beside FedAvg's (--device)
     nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
-    For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds,methods
+    For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds
     """
     parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
@@ -41,56 +38,55 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> bool:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
     parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
     options = parser.parse_args(arguments)
-    parts = [part for part in PARTS if part != "nodes" or world.size > 1]
-    parts = parts if options.parts is None else options.parts.split(",")
-    for part in parts:
-        if part not in PARTS:
-            raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
-    if "nodes" in parts and world.size == 1:
-        raise UserError(
-            "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes"
-        )
+    parts = _parts(options, world)
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")
     counts = options.clients.split(",")
-    if not all(count.isdecimal() and int(count) >= scale.COHORT for count in counts):
+    if not all(count.isdecimal() and int(count) >= server.COHORT for count in counts):
         raise UserError(
-            f"--clients {options.clients} must be numbers from {scale.COHORT} on, such as --clients 100,1000"
-        )
-    if "start" in parts[1:]:
-        raise UserError(
-            "--parts has start, which is measured from a rank's beginning, behind others; put it first"
+            f"--clients {options.clients} must be numbers from {server.COHORT} on, such as --clients 100,1000"
         )
     # a GPU of any rank will do here; a run then says which rank has none
     if options.device == "cuda" and not world.maximum(torch.cuda.device_count()):
         raise UserError("--device cuda: there is no GPU; go to a node that has one, or drop --device")
-    before = run_collectively(
-        world, lambda: _earlier(options.json, options.against) if world.is_server else None
-    )
+    before = run_collectively(world, lambda: _earlier(options, world) if world.is_server else {})
     found: list[Ratio] = []
     torch.set_num_threads(1)
-    stopped = False
     for part in parts:
         print(f"measuring: {part}", flush=True)
-        try:
-            found += PARTS[part](world, options)
-        except runs.StoppedError:
-            stopped = True
-            break
+        ratios = list(PARTS[part](world, options))
         world.barrier()
-    print(f"\n{as_table(found, before, world.size)}", flush=True)
+        print(as_tables(ratios, before), flush=True)
+        found += ratios
     if options.json is not None:
         run_collectively(
             world, lambda: write_json(options.json, found, world.size) if world.is_server else None
         )
-    return stopped
 
 
-def _earlier(json: Path | None, against: Path | None) -> Earlier | None:
-    """Read the earlier run, before minutes are spent; UserError, too, if `json` cannot be written."""
+def _parts(options: Namespace, world: Communicator) -> list[str]:
+    """Return the parts that are asked for, in the order of PARTS: a start is measured before all else."""
+    known = [part for part in PARTS if part != "nodes" or world.size > 1]
+    asked = known if options.parts is None else options.parts.split(",")
+    for part in asked:
+        if part not in PARTS:
+            raise UserError(f"--parts has {part!r}; allowed: {', '.join(PARTS)}")
+        if part not in known:
+            raise UserError(
+                "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes"
+            )
+    return [part for part in PARTS if part in asked]
+
+
+def _earlier(options: Namespace, world: Communicator) -> dict[str, float]:
+    """Read the earlier run, before minutes are spent; UserError, too, if --json cannot be written."""
+    json = options.json
     if json is not None and not os.access(json.parent, os.W_OK):
         raise UserError(f"cannot write {json}; name a file in a folder that is there, with --json FILE")
-    return None if against is None else read_json(against)
+    return {} if options.against is None else read_json(options.against, world.size)
+
+
+Part = Callable[[Communicator, Namespace], Iterator[Ratio]]
 
 
 def _on_server(measure: Callable[[Namespace], Iterator[Ratio]]) -> Part:
@@ -98,17 +94,12 @@ def _on_server(measure: Callable[[Namespace], Iterator[Ratio]]) -> Part:
     return lambda world, options: measure(options) if world.is_server else iter(())
 
 
-def _steps(repeats: int) -> Iterator[Ratio]:
-    yield from steps.training_steps(repeats)
-    yield from steps.branches(repeats)
-
-
 PARTS: dict[str, Part] = {
     "start": lambda world, _: runs.start(world),
-    "steps": _on_server(lambda options: _steps(options.repeats)),
-    "server": _on_server(lambda options: steps.server_step(options.repeats)),
-    "engines": _on_server(lambda options: engines(torch.device(options.device), options.repeats)),
-    "scale": lambda world, options: scale.server_rounds(
+    "steps": _on_server(lambda options: steps.training_steps(options.repeats)),
+    "server": _on_server(lambda options: server.server_step(options.repeats)),
+    "engines": _on_server(lambda options: steps.engines(torch.device(options.device), options.repeats)),
+    "scale": lambda world, options: server.many_clients(
         world, list(map(int, options.clients.split(","))), max(2, options.repeats // 3)
     ),
     "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcfl.checks.collectives import check_collectives
-from hpcfl.checks.data import check_data
-from hpcfl.checks.finding import ERRORS, Checked, Finding, last_line
-from hpcfl.checks.folder import check_folder
+from hpcfl.checks.findings import TO_FIX, Findings
 from hpcfl.checks.ranks import check_ranks
+from hpcfl.checks.trials import check_data, check_folder, check_messages
 from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
@@ -20,8 +17,8 @@ from hpcfl.registries import load_config
 def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     """Check what runs need here, alone or as the ranks of a run; leaves nothing behind.
 
-    Looks at versions, MPI and its launcher, cores, threads, memory and GPUs of each node, the SLURM
-    job, collectives and their speed, and the run folder's file system; with keys, at their data too.
+    Looks at versions, MPI, cores, threads and GPUs of each rank, the SLURM job, messages
+    and their speed, and the run folder's file system; with keys, at their data too.
     The last line is "OK", "OK with warnings: ..." (exit code 0), or what to fix and what to type (2).
 
     For example: mpirun -n 9 hpcfl doctor CONFIG.yaml --out /scratch/me/runs
@@ -34,19 +31,13 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     add_own_code(parser)
     options = parser.parse_intermixed_args(list(arguments))
     config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
-    findings: list[Finding] = []
-
-    def say(checked: Checked) -> None:
-        for line in checked.lines:
-            print(line, flush=True)
-        findings.extend(checked.findings)
-
-    say(check_ranks(world, config, os.environ))
-    say(check_collectives(world))
-    say(check_folder(world, options.out))
+    found = Findings()
+    check_ranks(world, config, found)
+    check_messages(world, found)
+    check_folder(world, options.out, found)
     if options.settings:
-        say(check_data(world, config))
-    told = world.broadcast_bytes(last_line(findings).encode()).decode()
-    if told.startswith(ERRORS):
-        raise UserError(told)
-    print(told, flush=True)
+        check_data(world, config, found)
+    verdict = world.broadcast_bytes(found.verdict().encode()).decode()
+    if verdict.startswith(TO_FIX):
+        raise UserError(verdict)
+    print(verdict, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
 from hpcfl.storage.trackers import check_tracker
-from hpcfl.terminal import Progress
+from hpcfl.terminal import Progress, warnings_to
 
 
 def run(
@@ -41,12 +40,11 @@ def run(
         is_cell: the run is one of many: print only how its rounds go.
     """
     with ExitStack() as at_exit:
-        at_exit.enter_context(warnings.catch_warnings())
+        noted: list[str] = []
+        at_exit.enter_context(warnings_to(noted.append))
         at_exit.enter_context(report_out_of_memory(config, world))
         watched = at_exit.enter_context(ExitStack())
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
-        noted: list[str] = []
-        warnings.showwarning = lambda message, *_args, **_kwargs: noted.append(str(message))
         check_unlike_nodes(world)
         _check_other_code(config, world)
         if world.is_server:
@@ -65,7 +63,7 @@ def run(
         )
         progress = Progress(folder.log if folder else None, options.quiet)
         at_exit.callback(progress.close)
-        warnings.showwarning = lambda message, *_args, **_kwargs: progress.warn(str(message))
+        at_exit.enter_context(warnings_to(progress.warn))
         for text in noted:
             progress.warn(text)
         for text in folder.notes if folder else ():

@@ -8,6 +8,7 @@ from hpcfl.config.keys import (
     Config,
     DataConfig,
     RunConfig,
+    ServerConfig,
     TrainConfig,
     flatten,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "RunConfig",
+    "ServerConfig",
     "TrainConfig",
     "differences",
     "flatten",

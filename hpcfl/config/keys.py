@@ -17,15 +17,23 @@ from hpcfl.errors import UserError
 ENVIRONMENT = "environment"
 """Group in a run folder's config.yaml that records versions, command and ranks; not read as configuration."""
 
-GROUPS = ("method", "data", "model", "train", "comm", "run")
+GROUPS = ("method", "data", "model", "train", "server", "comm", "run")
 
 BufferPolicy = Literal["local", "average", "mixed"]
 Precision = Literal["float32", "bfloat16"]
 LastBatch = Literal["even", "drop", "keep"]
 CodecName = Literal["none", "float16", "int8", "topk"]
 Direction = Literal["down", "up"]
+ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_TOPK_RATIO = 0.1
+SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
+    "momentum": {"lr": 1.0, "beta1": 0.9},
+    "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 1e-3},
+    "adam": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
+    "yogi": {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "tau": 1e-3},
+}
+"""The constants that each optimiser of the server has, with their defaults."""
 
 NO_RESULT: dict[str, Any] = {"changes": "no result"}
 """Marks a key that may differ between a run folder and the command that resumes it."""
@@ -167,6 +175,38 @@ class TrainConfig(Settings):
         return max(1, math.floor(self.participation * num_clients + 0.5))
 
 
+class ServerConfig(Settings):
+    """The keys under `server.*`: the step that the server takes with what it averages.
+
+    Equations: `hpcfl/methods/_server_optimiser.py`.
+    """
+
+    optimiser: ServerOptimiser | None = None
+    """How the server moves the model, or the part of one, that it averages; null or none: to the clients'
+    mean. momentum (FedAvgM), adagrad, adam and yogi step along the mean difference of the clients to it
+    (paper: Reddi et al., Algorithm 2). Refused by methods whose server averages nothing."""
+    lr: float | None = Field(None, gt=0)
+    """Step size of the server; default: 1 with momentum, 0.1 with adagrad, 0.01 with adam and yogi."""
+    beta1: float | None = Field(None, ge=0, lt=1)
+    """Decay of the first moment; default: 0.9, or 0 with adagrad (paper)."""
+    beta2: float | None = Field(None, ge=0, lt=1)
+    """Decay of the second moment, of adam and yogi; default: 0.99 (paper)."""
+    tau: float | None = Field(None, gt=0)
+    """What is added to the root of the second moment, whose first value is tau^2; default: 0.001 (paper)."""
+
+    @field_validator("optimiser", mode="before")
+    @classmethod
+    def _none_is_null(cls, name: Any) -> Any:
+        return None if name == "none" else name
+
+    def in_use(self) -> dict[str, Any]:
+        """Return what affects a run, with the values that the run uses; {} without an optimiser."""
+        if self.optimiser is None:
+            return {}
+        given = {name: value for name, value in self.model_dump().items() if value is not None}
+        return SERVER_DEFAULTS[self.optimiser] | given
+
+
 class CommConfig(Settings):
     """The keys under `comm.*`: how messages between server and clients are compressed."""
 
@@ -294,6 +334,7 @@ class Config:
     partition: Chosen[PartitionOptions]
     model: Chosen[NetworkOptions]
     train: TrainConfig
+    server: ServerConfig
     comm: CommConfig
     run: RunConfig
     source_file: Mapping[str, str]
@@ -323,6 +364,7 @@ class Config:
             "data": data,
             "model": self.model.tree(),
             "train": self.train.model_dump(),
+            "server": self.server.model_dump(),
             "comm": self.comm.model_dump(),
             "run": self.run.model_dump(),
         }
@@ -349,6 +391,7 @@ class Config:
 COMMON: dict[str, type[Settings]] = {
     "data": DataConfig,
     "train": TrainConfig,
+    "server": ServerConfig,
     "comm": CommConfig,
     "run": RunConfig,
 }

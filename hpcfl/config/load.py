@@ -14,9 +14,11 @@ from hpcfl.config.keys import (
     ENVIRONMENT,
     GROUPS,
     RESULT_NEUTRAL,
+    SERVER_DEFAULTS,
     Chosen,
     CommConfig,
     Config,
+    ServerConfig,
     Settings,
     flatten,
 )
@@ -74,7 +76,9 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
         and choices["data.partition"].known[names["data.partition"]].counts is not None
     ):
         data["clients"] = DEFAULT_CLIENTS
-    given["train"] = registries.method.known[names["method"]].traits.train_defaults | given["train"]
+    traits = registries.method.known[names["method"]].traits
+    given["train"] = traits.train_defaults | given["train"]
+    given["server"] = traits.server_defaults | given["server"]
     kinds = COMMON | {group: registry.options_of(names[group]) for group, registry in choices.items()}
     known = [f"{group}.{key}" for group in choices for key in ("name", "path")] + ["data.reader"]
     known += [f"{group}.{key}" for group, kind in kinds.items() for key in kind.model_fields]
@@ -102,6 +106,7 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     _check_contradictions(config, registries.source)
     _check_idle_unseen(config)
     _check_idle_coding(config.comm)
+    _check_idle_server(config.server)
     return config
 
 
@@ -272,10 +277,21 @@ def _check_idle_coding(comm: CommConfig) -> None:
         )
 
 
+def _check_idle_server(server: ServerConfig) -> None:
+    """Raise UserError where keys of `server.*` do nothing with the optimiser."""
+    for key, value in server.model_dump(exclude={"optimiser"}, exclude_none=True).items():
+        having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
+        if server.optimiser not in having:
+            raise UserError(
+                f"server.{key}={shown(value)} is only for server.optimiser={' or '.join(having)}, not "
+                f"{server.optimiser or 'none'}; set server.optimiser={having[0]}, or server.{key}=null"
+            )
+
+
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        example = {"data": "source", "train": "rounds", "comm": "codec", "run": "seed"}
+        example = {"data": "source", "train": "rounds", "server": "optimiser", "comm": "codec", "run": "seed"}
         key = f"{group}.{example.get(group, 'name')}"
         raise UserError(f"{group}={value!r} must be a group of keys, such as {key}=...")
     return {str(key): entry for key, entry in (value or {}).items()}

@@ -32,7 +32,7 @@ class OwnModel(Method):
 class OwnBesideGlobal(OwnModel, FedAvg):
     """Each client keeps its own model, which is evaluated; the server sends a global model `theta`."""
 
-    traits = OwnModel.traits.replace(has_global_model=True)
+    traits = OwnModel.traits.replace(averages=("theta",), has_global_model=True)
     # explicit, so that the order of the base classes does not matter
     eval_model = OwnModel.eval_model
 

@@ -12,6 +12,7 @@ import torch
 from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.parameters import ParameterLayout
 from hpcfl.training.client_group import ClientGroup
@@ -27,14 +28,15 @@ class MethodAdapter:
                 f"{type(method).__name__} set network after layout and layers were made from another; return "
                 "it from make_network"
             )
+        self._optimiser = ServerOptimiser(method.context.server, method.traits.averages, method.layers)
 
     def initial_server(self) -> State:
-        """Return the whole server state, running statistics included."""
+        """Return the whole server state, with running statistics and the moments of `server.optimiser`."""
         method, state = self.method, self.method.server_state()
         if method.averages_buffers and BUFFERS not in state:
             buffers = method.initial_buffers()
             state[BUFFERS] = buffers if method.num_models is None else buffers.repeat(method.num_models, 1)
-        return state
+        return state | self._optimiser.initial(state)
 
     def initial_clients(self, clients: Sequence[int]) -> State:
         """Return the whole state [C, ...] of some clients, running statistics included."""
@@ -104,8 +106,10 @@ class MethodAdapter:
             return
         averages = self.method.averages_buffers and not self.method.traits.averages_own_buffers
         averaged = weighted_means(up, {BUFFERS: cohort.num_samples}) if averages else {}
+        before = self._optimiser.before(server)
         self.method.aggregate(server, cohort, up)
         up.drain()
+        self._optimiser.step(server, before)
         server |= averaged
         self.method.end_round(server, cohort)
 

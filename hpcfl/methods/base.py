@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
-from hpcfl.config.keys import BufferPolicy, Params, TrainConfig
+from hpcfl.config.keys import BufferPolicy, Params, ServerConfig, TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
@@ -43,6 +43,7 @@ class Context:
         train: TrainConfig,
         seed: int,
         num_samples_of_unseen: Tensor | None = None,
+        server: ServerConfig | None = None,
     ) -> None:
         self.num_samples = num_samples
         """Training samples of each client, int64 [N]."""
@@ -55,6 +56,7 @@ class Context:
         self.num_classes = num_classes
         self.image_shape = image_shape
         self.train = train
+        self.server = server or ServerConfig()
         self.seed = seed
         self.model_name = model
         self.build_network: Callable[[int], Network] = lambda draw: build_network(
@@ -120,6 +122,9 @@ class Traits:
     """Allowed values of `train.buffers`, the treatment of BatchNorm's running statistics; the first is the
     default. local: they stay with the client. average: the server averages them. mixed: the method mixes
     them, in its own state."""
+    averages: tuple[str, ...] = ()
+    """Tensors of the server's state that `aggregate` moves to means over clients: `server.optimiser` acts on
+    them. (): the method refuses `server.optimiser`."""
     averages_own_buffers: bool = False
     """Whether `aggregate` averages the clients' running statistics itself, for example cluster by cluster."""
     has_global_model: bool = False
@@ -132,6 +137,8 @@ class Traits:
     """Names of tensors of the server's state whose shapes change from round to round."""
     train_defaults: dict[str, Any] = field(default_factory=dict)
     """Defaults under `train.*` that differ from the general ones."""
+    server_defaults: dict[str, Any] = field(default_factory=dict)
+    """The same under `server.*`."""
 
     def replace(self, **changes: Any) -> Traits:
         """Return these traits with some changes."""
@@ -190,6 +197,11 @@ class Method:
             raise UserError(
                 f"train.buffers={self.buffers} does not go with method.name={self.name}; "
                 f"allowed: {', '.join(allowed)}"
+            )
+        if context.server.optimiser is not None and not self.traits.averages:
+            raise UserError(
+                f"server.optimiser={context.server.optimiser} does not go with method.name={self.name}, "
+                "whose server averages no model; allowed: none"
             )
         if self.traits.needs_body:
             self.check_body()

@@ -88,7 +88,7 @@ class FedAFK(Method):
     name = "fedafk"
     summary = "a local and a global feature extractor, mixed by a learnt coefficient"
     Params = FedAFKParams
-    traits = Traits(eval_after="training", buffers=("local",), needs_body=True)
+    traits = Traits(averages=("theta",), eval_after="training", buffers=("local",), needs_body=True)
     diagnostics = (
         Diagnostic(
             "coefficient",

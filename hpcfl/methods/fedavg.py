@@ -21,7 +21,7 @@ from hpcfl.training.client_group import ClientGroup
 class FedAvg(Method):
     name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
-    traits = Traits(has_global_model=True)
+    traits = Traits(averages=("theta",), has_global_model=True)
 
     def server_state(self) -> State:
         return {"theta": self.context.initial_parameters()}

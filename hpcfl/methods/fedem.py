@@ -55,7 +55,7 @@ class FedEM(FedAvg):
     name = "fedem"
     summary = "a mixture of global models, weighed by each client"
     Params = FedEMParams
-    traits = Traits(buffers=("average",), train_defaults={"lr": 0.15})
+    traits = Traits(averages=("theta",), buffers=("average",), train_defaults={"lr": 0.15})
     diagnostics = (
         Diagnostic(
             "weights",

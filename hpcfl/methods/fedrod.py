@@ -55,7 +55,7 @@ class FedRoD(FedAvg):
     name = "fedrod"
     summary = "a generic model by balanced softmax, plus each client's own head"
     Params = FedRoDParams
-    traits = FedAvg.traits.replace(needs_body=True)
+    traits = FedAvg.traits.replace(averages=("theta", "hypernetwork"), needs_body=True)
     params: FedRoDParams
 
     def __init__(self, context: Context, params: FedRoDParams) -> None:

@@ -39,7 +39,7 @@ class IFCA(Method):
     name = "ifca"
     summary = "several global models, of which each client picks the one that fits it"
     Params = IFCAParams
-    traits = Traits(averages_own_buffers=True)
+    traits = Traits(averages=("theta",), averages_own_buffers=True)
     diagnostics = (
         Diagnostic(
             "cluster",

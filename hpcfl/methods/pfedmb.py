@@ -45,7 +45,7 @@ from torch import Tensor
 from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods.base import Context, Method, Params, State
+from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
 from hpcfl.training.batches import Batch
@@ -92,6 +92,7 @@ class PFedMB(Method):
     name = "pfedmb"
     summary = "several branches per layer, mixed by each client's own weights"
     Params = PFedMBParams
+    traits = Traits(averages=("branches",))
     diagnostics = (
         Diagnostic(
             "alpha",

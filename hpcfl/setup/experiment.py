@@ -173,6 +173,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
         config.train,
         config.run.seed,
         num_samples[num_clients:],
+        config.server,
     )
     return METHODS[config.method.name](context, config.method.options)
 
@@ -245,7 +246,7 @@ def assemble(
     worker_context = WorkerContext(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
     )
-    unseen_workplace = replace(
+    unseen_context = replace(
         worker_context,
         shard=unseen_shard,
         clients=unseen,
@@ -268,7 +269,7 @@ def assemble(
         data,
         num_train[:num_clients],
         num_evaluated[:num_clients],
-        Unseen(unseen_workplace, num_train[num_clients:], num_evaluated[num_clients:]),
+        Unseen(unseen_context, num_train[num_clients:], num_evaluated[num_clients:]),
         samples_by_class,
         engine_name,
         kept_on,

@@ -329,7 +329,7 @@ def _what_changes_results(config: Config) -> str:
     """Return a run's keys and values as text, without the keys that do not change the results of this run."""
     keys = config.result_keys()
     keys |= {"data.seed": config.data_seed, "method": [config.method.name, config.method.options.in_use()]}
-    keys |= flatten({"comm": config.comm.in_use()})
+    keys |= flatten({"comm": config.comm.in_use(), "server": config.server.in_use()})
     source = config.data.source
     # the first four change at most the last bits, the fifth only which rounds the best one is chosen from
     idle = {"run.clients_at_once", "run.engine", "run.device", "run.threads", "run.eval_every"}

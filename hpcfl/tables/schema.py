@@ -101,6 +101,7 @@ class SettingsEntry(_Entry):
     data: Any = None
     model: Any = None
     train: Any = None
+    server: Any = None
     comm: Any = None
     run: Any = None
 

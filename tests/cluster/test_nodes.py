@@ -343,13 +343,19 @@ def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
 
 
 @pytest.mark.nodes
-def test_a_doctor_of_two_nodes(an_hour_ahead: dict[str, str], on_two_nodes: Program, tmp_path: Path) -> None:
+def test_a_doctor_of_two_nodes(
+    nodes: Nodes, an_hour_ahead: dict[str, str], on_two_nodes: Program, tmp_path: Path
+) -> None:
+    with nodes[2].seeing(tmp_path):
+        apart = on_two_nodes("doctor", ranks=3)
+    assert apart.returncode == BAD_INPUT
+    assert f"{tmp_path / 'run'}: rank 2 on n2 does not see what rank 0 wrote there" in apart.stderr
     fine, ahead = on_two_nodes("doctor", ranks=3), on_two_nodes("doctor", ranks=3, **an_hour_ahead)
     assert (fine.returncode, fine.stderr) == (FINISHED, "")
     for done in (fine, ahead):
-        assert re.search(r"^MPI: .*; ranks by node: n1 0-1, n2 2$", done.stdout, re.MULTILINE)
-        for host in ("n1", "n2"):
-            assert re.search(rf"^cores: {host}: ", done.stdout, re.MULTILINE)
+        for ranks, host in (("0-1", "n1"), ("2", "n2")):
+            assert re.search(rf"^{ranks} +{host} +cpu +[\d,-]+ of \d+ ", done.stdout, re.MULTILINE)
+        assert re.search(r"^messages: .* and its node, .* and other nodes$", done.stdout, re.MULTILINE)
     assert re.search(r"the clock of n2 is 3[56]\d\d s ahead of that of n1", ahead.stdout.splitlines()[-1])
     assert "the clock of " not in fine.stdout
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,166 @@
+"""What a run does, tried once in small: messages, a checkpoint and a lock in the run folder, the data."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+import warnings
+import zlib
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpcfl.checks.alike import place
+from hpcfl.checks.findings import Findings, gather_facts
+from hpcfl.communication.communicator import Communicator, run_collectively
+from hpcfl.communication.network import measured
+from hpcfl.config import Config
+from hpcfl.errors import UserError
+from hpcfl.formatting import readable_bytes, readable_seconds
+from hpcfl.registries import load_config
+from hpcfl.setup.experiment import load_data
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.storage.lock import FolderLock, Holder, holder
+from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, LedgerTable, Rows, Snapshot
+
+NUM_SENT = 2**20
+"""Numbers in a message: 4 MB."""
+NUM_WRITTEN = 2**22
+"""Numbers in the checkpoint: 17 MB."""
+LOOKS, PAUSE_S = 100, 0.1
+"""For a file that another node wrote; a network file system may show it late."""
+
+
+def check_messages(world: Communicator, found: Findings) -> None:
+    """Send numbers to all ranks and back, and print how fast messages are. Collective."""
+    if world.size == 1:
+        return
+    numbers = torch.arange(NUM_SENT, dtype=torch.float32)
+    received = numbers.clone() if world.is_server else torch.zeros(NUM_SENT)
+    world.broadcast(received)
+    counts = [NUM_SENT // world.num_workers] * world.num_workers
+    sent = numbers[: sum(counts)]
+    back = world.gather(world.scatter(sent if world.is_server else None, counts, sent.dtype), counts)
+    is_right = torch.equal(received, numbers) and (back is None or torch.equal(back, sent))
+    is_wrong_somewhere = world.maximum(not is_right)
+    network = measured(world)
+    if not world.is_server:
+        return
+    rates = {"its node": network.node_bytes_a_s, "other nodes": network.link_bytes_a_s}
+    measures = [
+        f"{readable_bytes(rate)}/s between rank 0 and {where}" for where, rate in rates.items() if rate
+    ]
+    latency = readable_seconds(network.latency_s or 0.0)
+    print(f"messages: {latency} for a short one; {', '.join(measures)}", flush=True)
+    if is_wrong_somewhere:
+        found.errors.append(
+            "MPI brings other numbers than were sent: use another MPI, or name another network to it"
+        )
+
+
+def check_folder(world: Communicator, out: Path, found: Findings) -> None:
+    """Write a checkpoint and take a lock, which all ranks look for; remove both again. Collective."""
+    with ExitStack() as at_exit:
+        made, has_locks = "", False
+        if world.is_server:
+            try:
+                folder = _new_folder(out, at_exit)
+                rate = 4 * NUM_WRITTEN / _write_checkpoint(folder)
+                has_locks = _take_lock(folder, at_exit)
+                free = shutil.disk_usage(folder).free
+                print(
+                    f"folder: {out}: {readable_bytes(free)} free, checkpoints at {readable_bytes(rate)}/s",
+                    flush=True,
+                )
+                made = str(folder)
+            except OSError as error:
+                found.errors.append(
+                    f"cannot write in {out}: {error.strerror or error}; name a folder that can be written "
+                    "with --out DIR"
+                )
+        made = world.broadcast_bytes(made.encode()).decode()
+        if not made:
+            return
+        lock = _see_lock(Path(made))
+        is_locked = has_locks if world.is_server else lock.is_seen
+        facts = {"rank": world.rank, "host": world.host, "sees": bool(lock.owner), "is_locked": is_locked}
+        # rank 0 keeps the lock and the folder until all have looked
+        ranks = gather_facts(world, facts)
+    blind = [place(rank) for rank in ranks if not rank["sees"]]
+    unlocked = [place(rank) for rank in ranks if not rank["is_locked"]]
+    if blind:
+        found.errors.append(
+            f"{out}: {blind[0]} does not see what rank 0 wrote there, so that a run that is requeued to "
+            "another node would start over: name a folder that all nodes share with --out DIR"
+        )
+    elif unlocked:
+        found.warnings.append(
+            f"{out}: file locks do not work for {unlocked[0]}, so that a second run in a folder may not be "
+            "refused: name another folder with --out DIR, or make sure that no two runs share one"
+        )
+
+
+def _new_folder(out: Path, at_exit: ExitStack) -> Path:
+    """Make a folder where the run folder would be made; `at_exit` removes it."""
+    base = out.absolute()
+    while not base.exists():
+        base = base.parent
+    made = tempfile.TemporaryDirectory(prefix=".hpcfl-doctor-", dir=base, ignore_cleanup_errors=True)
+    return Path(at_exit.enter_context(made))
+
+
+def _write_checkpoint(folder: Path) -> float:
+    """Write a checkpoint, which is synced and verified, and return the seconds."""
+    snapshot = Snapshot(
+        Header("doctor", 1, load_config(None, []).yaml()),
+        LayoutRecord((), ()),
+        DataRecord((1, 1, 1), "uint8", 1.0, (0.0,), (1.0,), 1, (1,)),
+        {"numbers": torch.arange(NUM_WRITTEN, dtype=torch.float32)},
+        {},
+        Rows({}, []),
+        lambda: {"accuracy": np.zeros((1, 1))},
+        lambda: {"metrics": LedgerTable(np.zeros((1, 1)), ["round"])},
+    )
+    began_s = time.monotonic()
+    CheckpointStore(folder).save(snapshot)
+    return time.monotonic() - began_s
+
+
+def _take_lock(folder: Path, at_exit: ExitStack) -> bool:
+    """Take the lock of a run folder; return whether the file system has locks."""
+    with warnings.catch_warnings(record=True) as complaints:
+        warnings.simplefilter("always")
+        at_exit.enter_context(FolderLock(folder))
+    return not complaints
+
+
+def _see_lock(folder: Path) -> Holder:
+    """Return whose lock this rank sees; nobody's where it sees none in time."""
+    for _ in range(LOOKS):
+        with suppress(OSError):
+            seen = holder(folder)
+            if seen.owner:
+                return seen
+        time.sleep(PAUSE_S)
+    return Holder("", False)
+
+
+def check_data(world: Communicator, config: Config, found: Findings) -> None:
+    """Read the data on every rank, and print what they are. Collective."""
+    try:
+        arrays, parts = run_collectively(world, lambda: load_data(config))
+    except UserError as error:
+        found.errors.append(str(error))
+        return
+    samples = f"{len(arrays.y)} samples of {arrays.num_classes} classes for {len(parts)} clients"
+    print(f"data: {config.data.source}: {samples}", flush=True)
+    digest = zlib.crc32(np.ascontiguousarray(arrays.x).data, zlib.crc32(np.ascontiguousarray(arrays.y).data))
+    largest, smallest = world.maxima([digest, -digest])
+    if largest != -smallest:
+        found.errors.append(
+            "ranks read different samples: copy the same files to every node, or put them on a file system "
+            "that all share"
+        )

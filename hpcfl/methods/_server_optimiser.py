@@ -1,0 +1,92 @@
+"""The server's step along the mean of its clients, for every method whose server averages.
+
+FedAvgM: Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated visual
+classification, 2019. The others: Reddi et al., Adaptive federated optimization, ICLR 2021, Algorithm 2.
+
+    Delta    = what the method's own server step would add to x: with FedAvg sum_i n_i (x_i - x) / n
+    momentum   m <- beta1 m + Delta,                     x <- x + lr m
+    others     m <- beta1 m + (1 - beta1) Delta,         x <- x + lr m / (sqrt(v) + tau)
+      adagrad  v <- v + Delta^2
+      adam     v <- beta2 v + (1 - beta2) Delta^2
+      yogi     v <- v - (1 - beta2) Delta^2 sign(v - Delta^2)
+
+m_0 = 0 and v_0 = tau^2; there is no bias correction, as the algorithm is printed. All operations are element
+by element, so the bits do not depend on ranks.
+
+Choices:
+  what moves   the tensors that the method's `Traits.averages` name; running statistics of BatchNorm are
+               averaged as before
+  idle layers  a layer that no client of the round sent, such as a module of FedMN or the model of an empty
+               cluster of IFCA, has no Delta: it stays, with its m and v
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpcfl.config.keys import ServerConfig
+from hpcfl.parameters import Layer, Tensors
+
+FIRST, SECOND = "server_m/", "server_v/"
+"""Where the server's state has m and v of each tensor."""
+
+
+class ServerOptimiser:
+    """One optimiser of the server, whose moments are in the server's state."""
+
+    def __init__(self, settings: ServerConfig, names: Sequence[str], layers: Sequence[Layer]) -> None:
+        self._settings, self._layers = settings, layers
+        self._names = () if settings.optimiser is None else tuple(names)
+
+    def initial(self, server: Tensors) -> Tensors:
+        """Return m and v at the start, as a part of the server's state."""
+        averaged = {name: server[name] for name in self._names if name in server}
+        moments = {FIRST + name: torch.zeros_like(tensor) for name, tensor in averaged.items()}
+        if self._settings.optimiser != "momentum":
+            start = self._settings.in_use()["tau"] ** 2 if averaged else 0.0
+            moments |= {SECOND + name: torch.full_like(tensor, start) for name, tensor in averaged.items()}
+        return moments
+
+    def before(self, server: Tensors) -> Tensors:
+        """Return copies of what the method is about to average."""
+        return {name: server[name].clone() for name in self._names if name in server}
+
+    def step(self, server: Tensors, before: Tensors) -> None:
+        """Replace the method's own step, from `before` to the state as it is now, by the optimiser's."""
+        for name, x in before.items():
+            delta = server[name] - x
+            moves = self._moves(delta)
+            m = server[FIRST + name].where(~moves, self._first(server[FIRST + name], delta))
+            step = m
+            if self._settings.optimiser != "momentum":
+                v = server[SECOND + name].where(~moves, self._second(server[SECOND + name], delta))
+                server[SECOND + name] = v
+                step = m / (v.sqrt() + self._settings.in_use()["tau"])
+            server[FIRST + name] = m
+            server[name] = x.where(~moves, x + self._settings.in_use()["lr"] * step)
+
+    def _first(self, m: Tensor, delta: Tensor) -> Tensor:
+        beta1 = self._settings.in_use()["beta1"]
+        if self._settings.optimiser == "momentum":
+            return beta1 * m + delta
+        return beta1 * m + (1 - beta1) * delta
+
+    def _second(self, v: Tensor, delta: Tensor) -> Tensor:
+        square = delta.square()
+        if self._settings.optimiser == "adagrad":
+            return v + square
+        beta2 = self._settings.in_use()["beta2"]
+        if self._settings.optimiser == "adam":
+            return beta2 * v + (1 - beta2) * square
+        return v - (1 - beta2) * square * (v - square).sign()
+
+    def _moves(self, delta: Tensor) -> Tensor:
+        """Return which numbers of Delta [..., P] are in layers that some client sent."""
+        moves = torch.zeros_like(delta, dtype=torch.bool)
+        is_model = delta.shape[-1] == self._layers[-1].stop
+        for part in [slice(layer.start, layer.stop) for layer in self._layers] if is_model else [slice(None)]:
+            moves[..., part] = (delta[..., part] != 0).any(dim=-1, keepdim=True)
+        return moves

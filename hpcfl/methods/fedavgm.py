@@ -1,0 +1,20 @@
+"""FedAvgM. Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated visual
+classification, arXiv 1909.06335, 2019.
+
+    Delta = sum_i n_i theta_i / n - w,  v <- beta1 v + Delta,  w <- w + lr v
+
+This is FedAvg with `server.optimiser=momentum`, which any method takes whose server averages.
+
+Choices: plain momentum, as the paper's algorithm has it, no Nesterov's; beta1 is `server.beta1` (the paper
+tries 0, 0.7, 0.9, 0.97, 0.99 and 0.997), lr is `server.lr`. beta1 = 0 with lr = 1 is FedAvg.
+"""
+
+from __future__ import annotations
+
+from hpcfl.methods.fedavg import FedAvg
+
+
+class FedAvgM(FedAvg):
+    name = "fedavgm"
+    summary = "FedAvg whose server steps with momentum"
+    traits = FedAvg.traits.replace(server_defaults={"optimiser": "momentum"})

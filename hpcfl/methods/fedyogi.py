@@ -1,0 +1,20 @@
+"""FedYogi. Reddi et al., Adaptive federated optimization, ICLR 2021.
+
+    Delta = sum_i n_i theta_i / n - w,  m <- beta1 m + (1 - beta1) Delta
+    v     <- v - (1 - beta2) Delta^2 sign(v - Delta^2),  w <- w + lr m / (sqrt(v) + tau)     (Algorithm 2)
+
+This is FedAvg with `server.optimiser=yogi`, which any method takes whose server averages.
+
+Choices: clients count with their samples, as in FedAvg; no bias correction, as printed; v starts at tau^2;
+beta1 = 0.9, beta2 = 0.99 and tau = 0.001 (the paper's).
+"""
+
+from __future__ import annotations
+
+from hpcfl.methods.fedavg import FedAvg
+
+
+class FedYogi(FedAvg):
+    name = "fedyogi"
+    summary = "FedAvg whose server steps by Yogi"
+    traits = FedAvg.traits.replace(server_defaults={"optimiser": "yogi"})

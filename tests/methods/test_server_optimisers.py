@@ -1,0 +1,177 @@
+"""The server's optimisers: the equations, their reductions, and what they act on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import UNEQUAL, Run
+from torch import Tensor
+
+from hpcfl.config import ServerConfig
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.methods._server_optimiser import ServerOptimiser
+from hpcfl.parameters import Layer
+from hpcfl.registries import load_config
+
+OPTIMISERS = ("momentum", "adagrad", "adam", "yogi")
+AVERAGING = [name for name, method in METHODS.items() if method.traits.averages]
+ALIASES = {"fedavgm": "momentum", "fedadagrad": "adagrad", "fedadam": "adam", "fedyogi": "yogi"}
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def by_hand(optimiser: str, deltas: list[float], lr: float, beta1: float, beta2: float, tau: float) -> float:
+    """Follow the printed equations for one number that starts at 0."""
+    x, m, v = 0.0, 0.0, tau**2
+    for delta in deltas:
+        if optimiser == "momentum":
+            m = beta1 * m + delta
+            x += lr * m
+            continue
+        m = beta1 * m + (1 - beta1) * delta
+        if optimiser == "adagrad":
+            v = v + delta**2
+        elif optimiser == "adam":
+            v = beta2 * v + (1 - beta2) * delta**2
+        else:
+            v = v - (1 - beta2) * delta**2 * math.copysign(1.0, v - delta**2)
+        x += lr * m / (math.sqrt(v) + tau)
+    return x
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_three_steps_are_those_of_the_printed_equations(optimiser: str, in_float64: None) -> None:
+    constants = {"lr": 0.3, "beta1": 0.8}
+    constants |= {} if optimiser == "momentum" else {"tau": 0.1}
+    constants |= {"beta2": 0.7} if optimiser in ("adam", "yogi") else {}
+    settings = ServerConfig(optimiser=optimiser, **constants)
+    # above and below v_0 = 0.01: both signs of Yogi's step
+    deltas = [[0.5, -0.02], [-0.25, 0.05], [0.03, 0.4]]
+    found = stepped(ServerOptimiser(settings, ["theta"], [Layer("fc", 0, 2, 0, 0)]), deltas, 2)
+    whole = {"lr": 0.3, "beta1": 0.8, "beta2": 0.7, "tau": 0.1}
+    expected = [by_hand(optimiser, [row[n] for row in deltas], **whole) for n in range(2)]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-12, atol=0)
+
+
+def stepped(optimiser: ServerOptimiser, deltas: list[list[float]], size: int) -> Tensor:
+    server = {"theta": torch.zeros(size)}
+    server |= optimiser.initial(server)
+    for delta in deltas:
+        before = optimiser.before(server)
+        # in place, as some methods do
+        server["theta"] += torch.tensor(delta)
+        optimiser.step(server, before)
+    return server["theta"]
+
+
+@pytest.mark.quick
+def test_yogi_moves_its_second_moment_by_at_most_what_adam_would() -> None:
+    """v - Delta^2 < 0 raises v, > 0 lowers it: 0.04 - 0.3 * 0.01 and 0.04 + 0.3 * 0.09."""
+    optimiser = ServerOptimiser(
+        ServerConfig(optimiser="yogi", beta2=0.7, tau=0.2), ["theta"], [Layer("fc", 0, 2, 0, 0)]
+    )
+    server = {"theta": torch.zeros(2)}
+    server |= optimiser.initial(server)
+    before = optimiser.before(server)
+    server["theta"] = torch.tensor([0.1, 0.3])
+    optimiser.step(server, before)
+    torch.testing.assert_close(server["server_v/theta"], torch.tensor([0.037, 0.067]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_a_layer_that_nobody_sent_stays_with_its_moments(optimiser: str) -> None:
+    layers = [Layer("fc1", 0, 2, 0, 0), Layer("fc2", 2, 3, 0, 0)]
+    acting = ServerOptimiser(ServerConfig(optimiser=optimiser), ["theta"], layers)
+    # two models: of the first one fc2, of the second one fc1 is idle in the second round
+    server = {"theta": torch.zeros(2, 3)}
+    server |= acting.initial(server)
+    rounds = [torch.ones(2, 3), torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])]
+    for delta in rounds:
+        held = {name: tensor.clone() for name, tensor in server.items()}
+        before = acting.before(server)
+        server["theta"] = server["theta"] + delta
+        acting.step(server, before)
+    idle = torch.tensor([[False, False, True], [True, True, False]])
+    for name, tensor in server.items():
+        assert torch.equal(tensor[idle], held[name][idle]), name
+        # a number of a layer that moves has momentum, also where its own Delta is 0
+        assert (tensor[~idle] != held[name][~idle]).all() or name.startswith("server_v") or "ada" in optimiser
+
+
+def test_momentum_without_decay_is_fedavg(in_float64: None) -> None:
+    plain = Run("method.name=fedavg", *UNEQUAL)
+    moved = Run("method.name=fedavgm", "server.beta1=0", *UNEQUAL)
+    torch.testing.assert_close(moved.server["theta"], plain.server["theta"], rtol=1e-12, atol=1e-14)
+
+
+def test_the_server_steps_along_the_mean_difference_of_its_clients(in_float64: None) -> None:
+    """One round and two of FedAdam, worked out from FedAvg's means."""
+    first = Run("method.name=fedavg", "train.rounds=1", *UNEQUAL)
+    start = first.method.context.initial_parameters()
+    delta = first.server["theta"] - start
+    m, v = 0.1 * delta, 0.99e-6 + 0.01 * delta.square()
+    expected = start + 0.01 * m / (v.sqrt() + 1e-3)
+    run = Run("method.name=fedadam", "train.rounds=1", *UNEQUAL)
+    torch.testing.assert_close(run.server["theta"], expected, rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(run.server["server_m/theta"], m, rtol=1e-10, atol=1e-16)
+    torch.testing.assert_close(run.server["server_v/theta"], v, rtol=1e-10, atol=1e-18)
+
+
+def test_running_statistics_are_averaged_as_without_it() -> None:
+    keys = ["train.rounds=1", "model.batchnorm=true", *UNEQUAL]
+    plain, run = (Run(f"method.name={name}", *keys) for name in ("fedavg", "fedadam"))
+    assert torch.equal(plain.server["buffers"], run.server["buffers"])
+    assert not torch.equal(plain.server["theta"], run.server["theta"])
+
+
+@pytest.mark.parametrize("method", AVERAGING)
+def test_every_method_whose_server_averages_takes_it(method: str) -> None:
+    """With momentum, the second round goes further than the method's own step by the first one's Delta."""
+    keys = [f"method.name={method}", "train.rounds=2", "data.clients=2", "model.batchnorm=true"]
+    run = Run(*keys, "server.optimiser=momentum", "server.beta1=0.5")
+    names = [name for name in run.method.traits.averages if name in run.server]
+    assert names
+    for name in names:
+        moment = run.server[f"server_m/{name}"]
+        assert moment.shape == run.server[name].shape
+        assert moment.abs().sum() > 0
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(AVERAGING)))
+def test_a_method_whose_server_averages_nothing_refuses_it(method: str) -> None:
+    with pytest.raises(UserError, match=rf"server\.optimiser=adam does not go with method\.name={method}"):
+        Run(f"method.name={method}", "server.optimiser=adam")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("method", ALIASES)
+def test_names_of_methods_set_the_optimiser(method: str) -> None:
+    assert load_config(None, [f"method.name={method}"]).server.optimiser == ALIASES[method]
+    assert load_config(None, [f"method.name={method}", "server.optimiser=none"]).server.optimiser is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["server.lr=2"], r"server\.lr=2\.0 is only for server\.optimiser=.*, not none; set"),
+        (["server.optimiser=momentum", "server.tau=1"], r"server\.tau=1\.0 is only for .*, not momentum"),
+        (["server.optimiser=adagrad", "server.beta2=0.9"], r"server\.beta2=0\.9 is only for .*adam or yogi"),
+        (["server.optimiser=sgd"], r"server\.optimiser=sgd is invalid; allowed: momentum, adagrad"),
+        (["server.optimiser=adam", "server.beta1=1"], r"server\.beta1=1 is invalid; allowed"),
+    ],
+)
+def test_keys_that_do_nothing_or_are_impossible_are_refused(keys: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        load_config(None, ["method.name=fedavg", *keys])
