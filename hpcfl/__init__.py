@@ -38,7 +38,7 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
         own_code: a Python file, or several, that may run if the run was made with them; no other code is run.
 
     Raises:
-        hpcfl.errors.UserError: there is none.
+        hpcfl.errors.UserError: the folder has no run.
     """
     # every rank imports hpcfl, and none needs this
     from hpcfl.results.run import load_run

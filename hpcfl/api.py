@@ -27,7 +27,7 @@ from hpcfl.simulation.stopping import StopFlag
 Setting = str | Path | Mapping[str, Any]
 
 _added: set[str] = set()
-"""Names of methods that `run` was given as classes."""
+"""Names of methods that the caller of `run` passed as classes."""
 
 
 def run(
@@ -91,9 +91,9 @@ def _config(settings: tuple[Setting, ...], method: str | type[Method] | None, da
 
 
 def _add_method(method: type[Method]) -> str:
-    """Enter a class as a method for as long as this process lives, and return its name."""
+    """Register a class as a method in this process, and return its name."""
     if not (isinstance(method, type) and issubclass(method, Method)):
-        raise UserError(f"method={method!r} is no method; give a name, or a class derived from Method")
+        raise UserError(f"method={method!r} is not a method; give a name, or a class derived from Method")
     if METHODS.get(getattr(method, "name", "")) is method:
         return method.name
     if not issubclass(method.Params, Params) or set(RESERVED_OPTIONS) & method.Params.model_fields.keys():
@@ -114,7 +114,7 @@ def _add_method(method: type[Method]) -> str:
 
 
 def _add_source(dataset: Any) -> str:
-    """Enter samples as a source whose name has a digest of them, so that other samples are another run."""
+    """Register samples as a source. Its name contains their digest, so other samples make another run."""
     try:
         pairs = [dataset[number] for number in range(len(dataset))]
         x = np.stack([np.asarray(image) for image, _ in pairs])

@@ -1,4 +1,4 @@
-"""The exit codes of all commands, and the exceptions that end one with a line and without a traceback."""
+"""Exit codes of all commands, and the exceptions that end a command with one line and no traceback."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ BAD_INPUT = 2
 DIVERGED = 3
 """Exit code after a DivergedError."""
 OUT_OF_MEMORY = 71
-"""Exit code after an OutOfMemoryError: in the system's header sysexits.h, what a machine cannot do."""
+"""Exit code after an OutOfMemoryError (EX_OSERR in sysexits.h)."""
 STORAGE_ERROR = 74
-"""Exit code after a StorageError; as the system's header sysexits.h has it."""
+"""Exit code after a StorageError (EX_IOERR in sysexits.h)."""
 STOPPED = 75
-"""Exit code of a run or table that was told to stop, and resumes when it is run again."""
+"""Exit code of a run or table that stopped early with a checkpoint; the same command resumes it."""
 INTERRUPTED = 130
-"""Exit code after Control-C, where a command has no round to end."""
+"""Exit code after Ctrl-C in a command that has no rounds."""
 
 
 class UserError(Exception):
@@ -33,9 +33,9 @@ class UserError(Exception):
 
 
 class DivergedError(UserError):
-    """Numbers that are nan or infinite, at which a run stops (`run.on_divergence`): exit code 3.
+    """The run stopped because numbers became nan or infinite (`run.on_divergence`): exit code 3.
 
-    It was asked for nothing impossible, but other settings are needed to continue.
+    The configuration was valid, but the run needs other settings to continue.
     """
 
     exit_code = DIVERGED
@@ -43,48 +43,47 @@ class DivergedError(UserError):
 
 
 class OutOfMemoryError(UserError):
-    """Memory of a process or a GPU that does not suffice: exit code 71.
+    """A process or a GPU is out of memory: exit code 71.
 
-    The message names rank and host, and what to change. A rank among several ends all ranks with it.
+    The message names rank and host, and what to change. Of several ranks, the failing one ends all.
     """
 
     exit_code = OUT_OF_MEMORY
 
 
 class ForcedStop(BaseException):
-    """A second stop signal: the command ends in the midst of its work."""
+    """A second stop signal arrived: the command ends at once."""
 
     def __init__(self, number: int) -> None:
         super().__init__(
-            f"stopped at once by a second signal, {signal.Signals(number).name}; the last checkpoint stays, "
-            "and the same command resumes from it"
+            f"stopped at once by a second signal, {signal.Signals(number).name}; the last checkpoint "
+            "was kept; rerun the same command to resume"
         )
         self.exit_code = 128 + number
-        """What a shell gives for a process that dies of the signal."""
+        """The code that a shell reports for a process killed by this signal."""
 
 
 class StorageError(Exception):
-    """A write of a run's results that the machine refused, such as one to a full disk; it ends all ranks.
+    """The system refused to write results, for example on a full disk; this ends all ranks.
 
-    The message names what could not be written, the last good checkpoint, and what to do before the same
-    command resumes.
+    The message names the file, the last good checkpoint, and what to fix before the same command resumes.
     """
 
     exit_code: ClassVar[int] = STORAGE_ERROR
 
 
 class RankTimeoutError(Exception):
-    """Ranks that this one waited for and has not heard of for `run.timeout` seconds; it ends all ranks."""
+    """Other ranks sent no heartbeat for `run.timeout` seconds; this ends all ranks."""
 
     exit_code: ClassVar[int] = 1
 
 
 MAX_CHARACTERS = 2000
-"""Of an error that is printed."""
+"""Longest error that is printed."""
 
 
 def printable(text: str) -> str:
-    """Return a text whose characters a terminal shows: others, which may be commands to it, are escaped."""
+    """Return a text in which characters that could control the terminal are escaped."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(one if one.isprintable() or category(one) == "Zs" else _escaped(one) for one in text)
@@ -95,12 +94,12 @@ def _escaped(character: str) -> str:
 
 
 def for_terminal(error: Exception) -> str:
-    """Return what is printed of an error: one line, of no more characters than somebody reads."""
-    said = printable(" ".join(str(error).splitlines()))
+    """Return an error as one line of at most `MAX_CHARACTERS`."""
+    line = printable(" ".join(str(error).splitlines()))
     half = MAX_CHARACTERS // 2
-    return said if len(said) <= MAX_CHARACTERS else f"{said[:half]} ... {said[-half:]}"
+    return line if len(line) <= MAX_CHARACTERS else f"{line[:half]} ... {line[-half:]}"
 
 
 def one_line(error: BaseException) -> str:
-    """Return what an error of somebody else's says, as one line."""
+    """Return the type and text of another library's error as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")

@@ -1,4 +1,4 @@
-"""Numbers, tables and hints as people read them: the one place that lays out what is printed."""
+"""Format numbers, tables and hints for people: all layout of printed text is here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import timedelta
 import numpy as np
 
 TEXT_WIDTH = 110
-"""Of sentences on a terminal; tables are as wide as they are."""
+"""Width of sentences on a terminal; tables may be wider."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = ".:-=+*#@"
 
@@ -52,7 +52,7 @@ def half_width(mean: float, width: float, digits: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint at the known word that is most like another one, or `otherwise` if none is like it."""
+    """Return a hint that names the most similar known word; `otherwise` if no known word is similar."""
     near = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else otherwise
 
@@ -84,7 +84,7 @@ def sparkline(values: Sequence[float], width: int, encoding: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table: the first column stands on the left, the others on the right."""
+    """Return the lines of a table: the first column is left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
@@ -114,7 +114,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Document:
-    """All that is printed of a table, in no format yet."""
+    """The content of a printed table, before it is formatted."""
 
     title: str
     notes: list[str]

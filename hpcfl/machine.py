@@ -1,4 +1,4 @@
-"""What a process finds where it runs: packages, the processor, and the memory of the node or of its job."""
+"""System information: package versions, the processor, and the memory of the node or of the job."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _LIMITS = (
     ("sys/fs/cgroup", "memory.max", "memory.current", ""),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
-"""Of a group of processes, such as a job: versions 2 and 1 of the system's files for it."""
+"""Linux control groups (cgroup versions 2 and 1) limit the memory of a group of processes, such as a job."""
 _GIVEN_BACK = ("inactive_file", "active_file")
-"""What a group has of files in memory, which make room where it needs some."""
+"""Cached files: the kernel frees them when the group needs memory."""
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
@@ -38,7 +38,7 @@ def _version(package: str) -> str:
 
 
 def processor() -> str:
-    """Return the CPU's model name, where the system tells."""
+    """Return the CPU's model name, or the architecture if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -48,29 +48,29 @@ def processor() -> str:
 
 
 def memory_bytes(root: Path = ROOT) -> float:
-    """Return the memory of this node, or of its job if that is less; infinite where nobody tells."""
-    return min([_told(root, "MemTotal"), *(limit for limit, _ in _limits(root))])
+    """Return the memory of this node, or of its job if that is less; infinite if unknown."""
+    return min([_meminfo(root, "MemTotal"), *(limit for limit, _ in _limits(root))])
 
 
 def free_bytes(root: Path = ROOT) -> float:
-    """Return the memory that is free on this node, or for its job; infinite where nobody tells."""
-    return min([_told(root, "MemAvailable"), *(limit - used for limit, used in _limits(root))])
+    """Return the memory that is free on this node, or for its job; infinite if unknown."""
+    return min([_meminfo(root, "MemAvailable"), *(limit - used for limit, used in _limits(root))])
 
 
 def resident_bytes() -> int:
-    """Return the memory that this process holds; 0 where the system does not tell."""
+    """Return the memory that this process holds; 0 if unknown."""
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held; 0 where the system does not tell."""
+    """Return the peak memory of this process; 0 if unknown."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
-def _told(root: Path, name: str) -> float:
+def _meminfo(root: Path, name: str) -> float:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
@@ -81,7 +81,7 @@ def _told(root: Path, name: str) -> float:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of the groups that this process is in; a limit of any level counts."""
+    """Yield limit and use, in bytes, of the control groups of this process, from all levels."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -90,7 +90,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         for place, limit, used, kind in _LIMITS:
             for level in (Path(own), *Path(own).parents):
                 folder = root / place / level
-                # without a limit, version 2 has a word there
+                # without a limit, version 2 has the word max here
                 try:
                     yield int((folder / limit).read_text()), _used(folder, used, kind)
                 except (OSError, ValueError):
@@ -99,11 +99,11 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _used(folder: Path, used: str, kind: str) -> int:
     count, stat = int((folder / used).read_text()), folder / "memory.stat"
-    told = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
-    return count - sum(int(told.get(kind + name, 0)) for name in _GIVEN_BACK)
+    lines = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
+    return count - sum(int(lines.get(kind + name, 0)) for name in _GIVEN_BACK)
 
 
 def boot_id() -> str:
-    """Return what Linux calls this start of this machine, which no other machine has; empty elsewhere."""
+    """Return Linux's unique id of this boot of this machine; empty on other systems."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""One flat vector for a network: where each tensor, layer, body and head lies in it.
+"""The flat vector of a network's parameters: where each tensor, layer, body and head is in it.
 
 Shapes: P trainable numbers, U running statistics of BatchNorm, L layers.
 """
@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 """Tensors by name."""
 
 COLUMNS_AT_ONCE = 4096
-"""Numbers of each model that a product of all models reads at once: few enough for a processor's cache."""
+"""Columns that a product over all models reads at once: few enough for the CPU's cache."""
 
 _BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -56,8 +56,8 @@ class Layer:
 class ParameterLayout:
     """Names, shapes and offsets of a network's flat parameter vector [P] and statistics vector [U].
 
-    `body` and `head` are the two parts of a network that has them. Running statistics are kept apart from the
-    trainable numbers, and BatchNorm's `num_batches_tracked` is not kept at all.
+    `body` and `head` are the two parts of a network that has them. Running statistics have a vector of their
+    own, and BatchNorm's `num_batches_tracked` is not kept at all.
     """
 
     def __init__(self, network: nn.Module) -> None:
@@ -112,7 +112,7 @@ class ParameterLayout:
     def views(self, theta: Tensor, start: int = 0) -> dict[str, Tensor]:
         """Split a flat vector [P] into named tensors that share its memory (and its gradient graph).
 
-        It may be a piece that begins at `start` and holds whole tensors.
+        `theta` may be a part that begins at `start` and contains whole tensors.
         """
         stop = start + len(theta)
         whole = len(theta) == self.size
@@ -132,12 +132,12 @@ class ParameterLayout:
 
 
 def columns(layers: tuple[Layer, ...], keep: Tensor) -> Tensor:
-    """Spread a choice of layers, bool [..., L], over the flat vector: bool [..., P]."""
+    """Expand a mask of layers, bool [..., L], to the flat vector: bool [..., P]."""
     return spread([layer.size for layer in layers], keep)
 
 
 def spread(sizes: Sequence[int], of_layers: Tensor) -> Tensor:
-    """Repeat what each layer has, [..., L], for each of its numbers: [..., sum of the sizes]."""
+    """Repeat each layer's value, [..., L], for each of the layer's numbers: [..., sum of the sizes]."""
     return of_layers.repeat_interleave(torch.tensor(sizes, device=of_layers.device), dim=-1)
 
 

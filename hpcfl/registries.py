@@ -1,4 +1,4 @@
-"""All methods, partitions, models and sources, and the configuration that chooses among them."""
+"""The registries of methods, partitions, models and sources, and a configuration that chooses from them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ CURVE_WIDTH = 40
 
 
 class Progress:
-    """Progress of one run; a silent one serves `--quiet` and all ranks but the server."""
+    """Progress of one run; silent with `--quiet` and on all ranks but the server."""
 
     def __init__(self, log: Callable[[str], None] | None = None, quiet: bool = False) -> None:
         self._log = log
@@ -36,7 +36,7 @@ class Progress:
         self._began_s = self._last_line_s = 0.0
 
     def start(self, done: int, rounds: int) -> None:
-        """Begin at `done` of `rounds` rounds."""
+        """Start at `done` of `rounds` rounds."""
         self._rounds, self._first = rounds, done
         self._began_s = self._last_line_s = time.monotonic()
         if 0 < done < rounds:
@@ -61,15 +61,16 @@ class Progress:
             self._last_line_s = now_s
             passed_s = now_s - self._began_s
             left_s = passed_s / (done - self._first) * (self._rounds - done)
-            time_said = f"took {clock(passed_s)}" if is_last else f"time left {clock(left_s)}"
-            line = f"round {done}/{self._rounds}  accuracy {accuracy}  {time_said}"
+            time_text = f"took {clock(passed_s)}" if is_last else f"time left {clock(left_s)}"
+            line = f"round {done}/{self._rounds}  accuracy {accuracy}  {time_text}"
             if self._bar is None:
                 self.say(line)
             elif self._log is not None:
                 self._log(line)
 
     def say(self, text: str) -> None:
-        """Print a line (unless silent) and log it; a run goes on where nobody takes it, as on a full disk."""
+        """Print a line (unless silent) and log it; output that the system refuses, as on a full disk, is
+        dropped."""
         if self._log is not None:
             self._log(text)
         if self._console is not None:
@@ -83,7 +84,7 @@ class Progress:
             print_warning(text)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the bar from the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -103,18 +104,18 @@ def print_warning(text: str) -> None:
 
 
 def print_line(text: str, stream: IO[str]) -> None:
-    """Print a line at once; where nobody takes it, such as a file on a full disk, it is dropped."""
+    """Print a line at once; drop it if the system refuses it, as on a full disk."""
     with _dropped_if_refused(stream):
         print(text, file=stream, flush=True)
 
 
 @contextmanager
 def _dropped_if_refused(stream: IO[str]) -> Iterator[None]:
-    """Drop what is written inside where the system refuses it."""
+    """Drop output inside the block that the system refuses."""
     try:
         yield
     except OSError:
-        # what stays in the buffer would fail again, and give Python's end an exit code of its own
+        # text left in the buffer would fail again at Python's exit and change the exit code
         with suppress(OSError), ExitStack() as at_exit:
             number = stream.fileno()
             kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
@@ -126,7 +127,7 @@ def _dropped_if_refused(stream: IO[str]) -> Iterator[None]:
 
 
 def console() -> Console:
-    """Return what writes to standard output, words as they are."""
+    """Return a rich console on standard output, without highlighting."""
     # imported here: silent ranks start faster without it
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""torchvision's data sets and networks: the only module that imports it, and only when they are asked for.
+"""Import torchvision's data sets and networks, only when a run needs them; no other module imports it.
 
 The import costs seconds in every rank.
 """
@@ -22,7 +22,7 @@ _fragment = torch.library.Library("torchvision", "FRAGMENT")
 
 @functools.cache
 def torchvision_part(name: Literal["datasets", "models"]) -> ModuleType:
-    """Import a part of torchvision; raise UserError where that is not possible."""
+    """Import a part of torchvision; raise UserError if that fails."""
     try:
         return _imported(f"torchvision.{name}")
     except (ImportError, RuntimeError) as error:
@@ -34,7 +34,7 @@ def torchvision_part(name: Literal["datasets", "models"]) -> ModuleType:
 
 
 def _imported(module: str) -> ModuleType:
-    """Import a module of torchvision; where it misses operators, declare them and import it again.
+    """Import a module of torchvision; if it lacks operators, declare them and import it again.
 
     A CUDA build of torchvision beside a CPU-only torch cannot load its operators and then fails to
     import; data sets and networks do not need them, only their names.

@@ -65,12 +65,12 @@ class Run:
         if kind is not None:
             method = kind(experiment.method.context, experiment.config.method.options)
             experiment = replace(experiment, method=method)
-        self.workplace = experiment.workplace
-        self.unseen = experiment.unseen.workplace
+        self.workplace = experiment.worker_context
+        self.unseen = experiment.unseen.worker_context
         for place in (self.workplace, self.unseen):
             place.shard.x = place.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
-        self.driver = experiment.driver
+        self.driver = experiment.adapter
         self.config = experiment.config
         self.num_clients = len(experiment.num_train)
         stop = StopFlag()
@@ -93,7 +93,7 @@ class Run:
         models = [
             self.driver.adapted(clients, down)
             for cohort in federation.unseen(self.config.train.rounds)
-            for clients, down in federation.welcomes(self.server, cohort)
+            for clients, down in federation.new_client_downloads(self.server, cohort)
         ]
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 

@@ -38,6 +38,7 @@ ELSEWHERE = {
 }
 """Commands that the walks leave out, and why."""
 
+PYTHON_FILES = {path.name for top in ("hpcfl", "tests", "docs") for path in (REPOSITORY / top).rglob("*.py")}
 PROGRAMS = ("bash", "hpcfl", "mpirun", "python")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
@@ -158,7 +159,7 @@ FAULTS = {
         "cluster/test_jobs.py::"
         "test_a_second_job_on_a_folder_is_refused_and_a_cancelled_one_does_not_come_back",
     ],
-    "no new round in three comebacks": [
+    "three requeues without a new round": [
         "cluster/test_jobs.py::test_a_job_that_saves_no_round_does_not_come_back_for_ever",
     ],
     "a second run on a folder": [
@@ -249,7 +250,7 @@ FAULTS = {
         "storage/test_faults.py::test_clocks_and_times_of_files_that_jump",
         "storage/test_faults.py::test_no_place_for_passing_files",
     ],
-    "a file of a stranger: run folder, checkpoint, npz, LEAF, PFLlib, YAML, table": [
+    "a damaged or malicious file: run folder, checkpoint, npz, LEAF, PFLlib, YAML, table": [
         "hostile/test_hostile_run_folder.py::test_a_run_folder_is_read_or_refused",
         "hostile/test_hostile_run_folder.py::test_a_run_s_own_code_is_run_only_where_the_user_names_it",
         "hostile/test_hostile_checkpoint.py::test_what_no_run_writes_is_refused",
@@ -260,7 +261,7 @@ FAULTS = {
         "hostile/test_hostile_yaml.py::test_a_table_is_read_or_refused",
     ],
 }
-"""The tests of each line of the README's table of faults, by what happens."""
+"""The tests of each line of the table of faults, by what happens."""
 
 
 def test_every_fault_of_the_table_has_its_tests() -> None:
@@ -291,6 +292,9 @@ def test_links_and_named_files_exist(page: Path) -> None:
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
     for name in re.findall(r"(?:docs|jobs|configs|hpcfl)/[\w./-]+\.(?:md|sh|sbatch|yaml|py)", text):
         assert (REPOSITORY / name).exists() or page.name == "CHANGELOG.md" or "NAME" in name, name
+    made = {"FILE.py", "NAME.py", "model.py", "script.py"} | {file for *_, file in steps(page)}
+    for name in re.findall(r"`(?:\w+/)*(\w+\.py)`", text):
+        assert name in PYTHON_FILES | made, name
 
 
 def test_tables_of_results_are_made_from_the_files_beside_the_table_files() -> None:

@@ -184,7 +184,7 @@ def test_a_row_of_a_table_is_called_as_its_file(trimmed: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "words", "said"),
     [
-        (("", ""), ["method.name=trimmed"], "is a method in a file; name it as well: method.path=FILE.py"),
+        (("", ""), ["method.name=trimmed"], "is a method in your own file; also give method.path=FILE.py"),
         (
             ("= Field(1, ge=0)", "= Field(ge=0)"),
             [],

@@ -1,4 +1,4 @@
-"""All commands beside running, by name."""
+"""All commands except `run`, by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from hpcfl.communication.communicator import Communicator
 
 Command = Callable[[Sequence[str], Communicator], bool | None]
-"""Takes the words behind its name and the ranks; returns whether a request to stop ended it."""
+"""Takes the words after the command's name and the ranks; returns whether it was stopped early."""
 
 COMMANDS = {
     "list": "list_everything",
@@ -25,10 +25,10 @@ COMMANDS = {
     "watch": "watch_runs",
     "completion": "print_completion",
 }
-"""The function of each, in the module of its name; a run, on all its ranks, imports none of them."""
+"""The function of each command, in the module of its name; a run imports none of them."""
 
 COLLECTIVE_COMMANDS = ("bench", "doctor", "plan", "table")
-"""Commands that all ranks run; the others are rank 0's."""
+"""Commands that all ranks run; only rank 0 runs the others."""
 
 
 def command(name: str) -> Command:

@@ -1,4 +1,4 @@
-"""Words of the command line: what they mean, and how to write them down again."""
+"""Parse the command line, and write a command line from its words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLE_HELP = "TABLE.yaml | key.sub=value"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are UserErrors, with the description as it is written."""
+    """An argument parser that raises UserError, and prints the description unchanged."""
 
     def __init__(self, program: str, description: str | None) -> None:
         super().__init__(
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Allow(argparse.Action):
-    """Let the Python file that an option names run."""
+    """Allow the Python file that an option names to run."""
 
     def __call__(self, *arguments: Any, **_: Any) -> None:
         allow("--own-code", str(arguments[2]))
@@ -46,13 +46,13 @@ def add_own_code(parser: Parser) -> None:
         "--own-code",
         action=_Allow,
         metavar="FILE.py",
-        help="Python of one's own that may run if it is named",
+        help="allow this Python file of yours to run",
     )
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run was asked for."""
+    """The options of a run."""
 
     config: Path | None
     overrides: tuple[str, ...]
@@ -81,7 +81,7 @@ def run_parser(description: str | None) -> Parser:
 
 
 def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:
-    """Tell the configuration file from the `key=value` words; UserError for a second file."""
+    """Separate the configuration file from the `key=value` words; UserError for a second file."""
     files = [setting for setting in settings if "=" not in setting]
     if len(files) > 1:
         raise UserError(
@@ -92,13 +92,13 @@ def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...
 
 
 def command_line(words: Sequence[str], num_ranks: int) -> str:
-    """Return what to type to run the product with these words on so many ranks."""
+    """Return the command line that runs hpcfl with these words on this many ranks."""
     launcher = ["mpirun", "-n", str(num_ranks)] if num_ranks > 1 else []
     return shlex.join([*launcher, "python", "-m", "hpcfl.main", *words])
 
 
 def client_of(text: str, *words: str) -> Any:
-    """Return a client's number, or one of the allowed words, as --client gives it; UserError for others."""
+    """Return --client as a client's number, or as one of the allowed words; UserError otherwise."""
     if text in words:
         return text
     if not text.isdecimal():

@@ -1,4 +1,4 @@
-"""`hpcfl compare`: finished runs beside each other."""
+"""`hpcfl compare`: compare finished runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hpcfl.results.run import load_run
 def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
     """Show how much better one run is than another, client by client, and which of their keys differ.
 
-    Runs are of the same clients with the same samples. Several seeds of the same configurations, such as
-    A-s0 B-s0 A-s1 B-s1, are taken together.
-    Python files that a run's config.yaml names are run only where --own-code names them, too.
+    The runs must have the same clients with the same samples. Runs of one configuration with several
+    seeds, such as A-s0 B-s0 A-s1 B-s1, are combined.
+    A Python file that a run's config.yaml names runs only if --own-code names it too.
     """
     print(compare([load_run(path) for path in parser().parse_args(arguments).runs]))
 

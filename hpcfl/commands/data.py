@@ -1,4 +1,4 @@
-"""`hpcfl data fetch`: downloads."""
+"""`hpcfl data fetch`: download data sets."""
 
 from __future__ import annotations
 

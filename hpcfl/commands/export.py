@@ -13,11 +13,11 @@ from hpcfl.results.run import load_run
 
 
 def export_models(arguments: Sequence[str], world: Communicator) -> None:
-    """Write the models of a run for use without hpcfl: weights, a recipe beside them, and model.py.
+    """Export models of a run for use without hpcfl: weights, a JSON description, and model.py.
 
     A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors and client3.json;
-    FILE.pt or FILE.safetensors is one model. model.py builds the network with PyTorch alone.
-    Python files that the run's config.yaml names are run only where --own-code names them, too.
+    FILE.pt or FILE.safetensors is one model. model.py builds the network and needs only PyTorch.
+    A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
     options = parser().parse_args(arguments)
     client = client_of(options.client, GLOBAL, ALL)

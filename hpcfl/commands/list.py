@@ -1,4 +1,4 @@
-"""`hpcfl list`: what there is."""
+"""`hpcfl list`: methods, sources, partitions, models, codecs, and configuration keys."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
     "partition": ("data.partition.path", add_own_partition),
     "model": ("model.path", add_own_model),
 }
-"""By kind: the key that names a user's own file, and the function that adds what this file defines."""
+"""For each kind: the key that names a user's own file, and the function that registers its content."""
 
 
 def list_everything(arguments: Sequence[str], world: Communicator) -> None:
-    """Print what there is, one line each: its kind and its name.
+    """Print all methods, sources, partitions, models and codecs, one per line.
 
-    With `keys`, print all keys of a configuration with their defaults and meanings, or those whose
-    names or groups begin with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet, comm
+    With `keys`, print all configuration keys with allowed values, defaults and meanings, or only those
+    whose name or group begins with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet
     """
     options = parser().parse_intermixed_args(list(arguments))
     if options.words and options.words[0] != "keys":
         raise UserError(
-            f"{options.words[0]} is nothing to list; give nothing, or keys, such as "
-            "hpcfl list keys method.pfedla"
+            f"{options.words[0]} is not a list; type hpcfl list, or hpcfl list keys method.pfedla"
         )
     if options.markdown and not options.words:
         raise UserError("--markdown is for keys; type hpcfl list keys --markdown")
@@ -54,9 +53,9 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
 def parser() -> Parser:
     """Return what reads the words of `hpcfl list`."""
     parser = Parser("hpcfl list", list_everything.__doc__)
-    parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then which of them")
-    parser.add_argument("--describe", action="store_true", help="say what each is")
-    parser.add_argument("--markdown", action="store_true", help="print keys as tables of Markdown")
+    parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then names of keys or groups")
+    parser.add_argument("--describe", action="store_true", help="describe each in one line")
+    parser.add_argument("--markdown", action="store_true", help="print keys as Markdown tables")
     for kind, (key, _) in OWN_FILES.items():
         parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
     return parser
@@ -76,7 +75,7 @@ def _print_names(describes: bool) -> None:
 
 
 def _chosen(words: Sequence[str]) -> list[Key]:
-    """Return the keys that the words name or begin, all without words; UserError for a word of none."""
+    """Return the keys whose name or group begins with a word, all without words; UserError if none match."""
     known = keys()
     if not words:
         return known
@@ -86,13 +85,13 @@ def _chosen(words: Sequence[str]) -> list[Key]:
         if not of_word:
             names = sorted({name for key in known for name in _names(key)})
             hint = did_you_mean(word, names, "; see hpcfl list keys")
-            raise UserError(f"{word} is no key and no group of keys{hint}")
+            raise UserError(f"{word} is not a key or a group of keys{hint}")
         found += [key for key in of_word if key not in found]
     return found
 
 
 def _names(key: Key) -> set[str]:
-    """Return what a key is found by: its group, its name, and both together."""
+    """Return the names under which a key is found: its group, its name, and both together."""
     return {key.group, key.name, f"{key.group}.{key.name.rpartition('.')[2]}"}
 
 
@@ -106,7 +105,7 @@ def _by_group(found: Sequence[Key]) -> list[list[Key]]:
 
 
 def _as_lines(group: Sequence[Key]) -> str:
-    """Return a group as text: a line of a key with what it may be, and one with its meaning."""
+    """Return a group as text: for each key a line with allowed values, and a line with its meaning."""
     lines = [f"# {_title(group[0].group)}"]
     for key in group:
         default = "" if key.default is None else f"={key.default}"
@@ -124,6 +123,6 @@ def _as_table(group: Sequence[Key]) -> str:
 
 
 def _title(group: str) -> str:
-    """Return what a group is, with its paper."""
-    said = f"{group}: {about(group)}" if about(group) else f"{group}.*"
-    return f"{said} ({citation(group)})" if citation(group) else said
+    """Return a group's title, with its paper."""
+    title = f"{group}: {about(group)}" if about(group) else f"{group}.*"
+    return f"{title} ({citation(group)})" if citation(group) else title

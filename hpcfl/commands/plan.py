@@ -1,4 +1,4 @@
-"""`hpcfl plan`: what a run would do, and what it would take."""
+"""`hpcfl plan`: what a run would do, and its time, memory, disk and traffic."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from hpcfl.setup.validate import (
 )
 
 USUAL_RANKS = 9
-"""Ranks of jobs/train.sbatch."""
+"""Number of ranks in jobs/train.sbatch."""
 NODES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def show_plan(arguments: Sequence[str], world: Communicator) -> None:
-    """Show what a run would do and take, without running it.
+    """Show what a run would do, and its time, memory and disk, without running it.
 
-    First clients by classes, network and memory; then, after a dry run of seconds in this process, the
-    time on 1 to 64 nodes and what limits it, memory, disk, bytes on the network, and the head of a
-    SLURM script. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on
-    one core or the GPU of this machine; all else grows from it in proportion. Under mpirun the network
-    between rank 0 and the others is measured, too; what is assumed stands with it. For example, on the
-    nodes of a job: mpirun -n 9 python -m hpcfl.main plan CONFIG.yaml
+    It prints the clients' samples by class, the network and its memory. After a dry run of some seconds
+    it prints the time on 1 to 64 nodes and what limits it, memory, disk, bytes of messages, and an
+    #SBATCH header. The dry run does a few rounds, an evaluation and a checkpoint with a few clients, on
+    one core or the GPU of this machine; the rest is extrapolated in proportion. Under mpirun it also
+    measures the network between rank 0 and the others; it prints its assumptions. For example, on the
+    nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
     """
     options = parser().parse_intermixed_args(list(arguments))
     ranks = _whole_number("--ranks", options.ranks, 9)
@@ -76,7 +76,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
     )
-    parser.add_argument("--no-timing", action="store_true", help="leave out all that a dry run tells")
+    parser.add_argument("--no-timing", action="store_true", help="skip the dry run, and all that needs it")
     add_own_code(parser)
     return parser
 
@@ -123,7 +123,7 @@ def _whole_number(option: str, asked: str | None, example: int) -> int | None:
 
 
 def _usual_ranks(world: Communicator) -> int:
-    """Return the ranks that are asked for by mpirun, by SLURM, or as many as is usual."""
+    """Return the number of ranks from mpirun or from SLURM, else the usual number."""
     if world.size > 1:
         return world.size
     tasks = os.environ.get("SLURM_NTASKS", "")
@@ -131,14 +131,14 @@ def _usual_ranks(world: Communicator) -> int:
 
 
 def _here(config: Config) -> Config:
-    """Return the configuration as this machine can run it."""
+    """Return the configuration, with the CPU if this machine has no GPU."""
     if config.run.device != "cuda" or torch.cuda.device_count():
         return config
     return replace(config, run=config.run.model_copy(update={"device": "cpu"}))
 
 
 def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], method: Method) -> Iterator[str]:
-    """Yield the lines of the clients by classes."""
+    """Yield lines with each client's samples by class."""
     yield f"{config.partition.name} partition of {config.data.source}: samples of each class"
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
@@ -175,21 +175,21 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
 
 
 def _diverged(config: Config) -> str:
-    """Say that clients diverged in the dry run, and what the run would do then."""
+    """Return a warning that clients diverged in the dry run, and what the run would do then."""
     would = {
         "stop": "stop there",
-        "skip": "leave such rounds of clients out",
+        "skip": "leave out such clients' rounds",
         "continue": "continue with such numbers",
     }
     return (
-        "numbers became nan or infinite in the dry run, which went on with them; the run would "
+        "numbers became nan or infinite in the dry run, which continued with them; the run would "
         f"{would[config.run.on_divergence]} (run.on_divergence={config.run.on_divergence}), and its times "
         f"may differ: lower train.lr (it is {config.train.lr:g})"
     )
 
 
 def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
-    """Say what was measured on this machine."""
+    """Return the times measured on this machine."""
     on_cpu, threads = found.device == "cpu", config.run.threads
     where = ("one core" if threads == 1 else f"{threads} cores") if on_cpu else "a GPU"
     missing = ", which has no GPU, as run.device=cuda wants" if on_cpu and config.run.device == "cuda" else ""
@@ -203,7 +203,7 @@ def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
 
 
 def _network(network: Network) -> str:
-    """Say what was measured of the network, and what is assumed."""
+    """Return the measured and assumed properties of the network."""
     rates = {"between nodes": network.link_bytes_a_s, "within one": network.node_bytes_a_s}
     found = [f"{readable_bytes(rate)}/s {where}" for where, rate in rates.items() if rate is not None]
     assumed = [
@@ -212,13 +212,13 @@ def _network(network: Network) -> str:
     (assumed if network.latency_s is None else found).append(
         f"{readable_seconds(network.latency_s or ASSUMED_LATENCY_S)} for a short message"
     )
-    told = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
+    measured = f"measured of rank 0's network: {', '.join(found)}; " if found else ""
     assumed += ["a core like this one for each rank", f"{network.ranks_per_node} ranks on each node"]
-    return f"{told}assumed: {', '.join(assumed)}, a disk of 100 MB/s"
+    return f"{measured}assumed: {', '.join(assumed)}, a disk of 100 MB/s"
 
 
 def _times(method: Method, planner: Planner, found: Estimate) -> Iterator[str]:
-    """Yield the table of times, of the ranks that are asked for and of others."""
+    """Yield the table of times, for the requested ranks and for others."""
     per_node = planner.network.ranks_per_node
     most = 2 if method.sequential is not None else max(NODES) * per_node
     estimates = {ranks: planner.on(ranks) for ranks in (nodes * per_node for nodes in NODES) if ranks <= most}
@@ -264,8 +264,8 @@ def _bytes(planner: Planner, measured: DryRun) -> Iterator[str]:
 
 
 def _job(header: SlurmHeader) -> Iterator[str]:
-    """Yield the head of a SLURM script."""
-    yield "for SLURM, in place of the head of jobs/train.sbatch:"
+    """Yield the #SBATCH header."""
+    yield "for SLURM, in place of the header of jobs/train.sbatch:"
     yield from header.lines()
     if header.jobs > 1:
         yield (

@@ -1,4 +1,4 @@
-"""`hpcfl predict`: what a run's model makes of images."""
+"""`hpcfl predict`: label images with a run's model."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hpcfl.storage.atomic import replace_file
 def predict_images(arguments: Sequence[str], world: Communicator) -> None:
     """Label images with a client's model: array x of IMAGES.npz, as the run's data set stores them.
 
-    Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with a line an image.
-    Python files that the run's config.yaml names are run only where --own-code names them, too.
+    Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with one line per image.
+    A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
     options = parser().parse_args(arguments)
     client = client_of(options.client, GLOBAL)
@@ -30,7 +30,7 @@ def predict_images(arguments: Sequence[str], world: Communicator) -> None:
     if out.suffix not in (".npz", ".csv") or out.resolve() == options.images.resolve():
         raise UserError(f"--out {out} is invalid; give another FILE.npz or FILE.csv")
     if (out.resolve().parent / "config.yaml").exists():
-        raise UserError(f"--out {out} is in the folder of a run, which is left as it is; give another FILE")
+        raise UserError(f"--out {out} is in a run folder, which must not change; give another FILE")
     where = str(options.images)
     (x,) = read_arrays(where, where, ["x"])
     models = load_run(options.run).models
@@ -53,7 +53,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--layout",
         choices=("NHWC", "NCHW"),
-        help="of x (default: what fits, of two the run's data.layout)",
+        help="axis order of x (default: the one that fits; if both fit, the run's data.layout)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"

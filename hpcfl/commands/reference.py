@@ -1,7 +1,7 @@
-"""What there is to know of every key: its meaning, what it may be, its default, and where that comes from.
+"""Reference of all keys: meaning, allowed values, default, and the origin of the default.
 
-Meanings are the docstrings below the keys. They are read from the sources here, and only here: pydantic's
-`use_attribute_docstrings` would read them whenever the product starts.
+Meanings are the docstrings below the keys. They are read from the source files only here: pydantic's
+`use_attribute_docstrings` would read them at every start.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class Key:
     """One key of a group."""
 
     group: str
-    """`train`, or with the name that brings the key `method.pfedla`."""
+    """`train`, or `method.pfedla` for a key that belongs to this method."""
     name: str
-    """As it is typed: `train.lr`, `method.embedding`."""
+    """Full name: `train.lr`, `method.embedding`."""
     meaning: str
     """The first sentence of its docstring; "" where there is no docstring."""
     kind: str
-    """What it may be: type and bounds, or names."""
+    """Allowed values: type and bounds, or names."""
     values: tuple[str, ...]
-    """All that it may be, where these are words; () where they are not."""
+    """All allowed values, if these are words; else ()."""
     default: str | None
-    """As it is typed; None where there is none."""
+    """The default, as the user types it; None without a default."""
     origin: str
-    """What the docstring says of papers and code, such as `authors: 15`; mostly ""."""
+    """Values in papers and code, from the docstring, such as `authors: 15`; mostly ""."""
 
 
 def keys() -> list[Key]:
@@ -62,7 +62,8 @@ def keys() -> list[Key]:
 
 
 def about(group: str) -> str:
-    """Say what a group of keys belongs to: "" for those of every run, else what the name stands for."""
+    """Describe a group of keys: "" for those of every run, else the summary of its method, partition or
+    model."""
     prefix, _, name = group.rpartition(".")
     if prefix not in _CHOICES:
         return ""
@@ -71,7 +72,7 @@ def about(group: str) -> str:
 
 
 def citation(group: str) -> str:
-    """Return the paper that a method's file opens with; "" where there is none."""
+    """Return the paper that a method's file begins with; "" without one."""
     prefix, _, name = group.partition(".")
     if prefix != "method" or name not in METHODS:
         return ""
@@ -82,7 +83,7 @@ def citation(group: str) -> str:
 
 
 def _choosers() -> list[Key]:
-    """Return the keys that decide which other keys there are; they stand in no class of settings."""
+    """Return the keys that decide which other keys exist; no class of settings has them."""
     of_sources = [f"{source.partition} with {name}" for name, source in SOURCES.items() if source.partition]
     defaults = {
         "method": DEFAULT_METHOD,
@@ -91,7 +92,7 @@ def _choosers() -> list[Key]:
     }
     what = {
         "method": "Method that is run",
-        "data.partition": "How samples are dealt to clients",
+        "data.partition": "How samples are divided among clients",
         "model": "Network that clients train",
     }
     found = []
@@ -106,9 +107,9 @@ def _choosers() -> list[Key]:
 
 def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
     """Yield the keys of a class of settings."""
-    said = _docstrings(kind)
+    texts = _docstrings(kind)
     for name, field in kind.model_fields.items():
-        meaning, origin = _first_sentence(said.get(name) or field.description or "")
+        meaning, origin = _first_sentence(texts.get(name) or field.description or "")
         default = None if field.is_required() else shown(field.default)
         of_source = (group, name) == ("data", "source")
         values = tuple(SOURCES) if of_source else values_of(field)
@@ -117,7 +118,7 @@ def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
 
 
 def _defaults_of(method: str) -> Iterator[Key]:
-    """Yield the keys of every run that have another default with a method."""
+    """Yield the general keys that have another default with a method."""
     for key in _keys_of(f"method.{method}", "train", TrainConfig):
         name = key.name.removeprefix("train.")
         if name in (other := METHODS[method].traits.train_defaults):
@@ -138,6 +139,6 @@ def _docstrings(kind: type[Settings]) -> dict[str, str]:
 
 
 def _first_sentence(docstring: str) -> tuple[str, str]:
-    """Return the first sentence of a docstring, and what it says in brackets of papers and code."""
+    """Return the first sentence of a docstring, and the values of papers and code in its brackets."""
     sentence = _SENTENCE_END.split(docstring, maxsplit=1)[0].removesuffix(".")
     return sentence, "; ".join(_ORIGIN.findall(sentence))

@@ -1,4 +1,4 @@
-"""`hpcfl report`: one page of one run or several."""
+"""`hpcfl report`: one page with one run or several."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hpcfl.report.page import REPORT_NAME, write_report
 from hpcfl.results.run import Run, load_run
 
 PAGE_SUFFIX = ".html"
-"""What the name of a page ends in, so that none is written over a run's own files."""
+"""Ending of a page's name, so that a page never overwrites a run's other files."""
 
 
 def make_report(arguments: Sequence[str], world: Communicator) -> None:
     """Write one self-contained HTML page of a run, or of several side by side.
 
-    A run may still be running; of a table's folder, and of any folder of runs, all finished ones are
-    shown. Python files that a run's config.yaml names are run only where --own-code names them, too.
+    A run may still be running; from a folder of runs, such as a table's, all finished runs are shown.
+    A Python file that a run's config.yaml names runs only if --own-code names it too.
     For example:
       hpcfl report runs/pfedla-digits-s0-eea85792 runs/fedavg-digits-s0-f8e9fb8a --out both.html
     """
@@ -56,7 +56,7 @@ def _runs_in(folder: Path) -> list[Run]:
     )
     if (folder / "config.yaml").is_file() or not inside:
         return [load_run(folder)]
-    # what --fresh moved aside is no part of a table
+    # runs that --fresh moved aside do not belong to a table
     current = [path for path in inside if not re.search(r"\.old\d+$", path.name)]
     finished = [run for run in map(load_run, current) if run.is_finished]
     if not finished:

@@ -1,4 +1,4 @@
-"""One run from a configuration to its folder: the path that a run and a cell of a table take."""
+"""Start or resume one run in its folder; also used for each cell of a table."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
     """Start a run in its folder, or resume it. Collective; may raise UserError.
 
     Args:
-        config: what is run.
+        config: the run's configuration.
         options: folder, --fresh and --quiet; its file and overrides serve only for the suggested command.
         world: the ranks.
         stop: ends the run at a round boundary.
@@ -48,14 +48,14 @@ def run(
         check_unlike_nodes(world)
         _check_other_code(config, world)
         if world.is_server:
-            # all ranks have come here, with their handlers: a signal would have killed them before
+            # all ranks have installed their signal handlers now: before, a signal would have killed them
             tell_script("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None
         run_collectively(world, lambda: folder.check(options.fresh) if folder else None)
         experiment = run_collectively(world, lambda: build(config, world))
-        here = f"{world.host} {experiment.workplace.device} {experiment.engine_name}"
+        here = f"{world.host} {experiment.worker_context.device} {experiment.engine_name}"
         ranks = [entry.decode() for entry in world.gather_bytes(here.encode()) or []]
         layout = experiment.method.layout
         run_collectively(
@@ -70,7 +70,7 @@ def run(
             (folder.log if folder and is_cell else progress.say)(text)
         simulation = Simulation(experiment, world, stop, progress, folder)
         outcome = simulation.run()
-        # the server may write a page for long, and nobody waits for it
+        # no heartbeats while the server writes the page: no rank waits for it
         watched.close()
         progress.close()
         if folder is not None and not is_cell:
@@ -85,8 +85,9 @@ def run(
 
 
 def _write_report(folder: Path, progress: Progress) -> Path | None:
-    """Write the page of a finished run; None, with a warning, where it cannot be: the run is good without."""
-    # imported here: it takes time, and only one rank needs it, at the end
+    """Write the page of a finished run; if that fails, warn and return None: the run is complete without
+    it."""
+    # imported here: it is slow, and only one rank needs it, at the end
     from hpcfl.report.page import REPORT_NAME, write_report
     from hpcfl.results.run import load_run
 
@@ -99,7 +100,7 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
 
 
 def _check_other_code(config: Config, world: Communicator) -> None:
-    """Raise UserError where ranks have read different files of the user's own. Collective."""
+    """Raise UserError if ranks have different versions of the user's own files. Collective."""
     files = config.own_files
     found = world.gather_bytes(" ".join(files.values()).encode())
 

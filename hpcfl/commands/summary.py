@@ -1,4 +1,4 @@
-"""What a run ends with: how it went, what it cost, where things are, and what to type next."""
+"""The summary that a run prints at its end: accuracy, bytes, files, and the next command."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def print_summary(
     world: Communicator,
     progress: Progress,
 ) -> None:
-    """Say how the run ended; paths and commands, which may be long, stand on lines of their own."""
+    """Print how the run ended; paths and commands, which may be long, have lines of their own."""
     if outcome == "stopped":
-        progress.say(f"stopped early with a checkpoint in {folder}; run the same command again to continue")
+        progress.say(f"stopped early with a checkpoint in {folder}; rerun the same command to resume")
         return
     if outcome == "already finished":
         progress.say(f"this run is finished, all {config.train.rounds} rounds are done; --fresh starts over")
@@ -61,7 +61,7 @@ def print_summary(
 
 
 def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:
-    """Return the comparison that is most worth making next: the same run with another method."""
+    """Return the command for a useful comparison: the same run with another method."""
     other = "local" if config.method.name == "fedavg" else "fedavg"
     words = [] if options.config is None else [str(options.config)]
     words += [word for word in options.overrides if not word.startswith("method.")]

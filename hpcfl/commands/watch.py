@@ -1,4 +1,4 @@
-"""`hpcfl watch`: how runs are going, from another shell or machine."""
+"""`hpcfl watch`: the progress of runs, from another shell or machine."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ LOG_LINES = 5
 SHORTEST_NAME = 8
 """Characters of a run's name that are always shown."""
 RECENT_EVALUATIONS = 10
-"""Evaluations that the seconds of a round are taken from."""
+"""Number of evaluations from which the seconds of a round are computed."""
 
 
 def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
-    """Show how runs are going, one in full, several a line each. Reads their folders and touches nothing.
+    """Show the progress of runs: one run in full, several with one line each. It only reads their folders.
 
     On a terminal it continues until all have ended or Ctrl-C; elsewhere it prints one state.
     """
     options = parser().parse_args(arguments)
-    # not (>): nan is no time either
+    # not (>): also refuses nan
     if not options.every > 0:
         raise UserError(f"--every {options.every:g} is invalid; give seconds above 0, such as --every 2")
     runs = [Run(path) for path in options.runs]
@@ -70,7 +70,7 @@ def _shown(runs: Sequence[Run], screen: Console) -> Text:
 
 
 def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
-    """Yield what is known of a run, each with its name."""
+    """Yield the figures of a run, each with its name."""
     status = run.status
     yield "run", str(run.path)
     yield "what", _configuration(run)
@@ -99,7 +99,7 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
 
 
 def _lines(runs: Sequence[Run], encoding: str, width: int) -> str:
-    """Return a line a run, and one that names the columns."""
+    """Return one line per run, and a header."""
     rows = [["run", "state", "rounds", "accuracy", "best", "curve", "left"]]
     for run in runs:
         state, means = run.status.state, run.metrics["accuracy_mean"].tolist() if run.metrics else []
@@ -108,7 +108,7 @@ def _lines(runs: Sequence[Run], encoding: str, width: int) -> str:
         drawn = sparkline(means, SMALL_CURVE_WIDTH, encoding)
         rows.append([run.path.name, state, f"{run.done}/{run.rounds}", *known, drawn, left])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # where the line is too short, names of runs are
+    # names of runs are shortened if the terminal is narrow
     left_over = max(SHORTEST_NAME, width - sum(widths[1:]) - 2 * len(widths[1:]))
     return "\n".join(aligned([[row[0][:left_over], *row[1:]] for row in rows]))
 

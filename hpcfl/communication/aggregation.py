@@ -67,13 +67,13 @@ def cluster_means(
 
 
 def mean_of(rows: Iterable[Tensor], weights: Tensor) -> Tensor:
-    """Return the weighted mean of one row [...] or more, taken one after the other, with weights [n]."""
+    """Return the weighted mean of rows [...], read one after the other, with weights [n]."""
     mean: Tensor | None = None
     for row, weight in zip(rows, _normalised(weights).tolist(), strict=True):
         mean = torch.zeros_like(row) if mean is None else mean
         mean.add_(row, alpha=weight)
     if mean is None:
-        raise ValueError("there is no mean of nothing")
+        raise ValueError("cannot take the mean of no rows")
     return mean
 
 

@@ -24,7 +24,7 @@ from hpcfl.parameters import Layer, spread
 
 @dataclass(frozen=True)
 class _Entry:
-    """What both ends must know of a tensor before its numbers travel; shape is that of one client's row."""
+    """Description of a tensor that is sent before its numbers; `shape` is that of one client's row."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class _Entry:
         return entries
 
 
-class _Deal:
+class _Placement:
     """Which worker has which members of a cohort; positions are those in the cohort."""
 
     def __init__(self, workers: Sequence[int], num_workers: int) -> None:
@@ -92,20 +92,20 @@ class _Deal:
         return restored
 
     def sizes(self, row_sizes: Tensor, block: slice) -> list[int]:
-        """Return how many numbers of a block each worker has, given those of each row, int64 [S]."""
+        """Return the numbers of a block that each worker has, given the count of each row, int64 [S]."""
         sizes = torch.zeros(self._num_workers, dtype=torch.int64)
         return sizes.index_add_(0, self._workers[block], row_sizes[block]).tolist()
 
 
 class Channel:
-    """The way between the server and the workers, for messages whose tensors consist of `layers`."""
+    """Sends messages between the server and the workers; their tensors consist of `layers`."""
 
     def __init__(self, world: Communicator, layers: tuple[Layer, ...], num_clients: int) -> None:
         self._world, self._layers, self._num_clients = world, layers, num_clients
 
     def own(self, cohort: Cohort) -> list[int]:
         """Return the positions in the cohort of this rank's clients, in ascending order."""
-        return self._own(self._deal(cohort))
+        return self._own(self._placement(cohort))
 
     def homes(self, cohort: Cohort) -> Sequence[int]:
         """Return the worker whose shard has each member."""
@@ -120,8 +120,8 @@ class Channel:
 
         Collective. `message` is the server's and None elsewhere; a serial world gets a copy.
         """
-        world, deal = self._world, self._deal(cohort)
-        own = self._own(deal)
+        world, placement = self._world, self._placement(cohort)
+        own = self._own(placement)
         header = _Entry.encode(_Entry.describe(message)) if message is not None else None
         received = Message(num_clients=len(own))
         for entry in _Entry.decode(world.broadcast_bytes(header)):
@@ -139,26 +139,26 @@ class Channel:
                 if entry.is_chosen:
                     frame = replace(frame, keep=chosen.bool())
                 rows = message.rows[entry.name] if message is not None else None
-                received.rows[entry.name] = self._scatter(frame, rows, deal, own, codec)
+                received.rows[entry.name] = self._scatter(frame, rows, placement, own, codec)
             if entry.keep is not None:
                 received.keep[entry.name] = torch.tensor(entry.keep)
         return received
 
     def as_received(self, message: Message, codec: Codec) -> Message:
-        """Return a download as its clients decode it, with what was sent.
+        """Return a download as its clients decode it, with the pieces that were sent.
 
-        Layers that are left out stay as they are.
+        Layers that are left out stay unchanged.
         """
-        arrived = message.of(message.num_clients)
+        arrived = message.with_clients(message.num_clients)
         for name in message.names:
             shared, keep = name in message.shared, message.keep.get(name)
             rows = message.shared[name].unsqueeze(0) if shared else message.rows[name]
-            frame = Frame.of(name, rows.shape[1:], rows.dtype, self._layers)
-            coder = codec.of(frame)
+            frame = Frame.for_tensor(name, rows.shape[1:], rows.dtype, self._layers)
+            coder = codec.for_frame(frame)
             if coder is IDENTITY:
                 continue
             arrived.pieces[name] = coder.pieces(replace(frame, keep=keep))
-            # a shared tensor whose layers are chosen client by client arrives whole
+            # a shared tensor with a mask for each client arrives whole
             mask = None if keep is None or (shared and keep.dim() == 2) else keep.expand(len(rows), -1)
             decoded = torch.empty_like(rows)
             for block in self._blocks(rows[0].numel(), len(rows)):
@@ -180,10 +180,10 @@ class Channel:
         sent: Message | None = None,
         coding: UploadCoding | None = None,
     ) -> Upload:
-        """Begin to send the rows of this rank's cohort members to the server.
+        """Start to send the rows of this rank's cohort members to the server.
 
         `sent` is the message that the server sent to the cohort; a method may need it to read the upload.
-        Without a `coding` tensors travel as they are. Collective; see `Upload` for what ranks do then.
+        Without a `coding` tensors are not compressed. Collective; see `Upload` for what ranks do next.
         """
         header = _Entry.encode(_Entry.describe(message)) if message.num_clients else b""
         headers = self._world.gather_bytes(header)
@@ -193,20 +193,20 @@ class Channel:
 
     def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
         """Bring figures [own members, F] to the server, [S, F], and None elsewhere. Collective."""
-        deal, everyone, width = self._deal(cohort), slice(0, len(cohort)), rows.shape[1]
-        counts = deal.sizes(torch.full((len(cohort),), width), everyone)
+        placement, everyone, width = self._placement(cohort), slice(0, len(cohort)), rows.shape[1]
+        counts = placement.sizes(torch.full((len(cohort),), width), everyone)
         gathered = self._world.gather(rows.reshape(-1).contiguous(), counts)
-        return None if gathered is None else deal.in_client_order(gathered.view(-1, width), everyone)
+        return None if gathered is None else placement.in_client_order(gathered.view(-1, width), everyone)
 
-    def _own(self, deal: _Deal) -> list[int]:
-        return deal.of_worker(self._world.worker_index) if self._world.is_worker else []
+    def _own(self, placement: _Placement) -> list[int]:
+        return placement.of_worker(self._world.worker_index) if self._world.is_worker else []
 
-    def _deal(self, cohort: Cohort) -> _Deal:
-        return _Deal(self.workers(cohort), self._world.num_workers)
+    def _placement(self, cohort: Cohort) -> _Placement:
+        return _Placement(self.workers(cohort), self._world.num_workers)
 
     def _broadcast(self, frame: Frame, row: Tensor | None, codec: Codec) -> Tensor:
         """Return the server's row [1, ...] of a shared tensor on every rank. Collective."""
-        codec = codec.of(frame)
+        codec = codec.for_frame(frame)
         pieces = codec.pieces(frame)
         encoded = None if row is None else codec.encode(frame.by_model(row.cpu()), frame)
         arrived = []
@@ -219,19 +219,19 @@ class Channel:
         return codec.decode(arrived, frame).view(1, *frame.shape)
 
     def _scatter(
-        self, frame: Frame, rows: Tensor | None, deal: _Deal, own: list[int], codec: Codec
+        self, frame: Frame, rows: Tensor | None, placement: _Placement, own: list[int], codec: Codec
     ) -> Tensor:
         """Return this rank's rows of the server's [S, ...]. Collective."""
-        codec = codec.of(frame)
+        codec = codec.for_frame(frame)
         pieces = codec.pieces(frame)
         parts = [[torch.empty(0, dtype=piece.dtype)] for piece in pieces]
-        for block in self._blocks(math.prod(frame.shape), len(deal)):
-            encoded, order = None, deal.in_worker_order(block)
+        for block in self._blocks(math.prod(frame.shape), len(placement)):
+            encoded, order = None, placement.in_worker_order(block)
             if rows is not None:
                 encoded = codec.encode(frame.by_model(rows[order].cpu()), frame[order])
             for number, piece in enumerate(pieces):
                 send = None if encoded is None else _pack(encoded[number], piece[order])
-                counts = deal.sizes(_row_sizes(piece, len(deal)), block)
+                counts = placement.sizes(_row_sizes(piece, len(placement)), block)
                 parts[number].append(self._world.scatter(send, counts, piece.dtype))
         count = len(own)
         arrived = [
@@ -244,8 +244,8 @@ class Channel:
         self, entries: Sequence[_Entry], message: Message, cohort: Cohort, coding: UploadCoding | None
     ) -> _Uploaded:
         """Agree with all ranks on how each tensor of an upload travels. Collective."""
-        deal = self._deal(cohort)
-        own = self._own(deal)
+        placement = self._placement(cohort)
+        own = self._own(placement)
         frames = {}
         for entry in entries:
             frame = self._frame(entry, len(cohort))
@@ -257,21 +257,23 @@ class Channel:
                 self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
                 frame = replace(frame, keep=chosen.bool())
             frames[entry.name] = frame if coding is None else self._after(frame, coding, len(cohort), own)
-        codecs = {name: IDENTITY if coding is None else coding.codec.of(f) for name, f in frames.items()}
+        codecs = {
+            name: IDENTITY if coding is None else coding.codec.for_frame(f) for name, f in frames.items()
+        }
         if coding is not None:
             for name, codec in codecs.items():
                 if codec.remembers:
                     coding.unsent.begin(frames[name])
-        return _Uploaded(message, deal, own, entries, frames, codecs, coding)
+        return _Uploaded(message, placement, own, entries, frames, codecs, coding)
 
     def _after(self, frame: Frame, coding: UploadCoding, num_rows: int, own: list[int]) -> Frame:
-        """Return the frame of a cohort that says what its members received: all on the server, else `own`."""
+        """Return the frame with what the members received: all members on the server, else `own`."""
         if coding.sent is not None:
             return frame.after(coding.sent)
         of_rank = frame[own].after(coding.received)
         if of_rank.known is None:
             return frame
-        # only this rank's rows are looked at
+        # only this rank's rows are read
         known = torch.zeros(num_rows, len(frame.sizes), dtype=torch.bool)
         known[own] = of_rank.known
         return replace(frame, known=known)
@@ -280,7 +282,7 @@ class Channel:
         return _blocks(row_size, num_rows, self._world.max_elements)
 
     def _frame(self, entry: _Entry, num_rows: int) -> Frame:
-        frame = Frame.of(entry.name, entry.shape, entry.dtype, self._layers)
+        frame = Frame.for_tensor(entry.name, entry.shape, entry.dtype, self._layers)
         if entry.keep is None:
             return frame
         return replace(frame, keep=torch.tensor(entry.keep).expand(num_rows, -1))
@@ -288,10 +290,10 @@ class Channel:
 
 @dataclass(frozen=True)
 class _Uploaded:
-    """An upload as all ranks know it, with the rows of this rank's members, whose positions are `own`."""
+    """An upload's description on all ranks, with the rows of this rank's members at the positions `own`."""
 
     message: Message
-    deal: _Deal
+    placement: _Placement
     own: Sequence[int]
     entries: Sequence[_Entry]
     frames: dict[str, Frame]
@@ -300,7 +302,7 @@ class _Uploaded:
 
 
 class _SentUpload(Upload):
-    """An upload whose rows are with the workers, which do in `drain` what the server reads."""
+    """An upload whose rows are on the workers; in `drain` they serve what the server reads."""
 
     def __init__(self, world: Communicator, uploaded: _Uploaded, sent: Message | None) -> None:
         super().__init__((), sent)
@@ -311,11 +313,13 @@ class _SentUpload(Upload):
     @property
     def outline(self) -> Message:
         up = self._uploaded
-        outline = Message(num_clients=len(up.deal))
+        outline = Message(num_clients=len(up.placement))
         for entry in up.entries:
             frame = up.frames[entry.name]
-            # only its type and shape are looked at
-            outline.rows[entry.name] = torch.zeros(1, dtype=entry.dtype).expand(len(up.deal), *entry.shape)
+            # only its type and shape are used
+            outline.rows[entry.name] = torch.zeros(1, dtype=entry.dtype).expand(
+                len(up.placement), *entry.shape
+            )
             outline.pieces[entry.name] = up.codecs[entry.name].pieces(frame)
             if (keep := _keep(entry, frame)) is not None:
                 outline.keep[entry.name] = keep
@@ -326,7 +330,7 @@ class _SentUpload(Upload):
 
     def sums(self, shares: Mapping[str, Tensor], sizes: Iterable[int] = ()) -> dict[str, Tensor]:
         names, sizes = [*shares], tuple(sizes)
-        self._tell(names, do="sum", shapes=[tuple(shares[name].shape) for name in names], sizes=sizes)
+        self._command(names, do="sum", shapes=[tuple(shares[name].shape) for name in names], sizes=sizes)
         return {name: self._sum(name, shares[name].double().contiguous(), sizes) for name in names}
 
     def drain(self) -> None:
@@ -334,19 +338,19 @@ class _SentUpload(Upload):
             pass
         if self._world.is_server:
             if self._unread:
-                self._tell([], do="end")
+                self._command([], do="end")
                 self._unread.clear()
             return
         while self._unread:
-            told = json.loads(self._world.broadcast_bytes(None))
-            if told["do"] == "end":
+            command = json.loads(self._world.broadcast_bytes(None))
+            if command["do"] == "end":
                 return
-            self._mark_read(told["names"])
-            if told["do"] == "sum":
-                for name, shape in zip(told["names"], told["shapes"], strict=True):
-                    self._sum(name, torch.empty(shape, dtype=torch.float64), tuple(told["sizes"]))
+            self._mark_read(command["names"])
+            if command["do"] == "sum":
+                for name, shape in zip(command["names"], command["shapes"], strict=True):
+                    self._sum(name, torch.empty(shape, dtype=torch.float64), tuple(command["sizes"]))
             else:
-                for _ in self._gather(told["names"]):
+                for _ in self._gather(command["names"]):
                     pass
 
     def blocks(self, *names: str) -> Iterator[tuple[slice, Message]]:
@@ -355,12 +359,12 @@ class _SentUpload(Upload):
             return iter(())
         wanted = [*names] or [*self._unread]
         if wanted:
-            self._tell(wanted, do="gather")
+            self._command(wanted, do="gather")
         self._gathering = self._gather(wanted)
         return self._gathering
 
-    def _tell(self, names: Sequence[str], **what: object) -> None:
-        """Have the other ranks do something with tensors that are not read yet. Called by the server."""
+    def _command(self, names: Sequence[str], **what: object) -> None:
+        """Send the other ranks a command on tensors that are not read yet. Called by the server."""
         if not self._world.is_server:
             raise RuntimeError("the server reads an upload, the other ranks call drain")
         if inspect.getgeneratorstate(self._gathering) == inspect.GEN_SUSPENDED:
@@ -374,7 +378,7 @@ class _SentUpload(Upload):
         self._unread = [name for name in self._unread if name not in names]
 
     def _sum(self, name: str, shares: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Return the sums [K, ...] of a tensor on the server, which has the shares. Collective."""
+        """Return the sums [K, ...] of a tensor on the server, which passes the shares. Collective."""
         self._world.broadcast(shares)
         frame, own = self._uploaded.frames[name], list(self._uploaded.own)
         rows = self._as_decoded(name).view(len(own), *frame.shape)
@@ -411,11 +415,11 @@ class _SentUpload(Upload):
         """Yield the blocks of some tensors, on the server. Collective."""
         world, up = self._world, self._uploaded
         entries = [entry for entry in up.entries if entry.name in names]
-        num_rows = len(up.deal)
+        num_rows = len(up.placement)
         pieces = {entry.name: up.codecs[entry.name].pieces(up.frames[entry.name]) for entry in entries}
         for block in _blocks(sum(math.prod(e.shape) for e in entries), num_rows, world.max_elements):
             first, last = bisect_left(up.own, block.start), bisect_left(up.own, block.stop)
-            mine, order = list(up.own[first:last]), up.deal.in_worker_order(block)
+            mine, order = list(up.own[first:last]), up.placement.in_worker_order(block)
             received = Message(num_clients=block.stop - block.start)
             for entry in entries:
                 frame, codec = up.frames[entry.name], up.codecs[entry.name]
@@ -429,10 +433,10 @@ class _SentUpload(Upload):
                     ]
                 arrived = []
                 for flat, piece in zip(send, pieces[entry.name], strict=True):
-                    gathered = world.gather(flat, up.deal.sizes(_row_sizes(piece, num_rows), block))
+                    gathered = world.gather(flat, up.placement.sizes(_row_sizes(piece, num_rows), block))
                     if gathered is not None:
                         numbers = _unpack(gathered, piece[order], received.num_clients)
-                        arrived.append(up.deal.in_client_order(numbers, block))
+                        arrived.append(up.placement.in_client_order(numbers, block))
                 if world.is_server:
                     received.rows[entry.name] = self._decoded(frame[block], codec, arrived, block)
                     if (keep := _keep(entry, frame[block])) is not None:
@@ -449,12 +453,13 @@ class _SentUpload(Upload):
 
 
 def _keep(entry: _Entry, frame: Frame) -> Tensor | None:
-    """Return which layers of a tensor travel: bool [L] where everybody knows, else bool [C, L] or None."""
+    """Return which layers of a tensor are sent: bool [L] if the same for all clients, else bool [C, L] or
+    None."""
     return frame.keep if entry.keep is None else torch.tensor(entry.keep)
 
 
 def _blocks(row_size: int, num_rows: int, max_elements: int) -> list[slice]:
-    """Cut a cohort into blocks of at most `max_elements` numbers, of one client at the least."""
+    """Split a cohort into blocks of at most `max_elements` numbers and at least one client."""
     step = max(1, max_elements // max(1, row_size))
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
@@ -462,7 +467,7 @@ def _blocks(row_size: int, num_rows: int, max_elements: int) -> list[slice]:
 def _encoded(
     rows: Tensor, frame: Frame, part: slice, codec: Codec, coding: UploadCoding | None
 ) -> list[Tensor]:
-    """Return the pieces of a part of this rank's rows; what they leave out goes to the clients' state."""
+    """Return the encoded pieces of some rows; their compression errors go to the clients' state."""
     numbers = frame.by_model(rows[part].cpu())
     if coding is None or codec is IDENTITY:
         return codec.encode(numbers, frame)
@@ -476,12 +481,12 @@ def _encoded(
 
 
 def _row_sizes(piece: Piece, num_rows: int) -> Tensor:
-    """Return how many numbers of each row travel, int64 [num_rows]."""
+    """Return how many numbers of each row are sent, int64 [num_rows]."""
     return piece.numbers().sum(dim=-1).expand(num_rows)
 
 
 def _pack(numbers: Tensor, piece: Piece) -> Tensor:
-    """Flatten rows [c, M, ...], leaving out the layers that do not travel."""
+    """Flatten rows [c, M, ...], without the layers that are not sent."""
     if piece.travels is None:
         return numbers.contiguous().view(-1)
     chosen = spread(piece.sizes, piece.travels)
@@ -489,7 +494,7 @@ def _pack(numbers: Tensor, piece: Piece) -> Tensor:
 
 
 def _unpack(flat: Tensor, piece: Piece, num_rows: int) -> Tensor:
-    """Undo `_pack`; layers that did not travel are zero."""
+    """Undo `_pack`; layers that were not sent are zero."""
     shape = (num_rows, piece.models, sum(piece.sizes))
     if piece.travels is None:
         return flat.view(shape)

@@ -1,4 +1,4 @@
-"""Codecs: in which form the numbers of a tensor travel.
+"""Codecs: how the numbers of a tensor are compressed for sending.
 
 Shapes: C clients, M models a client (1 unless a tensor is [C, ..., P]), W numbers of a model, L layers.
 
@@ -20,8 +20,8 @@ it mixes a new start for each client, from which the client learns the same diff
 makes it send other numbers of it each time. The products of these with the models, which pFedLA learns its
 weights from, shrink towards zero, and the weights stay equal.
 
-Whole numbers are never coded. Running statistics are by float16 only. Tensors that do not consist of layers,
-or that the client did not receive, are not by topk. Each client's row is coded by itself.
+Integers are never compressed. Running statistics are compressed by float16 only. topk leaves out tensors that
+do not consist of layers, or that the client did not receive. Each client's row is compressed by itself.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ from hpcfl.config.keys import CodecName, CommConfig, Direction
 from hpcfl.parameters import Layer, Tensors, spread
 
 UNSENT = "comm.unsent/"
-"""How the client state begins in which topk keeps what it has not sent; names of methods have no dot."""
+"""Prefix of the client state in which topk keeps its unsent differences; names of methods' state have no
+dot."""
 
 _LARGEST_INT8 = 127
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What both ends know of the rows of some clients of a tensor, before its numbers travel."""
+    """Description of some clients' rows of a tensor; both ends know it before the numbers are sent."""
 
     name: str
     shape: tuple[int, ...]
-    """Of one client's row."""
+    """Shape of one client's row."""
     dtype: torch.dtype
     models: int
     sizes: tuple[int, ...]
-    """Numbers of each layer; of a tensor that does not consist of layers, all its numbers."""
+    """Numbers in each layer; a tensor that does not consist of layers counts as one layer."""
     has_layers: bool
     keep: Tensor | None = None
-    """Which layers travel, bool [C, L]; None is all."""
+    """Which layers are sent, bool [C, L]; None: all."""
     known: Tensor | None = None
-    """Which of these the clients received before, bool [C, L]; None: no tensor of this name and shape."""
+    """Which layers the clients received before, bool [C, L]; None: no tensor of this name and shape."""
 
     @staticmethod
-    def of(name: str, shape: Sequence[int], dtype: torch.dtype, layers: Sequence[Layer]) -> Frame:
-        """Describe a tensor by the shape of one client's row; all of it travels, and none was received."""
+    def for_tensor(name: str, shape: Sequence[int], dtype: torch.dtype, layers: Sequence[Layer]) -> Frame:
+        """Describe a tensor by the shape of one client's row; all of it is sent, and none was received."""
         shape = tuple(shape)
         if shape and shape[-1] == layers[-1].stop:
             sizes = tuple(layer.size for layer in layers)
@@ -77,7 +78,7 @@ class Frame:
         return replace(self, keep=keep, known=known)
 
     def after(self, received: Message) -> Frame:
-        """Return the frame that says what the same clients received before."""
+        """Return the frame with what the same clients received before."""
         if self.name not in received:
             return self
         rows = received[self.name]
@@ -89,7 +90,7 @@ class Frame:
         return replace(self, known=known)
 
     def base(self, received: Message) -> Tensor | None:
-        """Return what the clients received before, [C, M, W]; zero, or None, where that is nothing."""
+        """Return what the clients received before, [C, M, W]; zero in other layers, None if nothing."""
         if self.known is None:
             return None
         return self.where(self.known, self.by_model(received[self.name]), 0.0)
@@ -104,43 +105,42 @@ class Frame:
 
 
 class Codec:
-    """Sends tensors as they are."""
+    """Sends tensors without compression."""
 
-    description: ClassVar[str] = "numbers as they are"
+    description: ClassVar[str] = "no compression"
 
     def __init__(self, settings: CommConfig) -> None:
         self.settings = settings
 
     @property
     def remembers(self) -> bool:
-        """Whether clients keep what did not travel."""
+        """Whether clients keep the compression error (error feedback)."""
         return False
 
     def takes(self, frame: Frame) -> bool:
-        """Return whether a tensor of floating-point numbers is coded."""
+        """Return whether this codec compresses a tensor of floating-point numbers."""
         return False
 
-    def of(self, frame: Frame) -> Codec:
-        """Return what codes a tensor: this codec, or none."""
+    def for_frame(self, frame: Frame) -> Codec:
+        """Return the codec of a tensor: this one, or `IDENTITY`."""
         is_possible = frame.dtype.is_floating_point and frame.models * sum(frame.sizes) > 0
         return self if is_possible and self.takes(frame) else IDENTITY
 
     def pieces(self, frame: Frame) -> list[Piece]:
-        """Return what a tensor travels as."""
+        """Return the pieces that a tensor is sent as."""
         return [Piece(frame.dtype, frame.models, frame.sizes, frame.keep)]
 
     def encode(
         self, numbers: Tensor, frame: Frame, base: Tensor | None = None, unsent: Tensor | None = None
     ) -> list[Tensor]:
-        """Return the pieces [C, M, ...] of numbers [C, M, W]; layers that do not travel may hold anything.
-
-        `base` is what the frame says the clients received. A codec that remembers brings `unsent` [C, M, W]
-        up to date, in the layers that travel as a difference.
+        """Return the pieces [C, M, ...] of numbers [C, M, W]; layers that are not sent may hold anything.
+        `base` is what the clients received, according to the frame. A codec with error feedback updates
+        `unsent` [C, M, W], in the layers that are sent as a difference.
         """
         return [numbers]
 
     def decode(self, pieces: Sequence[Tensor], frame: Frame, base: Tensor | None = None) -> Tensor:
-        """Return numbers [C, M, W] from their pieces, which are zero in layers that do not travel."""
+        """Return numbers [C, M, W] from their pieces, which are zero in layers that are not sent."""
         return pieces[0]
 
 
@@ -198,7 +198,7 @@ class Int8(Codec):
 
 
 class TopK(Codec):
-    description = "of uploads the largest differences to the download; clients remember the others"
+    description = "uploads: only the largest differences to the download; clients keep the rest for later"
 
     @property
     def remembers(self) -> bool:
@@ -240,16 +240,16 @@ class TopK(Codec):
         return frame.where(frame.known, base + self._laid_out(values, indices, frame), whole)
 
     def _count(self, size: int) -> int:
-        # as it is written: 0.07 * 100 is more than 7 in binary
+        # the decimal value: 0.07 * 100 is more than 7 in binary
         return math.ceil(Fraction(str(self.settings.share)) * size)
 
     def _as_they_are(self, frame: Frame) -> Tensor:
-        """Return which layers travel that the clients did not receive, bool [C, L]."""
+        """Return which layers are sent that the clients did not receive, bool [C, L]."""
         assert frame.known is not None
         return ~frame.known if frame.keep is None else frame.keep & ~frame.known
 
     def _laid_out(self, values: Tensor, indices: Tensor, frame: Frame) -> Tensor:
-        """Return values of all layers at their indices, [C, M, W], and zeros elsewhere."""
+        """Place the values of all layers at their indices, [C, M, W]; zeros elsewhere."""
         numbers = torch.zeros(*values.shape[:-1], sum(frame.sizes), dtype=frame.dtype)
         counts = list(map(self._count, frame.sizes))
         of_layers = zip(values.split(counts, -1), indices.split(counts, -1), strict=True)
@@ -262,22 +262,22 @@ CODECS: dict[CodecName, type[Codec]] = {"none": Codec, "float16": Float16, "int8
 
 
 def codec_of(settings: CommConfig, direction: Direction) -> Codec:
-    """Return what a run's messages are coded by in a direction."""
+    """Return the codec of a run's messages in a direction."""
     return CODECS[settings.codec](settings) if settings.codes(direction) else IDENTITY
 
 
 class ErrorFeedback:
-    """What a codec has not sent of the tensors of some clients, on the CPU in the states of a rank's clients.
+    """The compression errors of some clients' tensors, stored on the CPU in the states of a rank's clients.
 
-    `states` are these, each with its number of clients; `rows` say of each member of the cohort on this rank
-    which of them it is in, and in which row.
+    `states` are these states, each with its number of clients; `rows` give for each member of the cohort on
+    this rank the number of its state, and its row there.
     """
 
     def __init__(self, states: Sequence[tuple[Tensors, int]], rows: Sequence[tuple[int, int]]) -> None:
         self._states, self._rows = states, rows
 
     def begin(self, frame: Frame) -> None:
-        """Make room for a tensor; every rank does, so that all have the same states."""
+        """Allocate the state of a tensor; every rank does it, so that all have the same states."""
         for state, count in self._states:
             if UNSENT + frame.name not in state:
                 state[UNSENT + frame.name] = torch.zeros(count, *frame.shape, dtype=frame.dtype)
@@ -295,19 +295,19 @@ class ErrorFeedback:
 
 @dataclass(frozen=True)
 class UploadCoding:
-    """How an upload travels: the codec, and what its clients received before."""
+    """How an upload is compressed: the codec, and what its clients received before."""
 
     codec: Codec
     received: Message
-    """What this rank's members of the cohort received."""
+    """The message that this rank's members of the cohort received."""
     sent: Message | None
-    """The same of all members, on the server."""
+    """The same for all members, on the server."""
     unsent: ErrorFeedback
 
 
 def _largest(numbers: Tensor, count: int) -> Tensor:
     """Return which `count` numbers of each last axis have the largest magnitude, in order of index; bool."""
-    # what is not a number is sent first
+    # nan is sent first
     magnitude = numbers.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     last = magnitude.kthvalue(numbers.shape[-1] - count + 1, dim=-1, keepdim=True).values
     is_above, is_equal = magnitude > last, magnitude == last

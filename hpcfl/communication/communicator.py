@@ -34,7 +34,7 @@ AT_THE_START = "at the start"
 MAX_ELEMENTS = 2**27
 _MAX_COUNT = 2**31 - 1
 
-# How many ranks the launcher says there are; SLURM's figure counts only where no mpirun stands in between.
+# Number of ranks according to the launcher; SLURM's number counts only without mpirun in between.
 _MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _STEP_SIZE_VARIABLE = "SLURM_STEP_NUM_TASKS"
 
@@ -42,7 +42,7 @@ _MPI_TYPES = {"float32": "f4", "float64": "f8", "int32": "i4", "int64": "i8", "i
 # MPI has no float16, and numbers are only moved
 _MPI_TYPES["float16"] = "i2"
 
-# heartbeats have another
+# heartbeats have another tag
 _DATA_TAG = 0
 
 # Measured with 9 ranks on 2 cores: 2 to 3 % of a core while idle, and megabytes as fast as blocking calls.
@@ -63,11 +63,11 @@ class Communicator:
     tensors of float16, float32, float64, int8, int32, int64, uint8 or bool; every call holds at most
     `max_elements` elements a piece, so counts of elements and of bytes fit MPI's 32-bit counts.
 
-    Waiting sleeps between looks at the request: ranks that wait leave the cores to ranks that compute.
+    A waiting rank sleeps between its checks of the request, and so leaves the cores to ranks that compute.
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None, max_elements: int = MAX_ELEMENTS) -> None:
-        """Wrap a communicator; None is a serial world, which never touches MPI."""
+        """Wrap an MPI communicator; None is a serial world, which never uses MPI."""
         if not 1 <= max_elements <= _MAX_COUNT // 8:
             raise ValueError(f"max_elements = {max_elements} is not in 1..{_MAX_COUNT // 8}")
         self._comm = comm
@@ -81,26 +81,26 @@ class Communicator:
         self.num_workers = max(1, self.size - 1)
         self.worker_index = 0 if self.size == 1 else self.rank - 1
         self.workers_on_device = 1
-        """Workers that share this rank's GPU, once `device` has chosen one."""
+        """Number of workers that share this rank's GPU, after `device` has chosen one."""
         self.host = socket.gethostname()
         self.bytes_received = 0
-        """What collectives and other workers have brought to this rank so far."""
+        """Bytes that this rank has received so far."""
         self.bytes_in_common = 0
-        """Of tensors that all ranks have in common: broadcast from rank 0 so far, or summed on the way to it.
-        Each counts once, also if rank 0 is alone."""
+        """Bytes so far that rank 0 has broadcast, or that were summed on the way to it. Each tensor counts
+        once, also in a serial world."""
         self.bytes_of_rows = 0
-        """What rank 0 has scattered and gathered so far, also if it is alone."""
+        """Bytes that rank 0 has scattered and gathered so far, also in a serial world."""
         self.waited_s = 0.0
-        """Seconds that this rank has spent in messages so far, and waiting for them."""
+        """Seconds that this rank has spent so far in communication, including waiting."""
         self.phase = AT_THE_START
-        """What the ranks are at, in words that end a sentence."""
+        """Current phase of the run, such as "in round 3", for error messages."""
         self._heartbeat: Heartbeat | None = None
 
     @contextmanager
     def heartbeat_timeout(self, timeout_s: float | None) -> Iterator[None]:
-        """Have a rank that waits raise RankTimeoutError once another is silent for so long; None: never.
+        """A waiting rank raises RankTimeoutError after this many seconds without a heartbeat; None: never.
 
-        A rank is heard of while it waits, and whenever it calls `heartbeat`. Collective, also at the end and
+        A rank sends heartbeats while it waits, and when it calls `heartbeat`. Collective, also at the end and
         after a UserError, which must be raised on all ranks.
         """
         self.phase = AT_THE_START
@@ -119,13 +119,13 @@ class Communicator:
         heartbeat.end(self.phase)
 
     def heartbeat(self) -> None:
-        """Let the others know that this rank is at work; costs next to nothing."""
+        """Send a heartbeat to the other ranks, if one is due; costs almost nothing."""
         if self._heartbeat is not None:
             self._heartbeat.beat()
 
     @contextmanager
     def part(self, count: int) -> Iterator[Communicator | None]:
-        """Give a world of the first `count` ranks, and None to the others. Collective, also at the end."""
+        """Yield a world of the first `count` ranks; None on the others. Collective, also at the end."""
         if self._comm is None:
             yield self
             return
@@ -134,7 +134,7 @@ class Communicator:
         self.barrier()
         comm = MPI.Intracomm(self._comm.Split(0 if self.rank < count else MPI.UNDEFINED, self.rank))
         yield Communicator(comm, self.max_elements) if comm else None
-        # not after an exception: the other ranks may be elsewhere
+        # not after an exception: the other ranks may be in another call
         if comm:
             comm.Free()
 
@@ -163,11 +163,11 @@ class Communicator:
     def device(self, setting: str) -> torch.device:
         """Choose this rank's device for `run.device` = auto, cpu or cuda. Collective.
 
-        Workers of a node share its GPUs in turn; the server of a larger world takes none. Raises UserError
-        on all ranks where cuda is asked for and a worker sees no GPU.
+        Workers of a node share its GPUs in turn; the server of a larger world takes none. Raises UserError on
+        all ranks if the choice is cuda and a worker has no GPU.
         """
         if setting not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device setting {setting!r} is none of auto, cpu, cuda")
+            raise ValueError(f"device setting {setting!r} is unknown; allowed: auto, cpu, cuda")
         local_index, num_local = self._local_workers()
         num_gpus = torch.cuda.device_count() if self.is_worker and setting != "cpu" else 0
         error = None
@@ -182,15 +182,14 @@ class Communicator:
         return torch.device("cuda", local_index % num_gpus)
 
     def _local_workers(self) -> tuple[int, int]:
-        """Return this worker's number among those of its node, and how many they are. Collective.
-
-        (0, 1) on the server.
+        """Return this worker's number among the workers of its node, and their count. Collective. (0, 1) on
+        the server.
         """
         workers = [rank for rank in self.ranks_of_node() if rank > 0]
         return (workers.index(self.rank), len(workers)) if self.rank > 0 else (0, 1)
 
     def ranks_of_node(self) -> list[int]:
-        """Return the ranks on the node of this one, by the memory that they share. Collective."""
+        """Return the ranks on this rank's node: those with shared memory. Collective."""
         if self._comm is None:
             return [0]
         from mpi4py import MPI
@@ -204,7 +203,7 @@ class Communicator:
         return ranks
 
     def library(self) -> str:
-        """Return name and version of the MPI that joins the ranks; empty in a serial world."""
+        """Return name and version of the MPI library; empty in a serial world."""
         if self._comm is None:
             return ""
         from mpi4py import MPI
@@ -229,10 +228,10 @@ class Communicator:
         return payload.tobytes()
 
     def scatter(self, send: torch.Tensor | None, counts: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Deal rank 0's flat tensor out in worker order; return this worker's part, a fresh one. Collective.
+        """Scatter rank 0's flat tensor in worker order; return this worker's part, a new tensor. Collective.
 
         `counts` holds the elements of each worker, the same on all ranks, at most `max_elements` together;
-        `send` has their sum, and is looked at on rank 0 only. The pure server gets an empty tensor.
+        `send` has their sum of elements, and is read on rank 0 only. The pure server gets an empty tensor.
         """
         rank_counts = self._rank_counts(counts)
         part = torch.empty(rank_counts[self.rank], dtype=dtype)
@@ -300,15 +299,15 @@ class Communicator:
         return [b"".join(entry) for entry in entries] if self.is_server else None
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> Transfer:
-        """Begin to send a contiguous CPU tensor to another rank, which must receive it.
+        """Start to send a contiguous CPU tensor to another rank, which must receive it.
 
         The tensor must not change before the transfer is done. Transfers between two ranks arrive in the
-        order in which they begin.
+        order of their starts.
         """
         return self._transfer(tensor, lambda comm, message: comm.Isend(message, rank, _DATA_TAG))
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
-        """Begin to overwrite a contiguous CPU tensor with the one that another rank sends."""
+        """Start to overwrite a contiguous CPU tensor with the one that another rank sends."""
         self.bytes_received += tensor.nbytes
         return self._transfer(tensor, lambda comm, message: comm.Irecv(message, rank, _DATA_TAG))
 
@@ -316,7 +315,7 @@ class Communicator:
         self, tensor: torch.Tensor, begin: Callable[[MPI.Intracomm, list[Any]], MPI.Request]
     ) -> Transfer:
         if self._comm is None:
-            raise ValueError("a rank that is alone has none to send to")
+            raise ValueError("a serial world has no other rank to send to")
         pieces = self._pieces(_flat_array(tensor))
         return Transfer([begin(self._comm, [piece, _mpi_type(piece)]) for piece in pieces], self._wait)
 
@@ -337,10 +336,10 @@ class Communicator:
     def sum_on_server(self, tensor: torch.Tensor) -> None:
         """Replace rank 0's contiguous CPU tensor of int64 by the sum of all ranks'. Collective.
 
-        Ranks add up on the way, so that about one such tensor reaches rank 0, whatever their number.
+        MPI adds on the way, so about one such tensor reaches rank 0 for any number of ranks.
         """
         if tensor.dtype != torch.int64:
-            raise ValueError(f"whole numbers alone have one sum in any order, not {_describe(tensor)}")
+            raise ValueError(f"only sums of integers do not depend on the order, not of {_describe(tensor)}")
         self.bytes_in_common += tensor.nbytes
         if self._comm is None:
             return
@@ -353,7 +352,7 @@ class Communicator:
         self.bytes_received += tensor.nbytes if self.is_server else 0
 
     def barrier(self) -> None:
-        """Wait, without burning a core, until every rank has come here. Collective."""
+        """Wait, without load on the core, until every rank has called it. Collective."""
         if self._comm is not None:
             self._wait(self._comm.Ibarrier())
 
@@ -368,7 +367,7 @@ class Communicator:
         raise SystemExit(code)
 
     def _rank_counts(self, counts: Sequence[int]) -> list[int]:
-        """Turn counts per worker into counts per rank; raise UserError if the sum exceeds `max_elements`."""
+        """Convert counts per worker to counts per rank; raise UserError if the sum exceeds `max_elements`."""
         if len(counts) != self.num_workers:
             raise ValueError(f"{len(counts)} counts for {self.num_workers} workers")
         if sum(counts) > self.max_elements:
@@ -390,7 +389,7 @@ class Communicator:
         self.bytes_received += 0 if self.is_server else array.nbytes
 
     def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
-        """Cut a flat array in pieces of at most `max_elements`."""
+        """Split a flat array into pieces of at most `max_elements`."""
         for start in range(0, array.size, self.max_elements):
             yield array[start : start + self.max_elements]
 
@@ -406,7 +405,7 @@ class Communicator:
         self.bytes_received += 0 if out is None else out.nbytes
 
     def _wait(self, request: MPI.Request) -> None:
-        """Wait for a request, sleeping longer and longer between looks."""
+        """Wait for a request; sleep longer and longer between checks."""
         self.heartbeat()
         began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
         while not request.Test():
@@ -428,7 +427,7 @@ class Transfer:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has arrived, or can change again; looking helps it on its way."""
+        """Whether it has arrived, or the sent tensor may change again; the call also makes progress."""
         return all(request.Test() for request in self._requests)
 
     def wait(self) -> None:
@@ -438,9 +437,9 @@ class Transfer:
 
 
 def open_world(max_elements: int = MAX_ELEMENTS) -> Communicator:
-    """Return the world this process was launched in; serial, without MPI, where there is no launcher.
+    """Return the world of the ranks that the launcher started; serial, without MPI, if there is no launcher.
 
-    Raises UserError where the launcher started several ranks but MPI joined none of them.
+    Raises UserError if the launcher started several ranks but MPI does not connect them.
     """
     num_launched = _num_launched()
     if num_launched == 1:
@@ -456,7 +455,7 @@ def open_world(max_elements: int = MAX_ELEMENTS) -> Communicator:
 
 
 def _num_launched() -> int | None:
-    """Return how many ranks the launcher started: 1 without a launcher, None where it does not say."""
+    """Return how many ranks the launcher started: 1 without a launcher, None if unknown."""
     sizes = [int(os.environ[name]) for name in _MPI_SIZE_VARIABLES if name in os.environ]
     if sizes:
         return max(sizes)
@@ -466,9 +465,9 @@ def _num_launched() -> int | None:
 
 
 def _import_comm_world() -> tuple[MPI.Intracomm, str]:
-    """Start MPI, and return the world and the library's version; raise UserError where there is none."""
+    """Start MPI, and return the world and the library's version; raise UserError if it cannot be loaded."""
     with warnings.catch_warnings():
-        # Our own check says more than mpi4py's warning about a foreign mpirun.
+        # our own check explains more than mpi4py's warning about a foreign mpirun
         warnings.filterwarnings("ignore", message="suspicious MPI execution environment")
         try:
             import mpi4py
@@ -488,11 +487,11 @@ def _import_comm_world() -> tuple[MPI.Intracomm, str]:
 
 
 def check_foreign_launcher(library: str) -> None:
-    """Raise UserError where MPI would end this process as it starts, as it cannot speak with its launcher."""
+    """Raise UserError if this MPI cannot work with its launcher, and would end the process at its start."""
     given = set(os.environ)
     if {"PMIX_RANK", "PMI_RANK"} & given == {"PMIX_RANK"} and _srun_type(library) == "pmi2":
         raise _not_joined("the launcher speaks PMIx, which this MPICH was built without", library)
-    # some Open MPIs speak the PMI-2 of srun, none the PMI of MPICH's mpirun
+    # some Open MPIs support srun's PMI-2, none the PMI of MPICH's mpirun
     speaks = {"PMIX_RANK", "OMPI_COMM_WORLD_SIZE"} & given or (
         "PMI_RANK" in given and "MPI_LOCALNRANKS" not in given
     )
@@ -501,8 +500,8 @@ def check_foreign_launcher(library: str) -> None:
 
 
 def _srun_type(library: str) -> str:
-    """Return the type for `srun --mpi` that joins the ranks of an MPI, by its version text."""
-    # MPICH alone says how it was configured
+    """Return the type for `srun --mpi` that fits an MPI library, from its version text."""
+    # only MPICH's version text contains its build options
     return "pmi2" if "MPICH configure:" in library and "pmix" not in library else "pmix"
 
 
@@ -520,18 +519,18 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
     The failing rank prints its traceback, headed by rank and host, and aborts with exit code 1. Where
     several ranks fail at once, the lowest prints first and the others are usually gone before they do.
     UserError and SystemExit pass through; so does everything in a serial world, where Python does the same.
-    Silent ranks, a refused write and a stop at once are told in one line and without a traceback.
+    RankTimeoutError, StorageError and ForcedStop print one line and no traceback.
     """
     try:
         yield
     except (UserError, SystemExit):
         raise
     except ForcedStop as stop:
-        abort_saying(world, f"hpcfl: {stop}\n", stop.exit_code)
+        abort_with_message(world, f"hpcfl: {stop}\n", stop.exit_code)
     except (RankTimeoutError, StorageError) as fault:
         if world.size == 1:
             raise
-        abort_saying(world, f"hpcfl: error: {for_terminal(fault)}\n", fault.exit_code)
+        abort_with_message(world, f"hpcfl: error: {for_terminal(fault)}\n", fault.exit_code)
     except KeyboardInterrupt:
         if world.size == 1:
             raise
@@ -540,14 +539,14 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
         if world.size == 1:
             raise
         header = f"rank {world.rank} of {world.size} on {world.host} failed, so all ranks stop"
-        abort_saying(world, f"{header}\n{traceback.format_exc()}", 1)
+        abort_with_message(world, f"{header}\n{traceback.format_exc()}", 1)
 
 
-def abort_saying(world: Communicator, text: str, code: int) -> NoReturn:
-    """Print why this rank fails, and end all ranks; of several that fail at once, the lowest comes first."""
+def abort_with_message(world: Communicator, text: str, code: int) -> NoReturn:
+    """Print why this rank fails, and end all ranks; if several fail at once, the lowest rank prints first."""
     time.sleep(min(world.rank * _ABORT_STAGGER_S, _LONGEST_STAGGER_S))
     sys.stderr.write(text)
-    # mpirun may drop what it has not yet passed on when a rank aborts
+    # mpirun may drop output that it has not yet forwarded when a rank aborts
     time.sleep(_PASSING_ON_S)
     world.abort(code)
 
@@ -555,26 +554,27 @@ def abort_saying(world: Communicator, text: str, code: int) -> NoReturn:
 def first_error(world: Communicator, error: str | None) -> str | None:
     """Return on all ranks the error of the lowest rank that has one, or None. Collective.
 
-    All ranks can then leave together, and one of them tells the user. Where ranks are on several hosts, and
-    some have no error, it begins with the rank and host, unless it names some itself.
+    All ranks can then leave together, and one of them prints it. With ranks on several hosts, of which some
+    have no error, the text begins with rank and host, unless the error names a rank itself.
     """
     if not world.maximum(error is not None):
         return None
     errors = world.gather_bytes(f"{world.host}\n{error or ''}".encode())
-    return world.broadcast_bytes(None if errors is None else _worded(errors)).decode()
+    return world.broadcast_bytes(None if errors is None else _with_place(errors)).decode()
 
 
-def _worded(errors: Sequence[bytes]) -> bytes:
-    """Return the first error of entries `host, newline, error` by rank, with its place where that helps."""
-    told = [entry.decode().partition("\n") for entry in errors]
-    rank, host, error = next((rank, host, error) for rank, (host, _, error) in enumerate(told) if error)
-    is_local = len({host for host, _, _ in told}) > 1 and not all(error for _, _, error in told)
+def _with_place(errors: Sequence[bytes]) -> bytes:
+    """Return the first error from entries `host, newline, error` by rank, with rank and host if that
+    helps."""
+    entries = [entry.decode().partition("\n") for entry in errors]
+    rank, host, error = next((rank, host, error) for rank, (host, _, error) in enumerate(entries) if error)
+    is_local = len({host for host, _, _ in entries}) > 1 and not all(error for _, _, error in entries)
     is_placed = re.search(r"\brank \d+ on ", error) is not None
     return (f"rank {rank} on {host}: {error}" if is_local and not is_placed else error).encode()
 
 
 def run_collectively(world: Communicator, step: Callable[[], T]) -> T:
-    """Take a step on every rank; a UserError on any of them is raised on all. Collective."""
+    """Call a function on every rank; a UserError on any of them is raised on all. Collective."""
     mistake: UserError | None = None
     try:
         result = step()
@@ -607,7 +607,7 @@ def _mpi_type(array: np.ndarray) -> str:
 
 
 def _describe(tensor: torch.Tensor | None) -> str:
-    """Say what a tensor is, for an error."""
+    """Describe a tensor, for an error message."""
     if tensor is None:
         return "None"
     layout = "contiguous" if tensor.is_contiguous() else "strided"

@@ -1,9 +1,8 @@
-"""Whether the other ranks are alive, and their launcher: what nothing else tells a rank that waits.
+"""Heartbeats: a rank that waits learns whether the other ranks, and the launcher, are alive.
 
-mpirun and SLURM end a job one of whose processes has died, where they see it die. They do not see a rank that
-stands still, nor, for minutes or for ever, a node without power or a link that is cut: `Heartbeat` names that
-rank. A launcher killed outright may leave its ranks behind, at work and with the lock on the run folder:
-`die_with_launcher` ends them.
+mpirun and SLURM end a job when they see one of its processes die. They do not notice a rank that hangs, nor,
+for minutes or for ever, a node without power or a cut link: `Heartbeat` names that rank. A killed launcher
+may leave ranks behind that still work and hold the lock on the run folder: `die_with_launcher` ends them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 from hpcfl.errors import RankTimeoutError
 
 Communicator = Any
-"""MPI's, which only `world` imports."""
+"""The MPI module, which only `communicator` imports."""
 
 HEARTBEAT_TAG = 1
 """Tag of heartbeats; all other messages have another one."""
@@ -37,16 +36,14 @@ _PR_SET_PDEATHSIG = 1
 class Heartbeat:
     """Small messages between the server and each worker, so that a rank that waits can name a silent one.
 
-    The server listens to all workers, and each worker to the server. A rank beats while it waits and, by
-    `beat`, between pieces of its own work. A rank's silence counts only while this one waits and looks: after
-    a job has been suspended as a whole, no rank is blamed for the time in which none could move.
-
-    Each receive names its rank. Receives from any source, and probes before them, lose messages in some
-    versions of MPI as soon as ranks talk over a network.
+    The server listens to all workers, and each worker to the server. A rank sends heartbeats while it waits
+    and, by `beat`, between pieces of its own work. Silence counts only while this rank waits: if the whole
+    job was suspended, no rank is blamed for that time. Each receive names its source rank: in some versions
+    of MPI, receives from any source lose messages over a network.
     """
 
     def __init__(self, comm: Communicator, hosts: Sequence[str], timeout_s: float) -> None:
-        """Know the hosts of all ranks, and after how many seconds a silent rank is given up."""
+        """Take the hosts of all ranks, and the seconds after which a silent rank counts as lost."""
         self._comm, self._hosts, self._timeout_s = comm, hosts, timeout_s
         peers = range(1, comm.Get_size()) if comm.Get_rank() == 0 else [0]
         self._arrived = {peer: np.empty(1, np.int8) for peer in peers}
@@ -57,41 +54,40 @@ class Heartbeat:
         self.begin_wait()
 
     def begin_wait(self) -> None:
-        """Begin to wait; silence counts from here."""
+        """Start to wait; silence counts from here."""
         self._waited_s = 0.0
         self._heard_s = dict.fromkeys(self._coming, 0.0)
         self._looked_s = time.monotonic()
 
     def wait(self, stage: str) -> None:
-        """Look at the others while a wait goes on at this stage of the run.
+        """Check the other ranks during a wait in this phase of the run.
 
-        Raises RankTimeoutError, which names them and the stage.
+        Raises RankTimeoutError, which names silent ranks and the phase.
         """
         self._pass_time()
         if self.beat():
             self._check(stage)
 
     def beat(self) -> bool:
-        """Let the others know that this rank is alive, and hear of them, at most every few seconds.
+        """Send a heartbeat and receive those of the others, at most every few seconds.
 
-        Returns whether it was time to.
+        Returns whether it was due.
         """
         now_s = time.monotonic()
         if now_s - self._beat_s < self._every_s:
             return False
         self._beat_s = now_s
         self._take()
-        # one that has ended listens until it hears of this rank's end
+        # a rank that has ended listens until it gets this rank's last heartbeat
         for peer in self._arrived:
-            # one that stands still takes nothing: what is on the way to it is enough
+            # a rank that hangs receives nothing: one pending heartbeat is enough
             if peer not in self._going or self._going[peer].Test():
                 self._going[peer] = self._send(_ALIVE, peer)
         return True
 
     def end(self, stage: str) -> None:
-        """Receive all heartbeats that are on their way: MPI may crash where it ends with messages left.
-
-        Nobody beats from then on. Collective. Raises RankTimeoutError as `wait` does.
+        """Receive all pending heartbeats: MPI may crash if it ends with messages left. No rank sends any
+        afterwards. Collective. Raises RankTimeoutError as `wait` does.
         """
         self.begin_wait()
         # messages between two ranks keep their order
@@ -114,7 +110,7 @@ class Heartbeat:
         self._looked_s = now_s
 
     def _take(self) -> None:
-        """Receive the heartbeats that have come, and be ready for the next ones."""
+        """Receive the heartbeats that have arrived, and post receives for the next ones."""
         for peer in list(self._coming):
             while self._coming[peer].Test():
                 self._heard_s[peer] = self._waited_s
@@ -131,15 +127,15 @@ class Heartbeat:
         names = ", ".join(f"rank {peer} on {self._hosts[peer]}" for peer in silent)
         them = "has" if len(silent) == 1 else "have"
         raise RankTimeoutError(
-            f"{names} {them} not been heard of for {self._timeout_s:g} s (run.timeout) {stage}: dead, cut "
-            "off, stopped, or at one piece of work all the time; all ranks end, the last checkpoint stays, "
-            "and the same command resumes from it; where one client takes so long, set run.timeout="
+            f"{names} {them} sent no heartbeat for {self._timeout_s:g} s (run.timeout) {stage}: dead, "
+            "cut off, stopped, or busy with one long step; all ranks end; the last checkpoint was kept; "
+            "rerun the same command to resume; if one client takes so long, set run.timeout="
             f"{2 * self._timeout_s:g} or null"
         )
 
 
 def die_with_launcher() -> None:
-    """Have Linux kill this process when the one that started it dies: mpirun, or what acts for it here.
+    """Ask Linux to kill this process when its parent dies: mpirun, or mpirun's helper on this node.
 
     Does nothing on other systems. A program between the two, such as a script that does not `exec` the rank,
     must end with the launcher itself.
@@ -149,5 +145,5 @@ def die_with_launcher() -> None:
     launcher = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
-        # it died before
+        # the parent died before this call
         os.kill(os.getpid(), signal.SIGKILL)

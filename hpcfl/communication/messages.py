@@ -1,4 +1,4 @@
-"""What travels between server and clients: named tensors and the layers they carry.
+"""Messages between server and clients: named tensors, and the layers of them that are sent.
 
 Shapes: S clients of the cohort, C clients of a block or rank, P trainable numbers, L layers.
 """
@@ -12,27 +12,27 @@ import torch
 from torch import Tensor
 
 BUFFERS = "buffers"
-"""The name under which running statistics travel; they are counted in a column of their own."""
+"""Name of the running statistics in a message; their bytes have a column of their own."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor that travels, of each client [models, sum of the sizes].
+    """A tensor as it is sent, for each client [models, sum of the sizes].
 
-    The channel packs the numbers of the layers that travel, and the traffic counts their bytes.
+    The channel packs the numbers of the layers that are sent, and `traffic.py` counts their bytes.
     """
 
     dtype: torch.dtype
     models: int
     sizes: tuple[int, ...]
-    """Numbers of each layer in each model; those of a tensor that does not consist of layers are one."""
+    """Numbers of each layer in each model; a tensor that does not consist of layers counts as one layer."""
     travels: Tensor | None = None
-    """Which layers travel, bool [C, L] or [L]; None is all."""
+    """Which layers are sent, bool [C, L] or [L]; None: all."""
     is_index: bool = False
     """Whether they are counted as indices."""
 
     def numbers(self) -> Tensor:
-        """Return how many numbers of each layer travel, int64 [C, L] or [L]."""
+        """Return how many numbers of each layer are sent, int64 [C, L] or [L]."""
         counts = self.models * torch.tensor(self.sizes)
         return counts if self.travels is None else self.travels * counts
 
@@ -50,7 +50,7 @@ class Cohort:
     num_samples: Tensor
     """Training samples of each client, int64 [S]."""
     workers: tuple[int, ...] | None = None
-    """The worker that each client trains on in this round, [S]; None: the one whose shard it is in."""
+    """The worker that each client trains on in this round, [S]; None: the worker whose shard it is in."""
 
     def __len__(self) -> int:
         return len(self.clients)
@@ -67,9 +67,9 @@ class Message:
     """Named tensors for a group of clients.
 
     `shared` tensors [...] are the same for every client, `rows` [C, ...] have one row a client. `keep[name]`
-    says which layers of a tensor [..., P] travel: bool [L] if known to everyone, bool [C, L] if chosen client
-    by client; without it all do. What did not travel arrives as zero, except in a shared tensor whose layers
-    are chosen client by client: it arrives whole.
+    is the mask of the layers of a tensor [..., P] that are sent: bool [L], the same for all, or bool [C, L],
+    client by client; without it all are sent. Layers that are not sent arrive as zero, except in a shared
+    tensor with a mask for each client: it arrives whole.
     """
 
     shared: dict[str, Tensor] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class Message:
     keep: dict[str, Tensor] = field(default_factory=dict)
     num_clients: int = 1
     pieces: dict[str, Sequence[Piece]] = field(default_factory=dict)
-    """What a codec sent on the way to this message, by name, for counting; without it tensors came as they
-    are. Messages made from this one do not have it."""
+    """The compressed pieces that a codec sent for this message, by name, for counting; empty without a codec.
+    Messages made from this one do not have it."""
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor with its client axis, [C, ...]; a shared one is expanded without a copy."""
@@ -99,7 +99,7 @@ class Message:
         """Names of the tensors, shared ones first."""
         return [*self.shared, *self.rows]
 
-    def of(self, num_clients: int) -> Message:
+    def with_clients(self, num_clients: int) -> Message:
         """Return a message with the same tensors for `num_clients` clients."""
         return Message(dict(self.shared), dict(self.rows), dict(self.keep), num_clients)
 

@@ -1,4 +1,4 @@
-"""The way between rank 0 and the workers: how fast it is, and how much goes over it.
+"""The network between rank 0 and the workers: its speed, and the bytes that go over it.
 
 Ranks fill one node after the other, as launchers place them; rank 0 is on the first.
 """
@@ -19,30 +19,31 @@ from hpcfl.communication.communicator import Communicator
 ASSUMED_BYTES_A_S = 1e9
 ASSUMED_LATENCY_S = 100e-6
 MAX_COPIES = 3
-"""Of a broadcast or a sum over rank 0's link, as nodes pass them on. With MPICH and 4 MB they took as long as
-1.0 and 1.1 copies on 2 nodes, 2.0 and 2.5 on 3, 2.5 and 1.8 on 4, 3.9 and 3.5 on 5, 2.6 and 2.2 on 8."""
+"""Number of copies of a broadcast or a sum over rank 0's link: other nodes pass them on. With MPICH and 4 MB
+they took as long as 1.0 and 1.1 copies on 2 nodes, 2.0 and 2.5 on 3, 2.5 and 1.8 on 4, 3.9 and 3.5 on 5, 2.6
+and 2.2 on 8."""
 PROBE_BYTES = 4_000_000
 TURNS = 3
 
 
 @dataclass(frozen=True)
 class Network:
-    """What was measured of the ranks' network; None: nothing."""
+    """Measured properties of the ranks' network; None: not measured."""
 
     ranks_per_node: int
     latency_s: float | None = None
-    """Of one collective with a few bytes, rank 0's pauses between looks at it included."""
+    """Seconds of one collective with a few bytes, including rank 0's sleep between checks."""
     node_bytes_a_s: float | None = None
-    """Between rank 0 and ranks of its node."""
+    """Bytes per second between rank 0 and ranks of its node."""
     link_bytes_a_s: float | None = None
-    """Between rank 0 and ranks of other nodes, all at once."""
+    """Bytes per second between rank 0 and ranks of other nodes, all at once."""
 
     def nodes(self, ranks: int) -> int:
-        """Return how many nodes so many ranks take."""
+        """Return the number of nodes for this many ranks."""
         return math.ceil(ranks / self.ranks_per_node)
 
     def seconds(self, collectives: int, load: Load, ranks: int) -> float:
-        """Return how long so many collectives take that bring `load` to so many ranks, and from them."""
+        """Return the seconds of `collectives` collectives that carry `load` to and from this many ranks."""
         if ranks == 1:
             return 0.0
         in_node, over_link = bytes_at_rank_0(load, ranks, self.ranks_per_node)
@@ -58,9 +59,9 @@ class Load:
     """Bytes between the server and all clients."""
 
     common: float
-    """That all ranks get in a broadcast, or add up on the way to rank 0."""
+    """Bytes that all ranks get in a broadcast, or that are summed on the way to rank 0."""
     rows: float
-    """Of each client alone, down and up, over all clients."""
+    """Bytes of rows with one client's data, down and up, over all clients."""
 
 
 def bytes_at_rank_0(load: Load, ranks: int, ranks_per_node: int) -> tuple[float, float]:
@@ -73,8 +74,8 @@ def bytes_at_rank_0(load: Load, ranks: int, ranks_per_node: int) -> tuple[float,
 
 
 def measured(world: Communicator) -> Network:
-    """Measure the network between rank 0 and the workers; rank 0 has the result to use. Collective."""
-    # host names need not differ
+    """Measure the network between rank 0 and the workers; only rank 0's result is valid. Collective."""
+    # host names may be equal
     gathered = world.gather_bytes(str(min(world.ranks_of_node())).encode())
     nodes = world.broadcast_bytes(b"\n".join(gathered or [])).split(b"\n")
     per_node = max(Counter(nodes).values())
@@ -87,7 +88,7 @@ def measured(world: Communicator) -> Network:
 
 
 def _rate(world: Communicator, workers: Sequence[int], latency_s: float) -> float | None:
-    """Return the bytes a second to some workers and back; None where there are none. Collective."""
+    """Return the bytes per second to some workers and back; None without workers. Collective."""
     if not workers:
         return None
     trip_s = fastest_s(world, lambda: there_and_back(world, workers, PROBE_BYTES))
@@ -95,14 +96,14 @@ def _rate(world: Communicator, workers: Sequence[int], latency_s: float) -> floa
 
 
 def there_and_back(world: Communicator, workers: Sequence[int], num_bytes: int) -> None:
-    """Send some workers so many bytes each, and get them back. Collective."""
+    """Send some workers this many bytes each, and receive them back. Collective."""
     counts = [num_bytes if worker in workers else 0 for worker in range(world.num_workers)]
     sent = torch.zeros(sum(counts), dtype=torch.uint8) if world.is_server else None
     world.gather(world.scatter(sent, counts, torch.uint8), counts)
 
 
 def fastest_s(world: Communicator, step: Callable[[], None]) -> float:
-    """Return the seconds of the fastest of some turns of a collective step. Collective."""
+    """Return the seconds of the fastest of several repeats of a collective step. Collective."""
     seconds = []
     for _ in range(TURNS):
         world.barrier()
@@ -113,7 +114,7 @@ def fastest_s(world: Communicator, step: Callable[[], None]) -> float:
 
 
 def link_bytes() -> tuple[int, int]:
-    """Return the bytes that came and went over this node's links so far; zeros where Linux does not count."""
+    """Return the bytes received and sent over this node's links so far; zeros if Linux has no counters."""
     path = Path("/proc/net/dev")
     lines = path.read_text().splitlines()[2:] if path.exists() else []
     links = [line.split(":")[1].split() for line in lines if not line.lstrip().startswith("lo:")]

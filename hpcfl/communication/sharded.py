@@ -1,12 +1,11 @@
-"""The models of all clients, each on its client's home worker, as the server mixes and compares them.
+"""Sharded models: each client's model stays on its home worker, and the server mixes and compares them.
 
-The server's hooks call `ShardedRows` as they would use a matrix of all models; meanwhile the workers are in
-`serve` and do what they are told. Only sums of models, products and the models of a cohort reach rank 0.
+The server's hooks use `ShardedRows` like a matrix of all models; meanwhile the workers are in `serve` and
+execute its commands. Only sums of models, products and the models of a cohort reach rank 0.
 
-The bits are the same for any number of ranks: clients are cut in blocks of BLOCK_CLIENTS consecutive ids,
-each on one worker, and a block's part of a result is a product of fixed shape. A mixture is the sum over
-blocks in the order of ids: the running sum goes from worker to worker, piece by piece, so that all work at
-once.
+The bits are the same for any number of ranks: clients form blocks of BLOCK_CLIENTS consecutive ids, each on
+one worker, and a block's part of a result is a product of fixed shape. A mixture is the sum over blocks in
+the order of ids: the running sum goes from worker to worker, piece by piece, so that all work at once.
 
 Shapes: N clients, S of a cohort, L layers, P trainable numbers.
 """
@@ -26,65 +25,67 @@ from hpcfl.communication.communicator import Communicator, Transfer
 from hpcfl.parameters import COLUMNS_AT_ONCE, Layer, pieces
 
 BLOCK_CLIENTS = 16
-"""Clients that a product takes together; shards begin at multiples of it. Another number gives other bits."""
+"""Clients in one product; shards begin at multiples of it. Another number changes the last bits."""
 MEMBERS_AT_ONCE = 64
-"""Members of a cohort that are mixed or compared together; a constant for the same reason."""
+"""Members of a cohort in one product; a constant for the same reason."""
 MAX_ON_THE_WAY = 4
-"""Running sums that a worker may have sent and that the next one has not taken yet."""
+"""Running sums that a worker may send before the next one has received them."""
 
 
 class ShardedRows:
     """One row [P] for each of N clients, kept by the workers; rank 0 calls, all others are in `serve`."""
 
     def __init__(self, world: Communicator, rows: Tensor, layers: Sequence[Layer], num_clients: int) -> None:
-        """Wrap this rank's rows [own clients, P], on the CPU; others may change them in place meanwhile."""
+        """Wrap this rank's rows [own clients, P], on the CPU; other code may change them in place."""
         self._world, self._rows, self._layers, self._num_clients = world, rows, layers, num_clients
         self._shards = [world.shard(num_clients, worker) for worker in range(world.num_workers)]
         self._own = world.shard(num_clients)
-        # products read copies, whose place in memory does not depend on the shard
+        # products read copies, whose alignment in memory does not depend on the shard
         self._copy = rows.new_empty(BLOCK_CLIENTS * COLUMNS_AT_ONCE)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Return the sums [S, P] of all rows with weights [S, L, N]. Rank 0, while the others serve."""
-        self._tell(do="mix", count=len(weights))
+        """Return the weighted sums [S, P] of all rows, weights [S, L, N]. Rank 0 only, while the others
+        serve."""
+        self._command(do="mix", count=len(weights))
         mixed = self._mix(len(weights), weights)
         assert mixed is not None
         return mixed
 
     def products(self, vectors: Tensor) -> Tensor:
         """Return the products by layer [S, L, N] of vectors [S, P] with all rows. Rank 0, others serve."""
-        self._tell(do="products", count=len(vectors))
+        self._command(do="products", count=len(vectors))
         products = self._products(len(vectors), vectors)
         assert products is not None
         return products
 
     def put(self, clients: Sequence[int], rows: Tensor) -> None:
-        """Replace the rows of some clients, in ascending order, by rows [S, P]. Rank 0, others serve."""
-        self._tell(do="put", clients=list(clients))
+        """Replace the rows of some clients, in ascending order, by rows [S, P]. Rank 0 only, while the others
+        serve."""
+        self._command(do="put", clients=list(clients))
         self._put(clients, rows)
 
     def are_equal(self) -> bool:
-        """Return whether all rows are equal to the bit. Rank 0, while the others serve."""
-        self._tell(do="are_equal")
+        """Return whether all rows are equal to the bit. Rank 0 only, while the others serve."""
+        self._command(do="are_equal")
         return self._are_equal()
 
     def end(self) -> None:
-        """Let the other ranks leave `serve`. Rank 0."""
-        self._tell(do="end")
+        """End `serve` on the other ranks. Rank 0 only."""
+        self._command(do="end")
 
     def serve(self) -> None:
-        """Do what rank 0 calls until it calls `end`. All ranks but rank 0."""
-        while (told := json.loads(self._world.broadcast_bytes(None)))["do"] != "end":
-            if told["do"] == "mix":
-                self._mix(told["count"])
-            elif told["do"] == "products":
-                self._products(told["count"])
-            elif told["do"] == "put":
-                self._put(told["clients"])
+        """Execute rank 0's commands until it calls `end`. All ranks but rank 0."""
+        while (command := json.loads(self._world.broadcast_bytes(None)))["do"] != "end":
+            if command["do"] == "mix":
+                self._mix(command["count"])
+            elif command["do"] == "products":
+                self._products(command["count"])
+            elif command["do"] == "put":
+                self._put(command["clients"])
             else:
                 self._are_equal()
 
-    def _tell(self, **what: Any) -> None:
+    def _command(self, **what: Any) -> None:
         self._world.broadcast_bytes(json.dumps(what).encode())
 
     def _mix(self, count: int, weights: Tensor | None = None) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""The bytes of a message, by client and layer."""
+"""Byte counts: the bytes of a message, by client and layer. All traffic of a run is counted here."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Traffic:
     buffers: np.ndarray
     """[S]: running statistics."""
     indices: np.ndarray
-    """[S]: names of layers left out, a codec's indices, and whole-number tensors."""
+    """[S]: indices of layers left out, a codec's indices, and integer tensors."""
 
     @staticmethod
     def nothing(num_clients: int, num_layers: int) -> Traffic:
-        """Return the traffic of a cohort before anything is sent."""
+        """Return zero traffic for a cohort."""
         return Traffic(
             np.zeros((num_clients, num_layers), np.int64), {}, *np.zeros((2, num_clients), np.int64)
         )
@@ -53,7 +53,7 @@ class Traffic:
 def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = True) -> Traffic:
     """Count a message's bytes for each of its clients: a shared tensor once for each of them.
 
-    Of a message that a codec made smaller, what it sent counts.
+    Of a compressed message, the compressed bytes count.
 
     With `names_layers`, each layer that is left out for a single client costs its index, INDEX_BYTES.
     """
@@ -61,7 +61,7 @@ def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = 
     for name in message.names:
         tensor = message.rows[name][:1] if name in message.rows else message.shared[name].unsqueeze(0)
         keep = message.keep.get(name)
-        frame = Frame.of(name, tensor.shape[1:], tensor.dtype, layers)
+        frame = Frame.for_tensor(name, tensor.shape[1:], tensor.dtype, layers)
         for piece in message.pieces.get(name) or IDENTITY.pieces(replace(frame, keep=keep)):
             count = piece.dtype.itemsize * piece.numbers().numpy()
             if name == BUFFERS:
@@ -88,7 +88,7 @@ class RoundTraffic:
         self.down, self.up = (Traffic.nothing(num_clients, len(layers)) for _ in range(2))
 
     def count_down(self, message: Message | None) -> None:
-        """Count what was sent to the whole cohort; None on other ranks than the server."""
+        """Count a message to the whole cohort; None on ranks other than the server."""
         if message is not None:
             self.down.add(slice(None), self._count(message))
 

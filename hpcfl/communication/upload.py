@@ -15,31 +15,31 @@ from torch import Tensor
 from hpcfl.communication.messages import Message
 
 _BITS = 61
-"""Of a sum's absolute value: it stays below 2 ** 62 whatever is rounded, and int64 has 63."""
+"""Bits of a sum's absolute value: it stays below 2 ** 62 for any rounding, and int64 has 63 bits."""
 _LEAST_EXPONENT = -900
-"""So that no power of two here is beyond float64."""
+"""Limit of exponents: every power of two here is within float64's range."""
 _AT_ONCE = 2**15
 """Columns of a block: its numbers stay in a core's cache, and have one scale."""
 
 
 class Upload:
     """A cohort's messages on the server. Each tensor is read once: as sums, or as the rows of all clients.
-
-    A sum is made where the clients are: ranks add up their own clients, and MPI adds the ranks, so that about
-    one tensor reaches rank 0, not the cohort's. Reading is collective: until the server has read all tensors,
-    or calls `drain`, the other ranks are in `drain`.
+    For a sum, each rank adds its own clients, and MPI adds the ranks, so about one tensor reaches rank 0, not
+    one for each client. Reading is collective: until the server has read all tensors, or calls `drain`, the
+    other ranks are in `drain`.
     """
 
     def __init__(self, blocks: Iterable[tuple[slice, Message]], sent: Message | None = None) -> None:
         """Take blocks that are on this rank: positions in the cohort, and the message of these clients."""
         self.sent = sent
-        """What the cohort was sent in this round, on the server."""
+        """The message that the server sent to the cohort in this round; on the server only."""
         self._blocks = blocks
         self._read: set[str] = set()
 
     @property
     def outline(self) -> Message:
-        """The message of the whole cohort without its numbers: types, shapes, layers and pieces, to count."""
+        """The upload of the whole cohort without its numbers: types, shapes, layers and pieces, for byte
+        counts."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[slice, Message]]:
@@ -49,7 +49,7 @@ class Upload:
     def blocks(self, *names: str) -> Iterator[tuple[slice, Message]]:
         """Yield client-ordered blocks of these or all tensors not read yet; nothing on the other ranks.
 
-        Collective, and to be read to the end before anything else is.
+        Collective; read it to the end before anything else.
         """
         read = set(self._read)
         for positions, block in self._kept():
@@ -62,8 +62,8 @@ class Upload:
 
         Shares [K, S] are of whole rows, shares [K, S, ..., L] of the layers of rows [S, ..., P]; `sizes` are
         those of the layers. A share of 0 leaves the client out, whatever its numbers are. Products are
-        rounded to about 2 ** -61 of what the sum could be in the same 32,768 columns, which outdoes a sum in
-        float32; the sum is nan where a product is nan or infinite.
+        rounded to about 2 ** -61 of the largest possible sum in the same 32,768 columns, which is more exact
+        than a sum in float32; the sum is nan where a product is nan or infinite.
         """
         found, sizes = {}, tuple(sizes)
         for name, of_clients in shares.items():
@@ -82,7 +82,7 @@ class Upload:
         return {name: torch.cat([rows[name] for rows in blocks]) for name in blocks[0]}
 
     def drain(self) -> None:
-        """End the reading: no other rank waits any more. Collective."""
+        """End the reading; the other ranks stop waiting. Collective."""
 
     def _kept(self) -> list[tuple[slice, Message]]:
         self._blocks = list(self._blocks)
@@ -90,7 +90,7 @@ class Upload:
 
 
 class FixedPointSum:
-    """Weighted sums of a rank's rows in whole numbers: the same bits in whatever order they are added.
+    """Weighted sums of a rank's rows in integers: the same bits in any order of addition.
 
     Each product of a number and its share is rounded to a multiple of 2 ** (e - 61), in int64, where all sums
     of a block of columns are below 2 ** e.
@@ -163,7 +163,7 @@ class FixedPointSum:
                     if isinstance(factor, float):
                         yield number, block, product.mul_(factor)
                     else:
-                        # a share of 0 leaves a number out, whatever it is
+                        # a share of 0 leaves a number out, even nan
                         yield number, block, product.mul_(factor[part]).masked_fill_(factor[part] == 0, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""All that a run is configured by: a class for each group of keys, and `Config`, which holds them."""
+"""All configuration keys: one class for each group of keys, and `Config`, which holds the groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from hpcfl.errors import UserError
 
 ENVIRONMENT = "environment"
-"""Group of a run folder's config.yaml that records how and where it was run; ignored as configuration."""
+"""Group in a run folder's config.yaml that records versions, command and ranks; not read as configuration."""
 
 GROUPS = ("method", "data", "model", "train", "server", "comm", "run")
 
@@ -40,7 +40,7 @@ NO_RESULT: dict[str, Any] = {"changes": "no result"}
 
 
 class Settings(BaseModel):
-    """A group of keys: frozen once validated, of known names and finite values.
+    """A group of keys, immutable after validation; unknown keys and infinite values are errors.
 
     Each key has a docstring below it, which `hpcfl list keys` prints.
     """
@@ -73,7 +73,7 @@ class NetworkOptions(Settings):
 
 
 class DataConfig(Settings):
-    """The keys under `data.*`, without the partition's."""
+    """The keys under `data.*`, without those of the partition."""
 
     source: str = "digits"
     """Where samples come from; see `hpcfl list`."""
@@ -96,15 +96,15 @@ class DataConfig(Settings):
     subset_per_class: int | None = Field(None, ge=1)
     """Use a seeded, class-balanced subset of the source."""
     subset_fraction: float | None = Field(None, gt=0, le=1)
-    """Use a seeded share of the source, drawn whatever the classes, so that their shares stay as they are."""
+    """Use a seeded random share of the source; the class frequencies stay about the same."""
     normalise: str | list[list[float]] = "auto"
     """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     """Seed of subset, partition and unseen clients; default: run.seed."""
     unseen_clients: float | None = Field(None, ge=0, lt=1)
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
-    them, of whom one stays at least. They get the last ids. At every evaluation they adapt as clients of that
-    moment that are new (`train.unseen_epochs`) and are scored apart. Default, or 0: there are none."""
+    them; at least one client must remain for training. They get the last ids. At every evaluation they adapt
+    as new clients (`train.unseen_epochs`) and are reported separately. Default, or 0: no such clients."""
 
     @field_validator("unseen_clients")
     @classmethod
@@ -112,7 +112,7 @@ class DataConfig(Settings):
         return share or None
 
     def num_unseen(self, num_clients: int) -> int:
-        """Return how many of N clients take no part in training; UserError where none would be left."""
+        """Return how many of N clients take no part in training; UserError if no client would remain."""
         if not self.unseen_clients:
             return 0
         if num_clients == 1:
@@ -151,13 +151,14 @@ class TrainConfig(Settings):
     weight_decay: float = Field(0.0, ge=0)
     """L2 penalty's factor in the gradient."""
     precision: Precision = "float32"
-    """In which numbers local training multiplies.
+    """Number format of products in local training.
 
     bfloat16: a CPU with AVX-512 BF16 or AMX rounds the factors of convolutions and linear layers to 8 bits
-    and adds in 32; weights, gradients and evaluations keep 32. Worth it for networks of many channels
-    (`hpcfl bench --parts steps` tells); the loop engine only."""
+    and adds in 32; weights, gradients and evaluations keep 32. It pays for networks with many channels
+    (measure with `hpcfl bench --parts steps`); loop engine only."""
     finetune_epochs: int = Field(0, ge=0)
-    """Local epochs before each evaluation, on a copy that is thrown away; 0 is none."""
+    """Local epochs of fine-tuning before each evaluation, on a copy that is then discarded; 0: no
+    fine-tuning."""
     unseen_epochs: int | None = Field(None, ge=1)
     """Local epochs for which a client of `data.unseen_clients` adapts before it is scored; default:
     `train.local_epochs`."""
@@ -207,7 +208,7 @@ class ServerConfig(Settings):
 
 
 class CommConfig(Settings):
-    """The keys under `comm.*`: how numbers are coded on their way between server and clients."""
+    """The keys under `comm.*`: how messages between server and clients are compressed."""
 
     codec: CodecName = "none"
     """How numbers are coded on their way.
@@ -216,7 +217,7 @@ class CommConfig(Settings):
     -127 to 127 and a scale for each layer; in uploads, the difference to what the client received. topk: in
     uploads, the largest differences to what the client received, with their indices."""
     directions: Literal["both", "up", "down"] | None = None
-    """Which messages are coded; default: both, or with topk up, the only direction it has."""
+    """Which messages are compressed; default: both; with topk: up only."""
     topk_ratio: float | None = Field(None, gt=0, le=1)
     """Share of a layer's numbers that topk sends; default: 0.1."""
     error_feedback: bool | None = None
@@ -224,7 +225,7 @@ class CommConfig(Settings):
     default: true. pFedLA learns nothing with it."""
 
     def codes(self, direction: Direction) -> bool:
-        """Return whether messages in a direction are coded."""
+        """Return whether messages in a direction are compressed."""
         directions = self.directions or ("up" if self.codec == "topk" else "both")
         return self.codec != "none" and directions in ("both", direction)
 
@@ -239,7 +240,7 @@ class CommConfig(Settings):
         return self.error_feedback is not False
 
     def in_use(self) -> dict[str, Any]:
-        """Return what affects a run, with the values that the run uses; two runs that agree code alike."""
+        """Return the keys that affect a run, with the values in use; two runs that agree compress alike."""
         coded = [direction for direction in ("down", "up") if self.codes(direction)]
         of_topk = {} if self.remembers else {"error_feedback": False}
         return {
@@ -261,7 +262,8 @@ class RunConfig(Settings):
     checkpoint_every: int = Field(10, ge=1, json_schema_extra=NO_RESULT)
     """Rounds between checkpoints; the last round always has one. Changes no result."""
     engine: Literal["auto", "loop", "batched"] = "auto"
-    """Local training client by client, or many clients as one computation; auto: batched on CUDA."""
+    """Local training client by client (loop), or many clients as one computation (batched); auto: batched on
+    CUDA, else loop."""
     clients_at_once: int | None = Field(None, ge=1)
     """Clients in one computation of the batched engine; default: 32, or on CUDA as many as its free memory
     holds. Another number gives other last bits; config.yaml names the one taken on CUDA."""
@@ -271,12 +273,12 @@ class RunConfig(Settings):
     result."""
     on_divergence: Literal["stop", "skip", "continue"] = Field("stop", json_schema_extra=NO_RESULT)
     """What happens when a client's training loss, or a number that it sends or keeps, is nan or infinite.
-    stop: the run ends with exit code 3, and its newest checkpoint stays; so it does where the loss of a model
-    that is scored is nan. skip: the client's round is undone and left out, as if the client had not been in
-    the cohort; the run still stops where the server's own numbers are nan or infinite. continue: these
-    numbers go where they go. A run may be resumed with another value."""
+    stop: the run ends with exit code 3, and its newest checkpoint stays; it also ends if the loss of a scored
+    model is nan. skip: the client's round is undone and left out, as if the client had not been in the
+    cohort; the run still stops if the server's own numbers are nan or infinite. continue: these numbers are
+    used like any others. A run may be resumed with another value."""
     threads: int = Field(1, ge=1)
-    """CPU threads a rank; another number gives other bits."""
+    """CPU threads of each rank; another number changes the last bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where workers train; auto: a GPU if there is one."""
     state: Literal["auto", "device", "host"] = Field("auto", json_schema_extra=NO_RESULT)
@@ -293,15 +295,16 @@ class RunConfig(Settings):
     max_elements: int = Field(2**27, ge=1, lt=2**28, json_schema_extra=NO_RESULT)
     """Numbers in one block of a message; changes no result."""
     timeout: float | None = Field(3600.0, ge=1, json_schema_extra=NO_RESULT)
-    """Seconds without a heartbeat of another rank after which a rank that waits ends the run; the last
-    checkpoint stays. A rank is heard of while it waits, and after each group of clients that it trains or
-    scores. Keep it longer than the longest such piece of work, and than writing and verifying a checkpoint
-    takes; null: wait for ever. Changes no result."""
+    """A waiting rank ends the run if another rank sends no heartbeat for this many seconds; the last
+    checkpoint stays. A rank sends heartbeats while it waits, and after each group of clients that it trains
+    or scores. Choose a time longer than the longest such piece of work, and than writing and verifying a
+    checkpoint; null: wait for ever. Changes no result."""
     report: bool = Field(True, json_schema_extra=NO_RESULT)
-    """Whether a run ends by writing report.html, a page of what it gave; changes no result."""
+    """Whether a finished run writes report.html, a page with its results; changes no result."""
     tracker: Literal["mlflow", "tensorboard", "wandb"] | None = Field(None, json_schema_extra=NO_RESULT)
-    """Where the columns of metrics.csv also go, round by round: an MLflow server, a file in the run folder
-    for TensorBoard, or Weights & Biases. Needs the extra of hpcfl of that name; changes no result."""
+    """Also send the columns of metrics.csv, round by round, to an MLflow server, to a TensorBoard file in the
+    run folder, or to Weights & Biases. Needs the extra of that name (`pip install "hpcfl[wandb]"`); changes
+    no result."""
 
 
 Options = TypeVar("Options", bound=Settings)
@@ -315,8 +318,8 @@ class Chosen(Generic[Options]):
     options: Options
     """The keys beside the name."""
     file: Mapping[str, str]
-    """Of one in a Python file of the user's own, `path`, and `code`, a digest of the file; else empty. Runs
-    with another digest are other runs."""
+    """For a thing defined in the user's own Python file: `path`, and `code`, a digest of the file; else
+    empty. Runs with different digests are different runs."""
 
     def tree(self) -> dict[str, Any]:
         return {"name": self.name, **self.file, **self.options.model_dump()}
@@ -335,7 +338,7 @@ class Config:
     comm: CommConfig
     run: RunConfig
     source_file: Mapping[str, str]
-    """Of a source in a Python file of the user's own, `reader` and `code`; else empty."""
+    """For a source defined in the user's own Python file: `reader` and `code`; else empty."""
 
     @property
     def data_seed(self) -> int:
@@ -354,7 +357,7 @@ class Config:
         }
 
     def tree(self) -> dict[str, Any]:
-        """Return the configuration as it stands in YAML, every default written out."""
+        """Return the configuration as nested keys, with all defaults."""
         data = {**self.data.model_dump(), **self.source_file, "partition": self.partition.tree()}
         return {
             "method": self.method.tree(),
@@ -374,9 +377,9 @@ class Config:
         return {key: value for key, value in flatten(self.tree()).items() if key not in RESULT_NEUTRAL}
 
     def short_hash(self) -> str:
-        """Return 8 hexadecimal digits over all keys that change results, `train.rounds` left out.
+        """Return 8 hexadecimal digits: a hash of all keys that change results, except `train.rounds`.
 
-        Keys that are null do not count, so that a name stays when there are more of them.
+        Keys that are null do not count, so a new key with default null does not change the names of runs.
         """
         keys = {k: v for k, v in self.result_keys().items() if v is not None and k != "train.rounds"}
         return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
@@ -392,7 +395,7 @@ COMMON: dict[str, type[Settings]] = {
     "comm": CommConfig,
     "run": RunConfig,
 }
-"""The groups whose keys are those of every run."""
+"""The groups of keys that every run has."""
 
 RESULT_NEUTRAL = frozenset(
     ["method.path", "model.path", "data.partition.path", "data.reader"]

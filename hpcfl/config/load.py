@@ -33,10 +33,10 @@ RENAMED = {
     "comm.memory": "comm.error_feedback",
     "run.tensorboard": "run.tracker=tensorboard",
 }
-"""Keys of earlier versions, and what they are called now, with a value where it is another."""
+"""Keys of earlier versions and their present names; with a value if that has changed too."""
 
 DEFAULT_CLIENTS = 10
-"""Number of clients where neither the user nor the data says."""
+"""Number of clients if neither the user nor the data gives one."""
 
 Group = TypeVar("Group", bound=Settings)
 
@@ -111,13 +111,13 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the nested keys of a YAML file; UserError where there are none."""
+    """Return the nested keys of a YAML file; UserError if it has no groups of keys."""
     try:
         tree = parse_yaml(path.read_bytes().decode())
     except OSError as error:
         raise UserError(
             f"cannot read configuration file {path}: {error.strerror}; "
-            "give a YAML file, key=value such as train.rounds=50, or a command of --help"
+            "give a YAML file, key=value such as train.rounds=50, or a command of hpcfl --help"
         ) from error
     except ValueError as error:
         raise UserError(f"{path} is not YAML: {error}") from error
@@ -131,8 +131,8 @@ def merge(
 ) -> dict[str, Any]:
     """Return nested keys, overridden by other nested keys or by `key.sub=value` words.
 
-    A Python file of the user's own that a word names may run (see `own_code.allow`), one that nested keys
-    name may not. If they choose another method, partition, model or source, the options that the new one does
+    The user's own Python file may run if a word names it (see `own_code.allow`), but not if only nested keys
+    name it. If the overrides choose another method, partition, model or source, options that the new one does
     not have are dropped, so the user need not unset them.
     """
     changed = copy.deepcopy(dict(tree))
@@ -159,10 +159,10 @@ def merge(
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Name the keys that change results and differ between two configuration trees, with both values.
+    """Name the keys that change results and differ between two configurations, with both values.
 
-    A key that only one of them has belongs to another `name`; it is left out unless nothing else differs. One
-    that is null is as if it was not there, so that a run can be resumed when a newer version knows more keys.
+    A key that only one of them has belongs to another `name`; it is left out unless nothing else differs. A
+    key that is null counts as missing, so a run can be resumed after an update that adds keys.
     """
     before, after = flatten(old), flatten(new)
     missing = "(not set)"
@@ -177,14 +177,14 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _own_file(group: str, given: dict[str, Any], registry: Registry) -> dict[str, str]:
-    """Take the path of the user's own file out of a group, and set the name; {} where there is none."""
+    """Remove the path of the user's own file from a group, and set the name; {} if the group has no path."""
     path = given.pop("path", None)
     if path is None:
         name = given.get("name")
         if is_own(f"{group}.path", str(name)):
             kind = group.removeprefix("data.")
             raise UserError(
-                f"{group}.name={name} is a {kind} in a file; name it as well: {group}.path=FILE.py"
+                f"{group}.name={name} is a {kind} in your own file; also give {group}.path=FILE.py"
             )
         return {}
     name, code = registry.add_own(str(path), given.pop("code", None))
@@ -197,12 +197,12 @@ def _own_file(group: str, given: dict[str, Any], registry: Registry) -> dict[str
 
 
 def _own_source(data: dict[str, Any], sources: Registry) -> dict[str, str]:
-    """Take the user's own reader out of `data.*`, and set the source; {} where there is none."""
+    """Remove the user's own reader from `data.*`, and set the source; {} if there is no reader."""
     reader = data.pop("reader", None)
     if reader is None:
         if is_own("data.reader", str(data.get("source"))):
             raise UserError(
-                f"data.source={data['source']} is a source in a file; name it as well: data.reader=FILE.py"
+                f"data.source={data['source']} is a source in your own file; also give data.reader=FILE.py"
             )
         return {}
     name, code = sources.add_own(str(reader), data.pop("code", None))
@@ -215,7 +215,7 @@ def _own_source(data: dict[str, Any], sources: Registry) -> dict[str, str]:
 
 
 def _check_contradictions(config: Config, sources: Registry) -> None:
-    """Raise UserError where keys that are possible do not go together."""
+    """Raise UserError for keys that contradict each other."""
     data, source = config.data, config.data.source
     subsets = {
         f"data.{key}": value
@@ -241,7 +241,7 @@ def _check_contradictions(config: Config, sources: Registry) -> None:
 
 
 def _check_idle_unseen(config: Config) -> None:
-    """Raise UserError where keys of unseen clients do nothing, or leave no client to train."""
+    """Raise UserError if keys of unseen clients have no effect, or leave no client to train."""
     data, epochs = config.data, config.train.unseen_epochs
     if epochs is not None and not data.unseen_clients:
         raise UserError(
@@ -253,7 +253,8 @@ def _check_idle_unseen(config: Config) -> None:
 
 
 def _check_idle_coding(comm: CommConfig) -> None:
-    """Raise UserError where keys of `comm.*` do nothing with the codec, or it cannot do as they say."""
+    """Raise UserError if keys of `comm.*` have no effect with the codec, or if the codec does not support
+    them."""
     if comm.topk_ratio is not None and comm.codec != "topk":
         raise UserError(
             f"comm.topk_ratio={comm.topk_ratio} is only for comm.codec=topk, not {comm.codec}; "
@@ -271,8 +272,8 @@ def _check_idle_coding(comm: CommConfig) -> None:
         )
     if comm.codec == "topk" and comm.directions not in (None, "up"):
         raise UserError(
-            f"comm.directions={comm.directions} does not go with comm.codec=topk, which codes what clients "
-            "learnt and so goes up only; allowed: up, or null for what the codec allows"
+            f"comm.directions={comm.directions} does not go with comm.codec=topk, which compresses uploads "
+            "only; allowed: up, or null"
         )
 
 
@@ -288,7 +289,7 @@ def _check_idle_server(server: ServerConfig) -> None:
 
 
 def _mapping(group: str, value: Any) -> dict[str, Any]:
-    """Return a copy of a group of keys; one that is left empty in YAML has none."""
+    """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
         example = {"data": "source", "train": "rounds", "server": "optimiser", "comm": "codec", "run": "seed"}
         key = f"{group}.{example.get(group, 'name')}"
@@ -367,7 +368,7 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: str, registries
 
 
 def _is_same_source(data: Mapping[str, Any], key: str, value: str, sources: Registry) -> bool:
-    """Whether `data.source` or `data.reader`, as `key` says, names the source that the keys have, or none."""
+    """Whether `data.<key>=value` names the source that `data` already has, or an unknown source."""
     if key == "reader":
         return value != "None" and sources.add_own(value, None)[1] == data.get("code")
     own = sources.add_own(str(data["reader"]), None)[0] if data.get("reader") else None

@@ -1,4 +1,4 @@
-"""Error messages about keys and values that are not possible."""
+"""Error messages about invalid keys and values."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from hpcfl.config.keys import Settings
 from hpcfl.errors import UserError
 
 OWN_MODULE = "hpcfl_own_"
-"""How the names of their modules begin."""
+"""Prefix of the module names of such files."""
 
 OWN_KEYS = ("method.path", "model.path", "data.partition.path", "data.reader")
 """Keys that name such a file."""
@@ -27,17 +27,17 @@ RESERVED_OPTIONS = ("name", "path", "code")
 _added: set[tuple[str, str]] = set()
 
 _allowed: set[bytes] = set()
-"""SHA-256 of the texts that may run."""
+"""SHA-256 of the files that may run."""
 
 
 def is_own(key: str, name: str) -> bool:
-    """Return whether a user's file, which `key` named, has added this name."""
+    """Return whether a user's file, named by `key`, has added this name."""
     return (key, name) in _added
 
 
 @dataclass(frozen=True)
 class OwnFile:
-    """A file that has run; errors call it `key=path`."""
+    """A user's file after it was executed; errors call it `key=path`."""
 
     key: str
     path: Path
@@ -54,7 +54,7 @@ class OwnFile:
         return self.path.stem
 
     def only(self, is_wanted: Callable[[Any], bool], wanted: str) -> Any:
-        """Return the one thing of a kind that the file defines; UserError where there are none or several."""
+        """Return the only object of a kind that the file defines; UserError if it defines none or several."""
         found = {name: value for name, value in vars(self.module).items() if is_wanted(value)}
         if len(found) != 1:
             names = ", ".join(found) or "none"
@@ -71,7 +71,7 @@ class OwnFile:
         return self.only(is_wanted, f"classes derived from {base.__name__}")
 
     def add_to(self, known: dict[str, Any], name: str, value: Any) -> None:
-        """Enter what the file defines under a name; UserError where that is another's."""
+        """Register what the file defines under a name; UserError if the name is taken."""
         if known.setdefault(name, value) is not value:
             raise UserError(
                 f"{self.place} brings {name}, a name that hpcfl or another file has already; give it another"
@@ -79,7 +79,7 @@ class OwnFile:
         _added.add((self.key, name))
 
     def check_options(self, options: type[Settings], base: type[Settings]) -> None:
-        """Raise UserError unless options derive from `base` and leave alone the keys that their group has."""
+        """Raise UserError unless options derive from `base` and do not redefine the group's own keys."""
         group = self.key.rpartition(".")[0]
         if not (isinstance(options, type) and issubclass(options, base)):
             raise UserError(f"{self.place}: its options must be a class derived from {base.__name__}")
@@ -92,14 +92,14 @@ class OwnFile:
 
 
 def digest(source: bytes) -> str:
-    """Return what tells a file's text from others, 16 hexadecimal digits."""
+    """Return a hash of a file's text, 16 hexadecimal digits."""
     return hashlib.sha256(source).hexdigest()[:16]
 
 
 def allow(key: str, path: str) -> None:
-    """Let this process run a file as it is now, since the user has named it: in a command or as an argument.
+    """Allow this process to run a file in its present state: the user named it in a command or argument.
 
-    What a configuration, a table or a run folder names may be a stranger's, and alone runs nothing.
+    A file that only a configuration, a table or a run folder names does not run: these may come from others.
 
     Raises:
         UserError: there is no such file.
@@ -116,7 +116,7 @@ def _read(key: str, path: str) -> bytes:
 
 
 def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
-    """Run a file, once in a process for each text that it has.
+    """Run a file, once in a process for each version of its text.
 
     Raises:
         UserError: there is no such file, its digest is not the expected one, it is not allowed to run, or it
@@ -133,8 +133,8 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
         )
     if hashlib.sha256(source).digest() not in _allowed:
         raise UserError(
-            f"{place} is a Python file that would be run, and a file is run only where you name it yourself: "
-            f"read it, then add --own-code {shlex.quote(path)} (in Python: own_code=...)"
+            f"{place}: refused to run this Python file, which your command does not name; read it, then add "
+            f"--own-code {shlex.quote(path)} (in Python: own_code=...)"
         )
     name = f"{OWN_MODULE}{Path(path).stem}_{code}"
     module = sys.modules.get(name)
@@ -147,9 +147,9 @@ def run_own_file(key: str, path: str, expected: str | None = None) -> OwnFile:
             exec(compile(source, path, "exec", dont_inherit=True), vars(module))
         except Exception as error:
             del sys.modules[name]
-            said = traceback.format_exception_only(error)[-1].strip()
+            reason = traceback.format_exception_only(error)[-1].strip()
             frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
             number = error.lineno if isinstance(error, SyntaxError) else frames[-1].lineno if frames else None
             line = "" if number is None else f", line {number}"
-            raise UserError(f"{place}{line}: {said}") from error
+            raise UserError(f"{place}{line}: {reason}") from error
     return OwnFile(key, Path(path), module, code)

@@ -1,4 +1,5 @@
-"""What the rooms above hand to the configuration: which methods, partitions, models and sources there are."""
+"""Registries: the known methods, partitions, models and sources, which `hpcfl.registries` passes to the
+configuration."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ DEFAULT_METHOD, DEFAULT_SOURCE = "pfedla", "digits"
 
 @dataclass(frozen=True)
 class Registry:
-    """Things of one kind by name, and the keys that each brings."""
+    """Objects of one kind by name, and the keys that belong to each."""
 
     known: Mapping[str, Any]
     options: Callable[[Any], type[Settings]]
-    """Returns the class of keys of one of the known things."""
+    """Returns the class of keys of a known object."""
     add_own: Callable[[str, str | None], tuple[str, str]]
-    """Adds the thing that a user's file defines; from path and expected digest to name and digest."""
+    """Adds the object that a user's file defines; takes path and expected digest, returns name and digest."""
 
     def options_of(self, name: str) -> type[Settings]:
-        """Return the class of keys of the known thing with this name."""
+        """Return the class of keys of the object with this name."""
         return self.options(self.known[name])
 
 
@@ -41,7 +42,7 @@ class Registries:
         return {"method": self.method, "data.partition": self.partition, "model": self.model}
 
     def default_name(self, group: str, source: str) -> str:
-        """Return what a group's `name` is if none is given, with this data.source."""
+        """Return a group's default `name` with this data.source."""
         if group == "method":
             return DEFAULT_METHOD
         if group == "model":

@@ -1,4 +1,4 @@
-"""The one reader of YAML texts: configurations, tables, records of runs."""
+"""Read YAML texts: configurations, tables, records of runs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import yaml
 
-# the one in C, where there is one, is ten times as fast: a table reads the records of all its cells
+# the loader in C, if installed, is ten times as fast: a table reads the records of all its cells
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_SafeLoader):
-    """Makes plain values, runs no code, and refuses a key that is there twice."""
+    """Makes plain values, runs no code, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -22,7 +22,7 @@ class _Loader(_SafeLoader):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the values of a YAML text; ValueError where it is none, whatever the parser raises."""
+    """Return the values of a YAML text; ValueError for any error of the parser."""
     try:
         return yaml.load(text, _Loader)
     except Exception as error:

@@ -1,1 +1,1 @@
-"""Where samples come from (sources), which client gets which (partitions), what a rank keeps (shard)."""
+"""Data: sources of samples, partitions (which client gets which samples), and a rank's shard."""

@@ -1,4 +1,4 @@
-"""Data sets that come divided by client: LEAF's JSON files by writer, PFLlib's npz files by client.
+"""Data sets that are divided into clients already: LEAF's JSON files by writer, PFLlib's npz files by client.
 
 Caldas et al., LEAF: A Benchmark for Federated Settings, 2018. Zhang et al., PFLlib: A Beginner-Friendly and
 Comprehensive Personalized Federated Learning Library and Benchmark, JMLR 2025.
@@ -81,13 +81,13 @@ def read_leaf(path: str) -> ClientSamples:
 
 
 def read_pfllib(path: str) -> ClientSamples:
-    """Read the files `{train,test}/<client>.npz` of PFLlib's generators, executing nothing they hold.
+    """Read the files `{train,test}/<client>.npz` of PFLlib's generators, without executing code in them.
 
     Args:
         path: the folder that holds the folders `train` and `test`.
 
     Raises:
-        UserError: missing, damaged or unfit files, and files that want to run code.
+        UserError: missing, damaged or unfit files, and files that would run code.
     """
     folder = _folder(path, _MAKE_PFLLIB)
     num_clients = len({file.name for part in _PARTS for file in (folder / part).glob("*.npz")})
@@ -112,7 +112,7 @@ def read_pfllib(path: str) -> ClientSamples:
 
 def _folder(path: str, how_to_make: str) -> Path:
     folder = Path(path).expanduser()
-    # unlike Path's, False of a name that no folder can have
+    # unlike Path's method, returns False for an invalid name
     if not os.path.isdir(folder):
         raise UserError(f"data.path={path}: no such folder; {how_to_make}")
     return folder
@@ -141,7 +141,7 @@ def _read_leaf_files(folder: Path, part: str, path: str) -> dict[str, Samples]:
         of_file = _read_leaf_file(file, where)
         twice = sorted(samples.keys() & of_file)
         if twice:
-            raise UserError(f"{where}: writer {twice[0]} is in another file of that folder, too; keep one")
+            raise UserError(f"{where}: writer {twice[0]} is also in another file of that folder; keep one")
         samples |= of_file
     return samples
 
@@ -187,10 +187,10 @@ def _divided(pixels: np.ndarray) -> np.ndarray:
 
 
 def _lists_as_arrays(fields: dict[str, Any]) -> dict[str, Any]:
-    """Turn a writer's lists into arrays while the file is parsed: a number of Python's takes 32 bytes."""
+    """Turn a writer's lists into arrays while the file is parsed: a Python number takes 32 bytes."""
     for key in ("x", "y"):
         if isinstance(fields.get(key), list) and _holds_numbers(fields[key]):
-            # Lists that are no arrays stay lists, and are refused where the writer is known.
+            # other lists stay lists; the error comes later, where the writer is known
             with contextlib.suppress(ValueError, OverflowError), np.errstate(over="ignore"):
                 numbers = np.asarray(fields[key])
                 fields[key] = numbers.astype(np.float32) if key == "x" and _is_number(numbers) else numbers
@@ -198,7 +198,7 @@ def _lists_as_arrays(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _holds_numbers(values: list[Any]) -> bool:
-    """Whether a list is of numbers, or of lists of them: an array gives each text the room of the longest."""
+    """Whether a list contains numbers, or lists of numbers; an array of texts would need too much memory."""
     kinds = set(map(type, values))
     if kinds == {list}:
         kinds = set().union(*(map(type, row) for row in values))
@@ -206,7 +206,7 @@ def _holds_numbers(values: list[Any]) -> bool:
 
 
 class _Floats(dict[str, float]):
-    """Floats by how they are written: pixels repeat, and to look one up is faster than to parse it."""
+    """Floats by their text: pixels repeat, and a lookup is faster than parsing."""
 
     def __missing__(self, text: str) -> float:
         self[text] = float(text)
@@ -260,7 +260,7 @@ def _read_pickled_dict(npy: bytes, where: str) -> Any:
 
 
 class _PickledDtype:
-    """What a pickle tells of a numpy.dtype."""
+    """A numpy.dtype as a pickle describes it."""
 
     def __init__(self, code: str, *_: object) -> None:
         self.code = code
@@ -275,7 +275,7 @@ class _PickledDtype:
 
 
 class _PickledArray:
-    """What a pickle tells of a numpy.ndarray, whose own reconstruction trusts the pickle with memory."""
+    """A numpy.ndarray as a pickle describes it; numpy's own reconstruction would trust the pickle's sizes."""
 
     def __init__(self, *_: object) -> None:
         """Take the arguments of numpy's _reconstruct, a type and two placeholders."""
@@ -289,7 +289,7 @@ class _PickledArray:
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    """Stand in for _codecs.encode, by which protocol 2 writes bytes."""
+    """Replace _codecs.encode, with which protocol 2 writes bytes."""
     if encoding != "latin1":
         raise ValueError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin1")
@@ -305,7 +305,7 @@ _STAND_INS: dict[str, Any] = {
 
 
 class _NumpyUnpickler(pickle.Unpickler):
-    """Unpickle numpy arrays as descriptions; whatever else a pickle calls is refused."""
+    """Unpickle numpy arrays as descriptions; refuse everything else that a pickle calls."""
 
     def __init__(self, stream: io.BytesIO, where: str) -> None:
         super().__init__(stream)

@@ -1,4 +1,4 @@
-"""The user's own npz file, and what images and labels of any file of the user's must look like."""
+"""The user's own npz file, and checks of images and labels from the user's files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
 
 
 def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
-    """Return y as int64 [n]; raise UserError, which begins with `where`, if it is no such thing."""
+    """Return y as int64 [n]; raise UserError, which begins with `where`, if it is not."""
     if y.ndim != 1 or len(y) != num_images:
         raise UserError(f"{where}: y has shape {y.shape}, x has {num_images} samples; y must be [n]")
     if y.dtype.kind not in "iu":
@@ -56,7 +56,7 @@ def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
 
 
 def count_classes(y: np.ndarray, where: str) -> int:
-    """Return the largest label + 1; raise UserError, which begins with `where`, if that is no count."""
+    """Return the largest label + 1; raise UserError, which begins with `where`, if it is implausible."""
     if y.min() < 0 or y.max() >= len(y):
         raise UserError(
             f"{where}: y holds labels {y.min()}..{y.max()}; allowed: 0..K-1 with at most "
@@ -66,18 +66,18 @@ def count_classes(y: np.ndarray, where: str) -> int:
 
 
 def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]:
-    """Read arrays of an npz file; raise UserError, which begins with `where`, if it has them not."""
+    """Read arrays of an npz file; raise UserError, which begins with `where`, if they are missing."""
     file = Path(path).expanduser()
-    # unlike Path's, False of a name that no file can have
+    # unlike Path's method, returns False for an invalid name
     if not os.path.isfile(file):
         raise UserError(f"{where}: no such file; name an npz file, such as FILE.npz")
     keywords = ", ".join(f"{name}={name}" for name in names)
     not_npz = f"{where}: cannot be read as an npz file; write it with numpy.savez(FILE, {keywords})"
     try:
         if not zipfile.is_zipfile(file):
-            # numpy would advise to unpickle it
+            # numpy's own message advises to unpickle it
             raise zipfile.BadZipFile("File is not a zip file")
-        # a file of our own: numpy leaves its one open where the archive is damaged
+        # our own file object: numpy leaves its file open if the archive is damaged
         with file.open("rb") as raw, np.load(raw, allow_pickle=False) as archive:
             there = archive.files
             absent = [name for name in names if name not in there]

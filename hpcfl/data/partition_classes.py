@@ -86,12 +86,12 @@ class PathologicalOptions(PartitionOptions):
     """Sets the smallest share by the rule of `least_samples` (PFLlib: 10)."""
 
 
-def balanced_deal(num_clients: int, num_classes: int, per_client: int, seed: int) -> BoolArray:
-    """Deal each client `per_client` different classes, every class equally often (within one).
+def balanced_classes(num_clients: int, num_classes: int, per_client: int, seed: int) -> BoolArray:
+    """Give each client `per_client` different classes, every class equally often (within one).
 
-    Each class has as many cards as clients will own it. Each client in turn takes one card of each of the
-    classes with most cards left; the seed decides ties. The numbers of cards left never differ by more than
-    one, so the last clients, too, find enough different classes.
+    As in a card game: each class has as many cards as clients will own it. Each client in turn takes one card
+    of each of the classes with most cards left; the seed decides ties. The numbers of cards left never differ
+    by more than one, so the last clients, too, find enough different classes.
 
     Returns:
         [clients, classes], True where the client owns the class.
@@ -112,7 +112,7 @@ def balanced_deal(num_clients: int, num_classes: int, per_client: int, seed: int
 def classes_counts(request: Request, options: ClassesOptions) -> IntArray:
     num_owned, num_classes = options.classes_per_client, request.num_classes
     check_too_many_classes("classes_per_client", num_owned, num_classes, num_classes)
-    owned = balanced_deal(request.num_clients, num_classes, num_owned, request.seed)
+    owned = balanced_classes(request.num_clients, num_classes, num_owned, request.seed)
     return _equal_amounts(owned, request, f"data.partition.classes_per_client={num_owned}")
 
 
@@ -120,7 +120,7 @@ def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
     sizes, num_classes, num_dominant = request.sizes, request.num_classes, options.dominant_classes
     per_client = request.per_client
     check_too_many_classes("dominant_classes", num_dominant, num_classes, num_classes - 1)
-    dominant = balanced_deal(request.num_clients, num_classes, num_dominant, request.seed)
+    dominant = balanced_classes(request.num_clients, num_classes, num_dominant, request.seed)
 
     def counts(amount: int) -> IntArray:
         return np.where(dominant, round_half_up(options.ratio * amount), amount).astype(np.int64)
@@ -130,7 +130,7 @@ def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
 
     check_shortage(sizes, counts(1).sum(axis=0), request.num_clients)
     demand = np.where(dominant, options.ratio, 1.0).sum(axis=0)
-    # Rounding moves a class's demand by less than the step from one amount to the next.
+    # Rounding changes a class's demand by less than one step of the amount.
     near = int((sizes / demand).min())
     largest = next(
         amount for amount in (near + 1, near, near - 1) if (counts(amount).sum(axis=0) <= sizes).all()
@@ -155,8 +155,8 @@ def dominant_counts(request: Request, options: DominantOptions) -> IntArray:
 def neighbours_counts(request: Request, options: NeighboursOptions) -> IntArray:
     """Give client i+1 the classes of client i but `changed_classes` (pFedLA, section 4.3 and figure 6).
 
-    The classes stand in a ring, in an order drawn by the seed, and each client's are a window that moves by
-    `changed_classes` a client. Inferred: the paper says only which neighbours share what. With 8 clients of
+    The classes form a ring, in an order drawn by the seed; each client owns a window of it, which moves by
+    `changed_classes` per client. Inferred: the paper says only which neighbours share what. With 8 clients of
     4 classes of 10 the window passes the ring's start, and clients 0 and 7 have one class in common.
     """
     num_owned, step, num_classes = options.classes_per_client, options.changed_classes, request.num_classes
@@ -174,7 +174,7 @@ def neighbours_counts(request: Request, options: NeighboursOptions) -> IntArray:
 
 
 def target_counts(request: Request, options: TargetOptions) -> IntArray:
-    """Set a target client, one of the same classes, a similar one and others (pFedLA, 4.3 and figure 5).
+    """Make a target client, one with the same classes, a similar one and others (pFedLA, 4.3 and figure 5).
 
     Client 0, the target, and client 1, which the paper calls contrastive, own the same random classes. Client
     2 owns `similar_classes` of these classes, and otherwise classes that the target lacks. Clients 3, 4, ...
@@ -295,7 +295,7 @@ def _equal_amounts(owned: BoolArray, request: Request, multiple_of: str) -> IntA
     """Give every client equally much of each class it owns; all own the same number of classes.
 
     Args:
-        multiple_of: how a message names that number.
+        multiple_of: the name of that number in error messages.
     """
     demand = owned.sum(axis=0)
     check_shortage(request.sizes, demand, request.num_clients)

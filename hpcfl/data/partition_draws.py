@@ -68,7 +68,7 @@ class MixtureOptions(PartitionOptions):
     beta: float = Field(0.4, gt=0, allow_inf_nan=False)
     """Concentration of the draw (FedEM: 0.4): the smaller, the fewer groups a client has."""
     min_samples: int = Field(10, ge=1)
-    """Samples of the smallest client allowed (FedEM does not draw again for it)."""
+    """Samples of the smallest client allowed (FedEM does not redraw)."""
 
 
 class PachinkoOptions(PartitionOptions):
@@ -135,7 +135,7 @@ def pachinko_counts(request: Request, options: PachinkoOptions) -> IntArray:
 
     Each client has its own Dirichlet draw over the coarse classes, and one over the fine classes of each. A
     class that runs out is left out, for this client and all later ones, and the weights renormalised: later
-    clients see what the earlier ones left.
+    clients draw from the rest.
     """
     size = equal_size(request)
     coarse_of = _coarse_classes(request.num_classes, options.coarse_classes)
@@ -220,7 +220,7 @@ def _labels(sizes: IntArray) -> IntArray:
 
 
 def _cut(labels: IntArray, client_sizes: IntArray, num_classes: int) -> IntArray:
-    """Count the labels of each client when they are handed out in order; those left over go to nobody."""
+    """Count the labels of each client when they are assigned in order; the rest stay unused."""
     num_clients = len(client_sizes)
     cells = np.repeat(np.arange(num_clients), client_sizes) * num_classes + labels[: client_sizes.sum()]
     return np.bincount(cells, minlength=num_clients * num_classes).reshape(num_clients, num_classes)

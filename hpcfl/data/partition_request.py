@@ -1,4 +1,4 @@
-"""What a partition is asked for, and what all partitions share: their options' base, rounding, refusals."""
+"""The request to a partition, and code that partitions share: base of options, rounding, checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a table of counts is drawn for.
+    """The arguments of a partition's table of counts.
 
     Attributes:
         sizes: samples of each class, int64 [classes].
@@ -46,7 +46,7 @@ def least_samples(request: Request, batch_size: int) -> int:
 
 
 def round_half_up(value: float) -> int:
-    """Round halves up; the inner rounding removes the noise of products such as 0.1 * 5."""
+    """Round halves up; the inner rounding removes errors of products such as 0.1 * 5."""
     return math.floor(round(value, 9) + 0.5)
 
 
@@ -58,7 +58,7 @@ def check_too_many_classes(key: str, value: int, num_classes: int, largest: int)
 
 
 def check_shortage(sizes: IntArray, need: IntArray, num_clients: int) -> None:
-    """Refuse where some class cannot give its clients even the smallest amounts."""
+    """Raise UserError if a class has too few samples for the smallest amounts of its clients."""
     short = np.flatnonzero(need > sizes)
     if len(short):
         label = short[0]
@@ -77,7 +77,7 @@ def check_too_large(per_client: int, largest: int) -> None:
 
 
 def check_client_size(per_client: int | None, partition: str) -> None:
-    """Refuse a client size where the partition decides the sizes."""
+    """Raise UserError for data.per_client if the partition decides the sizes."""
     if per_client is not None:
         raise UserError(
             f"data.per_client={per_client}: the {partition} partition draws the sizes itself; "
@@ -86,7 +86,8 @@ def check_client_size(per_client: int | None, partition: str) -> None:
 
 
 def equal_size(request: Request) -> int:
-    """Return the asked size of every client, or the largest; refuse one that the data cannot give."""
+    """Return the requested size of every client, or the largest; UserError if the data has too few
+    samples."""
     largest = request.largest_equal_size
     if largest == 0:
         raise UserError(

@@ -1,9 +1,10 @@
 """Which client gets which samples.
 
 A partition is a table of counts, [clients, classes], and the rest is common to all: the shuffled samples
-of each class are dealt in client order, so that clients never share one. Stratified partitions are split
-inside every (client, class), so that a client's train and test parts have the same class proportions; the
-others, as in PFLlib and FedEM, shuffle and split what a client has. `given` takes the source's own clients.
+of each class are assigned in client order, so that two clients never share a sample. Stratified partitions
+are split inside every (client, class), so that a client's train and test parts have the same class
+proportions; the others, as in PFLlib and FedEM, shuffle and split what a client has. `given` takes the
+source's own clients.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Partition:
     """How to draw the table of counts, and how to split.
 
     Attributes:
-        counts: (request, options) -> int64 [clients, classes]; None where the source says who owns what.
+        counts: (request, options) -> int64 [clients, classes]; None if the source has its own clients.
         stratified: whether the train and test parts of a client have the same class proportions.
         remedy: what to change when a client's share is too small to be split.
     """
@@ -114,7 +115,7 @@ def partition(
         num_clients: None takes all that the source has; only for `given`.
         per_client: samples a client, all parts together; None takes the largest equal size.
         options: the partition's own, validated or not yet, see `PARTITIONS[name].options`.
-        owner: the source's own client of each sample, [n]; only `given` asks.
+        owner: the source's own client of each sample, [n]; only for `given`.
         is_test: the source's own split, [n]; only `given` asks, which then ignores test_fraction.
 
     Raises:
@@ -136,7 +137,7 @@ def partition(
         request = Request(sizes, num_clients, per_client, test_fraction, seed)
         counts = kind.counts(request, chosen)
         _check_wrong_table(name, counts, request)
-        dealt = _deal_samples(y, counts, seed)
+        dealt = _assign_samples(y, counts, seed)
         if not kind.stratified:
             dealt = [[_shuffled(np.concatenate(by_class), seed, i)] for i, by_class in enumerate(dealt)]
         parts = [_split(samples, split) for samples in dealt]
@@ -262,7 +263,7 @@ PARTITIONS: dict[str, Partition] = {
 
 
 MAX_CLIENTS = 10_000_000
-"""More would not be refused for want of samples, but for want of memory."""
+"""Above this, memory would fail before the check of the number of samples."""
 
 
 def add_own_partition(path: str, expected: str | None = None) -> tuple[str, str]:
@@ -288,7 +289,7 @@ def _validated(kind: Partition, options: Mapping[str, Any]) -> PartitionOptions:
 
 
 def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:
-    """Raise UserError unless a table of counts can be dealt; a user's own partition may return anything."""
+    """Raise UserError unless a table of counts is valid; a user's own partition may return anything."""
     place, shape = f"data.partition.name={name}: its table", (request.num_clients, request.num_classes)
     if not isinstance(counts, np.ndarray) or counts.dtype.kind != "i" or counts.shape != shape:
         found = f"{counts.dtype} {counts.shape}" if isinstance(counts, np.ndarray) else type(counts).__name__
@@ -302,8 +303,8 @@ def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:
         )
 
 
-def _deal_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntArray]]:
-    """Deal the shuffled samples of each class in client order; return indices as [client][class]."""
+def _assign_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntArray]]:
+    """Assign the shuffled samples of each class in client order; return indices as [client][class]."""
     ends = np.cumsum(counts, axis=0)
     dealt: list[list[IntArray]] = [[] for _ in counts]
     for label in range(counts.shape[1]):
@@ -355,7 +356,7 @@ def _shuffled(samples: IntArray, seed: int, client: int) -> IntArray:
 
 
 def _split(dealt: Sequence[IntArray], split: Split) -> ClientIndices:
-    """Cut each of the arrays in proportion, and join the parts."""
+    """Split each of the arrays in proportion, and join the parts."""
     train, val, test = [], [], []
     for samples in dealt:
         num_kept = round_half_up((1 - split.test_fraction) * len(samples))
@@ -367,7 +368,7 @@ def _split(dealt: Sequence[IntArray], split: Split) -> ClientIndices:
 
 
 def _cut_validation(kept: IntArray, split: Split) -> tuple[IntArray, IntArray]:
-    """Cut the validation samples off the end of what is not for testing."""
+    """Take the validation samples from the end of the training samples."""
     num_train = len(kept) - round_half_up(split.val_fraction * len(kept))
     return kept[:num_train], kept[num_train:]
 

@@ -1,4 +1,4 @@
-"""The samples of one rank's clients, as training wants them."""
+"""A shard: the normalised samples of one rank's clients."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Shard:
 def _places(
     sizes: Sequence[int], num_clients: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return `Shard.offset` and `Shard.count` of pieces that lie split by split and client by client."""
+    """Return `Shard.offset` and `Shard.count` for pieces in order of split, then client."""
     counts = torch.tensor(sizes, dtype=torch.int64)
     table = torch.stack([counts.cumsum(0) - counts, counts]).view(2, len(SPLITS), num_clients)
     offset, count = (dict(zip(SPLITS, rows, strict=True)) for rows in table)

@@ -1,4 +1,4 @@
-"""Where the samples come from: one pool of images and labels a source.
+"""Sources: each is one pool of images and labels.
 
 A source with a train and a test part is read as their concatenation, train first (pFedLA, section 4:
 the clients' own split follows the partition). A run never downloads; `fetch` does.
@@ -49,11 +49,11 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Source:
-    """What is known of a source before it is read; None where the user's file decides.
+    """Properties of a source before it is read; None if the user's file decides.
 
     Attributes:
-        path_names: what data.path must name, such as `FOLDER`; None where nothing is read from there.
-        partition: the default partition, where it is not everybody's.
+        path_names: what data.path must name, such as `FOLDER`; None if the source does not use it.
+        partition: the default partition, if it differs from the general one.
         read: function of data.path (or None) that returns the samples; only sources of a user's file have it.
     """
 
@@ -222,7 +222,8 @@ def add_own_source(path: str, expected: str | None = None) -> tuple[str, str]:
 
 
 def arrays_of(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
-    """Take images [n, C, H, W] and labels [n] as they are: bytes lie in -1..1 once normalised, floats stay.
+    """Make a pool of images [n, C, H, W] and labels [n]; bytes are normalised to -1..1, floats are not
+    changed.
 
     Raises UserError, which begins with `where`, if they are of another shape or type.
     """
@@ -241,7 +242,7 @@ def _as_they_are(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
 
 
 def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | None) -> Arrays:
-    """Return what the `read` of a user's own file returns; UserError where that is no pool of samples."""
+    """Return the result of a user's own `read`; UserError if it is not a pool of samples."""
     where = f"data.source={source}"
     try:
         arrays = read(path)
@@ -296,7 +297,7 @@ def subset_fraction(num_samples: int, fraction: float, seed: int) -> np.ndarray:
     Raises:
         UserError: that would be none.
     """
-    # a product such as 0.29 * 100 may lie just below the whole number that is meant
+    # a product such as 0.29 * 100 may be just below the intended integer
     count = math.floor(fraction * num_samples + 1e-9)
     if count == 0:
         raise UserError(

@@ -34,7 +34,7 @@ _FAILURES = (
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """Where torchvision expects a set below the root."""
+    """Where torchvision expects the files of a set below the root."""
 
     class_name: str
     folder: str

@@ -1,6 +1,5 @@
 """All methods by name. Each method is one file of this folder, named after the method, or a user's own file.
-
-Files whose names begin with an underscore hold code that several methods share.
+Files with a leading underscore contain code that several methods share.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The choice among several global models that clustered methods have in common."""
+"""The choice of a global model, shared by clustered methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def best_model(clients: ClientGroup, models: Tensor) -> tuple[Tensor, Tensor]:
     count = models.shape[1]
     buffers = clients.buffers
     if buffers.dim() == 2:
-        # the client's own, with whichever model it takes
+        # the client's own statistics, for any model
         buffers = buffers.unsqueeze(1).expand(-1, count, -1)
     losses = []
     for number in range(count):

@@ -1,4 +1,4 @@
-"""The clients' hypernetworks and their optimiser, as they are kept in the server's state of pFedLA.
+"""The clients' hypernetworks and their optimiser in pFedLA's server state.
 
 Shapes: N clients, S of a cohort, L layers.
 """
@@ -15,9 +15,9 @@ from hpcfl.methods.base import State
 from hpcfl.models.hypernetworks import HeadInit, Hypernetworks, Optimiser, descend, initial_moments
 
 OWN, OWN_OPTIMISER = "hypernetworks/", "optimiser/"
-"""Where the state has what each client has a row of, and its moments."""
+"""Prefixes in the state of tensors with one row per client, and of their moments."""
 COMMON, COMMON_OPTIMISER = "common/", "common_optimiser/"
-"""Where it has what all hypernetworks share, and its moments."""
+"""Prefixes of tensors that all hypernetworks share, and of their moments."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class HypernetworkState:
             state |= {optimiser + name: tensor for name, tensor in moments.items()}
         return state
 
-    def of(self, server: State, clients: Sequence[int]) -> tuple[State, State]:
-        """Return copies of some clients' own rows [S, ...], and what all share."""
+    def rows(self, server: State, clients: Sequence[int]) -> tuple[State, State]:
+        """Return copies of some clients' own rows [S, ...], and the shared tensors."""
         index = torch.tensor(list(clients))
         own = {name: rows.index_select(0, index) for name, rows in _under(server, OWN).items()}
         return own, _under(server, COMMON)
 
     def outputs(self, server: State, clients: Sequence[int]) -> Tensor:
         """Return the outputs [S, L, N] of some clients' hypernetworks."""
-        own, common = self.of(server, clients)
+        own, common = self.rows(server, clients)
         return self.shape.outputs(own | common, clients)
 
     def outputs_to_differentiate(self, server: State, clients: Sequence[int]) -> tuple[Tensor, State, State]:
         """Return the outputs [S, L, N] and the leaves that `step` differentiates: own, and shared."""
-        own, common = self.of(server, clients)
+        own, common = self.rows(server, clients)
         own = {name: rows.requires_grad_() for name, rows in own.items()}
         common = {name: tensor.detach().requires_grad_() for name, tensor in common.items()}
         return self.shape.outputs(own | common, clients), own, common
@@ -84,5 +84,5 @@ class HypernetworkState:
 
 
 def _under(server: State, place: str) -> State:
-    """Return the tensors at a place of the state, by the rest of their names."""
+    """Return the tensors under a prefix of the state, by the rest of their names."""
     return {name.removeprefix(place): tensor for name, tensor in server.items() if name.startswith(place)}

@@ -64,7 +64,7 @@ class OwnLayers(FedAvg):
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""
         theta = self.merged(clients, down)
-        # by numbers and not by the mask, whose positions a GPU would have to tell the host
+        # by index and not by mask: a mask would make a GPU wait for the host
         places = self.is_own.nonzero().squeeze(1).to(clients.device)
         own = clients.descent(theta[:, places])
         with self.keeping_averaged_buffers(clients):

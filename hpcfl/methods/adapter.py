@@ -50,7 +50,7 @@ class MethodAdapter:
         return self._sent(method.eval_download if for_evaluation else method.download, server, cohort)
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
-        """Return what clients get that take no part in training."""
+        """Return the download of clients that take no part in training."""
         try:
             return self._sent(self.method.new_client_download, server, cohort)
         except IndexError as error:
@@ -79,7 +79,7 @@ class MethodAdapter:
         return self._rows("client_request", self.method.client_request(clients, down), len(clients))
 
     def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
-        """Return what a cohort gets upon its requests."""
+        """Return the server's response to a cohort's requests."""
         assert isinstance(self.method, TwoPhaseMethod)
         response = self.method.server_response(server, cohort, requests)
         return self._message("server_response", response, len(cohort))
@@ -98,7 +98,7 @@ class MethodAdapter:
     def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server from a cohort's upload. Collective through the upload.
 
-        Where all members were left out, so that the cohort is empty, only the round ends.
+        If the cohort is empty because all members were left out, only `end_round` is called.
         """
         if not len(cohort):
             up.drain()
@@ -150,7 +150,7 @@ class MethodAdapter:
             clients.buffers = clients[BUFFERS].clone()
         count = self.method.num_models
         if count is not None and clients.buffers.dim() == 2:
-            # each model starts from the client's own
+            # each of the client's models starts from the client's statistics
             clients.buffers = clients.buffers.unsqueeze(1).repeat(1, count, 1)
         return down
 
@@ -167,7 +167,7 @@ class MethodAdapter:
                     f"{place} returned {len(rows)} rows of {name!r} for {count} clients; give one a client, "
                     "or under `shared` a tensor that all have in common"
                 )
-        return value.of(count)
+        return value.with_clients(count)
 
     def _rows(self, hook: str, value: Message, count: int) -> Message:
         """Return the message that a hook sends to the server; raise ValueError if it has shared tensors."""

@@ -53,7 +53,7 @@ class APFL(OwnBesideGlobal):
         Diagnostic(
             "alpha",
             ("client",),
-            "How much each client leans on its own model",
+            "Weight of each client's own model",
             "Mixing weight of the own model; 1 is local training, 0 the global model.",
             low=0,
             high=1,

@@ -31,7 +31,7 @@ State = Tensors
 
 
 class Context:
-    """What a method may know of the run: sizes, seed, training settings and initial weights."""
+    """The properties of the run that a method may use: sizes, seed, training settings and initial weights."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Context:
         nobody = num_samples.new_empty(0)
         self.num_samples_of_unseen = nobody if num_samples_of_unseen is None else num_samples_of_unseen
         """Training samples of each client that takes no part in training, int64 [U]; a method needs it only
-        to refuse too few."""
+        to check for too few samples."""
         self.num_clients = len(num_samples)
         """Clients that take part in training, N; their ids are 0 to N - 1."""
         self.num_classes = num_classes
@@ -70,7 +70,7 @@ class Context:
         self._theta, _ = self.layout.flatten(self.network)
 
     def forget_numbers(self) -> None:
-        """Leave the initial weights their shapes alone, on torch's meta device."""
+        """Replace the initial weights by their shapes, on torch's meta device."""
         self.network.to("meta")
         self._theta = self._theta.to("meta")
 
@@ -85,7 +85,7 @@ class Context:
         return 1
 
     def check_equal_starts(self, count: int, key: str) -> None:
-        """Raise UserError if `different_starts(count)`, which `method.<key>` asked for, would all be equal.
+        """Raise UserError if `different_starts(count)`, which `method.<key>` needs, would all be equal.
 
         If a file gives the initial weights of the body only, draws still differ in their heads, as in the
         code of FedEM's authors. This difference is sufficient.
@@ -114,12 +114,12 @@ class Context:
 
 @dataclass(frozen=True)
 class Traits:
-    """What is fixed about a method, whatever its hyper-parameters; `replace` changes some in a subclass."""
+    """Fixed properties of a method, for any hyper-parameters; `replace` changes some in a subclass."""
 
     eval_after: Literal["download", "training"] = "download"
     """Whether the evaluated models (`eval_model`) exist after a download, or only after local training."""
     buffers: tuple[BufferPolicy, ...] = ("average", "local")
-    """What `train.buffers`, the treatment of BatchNorm's running statistics, may be; the first is the
+    """Allowed values of `train.buffers`, the treatment of BatchNorm's running statistics; the first is the
     default. local: they stay with the client. average: the server averages them. mixed: the method mixes
     them, in its own state."""
     averages: tuple[str, ...] = ()
@@ -134,9 +134,9 @@ class Traits:
     uses_total_rounds: bool = False
     """Whether a round depends on `train.rounds`; a run of such a method cannot be extended to more rounds."""
     growing_state: frozenset[str] = frozenset()
-    """Tensors of the server's state whose shapes change with rounds; all others keep those of the start."""
+    """Names of tensors of the server's state whose shapes change from round to round."""
     train_defaults: dict[str, Any] = field(default_factory=dict)
-    """Defaults under `train.*` that differ from everybody's."""
+    """Defaults under `train.*` that differ from the general ones."""
     server_defaults: dict[str, Any] = field(default_factory=dict)
     """The same under `server.*`."""
 
@@ -158,13 +158,13 @@ class Method:
     Params: ClassVar[Any] = Params
     traits: Traits = Traits()
     diagnostics: tuple[Diagnostic, ...] = ()
-    """What evaluations record of the method, for pages, figures and tables."""
+    """Quantities that evaluations record, for pages, figures and tables."""
 
     sharded_state: str | None = None
     """The client state [N, P] that the server's hooks mix and compare through `sharded`; None: no state."""
     sharded: ShardedRows
-    """The rows of `sharded_state`, set when a run begins; a hook that gets an upload reads that to its end
-    first."""
+    """The rows of `sharded_state`, set when a run begins. A hook that gets an upload must read it to its end
+    before it uses them."""
     num_models: int | None = None
     """Number M of models that a client gets and trains, each with running statistics of its own: those of a
     group are [C, M, U]. None: one model, and [C, U]."""
@@ -206,7 +206,7 @@ class Method:
         if self.traits.needs_body:
             self.check_body()
 
-    # what is made once
+    # made once, before the first round
 
     def make_network(self) -> nn.Module:
         """Return what clients train, with its first weights; default: the configured model."""
@@ -217,7 +217,7 @@ class Method:
         return self.layout.layers()
 
     def check_body(self) -> None:
-        """Raise UserError where the network has no layers before its head."""
+        """Raise UserError if the network has no layers before its head."""
         if not self.body_layers.any():
             raise UserError(
                 f"method.name={self.name} tells a feature extractor from a head, and model.name="
@@ -245,15 +245,16 @@ class Method:
     def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train the clients of a group; return their upload, rows [C, ...].
 
-        A codec may send a tensor with the name and shape of one in the download as a difference to it: name
-        only new values of the same thing so, and anything else, such as an update, otherwise.
+        A codec may send a tensor with the name and shape of one in the download as a difference to it: use
+        the same name only for a new value of the same quantity, and another name for anything else, such as
+        an update.
         """
         raise NotImplementedError
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server's state from the cohort's upload: means of its tensors first, then its blocks.
 
-        It is called on the server alone; reading the upload is collective, and possible once.
+        It is called on the server only; reading the upload is collective, and each tensor can be read once.
         """
 
     def end_round(self, server: State, cohort: Cohort) -> None:
@@ -262,7 +263,7 @@ class Method:
         The cohort may be empty: its clients have all diverged, and nothing was aggregated.
         """
 
-    # which model is scored when
+    # evaluation
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         """Return the message that an evaluation needs; its bytes do not count. Default: the download."""
@@ -277,16 +278,16 @@ class Method:
         raise NotImplementedError
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        """Return the models right after a download, before local training; empty where there are none.
+        """Return the models right after a download, before local training; empty if there are none.
 
-        Arguments as of `eval_model`. Default: the evaluated models if they exist then (`eval_after`).
+        Arguments as for `eval_model`. Default: the evaluated models if `eval_after` is "download".
         """
         return self.eval_model(clients, down) if self.traits.eval_after == "download" else Message()
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        """Return the models of a group right after `train`, which returned `up`; empty where there are none.
+        """Return the models of a group right after `train`, which returned `up`; empty if there are none.
 
-        Default: the evaluated models if they exist only then (`eval_after`), else the upload's `theta`. A
+        Default: the evaluated models if `eval_after` is "training", else the upload's `theta`. A
         method that uploads anything but the trained model, such as a difference, overrides this hook. The
         clients' state cannot be written here.
         """
@@ -296,7 +297,7 @@ class Method:
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
-        theta = self.eval_model(clients, down).of(len(clients))["theta"]
+        theta = self.eval_model(clients, down).with_clients(len(clients))["theta"]
         return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
@@ -307,8 +308,8 @@ class Method:
         """Return a client's evaluated model as a module from images to logits, whose softmax is `predict`'s.
 
         `model` has `theta` [P], `buffers` [U], and what else `eval_model` returns, without a client axis. A
-        method that overrides `predict` and is no single module leaves this hook: its models are exported as
-        tensors. Default: the network that clients train.
+        method that overrides `predict` and has no equivalent module does not override this hook: its models
+        are exported as tensors. Default: the network that clients train.
         """
         return self.with_weights(model["theta"], model[BUFFERS])
 
@@ -317,25 +318,25 @@ class Method:
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         """Return the message to clients that never took part in training; its bytes do not count.
 
-        Their ids are N or more, so that no state of the server has rows of theirs. Default: `eval_download`,
-        which a method overrides whose message has a row a client.
+        Their ids are N or more, so the server's state has no rows for them. Default: `eval_download`;
+        override it if that message has one row per client.
         """
         return self.eval_download(server, cohort)
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of clients that never took part in training; see `eval_model`.
 
-        `down` is what `new_client_download` returned; the clients' state is a new client's, and what is
-        written to it is forgotten. Local epochs are `train.unseen_epochs`. Default: the client's first round
-        where models exist after local training only, else fine-tuning. Overridden where a part is to stay as
-        it is, and where `train` needs the answer to a request.
+        `down` is what `new_client_download` returned; the clients' state is that of new clients, and writes
+        to it are discarded. Local epochs are `train.unseen_epochs`. Default: the client's first round if
+        `eval_after` is "training", else fine-tuning. Override it if a part must stay fixed, or if `train`
+        needs the response to a request.
         """
         if self.traits.eval_after == "training":
             self.train(clients, down)
             return self.eval_model(clients, down)
         return self.finetune(clients, down, clients.local_epochs)
 
-    # what is recorded
+    # diagnostics
 
     def server_diagnostics(self, server: State) -> State:
         """Return what an evaluation records of the server's state, one tensor per name.
@@ -355,7 +356,7 @@ class Method:
         """Return tensors for readers of a checkpoint; a resumed run does not load them."""
         return {}
 
-    # for use in hooks
+    # helpers for hooks
 
     @property
     def body_layers(self) -> Tensor:
@@ -379,12 +380,14 @@ class Method:
         return network
 
     def keeping_averaged_buffers(self, clients: ClientGroup) -> AbstractContextManager[None]:
-        """Keep running statistics that the server averages as they are, to adapt a part beside them."""
+        """Do not change running statistics that the server averages inside the block, while another part
+        adapts."""
         return clients.discarding_buffer_updates() if self.averages_buffers else nullcontext()
 
 
 class TwoPhaseMethod(Method):
-    """A method whose clients answer a download with a request, which the server answers before they train."""
+    """A method with a request before training: download, client's request, server's response, training,
+    upload."""
 
     def needs_request(self, round: int) -> bool:
         """Return whether this round has a request; default: every round."""
@@ -393,12 +396,12 @@ class TwoPhaseMethod(Method):
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         """Return the request of a group, rows [C, ...]; the message `down` of `train` contains it.
 
-        What `train` needs besides goes into `clients.scratch`.
+        Store other values that `train` needs in `clients.scratch`.
         """
         raise NotImplementedError
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
-        """Return the server's answer to the cohort's requests, which are tensors [S, ...] by name."""
+        """Return the server's response to the cohort's requests, which are tensors [S, ...] by name."""
         raise NotImplementedError
 
 

@@ -154,7 +154,8 @@ class ClusteredFL(Method):
         return {"cluster": cluster} | {name: norm.where(known, torch.nan) for name, norm in norms.items()}
 
     def _split(self, server: State, number: int) -> str | None:
-        """Give some clients of a cluster a number of their own if their updates disagree, or say why not."""
+        """Split a cluster if its clients' updates disagree: give some a new number. Otherwise return the
+        reason."""
         members = (server["cluster"] == number).nonzero().squeeze(1)
         if len(members) <= 2:
             return f"it parts three clients or more, and there are {len(members)}"

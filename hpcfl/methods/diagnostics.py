@@ -1,4 +1,4 @@
-"""What a method's evaluations record of it, and how pages and figures draw that."""
+"""Diagnostics: quantities of a method that evaluations record, and how pages and figures draw them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Diagnostic:
     is_name: bool = False
     """Whether whole numbers name groups, such as clusters; negative ones name none."""
     entries: Callable[[Any], list[str]] | None = None
-    """What the entries along the last axis are called, given the method's parameters; None: by number."""
+    """Returns names of the entries along the last axis, given the method's parameters; None: numbers."""
 
     def __post_init__(self) -> None:
         if self.axes[:1] != ("client",):

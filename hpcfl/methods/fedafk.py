@@ -93,7 +93,7 @@ class FedAFK(Method):
         Diagnostic(
             "coefficient",
             ("client",),
-            "How much each client leans on its own extractor",
+            "Weight of each client's own extractor",
             "Coefficient that mixes the extractors; 1 is the local one alone, 0 the global one (eq. 3).",
             low=0,
             high=1,
@@ -203,5 +203,5 @@ class FedAFK(Method):
 
     @staticmethod
     def _loss_aside(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        """Return the cross-entropy of a model; the update of its running statistics is discarded."""
+        """Return the cross-entropy of a model, and discard the update of its running statistics."""
         return cross_entropy(forward.logits(tensors["theta"], batch.x, forward.buffers_copy()), batch.y)

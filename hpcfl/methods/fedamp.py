@@ -67,7 +67,7 @@ class FedAMP(ModelBank):
         Diagnostic(
             "attention",
             ("client", "client"),
-            "Who attends to whom",
+            "Attention between clients",
             "Weight that a client (row) gives to each client's model (column) in u_i; a row sums to 1.",
             low=0,
             high=1,

@@ -56,13 +56,13 @@ class FedFomoParams(Params):
 
 class FedFomo(ModelBank):
     name = "fedfomo"
-    summary = "each client's own model, moved towards others' that do better on its data"
+    summary = "each client's own model, moved towards other models that do better on its data"
     Params = FedFomoParams
     diagnostics = (
         Diagnostic(
             "affinity",
             ("client", "client"),
-            "Whose models help whom",
+            "Weights of other clients' models",
             "Sum of the weights that a client (row) has found for each client's model (column) so far; below "
             "0, it did worse on the client's held-out samples.",
         ),

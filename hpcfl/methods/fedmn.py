@@ -310,7 +310,7 @@ class FedMN(TwoPhaseMethod):
         return Routed(network, model["decision"])
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        model = self.eval_model(clients, down).of(len(clients))
+        model = self.eval_model(clients, down).with_clients(len(clients))
         gradient = self._gradient(clients, {"decision": model["decision"]}) if "decision" in model else None
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
         return Message(rows=model.rows | {"theta": theta})

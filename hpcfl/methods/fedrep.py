@@ -35,7 +35,7 @@ class FedRepParams(Params):
 
 class FedRep(FedPer):
     name = "fedrep"
-    summary = "a shared body under each client's own head, trained by turns"
+    summary = "a shared body under each client's own head, trained in turn"
     Params = FedRepParams
     params: FedRepParams
 

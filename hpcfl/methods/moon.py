@@ -41,7 +41,7 @@ class MoonParams(Params):
 
 class Moon(FedAvg):
     name = "moon"
-    summary = "FedAvg whose features lean towards the global model's, away from the client's last"
+    summary = "FedAvg with a contrastive loss: features near the global model's, far from the client's last"
     Params = MoonParams
     traits = FedAvg.traits.replace(needs_body=True)
     params: MoonParams

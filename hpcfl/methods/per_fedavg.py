@@ -57,7 +57,7 @@ class PerFedAvgParams(Params):
 
 class PerFedAvg(FedAvg):
     name = "per_fedavg"
-    summary = "a global model made to be good after one local step (MAML)"
+    summary = "a global initialisation for one local step of adaptation (MAML)"
     Params = PerFedAvgParams
     params: PerFedAvgParams
 

@@ -114,14 +114,14 @@ class PFedLAParams(Params):
 
 class PFedLA(Method):
     name = "pfedla"
-    summary = "a hypernetwork a client weighs all clients' models layer by layer"
+    summary = "each client's hypernetwork weighs all clients' models, layer by layer"
     Params: ClassVar[Any] = PFedLAParams
     traits = Traits(buffers=("local", "mixed", "average"))
     diagnostics: tuple[Diagnostic, ...] = (
         Diagnostic(
             "alpha",
             ("client", "layer", "client"),
-            "Who listens to whom",
+            "Weights between clients",
             "Weight that a client (row) gives to each client's model (column), layer by layer; a row sums to "
             "1 (figures 5 to 7 of the paper).",
             low=0,
@@ -129,7 +129,7 @@ class PFedLA(Method):
         Diagnostic(
             "self_weight",
             ("client", "layer"),
-            "How much each client keeps to itself",
+            "Weight of each client's own model",
             "Weight that a client gives to its own model, layer by layer; 1 is local training.",
             low=0,
             high=1,

@@ -90,7 +90,7 @@ class PFedMBParams(Params):
 
 class PFedMB(Method):
     name = "pfedmb"
-    summary = "several branches a layer, mixed by each client's own weights"
+    summary = "several branches per layer, mixed by each client's own weights"
     Params = PFedMBParams
     traits = Traits(averages=("branches",))
     diagnostics = (
@@ -172,7 +172,7 @@ class PFedMB(Method):
         """Return [C, L, B] from [C, branched layers or 1, B]; BatchNorm uses the first branch."""
         first = torch.eye(1, self.params.branches, dtype=alpha.dtype, device=alpha.device)
         first = first.expand(len(alpha), -1)
-        # by the list and not by the mask, whose positions a GPU would have to tell the host
+        # by index and not by mask: a mask would make a GPU wait for the host
         is_branched = self.branched.tolist()
         rows = iter(alpha.expand(-1, sum(is_branched), -1).unbind(1))
         return torch.stack([next(rows) if branched else first for branched in is_branched], dim=1)

@@ -48,7 +48,7 @@ class PFedMeParams(Params):
 
 class PFedMe(OwnBesideGlobal):
     name = "pfedme"
-    summary = "each client's own model on a spring to the global one (Moreau envelope)"
+    summary = "each client's own model with a proximal term to the global one (Moreau envelope)"
     Params = PFedMeParams
     # lr lambda is how far w_i follows theta_i in one mini-batch
     traits = OwnBesideGlobal.traits.replace(train_defaults={"lr": 0.005})
@@ -59,14 +59,14 @@ class PFedMe(OwnBesideGlobal):
         share = context.train.lr * params.pull
         if share < 1:
             return
-        said = (
+        problem = (
             f"train.lr={context.train.lr:g} times method.pull={params.pull:g} is {share:g}, how far w_i "
             "follows theta_i in one mini-batch: "
         )
         advice = f"set train.lr below {1 / params.pull:.3g}, or method.pull below {1 / context.train.lr:.3g}"
         if share >= 2:
-            raise UserError(f"{said}from 2 on it diverges; {advice}")
-        warnings.warn(f"{said}from 1 on it is not between w_i and theta_i; {advice}", stacklevel=1)
+            raise UserError(f"{problem}from 2 on it diverges; {advice}")
+        warnings.warn(f"{problem}from 1 on it is not between w_i and theta_i; {advice}", stacklevel=1)
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         w = down["theta"].clone(memory_format=torch.contiguous_format)

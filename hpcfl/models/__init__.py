@@ -27,7 +27,7 @@ MODELS: dict[str, Model] = {
 }
 
 _fitting: set[tuple[str, ImageShape, int, str]] = set()
-"""Networks that memory holds: name, image, classes and options."""
+"""Networks known to fit in memory: name, image, classes and options."""
 
 
 def build_network(
@@ -35,7 +35,7 @@ def build_network(
 ) -> Network:
     """Build a network whose weights depend on (seed, client) alone; client -1 is the common start.
 
-    Raises UserError for images [C, H, W] that are too small and where a model's parts cannot be had.
+    Raises UserError for images [C, H, W] that are too small and if a part of the model is not available.
     """
     model, (_, height, width) = MODELS[name], shape
     if min(height, width) < model.smallest_side:
@@ -44,17 +44,17 @@ def build_network(
             f"model.name={name} needs images of {model.smallest_side}x{model.smallest_side} or larger, not "
             f"{height}x{width}; allowed: {', '.join(allowed)}"
         )
-    told = options.model_dump_json()
-    if (name, shape, num_classes, told) not in _fitting:
+    options_text = options.model_dump_json()
+    if (name, shape, num_classes, options_text) not in _fitting:
         _check_beyond_memory(name, shape, num_classes, options)
-        _fitting.add((name, shape, num_classes, told))
+        _fitting.add((name, shape, num_classes, options_text))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
         return model.build(shape, num_classes, options)
 
 
 def _check_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: NetworkOptions) -> None:
-    """Raise UserError where a network's numbers have no room in the memory that is free; makes none."""
+    """Raise UserError if a network does not fit in the free memory; allocates nothing."""
     model, chosen = MODELS[name], options
     if getattr(options, "weights", None) is not None:
         chosen = options.model_copy(update={"weights": None})

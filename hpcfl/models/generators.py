@@ -35,7 +35,7 @@ class Gradients:
     slopes: Tensor
     """[S, P]"""
     features: Tensor
-    """What the head was given, [S, H]."""
+    """Input of the head, [S, H]."""
 
     def norm(self) -> Tensor:
         """Return the length of all derivatives together."""
@@ -74,7 +74,7 @@ class Generator:
     def initial(self, seed: int, start: Tensor | None = None) -> Tensors:
         """Draw embeddings from N(0, 1) and linear layers from U(-1, 1) / sqrt(inputs), as PyTorch does.
 
-        With `start` [P] the head's weights are zero and its bias is `start`: every model begins there.
+        With `start` [P] the head's weights are zero and its bias is `start`: every model starts there.
         """
         stream = torch_stream(seed, "generator")
         state, inputs = {}, 0
@@ -108,7 +108,7 @@ class Generator:
         return Gradients(others, slopes, features.detach())
 
     def _features(self, state: Tensors, embeddings: Tensor) -> Tensor:
-        """Return what the head is given, [S, H]."""
+        """Return the input of the head, [S, H]."""
         features = embeddings
         for number, name in enumerate(self._trunk()):
             features = features.relu() if number else features

@@ -79,7 +79,8 @@ class Hypernetworks:
         """Return how many times longer than the trunk's the steps of heads are, by tensor, in `scaled` steps.
 
         An output's gradient has the factor 1/N at first. Heads with a rank reach each output through R
-        numbers that act on all: R times the gradient moves outputs as near to N times it as R codes can.
+        numbers that act on all: a step of R times the gradient is the best approximation with R codes of a
+        step of N times it.
         """
         if self.rank is None:
             return {"heads.weight": self.num_clients, "heads.bias": self.num_clients}

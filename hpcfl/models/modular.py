@@ -55,7 +55,7 @@ class Router(nn.Module):
         self.paths = nn.Linear(IMAGE_EMBEDDING + LABEL_EMBEDDING, num_paths)
         with torch.no_grad():
             of_images, of_labels = self.paths.weight.split([IMAGE_EMBEDDING, LABEL_EMBEDDING], dim=1)
-            # images look alike to untrained weights, so that they would add the same to all clients' logits
+            # with untrained weights, images add about the same to the logits of all clients
             of_images.zero_()
             of_labels.normal_(std=spread / math.sqrt(LABEL_EMBEDDING))
             self.labels.bias.zero_()
@@ -205,7 +205,7 @@ def path_names(sizes: Sequence[int]) -> list[str]:
 
 
 def _linear_for_relu(inputs: int, outputs: int) -> nn.Linear:
-    """Return a layer drawn so that ReLU keeps the signal's size: means over blocks shrink it already."""
+    """Return a layer with weights for ReLU (He et al.): means over blocks already shrink the signal."""
     linear = nn.Linear(inputs, outputs)
     nn.init.kaiming_uniform_(linear.weight, nonlinearity="relu")
     return linear

@@ -1,6 +1,6 @@
 """What a model is, the convolutional networks of the papers and a multilayer perceptron.
 
-Max-pooling stands before ReLU: the two commute, so the function is the papers', at a quarter of ReLU's cost.
+Max-pooling comes before ReLU: the two commute, so the function is the papers', at a quarter of ReLU's cost.
 """
 
 from __future__ import annotations

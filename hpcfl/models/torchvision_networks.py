@@ -41,7 +41,7 @@ class TorchvisionNet(Model):
     features: int
 
     def build(self, shape: ImageShape, num_classes: int, options: TorchvisionOptions) -> Network:
-        """See Model; raises UserError where torchvision or the weights cannot be had."""
+        """See Model; raises UserError if torchvision or the weights are not available."""
         body = self.make_body(getattr(torchvision_part("models"), self.function)(weights=None, num_classes=1))
         head: OrderedDict[str, nn.Module] = OrderedDict({self.head: nn.Linear(self.features, num_classes)})
         network = Network(body, head)
@@ -60,7 +60,7 @@ class TorchvisionNet(Model):
         )
         try:
             state = torch.load(Path(weights).expanduser(), map_location="cpu", weights_only=True)
-        # what a damaged file makes the unpickler raise has no common base; torch's texts advise to run code
+        # a damaged file can raise any exception; torch's own messages advise to run code
         except Exception as error:
             reason = getattr(error, "strerror", None) or "not a file of torch.save with tensors"
             raise UserError(f"model.weights={weights} cannot be read ({reason}); {advice}") from error

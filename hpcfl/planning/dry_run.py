@@ -1,7 +1,7 @@
 """A dry run: a few rounds of a run, with a few of its clients, in this process and a temporary folder.
 
-Configuration, method, messages, the server's whole state and the checkpoint are the run's own. Clients have
-as many of their mini-batches as can be trained on in a moment.
+Configuration, method, messages, the server's whole state and the checkpoint are the run's own. Clients train
+on only as many of their mini-batches as take less than a second.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 
 CLIENTS, CLIENTS_TOGETHER = 4, 32
-"""Most clients of a round, and those of the batched engine, which trains many as one computation."""
+"""Largest number of clients of a round: with the loop engine, and with the batched engine."""
 TRAINING_S = 0.5
-"""Clients have more than one mini-batch where a round's training takes less than this."""
+"""Clients train on more than one mini-batch if a round's training takes less than this."""
 FEWEST_SAMPLES, MAX_SCORED = 10, 500
-"""Of a client that has them: samples to train on at the least, and to be scored on at the most."""
+"""Of each client: the fewest training samples, and the most samples that are scored."""
 TURNS, TURNS_S = 3, 2.0
-"""Most turns of a round, and the seconds after which there are no more; the fastest counts, as whatever else
-the machine does only slows it."""
+"""How often a round is repeated at most, and the seconds after which it is not repeated; the fastest counts,
+since other load on the machine only slows it."""
 
 TRAFFIC = tuple(f"{kind}bytes_{way}" for kind in ("", "buffer_", "index_") for way in ("down", "up"))
 """Columns of metrics.csv with bytes that are cumulative over rounds."""
@@ -52,17 +52,17 @@ TRAFFIC = tuple(f"{kind}bytes_{way}" for kind in ("", "buffer_", "index_") for w
 
 @dataclass(frozen=True)
 class Phase:
-    """Rounds that are alike, by one of them."""
+    """Rounds of one kind, measured by one of them."""
 
     count: int
     batch_s: float
-    """Training for each mini-batch that a client has, all local epochs together."""
+    """Training time per mini-batch of a client, all local epochs together."""
     server_s: float
-    """All else, for each client of the cohort."""
+    """All other time of the round, per client of the cohort."""
     traffic: Mapping[str, float]
     """Bytes of a client by TRAFFIC."""
     load: Load
-    """What all clients have in common, and one client's own, where workers have ranks of their own."""
+    """Bytes between ranks: common to all clients, and per client, with workers on ranks of their own."""
 
 
 @dataclass(frozen=True)
@@ -70,35 +70,35 @@ class DryRun:
     """What was measured."""
 
     wall_s: float
-    """What the dry run itself took."""
+    """Duration of the dry run itself."""
     device: str
     phases: Sequence[Phase]
     send_s: float
-    """What the server takes to make one client's download for an evaluation."""
+    """Server's time to make one client's download for an evaluation."""
     score_s: float
-    """The rest of an evaluation, for each sample that is scored, or mini-batch that is fine-tuned on."""
+    """Other time of an evaluation, per scored sample, or per mini-batch of fine-tuning."""
     adapt_s: float
-    """What a client with no part in training takes for each mini-batch; 0 where there are none."""
+    """Adaptation time of an unseen client per mini-batch; 0 without unseen clients."""
     evaluation: Load
-    """What goes to one client for an evaluation."""
+    """Bytes of one client's download for an evaluation."""
     clients: int
-    """How many clients the checkpoint has."""
+    """Number of clients in the checkpoint."""
     checkpoint_bytes: int
-    """After the last round, with an evaluation and its models."""
+    """Size after the last round, with an evaluation and its models."""
     client_bytes: int
-    """Of it, the state of one client, what a codec keeps included."""
+    """Part of it: the state of one client, including a codec's."""
     model_bytes: int
     unseen_model_bytes: int
     shared_model_bytes: int
-    """Parts of the evaluated models that all clients have in common."""
+    """Parts of the evaluated models that all clients share."""
     evaluation_bytes: int
     round_bytes: int
     server_bytes: int
     """Memory of the server's state."""
     peak_bytes: int
-    """Memory of this process at most; 0 where the system does not tell."""
+    """Peak memory of this process; 0 if unknown."""
     chooses_layers: bool
-    """Whether the layers that travel depend on what was learnt."""
+    """Whether the choice of layers that are sent depends on training."""
     has_diverged: bool
     """Whether clients had numbers that are nan or infinite."""
 
@@ -106,14 +106,14 @@ class DryRun:
 def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> DryRun:
     """Do a dry run; takes seconds, or as long as two rounds of a few mini-batches. May raise UserError.
 
-    It continues where numbers become nan or infinite, whatever `run.on_divergence` says.
+    It continues if numbers become nan or infinite, for any `run.on_divergence`.
     """
     began_s = time.monotonic()
     run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None})
     config = replace(config, run=run)
     with ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
-        # of clients cut short, which is no news of the run
+        # warnings about clients with few samples concern the dry run only
         warnings.simplefilter("ignore")
         folder = Path(at_exit.enter_context(TemporaryDirectory(prefix="hpcfl-")))
         rounds = _prepared(config, arrays, parts, 1, folder / "first", at_exit)
@@ -147,7 +147,7 @@ def _prepared(
     num_clients = method.context.num_clients
     most = CLIENTS_TOGETHER if is_batched(config, device) else CLIENTS
     members = range(min(most, config.train.cohort_size(num_clients)))
-    # the server of sharded models mixes the rows of all
+    # with sharded models, the server mixes the rows of all clients
     count = len(members) if method.sharded_state is None else num_clients
     samples = max(FEWEST_SAMPLES, batches * config.train.batch_size)
     cut = [
@@ -162,12 +162,12 @@ def _prepared(
         experiment,
         num_train=num_train[:count],
         num_evaluated=num_evaluated[:count],
-        unseen=Unseen(experiment.unseen.workplace, num_train[count:], num_evaluated[count:]),
+        unseen=Unseen(experiment.unseen.worker_context, num_train[count:], num_evaluated[count:]),
     )
     folder = RunFolder(path, config)
     folder.open(False, method.layout, [], at_exit)
     stop = StopFlag()
-    # a dry run ends at once, as any command does
+    # no signal handlers: a dry run ends at once, as any command does
     stop.restore()
     return _Rounds(experiment, world, stop, folder, members)
 
@@ -187,20 +187,20 @@ class _Rounds(Simulation):
         self._members, self._path = members, folder.path
         experiment.place_state()
         self.server, _ = self._saver.start()
-        self._evaluator.try_welcome(self.server)
+        self._evaluator.try_new_client_download(self.server)
         self._batches = batches_of(experiment.num_train[: len(members)], self.config)
 
     def training_s(self) -> float:
         """Return the seconds of training in a round."""
-        number = list(_kinds(self._federation.driver, self.config.train.rounds))[-1]
+        number = list(_kinds(self._federation.adapter, self.config.train.rounds))[-1]
         for _ in range(2):
-            # the first has what comes once, such as memory that is taken
+            # the first includes one-time costs, such as memory allocation
             self._round(self._cohort(number), False)
         return max(1e-6, self.timing.train_s[-1])
 
     def measure(self) -> DryRun:
         """Measure rounds of each kind, an evaluation, an adaptation, and the last checkpoint."""
-        kinds = _kinds(self._federation.driver, self.config.train.rounds)
+        kinds = _kinds(self._federation.adapter, self.config.train.rounds)
         phases = [self._phase(number, count) for number, count in kinds.items()]
         last = max(kinds)
         send_s, sent = self._sent(last)
@@ -210,10 +210,10 @@ class _Rounds(Simulation):
         everyone = self._federation.num_clients
         self._save(last + 1, self._last_evaluation(last + 1, np.full(everyone, np.nan)))
         kept = self._federation.kept_by_codec()
-        row = self._federation.driver.initial_clients([0]) | {name: rows[:1] for name, rows in kept.items()}
+        row = self._federation.adapter.initial_clients([0]) | {name: rows[:1] for name, rows in kept.items()}
         return DryRun(
             wall_s=0.0,
-            device=self._federation.workplace.device.type,
+            device=self._federation.worker_context.device.type,
             phases=phases,
             send_s=send_s / len(self._members),
             score_s=score_s,
@@ -229,7 +229,7 @@ class _Rounds(Simulation):
             round_bytes=self.ledger.tables()["bytes"].values[0].nbytes,
             server_bytes=_bytes(self.server.values()),
             peak_bytes=peak_bytes(),
-            chooses_layers=chosen or self._federation.driver.needs_request(last),
+            chooses_layers=chosen or self._federation.adapter.needs_request(last),
             has_diverged=bool(self.ledger.diverged.any()),
         )
 
@@ -237,7 +237,7 @@ class _Rounds(Simulation):
         return self._federation.cohort_of(number, self._members)
 
     def _phase(self, number: int, count: int) -> Phase:
-        """Do a round in some turns."""
+        """Repeat a round, and return its fastest times."""
         size = len(self._members)
         seconds: list[tuple[float, float]] = []
         while not seconds or (number and len(seconds) < TURNS and sum(map(max, seconds)) < TURNS_S):
@@ -257,12 +257,12 @@ class _Rounds(Simulation):
     def _sent(self, number: int) -> tuple[float, Message]:
         """Return what the server sends for an evaluation, and its seconds."""
         began_s = time.monotonic()
-        sent = self._federation.driver.send(self.server, self._cohort(number), for_evaluation=True)
+        sent = self._federation.adapter.send(self.server, self._cohort(number), for_evaluation=True)
         return time.monotonic() - began_s, sent
 
     def _scored(self, done: int, send_s: float) -> tuple[float, Message]:
         """Return the seconds of a sample or mini-batch in an evaluation, and a group's models."""
-        found, seconds = Evaluation.of(self._federation.num_clients), []
+        found, seconds = Evaluation.zeros(self._federation.num_clients), []
         for _ in range(2):
             began_s = time.monotonic()
             models = list(self._evaluator.models(self.server, self._cohort(done), found))
@@ -276,7 +276,7 @@ class _Rounds(Simulation):
         federation = self._federation
         if not federation.num_unseen:
             return 0.0, Message()
-        found, cohort = Evaluation.of(1), federation.unseen_cohort(done, [federation.num_clients])
+        found, cohort = Evaluation.zeros(1), federation.unseen_cohort(done, [federation.num_clients])
         began_s = time.monotonic()
         (model,) = self._evaluator.adapted(self.server, cohort, found)
         seconds = time.monotonic() - began_s
@@ -284,18 +284,18 @@ class _Rounds(Simulation):
 
     def _evaluation_bytes(self) -> int:
         """Return what an evaluation of all clients adds to a checkpoint."""
-        clients = ClientGroup(self._federation.workplace, [0], 0)
+        clients = ClientGroup(self._federation.worker_context, [0], 0)
         of_client = 8 * len(OF_CLIENTS) + _bytes(self.method.client_diagnostics(clients).values())
         of_server = _bytes(self.method.server_diagnostics(self.server).values())
         return of_server + 8 * len(self.ledger.metrics[-1]) + of_client * self.method.context.num_clients
 
 
-def _kinds(driver: MethodAdapter, rounds: int) -> dict[int, int]:
+def _kinds(adapter: MethodAdapter, rounds: int) -> dict[int, int]:
     """Return the first round, the next of each kind, and how many rounds each stands for."""
     found = {0: 1}
     firsts: dict[bool, int] = {}
     for number in range(1, rounds):
-        first = firsts.setdefault(driver.needs_request(number), number)
+        first = firsts.setdefault(adapter.needs_request(number), number)
         found[first] = found.get(first, 0) + 1
     return found
 

@@ -1,4 +1,4 @@
-"""The head of a SLURM script for a run: what it asks for, from an estimate."""
+"""The #SBATCH header for a run, from an estimate."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hpcfl.errors import UserError
 from hpcfl.planning.estimate import START_S, Estimate
 
 MARGIN = 1.5
-"""How many times the estimated time a job asks for."""
+"""A job requests this multiple of the estimated time."""
 LONGEST_S = 24 * 3600
-"""Longest limit that is asked for where the user names none."""
+"""Longest time limit that is requested if the user gives none."""
 SHORTEST_S = 600
 LEAST_SIGNAL_S = 120
 MEMORY_MARGIN = 1.25
@@ -42,7 +42,7 @@ class SlurmHeader:
     """The `#SBATCH` lines of a run that `jobs/train.sbatch` starts."""
 
     def __init__(self, config: Config, estimate: Estimate, on_gpu: bool, limit: str | None = None) -> None:
-        """Choose what to ask for; UserError where no round fits the limit."""
+        """Choose the limits; UserError if not even one round fits in the time limit."""
         self._config, self._estimate, self._on_gpu = config, estimate, on_gpu
         self.signal_s = max(LEAST_SIGNAL_S, _up(estimate.stop_s, 30))
         wanted_s = max(SHORTEST_S, _up(MARGIN * estimate.total_s + self.signal_s, 600))
@@ -53,7 +53,7 @@ class SlurmHeader:
             if self.limit_s <= START_S + LEAST_SIGNAL_S:
                 raise UserError(
                     f"--time {limit_of(self.limit_s)} does not hold the start of a job ({START_S:g} s) and "
-                    f"the {self.signal_s} s before its end at which the run is told to stop; {least}"
+                    f"the {self.signal_s} s before its end at which the run gets its stop signal; {least}"
                 )
             raise UserError(
                 f"--time {limit_of(self.limit_s)} does not hold one round with its evaluation and "

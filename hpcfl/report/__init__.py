@@ -1,1 +1,1 @@
-"""report.html: what runs gave, as one self-contained page."""
+"""report.html: results of runs as one self-contained page."""

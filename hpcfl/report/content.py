@@ -1,4 +1,4 @@
-"""What a page shows of its runs, as numbers and text.
+"""The content of a report page, as numbers and text.
 
 Shapes: E evaluations, N clients.
 """
@@ -22,11 +22,11 @@ from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
 from hpcfl.storage.reading import Columns
 
 PICTURE_BYTES = 1_400_000
-"""What the pictures of all runs of a page take, before base64."""
+"""Bytes of the pictures of all runs of a page, before base64."""
 MAX_POINTS = 500
-"""Evaluations of a run's curves, and of all runs' together four times as many."""
+"""Most evaluations in a run's curves; all runs together have at most four times as many."""
 MAX_CONFIGURATIONS = 20
-"""Runs whose configurations are written out."""
+"""Most runs with their configurations on the page."""
 QUANTILES = (0.1, 0.25, 0.75, 0.9)
 CURVES = (
     "accuracy_mean",
@@ -43,7 +43,7 @@ UNSEEN_CURVES = ("accuracy_unseen", "loss_unseen")
 
 
 def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
-    """Return all that the page of some runs shows.
+    """Return the content of the page of some runs.
 
     Raises:
         UserError: a run has no evaluation yet or is damaged, the axes of a picture are not those of its
@@ -56,9 +56,9 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
             )
     splits = {run.config.run.eval_split: label for run, label in zip(runs, labels, strict=True)}
     if len(splits) > 1:
-        told = ", ".join(f"{split} in {label}" for split, label in splits.items())
+        names = ", ".join(f"{split} in {label}" for split, label in splits.items())
         raise UserError(
-            f"run.eval_split differs ({told}), so that accuracies cannot be compared; name runs of one split"
+            f"run.eval_split differs ({names}), so that accuracies cannot be compared; name runs of one split"
         )
     has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
     has_diverged = any(_times_diverged(run) for run in runs)
@@ -74,9 +74,8 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
 
 
 def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_diverged: bool) -> Json:
-    """Return what is shown of one run.
-
-    `has_unseen` and `has_diverged` say whether any run of the page has unseen clients, or ones that diverged.
+    """Return the content for one run. `has_unseen` and `has_diverged`: whether any run of the page has unseen
+    or diverged clients.
     """
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
@@ -99,7 +98,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
         entries, axis = one.diagnostic.entries, one.diagnostic.axes[-1]
         shown["names"] = {"layer": layers} | ({axis: entries(config.method.options)} if entries else {})
     bands, warnings = _bands(run, metrics["round"][kept]), _warnings(run)
-    # histories of many runs would not fit in memory together
+    # free each run's history: those of many runs would not fit in memory together
     run.close()
     return {
         "label": label,
@@ -133,7 +132,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
 
 
 def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
-    """Return how many layers a quantity has, 0 if it has no such axis."""
+    """Return the number of layers of a quantity, 0 without such an axis."""
     return values.shape[1 + axes.index("layer")] if "layer" in axes else 0
 
 
@@ -146,14 +145,14 @@ def _headline(
     has_diverged: bool,
     num_runs: int,
 ) -> list[Json]:
-    """Return the figures that stand first: name, text, the number that a table is sorted by, and a remark.
+    """Return the headline figures: name, text, the number for sorting, and a remark.
 
     All but those of unseen clients, which any page with `has_unseen` has, are of the clients in training.
-    Runs side by side have the same figures, and one that has no checkpoint yet leaves the worst tenth open.
+    All runs of a page have the same figures; a run without a checkpoint has no worst tenth yet.
     """
     metrics, unseen = run.metrics, run.num_unseen
     last = {name: float(values[-1]) for name, values in metrics.items()}
-    # a run has none of each client before its first checkpoint
+    # figures of each client exist from the first checkpoint on
     accuracies = clients.get("accuracy", np.empty(0))
     in_training = (len(accuracies) or len(np.unique(run.partition.get("client", ())))) - unseen
 
@@ -206,7 +205,7 @@ def _times_diverged(run: Run) -> int:
 
 
 def _warnings(run: Run) -> list[str]:
-    """Return what a reader of the run has to know first: which clients diverged."""
+    """Return warnings about the run: which clients diverged."""
     times = _times_diverged(run)
     if not times:
         return []
@@ -245,12 +244,12 @@ def _samples(run: Run, name: str) -> np.ndarray:
 
 
 def _bands(run: Run, rounds: np.ndarray) -> Json:
-    """Return quantiles over the clients, by quantity and by quantile, at those of the rounds they reach."""
+    """Return quantiles over the clients, by quantity and by quantile, at the rounds that the history has."""
     kept = np.flatnonzero(np.isin(run.history_rounds, rounds))
     found: Json = {"round": run.history_rounds[kept].tolist()}
     for name in ("accuracy", "loss"):
         values = run.history.get(name, np.empty((0, 1)))[kept]
-        # nan of one diverged client would hide all others
+        # the nan of one diverged client would hide all others
         values = np.where(np.isfinite(values), values, np.nan)
         is_known = np.isfinite(values).any(axis=1)
         levels = np.full((len(QUANTILES), len(values)), np.nan)
@@ -271,7 +270,7 @@ def _classes(run: Run) -> Json:
 
 
 def _layer_bytes(run: Run) -> Json:
-    """Return the bytes of all rounds by layer and direction, what has no layer behind those that have."""
+    """Return the bytes of all rounds by layer and direction, entries without a layer last."""
     columns = run.bytes
     if not columns:
         return {"layers": []}
@@ -288,7 +287,7 @@ def _layer_bytes(run: Run) -> Json:
 
 
 def _seconds(metrics: Columns) -> dict[str, float]:
-    """Return where the seconds of a run went, by name."""
+    """Return the seconds of a run by activity."""
     if not all(name in metrics for name in SPENT):
         return {}
     names = ("training", "evaluation", "checkpoints")
@@ -308,7 +307,7 @@ def _differing(runs: Sequence[Run]) -> Json:
 
 
 def _notes(runs: Sequence[Run]) -> list[str]:
-    """Return what a reader of several runs has to know."""
+    """Return notes about several runs."""
     of_data = [key for key in _differing(runs)["keys"] if key.startswith("data.")]
     if len({run.config.data_seed for run in runs}) > 1 and "data.seed" not in of_data:
         of_data.append("run.seed")

@@ -17,7 +17,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 
 STEPS = 254
-"""Colours of a picture beside the one of nan."""
+"""Colours of a picture, without that of nan."""
 UNKNOWN = 255
 """The byte of nan, and of names below 0."""
 MAX_CLIENTS = 1000
@@ -45,7 +45,7 @@ def base64_of(values: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A picture with what there is to draw; UserError where its axes are not those of its values."""
+    """A picture with its values; UserError if its axes do not fit the values."""
 
     diagnostic: Diagnostic
     values: np.ndarray
@@ -53,7 +53,7 @@ class Recorded:
     rounds: np.ndarray
     """The round of each evaluation [E]."""
     is_newest: bool = False
-    """Whether it is the newest alone, because the history holds none."""
+    """Whether it is only the newest value, because the history has none."""
 
     def __post_init__(self) -> None:
         name, axes, shape = self.diagnostic.name, self.diagnostic.axes, self.values.shape[1:]
@@ -68,12 +68,11 @@ class Recorded:
 
 
 def packed_pictures(pictures: Sequence[Recorded], most_bytes: int) -> list[Json]:
-    """Return pictures for the page, all together in at most so many bytes before base64.
-
-    What is over is thinned: evaluations first, then clients.
+    """Return pictures for the page, in at most this many bytes before base64. If there are more, evaluations
+    are thinned first, then clients.
     """
     packed: dict[int, Json] = {}
-    # those that need little leave their share to the others
+    # pictures that need less leave the rest to the others
     for left, index in enumerate(sorted(range(len(pictures)), key=lambda n: pictures[n].values.size)):
         share = most_bytes // (len(pictures) - left)
         packed[index] = _packed(pictures[index], share)
@@ -95,14 +94,14 @@ def _packed(recorded: Recorded, most_bytes: int) -> Json:
     most = most_bytes // max(1, math.prod(values.shape[1:]))
     kept = spread_out(len(values), min(most, MAX_EVALUATIONS))
     if len(kept) < len(values):
-        # the last one, where there is room for a single one
+        # the last one, if there is room for only one
         kept = kept if len(kept) > 1 else np.array([len(values) - 1])
         notes.append(f"{len(kept)} of {len(values)} evaluations")
     values = values[kept].astype(np.float64)
     codes, low, high = _coded(diagnostic, values)
-    told, is_known = low + codes / STEPS * (high - low), np.isfinite(values)
-    # 0 and 1, or whole numbers up to 2, are told as they are
-    is_exact = np.allclose(told[is_known], values[is_known], rtol=0, atol=1e-6 * (high - low))
+    decoded, is_known = low + codes / STEPS * (high - low), np.isfinite(values)
+    # whole numbers such as 0 and 1 are decoded exactly
+    is_exact = np.allclose(decoded[is_known], values[is_known], rtol=0, atol=1e-6 * (high - low))
     if not diagnostic.is_name and not is_exact:
         notes.append(f"values in {STEPS} steps of {(high - low) / STEPS:.2g}")
     return {
@@ -125,12 +124,12 @@ def _size(shape: tuple[int, ...], axes: tuple[str, ...], clients: int) -> int:
 
 
 def _coded(diagnostic: Diagnostic, values: np.ndarray) -> tuple[np.ndarray, float, float]:
-    """Return values as bytes, and what the lowest and the highest byte stand for."""
+    """Return values as bytes, and the values of the lowest and the highest byte."""
     known = values[np.isfinite(values)]
     if diagnostic.is_name:
         codes = np.where(np.isfinite(values) & (values >= 0), np.clip(values, 0, STEPS), UNKNOWN)
         return codes.astype(np.uint8), 0.0, float(max(known.max(initial=0), 0))
-    # a bound that is declared too tight would hide what lies beyond it
+    # values beyond a declared bound must stay visible
     low = float(known.min(initial=math.inf if diagnostic.low is None else diagnostic.low))
     high = float(known.max(initial=-math.inf if diagnostic.high is None else diagnostic.high))
     low, high = (low, high) if math.isfinite(low) and math.isfinite(high) else (0.0, 1.0)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of runs: style, script and data are in it, and it asks no network."""
+"""One self-contained HTML page of runs: it contains style, script and data, and needs no network."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPORT_NAME = "report.html"
 
 
 def write_report(runs: Sequence[Run], out: Path) -> None:
-    """Write the page of runs to a file, which changes at once or not at all.
+    """Write the page of runs to a file, atomically.
 
     Raises:
         UserError: a run cannot be shown, runs cannot be compared, or the file cannot be written.
@@ -35,9 +35,9 @@ def write_report(runs: Sequence[Run], out: Path) -> None:
 
 
 def render(runs: Sequence[Run]) -> str:
-    """Return the page of runs; UserError for those that cannot be shown side by side."""
+    """Return the page of runs; UserError for runs that cannot be shown together."""
     content = page_content(runs, labels_of(runs))
-    # the template writes these out, and a key may be infinite, which JSON cannot say
+    # the template prints these; a value may be infinite, which JSON does not have
     written_out = ("configuration", "environment")
     shown = [{key: value for key, value in run.items() if key not in written_out} for run in content["runs"]]
     data = json.dumps(content | {"runs": shown}, separators=(",", ":"), allow_nan=False)
@@ -45,7 +45,7 @@ def render(runs: Sequence[Run]) -> str:
         **content,
         title=content["runs"][0]["label"] if len(runs) == 1 else f"{len(runs)} runs",
         version=__version__,
-        # a name with "</script>" in it must not end the block of data
+        # a name that contains "</script>" must not end the block of data
         data=Markup(data.replace("<", "\\u003c")),
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
@@ -66,10 +66,10 @@ def _template() -> Template:
 
 
 def labels_of(runs: Sequence[Run]) -> list[str]:
-    """Return what the runs are called: by method and folder, with as much of the path as tells them apart."""
+    """Return names for the runs: method and folder, with as much of the path as makes them different."""
     paths = [run.path.resolve().parts for run in runs]
     length = 1
-    # a set, as nothing tells a run that is given twice from itself
+    # a set, since a run that is given twice has only one path
     while max(Counter(path[-length:] for path in set(paths)).values()) > 1:
         length += 1
     names = ["/".join(path[-length:]) for path in paths]

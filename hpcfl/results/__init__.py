@@ -1,1 +1,1 @@
-"""Results: what a run left in its folder, read without disturbing it."""
+"""Results: read a run's folder, also while the run is running."""

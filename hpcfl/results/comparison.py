@@ -1,4 +1,4 @@
-"""Finished runs beside each other: means, paired differences over clients, and the keys that differ."""
+"""Comparison of finished runs: means, paired differences over clients, and the keys that differ."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Comparison:
     entries: tuple[tuple[Run, ...], ...]
     """Runs by entry; all entries have the same seeds in the same order where they have several."""
     keys: Mapping[str, tuple[Any, ...]]
-    """The keys that differ and change results, with the value of each entry (None: it has no such key)."""
+    """The keys that differ and change results, with the value in each entry (None: no such key)."""
 
     @property
     def means(self) -> list[float]:
@@ -58,11 +58,11 @@ class Comparison:
             lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(entry[0].config)])
         if self.unseen_means:
             unseen = ["unseen clients", *(f"{mean:.2%}" for mean in self.unseen_means)]
-            lines = [[*line[:-1], told, line[-1]] for line, told in zip(lines, unseen, strict=True)]
+            lines = [[*line[:-1], added, line[-1]] for line, added in zip(lines, unseen, strict=True)]
         diverged = [sum(int(run.diverged.sum()) for run in entry) for entry in self.entries]
         if any(diverged):
             times = ["diverged", *map(str, diverged)]
-            lines = [[*line[:-1], told, line[-1]] for line, told in zip(lines, times, strict=True)]
+            lines = [[*line[:-1], added, line[-1]] for line, added in zip(lines, times, strict=True)]
         pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)
@@ -83,11 +83,11 @@ class Comparison:
 def compare(runs: Sequence[Run]) -> Comparison:
     """Compare finished runs on the same samples of the same clients.
 
-    Runs that differ in their seeds only are one entry, if all entries then have the same seeds; otherwise
+    Runs that differ only in their seeds form one entry, if all entries then have the same seeds; otherwise
     every run is an entry.
 
     Raises:
-        UserError: fewer than two runs, one twice, one is not finished, or they are of other clients.
+        UserError: fewer than two runs, one twice, one is not finished, or they have different clients.
     """
     if len(runs) < 2:
         raise UserError("a comparison needs two runs or more, such as hpcfl compare runs/A runs/B")
@@ -132,7 +132,7 @@ def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _check_others(first: Run, second: Run) -> None:
-    """Raise UserError where two runs have other clients, or these other samples."""
+    """Raise UserError if two runs have different clients, or different samples."""
     there, here = (_of_samples(run) for run in (first, second))
     if there != here and there | {"data.seed": here["data.seed"]} == here:
         key = "run.seed" if first.config.data.seed is second.config.data.seed is None else "data.seed"
@@ -155,10 +155,10 @@ def _check_others(first: Run, second: Run) -> None:
 
 
 def _of_samples(run: Run) -> dict[str, Any]:
-    """Return the keys that say which samples each client has, and which of them are scored."""
+    """Return the keys that decide which samples each client has, and which are scored."""
     config = run.config
     keys = {key: value for key, value in _keys(run).items() if key.startswith("data.")}
-    # how images are normalised is a matter of the model
+    # normalisation does not change which samples a client has
     del keys["data.normalise"]
     return keys | {"data.seed": config.data_seed, "run.eval_split": config.run.eval_split}
 

@@ -1,4 +1,4 @@
-"""A run's models as files for use without hpcfl: weights, a recipe beside them, and the network's source."""
+"""Export a run's models for use without hpcfl: weights, a JSON description, and the network's source."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def export(
     """Write models of a run, and return the files; `clients` are the columns of clients.csv, if it is there.
 
     A folder gets, of each model, `client3` or `global`, the weights as .pt (a state dict) and .safetensors,
-    and the recipe as .json; FILE.pt or FILE.safetensors is the weights' one file, with the recipe beside. In
-    the same folder is model.py, which builds the network and loads the weights; there is none for a method
-    whose rule to predict is no network.
+    and the description as .json; FILE.pt or FILE.safetensors is one file of weights, with the description
+    beside it. model.py in the same folder builds the network and loads the weights; a method that does not
+    predict by one network has no model.py.
 
     Raises:
-        UserError: there are no such models, the ending is another, or the files cannot be written.
+        UserError: there are no such models, the ending is unknown, or the files cannot be written.
     """
     is_file = out.suffix in WRITERS
     if is_file and client == ALL:
         raise UserError(f"--out {out} is one file, and --client all are several models; give --out FOLDER")
     ending = out.suffix.removeprefix(".")
-    # a name such as lr0.1 is a folder's
+    # a name such as lr0.1 is a folder
     if not is_file and ending.isalnum() and ending[0].isalpha() and not out.is_dir():
         raise UserError(
             f"--out {out} has an ending that is not known; allowed: a folder, FILE.pt or FILE.safetensors"
@@ -77,7 +77,7 @@ def _export_one(
             f"parts that {models.config.method.name} combines by a rule of its own: there is no {SOURCE_NAME}"
         )
     if source is None:
-        warnings.warn(f"{stem}: {parts}; its tensors are there all the same", stacklevel=2)
+        warnings.warn(f"{stem}: {parts}; its tensors are exported", stacklevel=2)
     recipe = _recipe(models, client, weights, parts, clients)
     stem.parent.mkdir(parents=True, exist_ok=True)
     if source is not None:
@@ -94,7 +94,7 @@ def _export_one(
 def _recipe(
     models: TrainedModels, client: ClientName, weights: Tensors, parts: str, clients: Columns
 ) -> dict[str, Any]:
-    """Return what the weights are, and what to give a network with them."""
+    """Return the description: what the weights are, and the input that the network needs."""
     config, data = models.config, models.data
     tree = config.tree()
     recipe = {
@@ -117,7 +117,7 @@ def _recipe(
         "tensors": {name: list(tensor.shape) for name, tensor in weights.items()},
     }
     if client != GLOBAL and clients:
-        # what the model gave at the end of the run, on the client's own samples
+        # the model's accuracy at the end of the run, on the client's own samples
         recipe |= {"split": config.run.eval_split, "accuracy": float(clients["accuracy"][client])}
         if "unseen" in clients:
             recipe["unseen"] = bool(clients["unseen"][client])
@@ -125,9 +125,9 @@ def _recipe(
 
 
 def _write_source(path: Path, source: str) -> Path:
-    """Write model.py, unless another one is there."""
+    """Write model.py; UserError if another model.py exists."""
     if path.is_file() and path.read_text() != source:
-        raise UserError(f"{path} is there, and not of this network; give another folder with --out")
+        raise UserError(f"{path} exists, for another network; give another folder with --out")
     path.write_text(source)
     return path
 
@@ -137,7 +137,7 @@ def _write_pt(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
 
 
 def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
-    """Write weights with the recipe as metadata, of which each entry that is no text is JSON."""
+    """Write weights with the description as metadata; entries that are not text are JSON."""
     try:
         save_file = importlib.import_module("safetensors.torch").save_file
     except ImportError as error:
@@ -152,4 +152,4 @@ WRITERS: dict[str, Callable[[Tensors, dict[str, Any], Path], None]] = {
     ".pt": _write_pt,
     ".safetensors": _write_safetensors,
 }
-"""By the ending of a file with weights."""
+"""Writers by the ending of a weights file."""

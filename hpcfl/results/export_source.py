@@ -1,4 +1,4 @@
-"""A network as a Python file that needs PyTorch alone."""
+"""Write a network as a Python file that needs only PyTorch."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ NETWORK = '''class Network(nn.Module):
 
 
 class UntraceableError(Exception):
-    """A network cannot be written as source; says why."""
+    """A network cannot be written as source; the message is the reason."""
 
 
 def written(network: nn.Module, data: DataRecord) -> tuple[str, Tensors]:
-    """Return the source of a module for a network in evaluation mode, and the weights that it loads.
+    """Return Python source for a network in evaluation mode, and the weights that it loads.
 
-    The network's forward pass is followed with torch.fx down to modules of torch.nn, which stand in the
-    source as they print themselves; what it does not use is left out. The result is tried on two images.
+    torch.fx traces the forward pass down to modules of torch.nn, whose `repr` is the source; unused modules
+    are left out. The result is tested on two images.
 
     Raises:
         UntraceableError: the forward pass depends on the values, or uses what is not torch's.
@@ -104,7 +104,7 @@ def written(network: nn.Module, data: DataRecord) -> tuple[str, Tensors]:
         _check_difference(network, source, weights, data)
     except UntraceableError:
         raise
-    # what tracing, or a module's text as code, can raise has no common base
+    # tracing, or executing a module's text, can raise any exception
     except Exception as error:
         raise UntraceableError(one_line(error)) from error
     return source, weights
@@ -121,7 +121,7 @@ def _class_of(network: nn.Module) -> tuple[str, Tensors]:
         path = str(node.target)
         if node.op == "call_module":
             module = network.get_submodule(path)
-            # the default, which an older torch does not know of BatchNorm
+            # bias=True is the default; BatchNorm of older versions of torch does not accept it
             parts[path] = f"nn.{module!r}".replace(", bias=True", "")
             weights |= {f"{path}.{name}": tensor for name, tensor in module.state_dict().items()}
         elif node.op == "get_attr":
@@ -131,7 +131,7 @@ def _class_of(network: nn.Module) -> tuple[str, Tensors]:
             weights[path] = tensor
     entries = "\n".join(f'            "{path}": {part},' for path, part in parts.items())
     forward = graph.python_code("self").src
-    # fx lets go of each value after its last use
+    # fx frees each value after its last use
     forward = re.sub(r";  (?:\w+ = )+None", "", forward)
     forward = "\n".join(f"    {line}".rstrip() for line in forward.strip().splitlines())
     kept = {
@@ -149,7 +149,7 @@ def _attribute(network: nn.Module, path: str) -> Tensor:
 
 
 def _check_difference(network: nn.Module, source: str, weights: Tensors, data: DataRecord) -> None:
-    """Raise UntraceableError where the source's network does not do what the network does."""
+    """Raise UntraceableError if the source's network gives other logits than the network."""
     module: dict[str, Any] = {}
     exec(compile(source, "model.py", "exec", dont_inherit=True), module)
     copy = module["Network"]()

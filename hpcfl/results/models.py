@@ -1,4 +1,4 @@
-"""The models in a run's checkpoint: as tensors, as networks, and what they make of images.
+"""The models in a run's checkpoint: as tensors, as networks, and their predictions.
 
 Shapes: P trainable numbers, U running statistics, n images, K classes.
 """
@@ -32,38 +32,38 @@ from hpcfl.training.engines import LoopEngine
 
 GLOBAL: Literal["global"] = "global"
 ClientName = int | Literal["global"]
-"""A client's id, or the model that the server has for all."""
+"""A client's id, or "global" for the server's model."""
 
 Layout = Literal["NHWC", "NCHW"]
 
 
 class TrainedModels:
-    """The models in a checkpoint, with the method that made them; the run's data set need not be there."""
+    """The models in a checkpoint, with their method; the run's data set is not needed."""
 
     def __init__(self, config: Config, checkpoint: LoadedCheckpoint) -> None:
         self.config, self._checkpoint = config, checkpoint
         self.path = checkpoint.path
         self.round = checkpoint.header.round
-        """Rounds that these models have behind them."""
+        """Number of rounds that these models were trained."""
         self.num_clients = checkpoint.num_clients + checkpoint.num_unseen
-        """Clients that have a model after the last round, those that take no part in training too."""
+        """Clients that have a model after the last round, including those that take no part in training."""
 
     @cached_property
     def data(self) -> DataRecord:
-        """What the networks are given; of an older checkpoint, which does not say, the data set is read."""
+        """Description of the networks' input; for older checkpoints without it, the data set is read."""
         return self._checkpoint.data or describe(self.config, *load_data(self.config))
 
     @cached_property
     def method(self) -> Method:
-        """The run's method; raises UserError where a part of it cannot be had."""
+        """The run's method; raises UserError if a part of it is not available."""
         config, options = self.config, self.config.model.options
         if getattr(options, "weights", None) is not None:
-            # the trained weights take the place of those in the file, which need not be here
+            # trained weights replace those of the file model.weights, which may be missing here
             config = replace(
                 config, model=replace(config.model, options=options.model_copy(update={"weights": None}))
             )
         with warnings.catch_warnings():
-            # the run has said it already
+            # the run has printed these warnings already
             warnings.simplefilter("ignore")
             method = method_of(config, self.data)
         if LayoutRecord.of(method.layout) != self._checkpoint.layout:
@@ -74,7 +74,7 @@ class TrainedModels:
         return method
 
     def saved(self, client: ClientName) -> Tensors:
-        """Return a model by part: `theta` [P] and `buffers` [U], or what else the method evaluates.
+        """Return a model's parts: `theta` [P] and `buffers` [U], or other parts that the method evaluates.
 
         Raises:
             UserError: there is no such model.
@@ -107,7 +107,7 @@ class TrainedModels:
 
     @property
     def is_network(self) -> bool:
-        """Whether the method's `as_module` is as its `predict`: no class overrides the latter alone."""
+        """Whether the method's `as_module` agrees with its `predict`: no class overrides only the latter."""
         kinds = type(self.method).__mro__
         of_network, of_rule = (
             next(number for number, kind in enumerate(kinds) if name in vars(kind))
@@ -122,7 +122,7 @@ class TrainedModels:
         """
         if self.is_network:
             state = self.network(client).state_dict()
-            # a run does not count mini-batches
+            # hpcfl does not count BatchNorm's mini-batches
             return {name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}
         layout, found = self.method.layout, {}
         for part, tensor in self.saved(client).items():
@@ -142,11 +142,11 @@ class TrainedModels:
         """Return class probabilities float32 [n, K], by the method's own rule.
 
         Args:
-            client: whose model.
+            client: the model's client, or "global".
             images: as the run's source stores them, of the run's shape and type: [n, C, H, W], [n, H, W, C],
                 or grey ones [n, H, W].
-            layout: which of the first two; default: the one that fits, or of two the run's data.layout.
-            where: how errors begin.
+            layout: which of the first two; default: the one that fits; if both fit, the run's data.layout.
+            where: prefix of error messages.
 
         Raises:
             UserError: there is no such model, or the images are not like the run's.
@@ -169,7 +169,7 @@ class TrainedModels:
         return ClientGroup(place, [client], self.round)
 
     def _as_stored(self, images: object, layout: Layout | None, where: str) -> np.ndarray:
-        """Return images [n, C, H, W] of the run's type; raise UserError where they are not like the run's."""
+        """Return images [n, C, H, W] of the run's type; raise UserError if they are not like the run's."""
         x = given = np.asarray(images)
         data = self.data
         channels, height, width = data.image_shape
@@ -179,7 +179,7 @@ class TrainedModels:
             fits_first, fits_last = (
                 x.shape[1:] == shape for shape in (data.image_shape, (height, width, channels))
             )
-            # the run's own decides only where both would do
+            # data.layout decides only if both fit
             of_run = self.config.data.layout if fits_first and fits_last else None
             if (layout or of_run or ("NCHW" if fits_first else "NHWC")) == "NHWC":
                 x = x.transpose(0, 3, 1, 2)
@@ -197,7 +197,7 @@ class TrainedModels:
         return as_pixels(x, where)
 
     def _global(self) -> Tensors:
-        """Return the server's model; raise UserError where it has none for all clients."""
+        """Return the server's model; raise UserError if it has no model for all clients."""
         method, name = self.method, self.config.method.name
         theirs = f"take a client's, 0 to {self.num_clients - 1}, or all"
         if not method.traits.has_global_model:
@@ -229,7 +229,7 @@ class TrainedModels:
 
 
 def _with_buffers(model: Tensors) -> Tensors:
-    """Add running statistics where a checkpoint leaves them out because there are none."""
+    """Add empty running statistics if the checkpoint has none."""
     if BUFFERS in model:
         return model
     theta = model.get("theta", torch.empty(0))

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, also while it is running: the one reader of what a run has written.
+"""Read a run's folder, also while the run is running.
 
 Shapes: N clients, E evaluations.
 """
@@ -33,7 +33,7 @@ TABLES = ("metrics", "clients", "bytes")
 MAX_CELLS = 2**27
 """Clients times classes of a run."""
 LOG_BYTES = 10_000
-"""How much of the end of log.txt is read."""
+"""Number of bytes read from the end of log.txt."""
 
 _NO_CHECKPOINT = (
     "its models and histories are lost, the figures in its CSV files are not; bring the checkpoint "
@@ -41,41 +41,41 @@ _NO_CHECKPOINT = (
 )
 
 State = Literal["running", "finished", "stopped", "killed", "out of sight"]
-"""`stopped` has given the lock up, `killed` has not. `out of sight`: on another machine, may be running."""
+"""`stopped`: the lock is released; `killed`: it is not. `out of sight`: on another machine, may be
+running."""
 
 ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
 
 
 @dataclass(frozen=True)
 class Status:
-    """How a run is going at one moment."""
+    """State of a run at one moment."""
 
     state: State
     owner: str
-    """Who has the lock, or had it and was killed, such as `pid 7 on node3`; may be empty."""
+    """Owner of the lock, alive or killed, such as `pid 7 on node3`; may be empty."""
     changed_s: float
-    """When the run last wrote, in seconds since 1970; checkpoints apart."""
+    """Time of the run's last write (except checkpoints), in seconds since 1970."""
 
 
 def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ()) -> Run:
     """Return the run in a folder, which may still be running.
 
     Args:
-        path: the folder; a stranger's can be looked at as well as one's own.
-        own_code: a Python file, or several, that may run if the run was made with them, such as that of a
-            method of one's own. No other code is run, whatever the folder says, but what this process has run
-            already.
+        path: the folder; it is safe to read folders from others.
+        own_code: a Python file, or several, that may run if the run was made with them, such as that of your
+        own method. No other code runs, except code that this process has already run.
 
     Raises:
-        UserError: there is no run, it is damaged, or a file of its own code is not there, has changed, or is
-            not among those that may run.
+        UserError: there is no run, it is damaged, or its own code is missing, has changed, or is not allowed
+        to run.
     """
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"load_run({path!r}) is invalid; give the folder of a run, such as 'runs/NAME'")
     for file in [own_code] if isinstance(own_code, str | os.PathLike) else own_code:
         allow("own_code", str(file))
     run = Run(Path(path))
-    # whatever is wrong with it is told now
+    # report errors of the configuration now
     _ = run.config
     return run
 
@@ -91,7 +91,7 @@ class Run:
         self.environment: Mapping[str, Any] = self.record.pop(ENVIRONMENT, {})
         """Versions, processor, command and ranks."""
         self.rounds: int = self.record["train"]["rounds"]
-        """All rounds that the run is to do."""
+        """The run's `train.rounds`."""
 
     @cached_property
     def config(self) -> Config:
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def done(self) -> int:
-        """Rounds done at the last evaluation."""
+        """Rounds completed at the last evaluation."""
         return int(self.metrics["round"][-1]) if self.metrics else 0
 
     @property
@@ -145,23 +145,23 @@ class Run:
         """Columns of clients.csv; empty while the run is not finished.
 
         Clients that take no part in training come last, with 1 in a column "unseen".
-        Raises UserError where the file is damaged, or has not a row for each client.
+        Raises UserError if the file is damaged, or lacks rows of clients.
         """
         path = self.path / "clients.csv"
         if not path.exists():
             return {}
         found = read_columns(path)
         ids = found.get("client", np.empty(0))
-        dealt = self.partition.get("client", np.zeros(1)).max() + 1
+        in_partition = self.partition.get("client", np.zeros(1)).max() + 1
         is_gap = ids != np.arange(len(ids))
-        if len(ids) < dealt or is_gap.any():
+        if len(ids) < in_partition or is_gap.any():
             # the header is line 1
             raise damaged(path, 2 + (int(is_gap.argmax()) if is_gap.any() else len(ids)))
         return found
 
     @property
     def num_unseen(self) -> int:
-        """Clients that take no part in training; 0 before the run has dealt its samples."""
+        """Clients that take no part in training; 0 before the run has divided its samples."""
         ids = (self.partition or self.clients).get("client", np.empty(0))
         return self.config.data.num_unseen(int(ids.max()) + 1) if len(ids) else 0
 
@@ -175,7 +175,7 @@ class Run:
     def diverged(self) -> np.ndarray:
         """In how many rounds each client in training has diverged [N]; empty before the first checkpoint.
 
-        While the run is running, it is what the newest checkpoint says.
+        While the run is running, it comes from the newest checkpoint.
         """
         if self.is_finished:
             return self.in_training.get("diverged", np.zeros(len(self.in_training["client"])))
@@ -197,7 +197,7 @@ class Run:
                 "data frames need pandas: pip install 'hpcfl[pandas]'; run.metrics, run.clients and "
                 "run.bytes have the columns as NumPy arrays"
             ) from error
-        # which tells what is damaged
+        # raises UserError with what is damaged
         getattr(self, name)
         lines = whole_lines(self.path / f"{name}.csv")
         return pandas.read_csv(io.StringIO("\n".join(lines))) if lines else pandas.DataFrame()
@@ -216,7 +216,7 @@ class Run:
         """The newest whole checkpoint; None before the first.
 
         Raises:
-            UserError: all there are, are damaged.
+            UserError: all checkpoints are damaged.
         """
         loaded = CheckpointStore(self.path).load(_NO_CHECKPOINT)
         if loaded is not None and not _goes_together(loaded):
@@ -225,7 +225,7 @@ class Run:
         return loaded
 
     def close(self) -> None:
-        """Let go of the checkpoint and its history, which are read again if they are asked for."""
+        """Free the checkpoint and its history; they are read again when needed."""
         checkpoint = self.__dict__.pop("checkpoint", None)
         if checkpoint is not None:
             checkpoint.close()
@@ -234,7 +234,7 @@ class Run:
     def history(self) -> Mapping[str, np.ndarray]:
         """Accuracy and loss of all clients [E, N], and the method's diagnostics [E, ...].
 
-        They reach to the newest checkpoint, at `history_rounds`, and are empty before the first.
+        They end at the newest checkpoint (see `history_rounds`), and are empty before the first.
         """
         return {} if self.checkpoint is None else self.checkpoint.history
 
@@ -249,7 +249,7 @@ class Run:
     def recorded(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return a method's diagnostic [E, ...] and its rounds [E]; None without it.
 
-        Where the history holds none, as of very many clients, it is the newest alone, from the server.
+        If the history has none, as with very many clients, only the newest is returned, from the server.
         """
         if self.checkpoint is None:
             return None
@@ -279,7 +279,7 @@ class Run:
     def model(self, client: ClientName) -> dict[str, Tensor]:
         """Return a client's personalised model, or with "global" the server's, as named tensors.
 
-        They are the state of `network`; of a method whose rule to predict is no network, its parts by name.
+        They are the state of `network`; for a method that does not predict by one network, its parts by name.
 
         Raises:
             UserError: there is no such model, as before the last round.
@@ -297,8 +297,9 @@ class Run:
     def predict(self, client: ClientName, images: object, layout: Layout | None = None) -> np.ndarray:
         """Return class probabilities float32 [n, K] of images as the run's data set stores them.
 
-        Images are an array [n, C, H, W], [n, H, W, C] or, grey, [n, H, W]; `layout` is by default what fits,
-        or of two the run's data.layout. Raises UserError as `model`, or where images are not like the run's.
+        Images are an array [n, C, H, W], [n, H, W, C] or, grey, [n, H, W]; `layout` is by default the one
+        that fits, or the run's data.layout if both fit. Raises UserError as `model`, or if images are not
+        like the run's.
         """
         return self.models.probabilities(client, images, layout)
 
@@ -308,14 +309,14 @@ class Run:
 
 
 def scored_when(config: Config) -> str:
-    """Say when a run's models are scored: after the download, after training, or after fine-tuning."""
+    """Return when a run's models are scored: after the download, after training, or after fine-tuning."""
     if config.train.finetune_epochs:
         return "after fine-tuning"
     return f"after {METHODS[config.method.name].traits.eval_after}"
 
 
 def _goes_together(checkpoint: LoadedCheckpoint) -> bool:
-    """Whether a checkpoint has its ledger's tables, and of all histories an entry an evaluation."""
+    """Whether a checkpoint has its ledger's tables, and one entry per evaluation in all histories."""
     metrics, of_bytes = (checkpoint.ledger.get(name) for name in ("metrics", "bytes"))
     if metrics is None or of_bytes is None or "round" not in metrics.columns:
         return False
@@ -325,7 +326,7 @@ def _goes_together(checkpoint: LoadedCheckpoint) -> bool:
 
 
 def _check_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Raise UserError where the user's own code that a run was made with is not there any more."""
+    """Raise UserError if the user's own code of a run has changed or is missing."""
     for key in OWN_KEYS:
         group, name = key.rsplit(".", 1)
         keys = tree["data"].get("partition") if group == "data.partition" else tree[group]
@@ -333,11 +334,11 @@ def _check_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
             continue
         try:
             found = digest(Path(str(keys[name])).read_bytes())
-            said = f"is another version now ({found})"
+            problem = f"is another version now ({found})"
         except OSError as error:
-            found, said = "", f"cannot be read ({error.strerror})"
+            found, problem = "", f"cannot be read ({error.strerror})"
         if found != str(keys["code"]):
             raise UserError(
-                f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {said}; "
+                f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {problem}; "
                 f"bring that version back, or write where it is now into {folder / 'config.yaml'}"
             )

@@ -1,4 +1,5 @@
-"""What fits a device, the clients' state and how many clients at once, and what to tell where it did not."""
+"""What fits in a device's memory: the clients' state, how many clients at once; the message when it did
+not."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import NoReturn
 
 import torch
 
-from hpcfl.communication.communicator import Communicator, abort_saying
+from hpcfl.communication.communicator import Communicator, abort_with_message
 from hpcfl.config import Config
 from hpcfl.errors import OUT_OF_MEMORY, OutOfMemoryError
 from hpcfl.methods import Method
@@ -20,9 +21,9 @@ from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss
 
 ON_A_CPU = 32
-"""Clients of the batched engine at once where no device memory says how many."""
+"""Clients at once in the batched engine on a CPU."""
 SHARE_OF_FREE = 0.5
-"""Share of the free memory that clients at work are planned with."""
+"""Share of the free memory planned for the clients in training."""
 STATE_SHARE = 0.25
 """Largest share of the free memory that `run.state=auto` gives to the clients' state. It is not taken from
 SHARE_OF_FREE, so that this choice does not change how many clients train at once, nor the bits; allocators,
@@ -31,9 +32,9 @@ VECTORS = 10
 """Flat vectors of a client's model that a local round holds at once, at most: state, download, descents,
 gradients and upload."""
 _IN_WORDS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "not enough memory")
-"""How torch's parts say that the memory of a process has ended: only a GPU's has an exception of its own."""
+"""Texts of torch's errors for a process out of memory: torch has an exception class only for a GPU."""
 PASSES = 3
-"""Memory of a training step over the activations that it keeps: their gradients and work spaces, too."""
+"""Memory of a training step divided by its stored activations: gradients and workspaces come on top."""
 
 
 def for_device(method: Method, state: State) -> State:
@@ -118,16 +119,13 @@ def _free_bytes(device: torch.device, sharing: int) -> float:
 
 @contextmanager
 def report_out_of_memory(config: Config, world: Communicator) -> Iterator[None]:
-    """Tell the user where the memory of this rank's process does not suffice.
-
-    Raises OutOfMemoryError; a rank among several ends all.
-    """
+    """Turn a failed allocation of this process into OutOfMemoryError; of several ranks, it ends all."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        # what the failed calls hold makes room for the words
+        # frees the memory of the failed calls, so that the message can be printed
         traceback.clear_frames(error.__traceback__)
         smaller = max(2, config.train.batch_size // 2)
         abort_out_of_memory(
@@ -143,7 +141,7 @@ def abort_out_of_memory(world: Communicator, text: str) -> NoReturn:
     """Raise OutOfMemoryError; a rank among several ends all with its exit code, as they may wait for it."""
     if world.size == 1:
         raise OutOfMemoryError(text) from None
-    abort_saying(world, f"hpcfl: error: {text}\n", OUT_OF_MEMORY)
+    abort_with_message(world, f"hpcfl: error: {text}\n", OUT_OF_MEMORY)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -151,9 +149,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def out_of_memory(config: Config, place: str, at_once: int, state_bytes: int) -> str:
-    """Return what is told of a GPU that has too little memory, with what to lower.
+    """Return the message for a GPU out of memory, with the settings to lower.
 
-    `place` says which rank and device; `at_once` is how many clients trained together, and `state_bytes` what
+    `place` is the rank and device; `at_once` is how many clients trained together, and `state_bytes` what
     the state that this rank keeps on the device takes.
     """
     smaller = f"train.batch_size={max(2, config.train.batch_size // 2)} (it is {config.train.batch_size})"

@@ -42,9 +42,10 @@ from hpcfl.training.scoring import BatchedScorer
 
 @dataclass(frozen=True)
 class Unseen:
-    """The U clients that take no part in training, with ids from N on, and those of them on this rank."""
+    """The U clients that take no part in training, with ids from N on; `worker_context` has those of this
+    rank."""
 
-    workplace: WorkerContext
+    worker_context: WorkerContext
     num_train: np.ndarray
     """Training samples of each, int64 [U]."""
     num_evaluated: np.ndarray
@@ -53,11 +54,11 @@ class Unseen:
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a run consists of on one rank; its N clients are those that take part in training."""
+    """All parts of a run on one rank; its N clients are those that take part in training."""
 
     config: Config
     method: Method
-    workplace: WorkerContext
+    worker_context: WorkerContext
     data: DataRecord
     num_train: np.ndarray
     """Training samples of each client, int64 [N]."""
@@ -67,38 +68,41 @@ class Experiment:
     samples_by_class: tuple[np.ndarray, np.ndarray] | None
     """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each; on the server."""
     engine_name: str
-    """The engine and, on a GPU, what was chosen for it."""
+    """The engine and, on a GPU, its automatic settings."""
     state_device: torch.device
-    """Where this rank keeps its clients' state during the run, but for what `for_device` leaves out."""
+    """Where this rank keeps its clients' state during the run, except what `for_device` leaves out."""
 
     @property
-    def driver(self) -> MethodAdapter:
-        """What calls the method's hooks."""
+    def adapter(self) -> MethodAdapter:
+        """The adapter that calls the method's hooks."""
         return MethodAdapter(self.method)
 
     def place_state(self) -> None:
-        """Bring the clients' state, made on the CPU, to where it is kept during the run.
+        """Move the clients' state from the CPU to the device that keeps it during the run.
 
-        Not before all ranks are built: they may share a GPU, and measure its free memory.
+        Call it after all ranks are built: they may share a GPU, and measure its free memory.
         """
-        state = self.workplace.state
+        state = self.worker_context.state
         for name, rows in for_device(self.method, state).items():
             state[name] = rows.to(self.state_device)
 
     @property
     def bytes_of_state_on_device(self) -> int:
-        """What the clients' state takes of a GPU's memory during the run; 0 where the CPU keeps it."""
-        return 0 if self.state_device.type == "cpu" else bytes_for_device(self.method, self.workplace.state)
+        """GPU memory of the clients' state during the run; 0 if the CPU keeps it."""
+        return (
+            0 if self.state_device.type == "cpu" else bytes_for_device(self.method, self.worker_context.state)
+        )
 
 
 def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
-    """Read the source and deal its samples to the clients; the same on every rank. May raise UserError."""
+    """Read the source and divide its samples among the clients; the same on every rank. May raise
+    UserError."""
     arrays = read_source(config)
     return arrays, deal(config, arrays)
 
 
 def read_source(config: Config) -> Arrays:
-    """Return the samples of the source. Raises UserError where they cannot be read."""
+    """Return the samples of the source. Raises UserError if they cannot be read."""
     data = config.data
     return load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
 
@@ -179,7 +183,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     torch.set_num_threads(config.run.threads)
     world.max_elements = config.run.max_elements
     device = world.device(config.run.device)
-    # by itself a GPU would round the factors of convolutions
+    # cuDNN's default would round the factors of convolutions
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.run.tf32
     arrays, parts = load_data(config)
     data = describe(config, arrays, parts)
@@ -210,7 +214,7 @@ def assemble(
     """Put this rank's part of a run together. May raise UserError on any rank.
 
     Args:
-        clients: ids of the clients in training that live here.
+        clients: ids of the clients in training whose home is here.
         unseen: those of clients that take no part in training.
     """
     num_clients = method.context.num_clients
@@ -239,11 +243,11 @@ def assemble(
         batched, engine_name = batched_engine(config, method, network, device, sharing, len(clients), beside)
         engine = batched
         scorer = BatchedScorer(network, method.layout)
-    workplace = WorkerContext(
+    worker_context = WorkerContext(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
     )
-    unseen_workplace = replace(
-        workplace,
+    unseen_context = replace(
+        worker_context,
         shard=unseen_shard,
         clients=unseen,
         train=config.train.of_unseen(),
@@ -261,11 +265,11 @@ def assemble(
     return Experiment(
         config,
         method,
-        workplace,
+        worker_context,
         data,
         num_train[:num_clients],
         num_evaluated[:num_clients],
-        Unseen(unseen_workplace, num_train[num_clients:], num_evaluated[num_clients:]),
+        Unseen(unseen_context, num_train[num_clients:], num_evaluated[num_clients:]),
         samples_by_class,
         engine_name,
         kept_on,
@@ -281,12 +285,12 @@ def batched_engine(
     most: int,
     state_bytes: int = 0,
 ) -> tuple[BatchedEngine, str]:
-    """Return the batched engine for a network on a device, and its name with what was chosen on a GPU.
+    """Return the batched engine for a network on a device, and its name with the automatic settings on a GPU.
 
     `sharing`, `most` and `state_bytes`: see `clients_at_once`.
     """
     at_once = clients_at_once(config, method, device, sharing, most, state_bytes)
-    # a choice decides the last bits, so that the record must have it
+    # the choice affects the last bits, so config.yaml records it
     name = "batched" if device.type == "cpu" else f"batched by {at_once}"
     return BatchedEngine(with_convolutions(network, config.run.convolutions), method.layout, at_once), name
 

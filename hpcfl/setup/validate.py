@@ -1,4 +1,4 @@
-"""What a run cannot do with its configuration, method and machine: refused before any of it is made."""
+"""Checks of configuration, method and machine before a run is built."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.training.engines import has_bfloat16
 
 SMALL_SHARE, MANY_CLIENTS = 0.01, 1000
-"""A server has room for a state of fewer clients than this, whose models take so small a share of its memory:
-it keeps some tens of models a client at the most."""
+"""With fewer clients than this, whose models take so small a share of the memory, the server's state is not
+checked: it has some tens of models per client at most."""
 
 
 def check_chain(method: Method, num_workers: int) -> None:
-    """Raise UserError where several workers would train clients that come one after the other."""
+    """Raise UserError if several workers would train clients that must train one after the other."""
     if method.sequential is not None and num_workers > 1:
         raise UserError(
             f"{method.sequential} trains a round's clients one after the other, and {num_workers} workers "
@@ -30,7 +30,7 @@ def check_chain(method: Method, num_workers: int) -> None:
 
 
 def check_slow_precision(config: Config, is_elsewhere: bool) -> None:
-    """Raise UserError where bfloat16 would be emulated, many times slower, or has no part in training."""
+    """Raise UserError if bfloat16 would be emulated, many times slower, or would not be used."""
     if config.train.precision == "float32":
         return
     asked, instead = f"train.precision={config.train.precision}", "use train.precision=float32"
@@ -46,7 +46,7 @@ def check_slow_precision(config: Config, is_elsewhere: bool) -> None:
 
 
 def too_large(method: Method) -> str | None:
-    """Say why the server's state does not fit in the memory here, and what to do; None where it does."""
+    """Return why the server's state does not fit in memory, and what to do; None if it fits."""
     count, memory = method.context.num_clients, memory_bytes()
     if count < MANY_CLIENTS and 4 * count * method.layout.size < SMALL_SHARE * memory:
         return None
@@ -64,9 +64,9 @@ def too_large(method: Method) -> str | None:
 
 
 def state_bytes(method: Method) -> dict[str, int]:
-    """Return the bytes of the server's state at the start by part, without making it; {} if nobody knows.
+    """Return the bytes of the server's state at the start by part, without allocating it; {} if unknown.
 
-    It is made on torch's meta device, which has shapes and no numbers; a method of one's own may need those.
+    It is made on torch's meta device, which has shapes and no numbers; a user's own method may need those.
     """
     shapes = copy.deepcopy(method)
     shapes.network.to("meta")
@@ -83,13 +83,13 @@ def state_bytes(method: Method) -> dict[str, int]:
 
 
 def check_large_state(method: Method, world: Communicator) -> None:
-    """Refuse a state that does not fit in the server's memory, before any of it is made."""
+    """Raise UserError if the state does not fit in the server's memory, before it is allocated."""
     if world.is_server and (reason := too_large(method)):
         raise UserError(reason)
 
 
 def check_single_samples(config: Config, method: Method) -> None:
-    """Refuse clients of one training sample where BatchNorm cannot make statistics of one."""
+    """Raise UserError for clients with one training sample if BatchNorm cannot compute statistics of one."""
     num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
     client = int(num_samples.argmin())
     if num_samples[client] < method.context.fewest_samples:
@@ -101,9 +101,9 @@ def check_single_samples(config: Config, method: Method) -> None:
 
 
 def check_small_blocks(config: Config, method: Method) -> None:
-    """Refuse blocks that cannot hold a client's model, or a few figures of every client.
+    """Raise UserError if a block cannot hold a client's model, or a few figures of every client.
 
-    Larger messages of a client are refused where they are sent.
+    Larger messages of a client are checked when they are sent.
     """
     most_clients = max(method.context.num_clients, len(method.context.num_samples_of_unseen))
     most_figures = max(5, len(method.layers)) * most_clients

@@ -1,4 +1,5 @@
-"""Start, resume and checkpoints: the state of server and clients, to and from the run folder."""
+"""Start, resume and checkpoints: write the state of server and clients to the run folder, and read it
+back."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class LastEvaluation:
 
     models: ModelsOf
     unseen: ModelsOf
-    """The same of clients that take no part in training."""
+    """The same for clients that take no part in training."""
     record: Callable[[], None]
     """Enters the scores of all models in the ledger; collective."""
 
@@ -42,12 +43,12 @@ class Saver:
 
     def __init__(self, federation: Federation, ledger: Ledger, folder: RunFolder | None) -> None:
         self._federation, self._ledger, self._folder = federation, ledger, folder
-        self._method, self._driver, self._config = federation.method, federation.driver, federation.config
+        self._method, self._adapter, self._config = federation.method, federation.adapter, federation.config
 
     def start(self) -> tuple[State, int]:
-        """Go on from a checkpoint, or begin; return the server's state and the rounds done. Collective.
+        """Resume from a checkpoint, or start; return the server's state and the rounds done. Collective.
 
-        Raises UserError on all ranks where the checkpoint has not the parts of this run.
+        Raises UserError on all ranks if the checkpoint does not have the parts of this run.
         """
         checkpoint = self._folder.checkpoint if self._folder is not None else None
         world = self._federation.world
@@ -58,7 +59,7 @@ class Saver:
         if checkpoint is not None:
             self._forget_off_schedule(done)
         elif world.is_server:
-            server = self._driver.initial_server()
+            server = self._adapter.initial_server()
         if done:
             self._restore_clients(checkpoint)
         if checkpoint is not None:
@@ -70,7 +71,7 @@ class Saver:
     def save(self, server: State, done: int, last: LastEvaluation | None = None) -> None:
         """Write a checkpoint after `done` rounds; after the last, with all evaluated models. Collective.
 
-        Those are scored as they are written, so the last evaluation enters the ledger after them.
+        The models are scored while they are written, so the ledger gets the last evaluation after them.
         """
         models = unseen = None
         if last is not None:
@@ -111,7 +112,7 @@ class Saver:
     def _taken_over(self, checkpoint: LoadedCheckpoint) -> State:
         """Restore the ledger and return the server's state.
 
-        Raises UserError unless all that is there is as this run would leave it.
+        Raises UserError unless the checkpoint has the parts and shapes of this run.
         """
         try:
             wrong = self._other_parts(checkpoint)
@@ -128,17 +129,18 @@ class Saver:
         return checkpoint.server
 
     def _other_parts(self, checkpoint: LoadedCheckpoint) -> list[str]:
-        """Name what of the state is missing or of another shape; more may be there, such as a codec's."""
+        """Name the parts of the state that are missing or have another shape; extra parts, such as a codec's,
+        are fine."""
         count = self._federation.num_clients
-        own = {name: _shape(rows, count) for name, rows in self._driver.initial_clients([0]).items()}
+        own = {name: _shape(rows, count) for name, rows in self._adapter.initial_clients([0]).items()}
         found = checkpoint.shapes("clients")
         wrong = [f"clients/{name}" for name, shape in found.items() if own.get(name, shape) != shape]
         wrong += [f"clients/{name}" for name, shape in found.items() if shape.rows != count]
         wrong += [f"clients/{name}" for name in own.keys() - found.keys()]
-        # gone before the checkpoint's is read: there may be no room for two
+        # freed before the checkpoint is read: memory may not hold two states
         at_first, recorded = self._shapes_at_first()
         for name, values in checkpoint.history.items():
-            # what clients record has an entry each
+            # diagnostics of clients have one entry per client
             shape = recorded.get(name, (count, *values.shape[2:]))
             if values.shape[1:] != shape and name not in OF_UNSEEN:
                 wrong.append(f"history/{name}")
@@ -151,8 +153,8 @@ class Saver:
         ]
 
     def _shapes_at_first(self) -> tuple[dict[str, RowShape], dict[str, tuple[int, ...]]]:
-        """Return the shapes of the server's state as a run begins, and of what its method records of it."""
-        state = self._driver.initial_server()
+        """Return the shapes of the server's initial state, and of the method's diagnostics of it."""
+        state = self._adapter.initial_server()
         recorded = {
             name: tuple(value.shape) for name, value in self._method.server_diagnostics(state).items()
         }
@@ -176,14 +178,14 @@ class Saver:
             message = Message(rows=rows, num_clients=len(cohort)) if federation.world.is_server else None
             received = federation.channel.down(message, cohort)
             own = self._own_rows(cohort)
-            count, state = len(federation.workplace.clients), federation.workplace.state
+            count, state = len(federation.worker_context.clients), federation.worker_context.state
             for name, tensor in received.rows.items():
-                # what a codec keeps is there once it has sent something
+                # a codec's state exists once it has sent something
                 stored = state.setdefault(name, tensor.new_zeros(count, *tensor.shape[1:]))
                 stored[own] = tensor
 
     def _blocks(self) -> Iterator[Cohort]:
-        """Cut all clients in consecutive cohorts of bounded size."""
+        """Split all clients into consecutive cohorts of bounded size."""
         federation = self._federation
         numbers = max(1, sum(math.prod(rows.shape[1:]) for rows in self._client_state().values()))
         step = max(1, federation.world.max_elements // numbers)
@@ -200,21 +202,21 @@ class Saver:
 
     def _client_state(self) -> State:
         """Return tensors of the shapes of the clients' state, those that a codec keeps included."""
-        return self._driver.initial_clients([0]) | self._federation.kept_by_codec()
+        return self._adapter.initial_clients([0]) | self._federation.kept_by_codec()
 
     def _client_blocks(self) -> Iterator[Block]:
         """Bring the state of all clients to the server, block by block. Collective."""
         federation = self._federation
         for cohort in self._blocks():
             own = self._own_rows(cohort)
-            rows = {name: tensor[own] for name, tensor in federation.workplace.state.items()}
+            rows = {name: tensor[own] for name, tensor in federation.worker_context.state.items()}
             message = Message(rows=rows, num_clients=own.stop - own.start)
             for positions, block in federation.channel.up(message, cohort):
                 yield np.array(cohort.clients[positions]), block.rows
 
     def _own_rows(self, cohort: Cohort) -> slice:
         """Return the rows of this rank's client state that belong to consecutive clients."""
-        # a view: rows picked one by one would stand in a GPU's memory a second time
+        # a view: a selection of rows would be a second copy in GPU memory
         rows = self._federation.own_rows(cohort)
         return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
 
@@ -248,8 +250,8 @@ class Saver:
         alone = cohort.select([0])
         names = json.dumps([name for model in models for name in model.shared]).encode()
         found = federation.world.gather_bytes(names if models else b"")
-        told = next((text for text in found if text), b"[]") if found is not None else None
-        shared: list[str] = json.loads(federation.world.broadcast_bytes(told))
+        encoded = next((text for text in found if text), b"[]") if found is not None else None
+        shared: list[str] = json.loads(federation.world.broadcast_bytes(encoded))
         whole = [_rows(model.select(slice(0, 1)), []) for model in models[: len(federation.own(alone))]]
         return shared, federation.channel.up(stack(whole), alone).collect()
 
@@ -268,7 +270,7 @@ class Saver:
 
 
 def _shape(rows: Tensor, count: int) -> RowShape:
-    """Return what `count` rows like some are."""
+    """Return shape and type of `count` rows like the given ones."""
     return RowShape(count, tuple(rows.shape[1:]), rows.dtype)
 
 

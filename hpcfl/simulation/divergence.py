@@ -1,4 +1,4 @@
-"""Numbers that are nan or infinite: found client by client, and told to the user in a line.
+"""Divergence: find numbers that are nan or infinite, client by client, and report them in one line.
 
 Shapes: C clients of a group, N clients of a run.
 """
@@ -24,21 +24,21 @@ from hpcfl.terminal import Progress
 from hpcfl.training.client_group import ClientGroup
 
 LARGEST = 2.0**126
-"""Above this magnitude a number counts as infinite: codecs send differences, and those of two such numbers
-may be too large for float32."""
+"""Above this magnitude a number counts as infinite: codecs send differences, and the difference of two such
+numbers may be too large for float32."""
 MAX_NAMED = 3
-"""Clients and tensors that a line names; it counts the others."""
+"""Clients and tensors that a message names; it counts the others."""
 
 _SKIP = "set run.on_divergence=skip in the same command"
 
 Diverged = Mapping[int, str]
-"""What is nan or infinite of each client that has diverged, by client in ascending order."""
+"""For each client that has diverged, in ascending order, which of its numbers are nan or infinite."""
 
 
 def losses_and_extremes(clients: ClientGroup, up: Message) -> Tensor:
     """Return each client's sum of losses, and the largest magnitude of what it sends and keeps, [2, C].
 
-    The magnitude is nan where one of these numbers is. Both are float64 and on the group's device.
+    The magnitude is nan if one of these numbers is nan. Both are float64 and on the group's device.
     """
     extremes = torch.zeros_like(clients.loss_sum)
     for _, rows in _numbers(clients, up):
@@ -49,17 +49,20 @@ def losses_and_extremes(clients: ClientGroup, up: Message) -> Tensor:
 
 
 def diverged_members(clients: ClientGroup, up: Message, figures: Tensor) -> dict[int, str]:
-    """Return the members of a group that have diverged, by their places, and what is nan or infinite of them.
+    """Return by position the members of a group that have diverged, and which of their numbers are nan or
+    infinite.
 
     `figures` are those of `losses_and_extremes`, on the CPU.
     """
     losses, extremes = figures
     is_sound = losses.isfinite() & (extremes <= LARGEST)
-    return {place: _told(clients, up, losses, place) for place in (~is_sound).nonzero().flatten().tolist()}
+    return {
+        place: _describe(clients, up, losses, place) for place in (~is_sound).nonzero().flatten().tolist()
+    }
 
 
 def not_finite(state: State) -> str:
-    """Say which tensors of the server's have numbers that are nan or infinite; "" where none has."""
+    """Name the tensors of the server's state that contain nan or infinity; "" if none does."""
     floating = {name: value for name, value in state.items() if value.is_floating_point() and value.numel()}
     return _listed(
         [
@@ -71,9 +74,9 @@ def not_finite(state: State) -> str:
 
 
 class Divergence:
-    """What one run does about numbers that are nan or infinite (`run.on_divergence`), on one rank.
+    """Handles numbers that are nan or infinite in one run, on one rank (`run.on_divergence`).
 
-    Its methods are collective, and raise DivergedError on all ranks where such numbers end the run.
+    Its methods are collective, and raise DivergedError on all ranks if such numbers end the run.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class Divergence:
     ) -> None:
         self._world, self._ledger, self._progress, self._folder = world, ledger, progress, folder
         self._method, self._train, self._policy = config.method.name, config.train, config.run.on_divergence
-        self._told_of_scores = False
+        self._has_warned_of_scores = False
         self.saved = 0
         """The round of the newest checkpoint; 0 before there is one."""
 
@@ -96,40 +99,42 @@ class Divergence:
         return self._policy != "continue"
 
     def judge_clients(self, here: Diverged, server: State, cohort: Cohort) -> Diverged:
-        """Return the members of a cohort that have diverged, given those of this rank, and tell the user.
+        """Return the members of a cohort that have diverged, given those of this rank; warn the user.
 
-        Warns of clients that have not diverged before, or, where their numbers stay, of the first ones.
+        With skip it warns of clients that had not diverged before, with continue of the first ones only.
         """
         diverged = _on_all_ranks(self._world, here)
         if not diverged:
             return diverged
         first, what = next(iter(diverged.items()))
-        whose = f"client {first}: " if len(diverged) > 1 else ""
+        prefix = f"client {first}: " if len(diverged) > 1 else ""
         is_all = len(diverged) == len(cohort) > 1
         who = f"all {len(cohort)} clients" if is_all else named(list(diverged))
-        told = f"{who} diverged in round {cohort.round + 1} ({self._method}; {whose}{what})"
+        problem = f"{who} diverged in round {cohort.round + 1} ({self._method}; {prefix}{what})"
         if self.leaves_out:
-            # what is nan on the server makes clients diverge that are not to blame
+            # nan in the server's state makes clients diverge: report the server first
             self.judge_server(server, cohort.round)
         if self._policy == "stop":
-            # without all clients' rounds nothing is trained
-            self._end(told, "" if is_all else f"{_SKIP} to continue without such clients' rounds")
+            # if all clients have diverged, skip would train nothing
+            self._end(problem, "" if is_all else f"{_SKIP} to continue without such clients' rounds")
         before = self._ledger.diverged
         if self._policy == "skip" and not before[list(diverged)].all():
-            self._progress.warn(f"{told}: left out of the round (run.on_divergence=skip)")
+            self._progress.warn(f"{problem}: left out of the round (run.on_divergence=skip)")
         if self._policy == "continue" and not before.any():
-            self._progress.warn(f"{told}: the run continues with these numbers (run.on_divergence=continue)")
+            self._progress.warn(
+                f"{problem}: the run continues with these numbers (run.on_divergence=continue)"
+            )
         return diverged
 
     def judge_server(self, server: State, done: int) -> None:
-        """Look at the server's numbers after `done` rounds, unless they may be whatever they are."""
+        """Check the server's numbers after `done` rounds, unless the policy is continue."""
         what = not_finite(server) if self.leaves_out else ""
         if self._world.maximum(len(what)):
-            told = f"the server's state is not finite after round {done} ({self._method}; {what})"
-            self._end(told, "take smaller steps on the server (hpcfl list keys method)")
+            problem = f"the server's state is not finite after round {done} ({self._method}; {what})"
+            self._end(problem, "take smaller steps on the server (hpcfl list keys method)")
 
     def judge_scores(self, losses: np.ndarray, server: State, done: int) -> None:
-        """Look at the losses [clients] of the models that were scored after `done` rounds, on the server."""
+        """Check the losses [clients] of the models that were scored after `done` rounds, on the server."""
         clients = np.isnan(losses).nonzero()[0].tolist()
         if not self._world.maximum(len(clients)):
             return
@@ -138,22 +143,22 @@ class Divergence:
         epochs = self._train.finetune_epochs
         tuned = f" after {epochs} epochs of fine-tuning" if epochs else ""
         what = f"{self._method}; loss is nan{tuned}"
-        told = f"{named(clients)} diverged in the evaluation after round {done} ({what})"
+        problem = f"{named(clients)} diverged in the evaluation after round {done} ({what})"
         if self._policy == "stop":
-            self._end(told, f"{_SKIP} to continue with such scores")
-        if not self._told_of_scores and not self._ledger.diverged.any():
-            self._progress.warn(told)
-        self._told_of_scores = True
+            self._end(problem, f"{_SKIP} to continue with such scores")
+        if not self._has_warned_of_scores and not self._ledger.diverged.any():
+            self._progress.warn(problem)
+        self._has_warned_of_scores = True
 
-    def _end(self, told: str, instead: str) -> NoReturn:
-        """End the run; `instead` is what may be done but for smaller steps."""
+    def _end(self, problem: str, instead: str) -> NoReturn:
+        """End the run; `instead` is an alternative to smaller steps."""
         kept = (
             f"the last good checkpoint is of round {self.saved}"
             if self.saved
             else "there is no checkpoint yet"
         )
-        lower = f"start anew with a lower train.lr (it is {self._train.lr:g})"
-        text = f"{told}; {kept}: {lower}" + (f", or {instead}" if instead else "")
+        lower = f"start over with a lower train.lr (it is {self._train.lr:g})"
+        text = f"{problem}; {kept}: {lower}" + (f", or {instead}" if instead else "")
         if self._folder is not None:
             self._folder.log(f"error: {text}")
         raise DivergedError(text)
@@ -162,10 +167,10 @@ class Divergence:
 def named(clients: Sequence[int]) -> str:
     """Return the first few of some clients, and how many more there are."""
     more = len(clients) - MAX_NAMED
-    told = [str(client) for client in clients[:MAX_NAMED]] + [f"{more} more"] * (more > 0)
-    if len(told) == 1:
-        return f"client {told[0]}"
-    return f"clients {', '.join(told[:-1])} and {told[-1]}"
+    names = [str(client) for client in clients[:MAX_NAMED]] + [f"{more} more"] * (more > 0)
+    if len(names) == 1:
+        return f"client {names[0]}"
+    return f"clients {', '.join(names[:-1])} and {names[-1]}"
 
 
 def _on_all_ranks(world: Communicator, here: Diverged) -> Diverged:
@@ -181,7 +186,7 @@ def _on_all_ranks(world: Communicator, here: Diverged) -> Diverged:
 
 def _numbers(clients: ClientGroup, up: Message) -> Iterator[tuple[str, Tensor]]:
     """Yield by name the floating-point numbers that each client of a group sends, and keeps, as [C, n]."""
-    # many a method sends what it keeps
+    # many methods keep the tensor that they send
     sent = {(rows.data_ptr(), rows.shape) for rows in up.rows.values()}
     kept = {
         f"its {name}": rows
@@ -193,8 +198,8 @@ def _numbers(clients: ClientGroup, up: Message) -> Iterator[tuple[str, Tensor]]:
             yield name, rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
 
 
-def _told(clients: ClientGroup, up: Message, losses: Tensor, place: int) -> str:
-    """Say what is nan or infinite of a member of a group."""
+def _describe(clients: ClientGroup, up: Message, losses: Tensor, place: int) -> str:
+    """Describe which numbers of a member of a group are nan or infinite."""
     loss = float(losses[place])
     found = [] if np.isfinite(loss) else [f"loss is {'nan' if np.isnan(loss) else 'infinite'}"]
     found += [_counted(name, rows[place], LARGEST) for name, rows in _numbers(clients, up)]
@@ -202,10 +207,10 @@ def _told(clients: ClientGroup, up: Message, losses: Tensor, place: int) -> str:
 
 
 def _counted(name: str, numbers: Tensor, largest: float) -> str:
-    """Say how many numbers of a tensor are nan or above a magnitude; "" where none is."""
+    """Count the numbers of a tensor that are nan or above a magnitude, as text; "" if there are none."""
     counts = {"nan": int(numbers.isnan().sum()), "infinite": int((numbers.abs() > largest).sum())}
-    told = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
-    return f"{name} has {told} number{'s' * (sum(counts.values()) > 1)}" if told else ""
+    text = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return f"{name} has {text} number{'s' * (sum(counts.values()) > 1)}" if text else ""
 
 
 def _is_finite(numbers: Tensor) -> bool:

@@ -28,7 +28,7 @@ class Evaluation:
     """Accuracy of the model right after a download; nan where a client has none."""
 
     @staticmethod
-    def of(num_clients: int) -> Evaluation:
+    def zeros(num_clients: int) -> Evaluation:
         """Return the evaluation of `num_clients` clients before any of them is scored: all zeros."""
         return Evaluation(*np.zeros((3, num_clients)))
 
@@ -38,15 +38,15 @@ class Evaluator:
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._method, self._driver, self._config = federation.method, federation.driver, federation.config
+        self._method, self._adapter, self._config = federation.method, federation.adapter, federation.config
         self._sampled: set[int] = set()
         self._counted_rounds = 0
 
     def evaluate(self, server: State, done: int) -> Evaluation:
         """Score every client after `done` rounds. Collective."""
-        found = Evaluation.of(self._federation.num_clients)
+        found = Evaluation.zeros(self._federation.num_clients)
         for cohort in self._federation.everyone(done):
-            # none is kept, unlike by a loop's variable, while the next are made
+            # frees each group's models before the next are made; a loop variable would keep them
             deque(self.models(server, cohort, found), maxlen=0)
         return found
 
@@ -59,8 +59,8 @@ class Evaluator:
         rows = [torch.zeros(0, 3, dtype=torch.float64)]
         is_same = self._method.traits.eval_after == "download" and not self._config.train.finetune_epochs
         for clients, down in self._federation.evaluation_downloads(server, cohort):
-            before = None if is_same else self.scores(clients, self._driver.after_download(clients, down))
-            model = self._driver.evaluated(clients, down)
+            before = None if is_same else self.scores(clients, self._adapter.after_download(clients, down))
+            model = self._adapter.evaluated(clients, down)
             scores = self.scores(clients, model)
             rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
             yield model
@@ -73,18 +73,18 @@ class Evaluator:
     def evaluate_unseen(self, server: State, done: int) -> Evaluation:
         """Let every client that takes no part in training adapt after `done` rounds; score it. Collective.
 
-        Every evaluation begins anew, and leaves no trace but the scores. The clients' first is number 0.
+        Every evaluation starts from new clients and keeps only the scores. The first client is number 0.
         """
-        found = Evaluation.of(self._federation.num_unseen)
+        found = Evaluation.zeros(self._federation.num_unseen)
         for cohort in self._federation.unseen(done):
             deque(self.adapted(server, cohort, found), maxlen=0)
         return found
 
     def adapted(self, server: State, cohort: Cohort, found: Evaluation) -> Iterator[Message]:
-        """Do what `models` does for a cohort of clients that take no part in training. Collective."""
+        """Yield the models as `models` does, for clients that take no part in training. Collective."""
         rows = [torch.zeros(0, 2, dtype=torch.float64)]
-        for clients, down in self._federation.welcomes(server, cohort):
-            model = self._driver.adapted(clients, down)
+        for clients, down in self._federation.new_client_downloads(server, cohort):
+            model = self._adapter.adapted(clients, down)
             rows.append(self.scores(clients, model))
             yield model
             del model
@@ -93,14 +93,16 @@ class Evaluator:
             numbers = [client - self._federation.num_clients for client in cohort.clients]
             found.accuracy[numbers], found.loss[numbers] = figures.T.numpy()
 
-    def try_welcome(self, server: State) -> None:
-        """Let the server greet unseen clients: a method that cannot fails before the rounds. Collective."""
+    def try_new_client_download(self, server: State) -> None:
+        """Call `new_client_download` once before the first round, so that a method without it fails early.
+        Collective."""
         for cohort in self._federation.unseen(0):
-            self._federation.on_server(partial(self._driver.new_client_download, server, cohort))
+            self._federation.on_server(partial(self._adapter.new_client_download, server, cohort))
             return
 
     def scores(self, clients: ClientGroup, model: Message) -> Tensor:
-        """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where there is none."""
+        """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where a client has
+        none."""
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
         if type(self._method).predict is Method.predict:
@@ -113,7 +115,7 @@ class Evaluator:
         """Bring the diagnostics of all clients to the server, one tensor [N, ...] per name. Collective."""
         federation, method = self._federation, self._method
         is_default = type(method).client_diagnostics is Method.client_diagnostics
-        if is_default and not any(one.name in federation.workplace.state for one in method.diagnostics):
+        if is_default and not any(one.name in federation.worker_context.state for one in method.diagnostics):
             return {}
         cohort = federation.cohort_of(done, range(federation.num_clients))
         rows = [

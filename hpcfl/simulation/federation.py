@@ -1,4 +1,4 @@
-"""The clients of a run as one rank sees them: cohorts, this rank's groups of them, and their figures."""
+"""The clients of a run on one rank: cohorts, this rank's groups, and messages to and from them."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hpcfl.training.client_group import ClientGroup, WorkerContext
 T = TypeVar("T")
 
 EVALUATED_ELEMENTS = 2**27
-"""Largest number of model elements that are evaluated at once. It is a constant and not a setting, unlike
-`run.max_elements`, because a different cut of the clients may change the last bits of a product."""
+"""Largest number of model elements that are evaluated at once. A constant, unlike `run.max_elements`: a
+different split of the clients may change the last bits of a product."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A message from the server as it arrived."""
+    """A message from the server as the clients received it."""
 
     received: Message
-    """What this rank's members of the cohort have."""
+    """The message for this rank's members of the cohort."""
     sent: Message | None
-    """What all members have, on the server; None elsewhere."""
+    """The message for all members, on the server; None elsewhere."""
 
     def select(self, here: list[int], everywhere: list[int]) -> Delivery:
         """Return the delivery to some members: by their positions on this rank, and in the cohort."""
@@ -54,20 +54,20 @@ class Federation:
     def __init__(self, experiment: Experiment, world: Communicator) -> None:
         self.experiment, self.world = experiment, world
         self.method, self.config = experiment.method, experiment.config
-        self.driver = experiment.driver
-        self.workplace = experiment.workplace
+        self.adapter = experiment.adapter
+        self.worker_context = experiment.worker_context
         self.num_clients = len(experiment.num_train)
         """Clients that take part in training, N."""
         self.num_unseen = len(experiment.unseen.num_train)
         """Clients that do not, U, with ids from N on."""
         self.channel = Channel(world, self.method.layers, self.num_clients)
-        """Moves tensors as they are: those of checkpoints and diagnostics."""
+        """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
         split = self.config.run.eval_split
         num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
-        self.visits = ClientMigration(world, self.workplace, num_samples)
-        # engines differ: the server has none of the GPUs, and a worker of few clients may take one at a time
-        at_once = world.maximum(self.workplace.engine.clients_at_once)
+        self.migration = ClientMigration(world, self.worker_context, num_samples)
+        # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
+        at_once = world.maximum(self.worker_context.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
         self._members_visit = is_balanced and at_once == 1 and world.num_workers > 1
 
@@ -82,7 +82,7 @@ class Federation:
     def placed(self, cohort: Cohort) -> Cohort:
         """Return the cohort with the workers that train its members, the same on every rank.
 
-        Where clients train one at a time they are spread by their samples (`run.placement`); elsewhere they
+        If clients train one at a time, they are balanced by their samples (`run.placement`); otherwise they
         train at home.
         """
         if not self._members_visit:
@@ -91,8 +91,8 @@ class Federation:
         workers = assign_workers(cohort.num_samples.tolist(), homes, self.world.num_workers)
         return replace(cohort, workers=workers)
 
-    def trips(self, cohort: Cohort) -> list[Migration]:
-        """Return the way of each member that trains away from home."""
+    def migrations(self, cohort: Cohort) -> list[Migration]:
+        """Return the migration of each member that trains away from home."""
         if cohort.workers is None:
             return []
         homes = self.channel.homes(cohort)
@@ -108,7 +108,7 @@ class Federation:
             yield self.cohort_of(round, clients)
 
     def unseen(self, round: int) -> Iterator[Cohort]:
-        """Yield all clients that take no part in training as `everyone` does the others."""
+        """Yield all clients that take no part in training, in cohorts like those of `everyone`."""
         for clients in self._spread(range(self.num_clients, self.num_clients + self.num_unseen)):
             yield self.unseen_cohort(round, clients)
 
@@ -120,7 +120,7 @@ class Federation:
         return Cohort(round, tuple(clients), num_samples, homes)
 
     def _spread(self, clients: range) -> Iterator[range]:
-        """Cut clients in parts of bounded size, each spread evenly over them."""
+        """Split clients into parts of bounded size, each spread evenly over the shards."""
         parts = max(1, math.ceil(len(clients) * self.method.layout.size / EVALUATED_ELEMENTS))
         for part in range(min(parts, len(clients))):
             yield clients[part::parts]
@@ -132,15 +132,15 @@ class Federation:
     def groups(self, cohort: Cohort) -> Iterator[tuple[slice, ClientGroup]]:
         """Yield this rank's cohort members in groups as large as the engine takes, with their positions."""
         own = self.own(cohort)
-        size = self.workplace.engine.clients_at_once
+        size = self.worker_context.engine.clients_at_once
         for start in range(0, len(own), size):
             members = own[start : start + size]
-            workplace = self._workplace_of(members[0])
-            yield slice(start, start + size), ClientGroup(workplace, members, cohort.round)
+            worker_context = self._worker_context_of(members[0])
+            yield slice(start, start + size), ClientGroup(worker_context, members, cohort.round)
 
-    def _workplace_of(self, client: int) -> WorkerContext:
-        """Return what has a client that trains on this rank: at home here, a visitor, or unseen."""
-        places = (self.workplace, self.visits.workplace, self.experiment.unseen.workplace)
+    def _worker_context_of(self, client: int) -> WorkerContext:
+        """Return the context of a client that trains on this rank: at home, migrated here, or unseen."""
+        places = (self.worker_context, self.migration.worker_context, self.experiment.unseen.worker_context)
         return next(place for place in places if client in place.clients)
 
     def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
@@ -156,37 +156,39 @@ class Federation:
     def upload(self, message: Message, cohort: Cohort, sent: Message | None, before: Delivery) -> Upload:
         """Send the uploads of this rank's members to the server. Collective, and so is the result.
 
-        `sent` is what a method finds as `Upload.sent`, `before` all that the members received in this round.
+        `sent` becomes `Upload.sent`; `before` is everything that the members received in this round.
         """
         return self.channel.up(message, cohort, sent, self._coding(cohort, before))
 
     def _coding(self, cohort: Cohort, before: Delivery) -> UploadCoding | None:
         if self._up is IDENTITY:
             return None
-        places = (self.workplace, self.visits.workplace)
-        found = [(self._workplace_of(client), client) for client in self.own(cohort)]
-        rows = [(int(place is not self.workplace), place.clients.index(client)) for place, client in found]
+        places = (self.worker_context, self.migration.worker_context)
+        found = [(self._worker_context_of(client), client) for client in self.own(cohort)]
+        rows = [
+            (int(place is not self.worker_context), place.clients.index(client)) for place, client in found
+        ]
         unsent = ErrorFeedback([(place.state, len(place.clients)) for place in places], rows)
         sent = before.sent if self.world.is_server else None
         return UploadCoding(self._up, before.received, sent, unsent)
 
     def on_device(self, received: Message) -> Message:
-        """Bring what clients share to their device, once for all groups; rows follow group by group."""
-        shared = {name: tensor.to(self.workplace.device) for name, tensor in received.shared.items()}
+        """Copy shared tensors to the device, once for all groups; rows follow group by group."""
+        shared = {name: tensor.to(self.worker_context.device) for name, tensor in received.shared.items()}
         return replace(received, shared=shared)
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's clients with what they need to be evaluated. Collective."""
-        return self._downloads(cohort, lambda: self.driver.send(server, cohort, for_evaluation=True))
+        """Yield groups of this rank's clients with their evaluation download. Collective."""
+        return self._downloads(cohort, lambda: self.adapter.send(server, cohort, for_evaluation=True))
 
-    def welcomes(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's clients with what they get as new clients. Collective."""
-        return self._downloads(cohort, lambda: self.driver.new_client_download(server, cohort))
+    def new_client_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
+        """Yield groups of this rank's unseen clients with their new-client download. Collective."""
+        return self._downloads(cohort, lambda: self.adapter.new_client_download(server, cohort))
 
     def _downloads(
         self, cohort: Cohort, send: Callable[[], Message]
     ) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's clients with what the server sends. Collective."""
+        """Yield groups of this rank's clients with the server's message. Collective."""
         message = self.on_server(send)
         down = self.on_device(self.channel.down(message, cohort, self._down))
         for part, clients in self.groups(cohort):
@@ -194,7 +196,8 @@ class Federation:
             self.world.heartbeat()
 
     def on_server(self, hook: Callable[[], T]) -> T | None:
-        """Call a hook on the server, and None elsewhere; the workers give it what it asks. Collective."""
+        """Call a hook on the server and return its result, None elsewhere; workers serve its requests.
+        Collective."""
         is_sharded = self.method.sharded_state is not None
         if not self.world.is_server:
             if is_sharded:
@@ -206,12 +209,12 @@ class Federation:
         return found
 
     def kept_by_codec(self) -> State:
-        """Return the part of this rank's client state that a codec keeps; all ranks have the same names."""
-        return {name: rows for name, rows in self.workplace.state.items() if name.startswith(UNSENT)}
+        """Return the codec's part of this rank's client state; all ranks have the same names."""
+        return {name: rows for name, rows in self.worker_context.state.items() if name.startswith(UNSENT)}
 
     def own_rows(self, cohort: Cohort) -> list[int]:
         """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
-        return [self.workplace.clients.index(client) for client in self.own(cohort)]
+        return [self.worker_context.clients.index(client) for client in self.own(cohort)]
 
 
 def sampled(config: Config, num_clients: int, number: int) -> list[int]:
@@ -222,13 +225,14 @@ def sampled(config: Config, num_clients: int, number: int) -> list[int]:
 
 
 class Uploads:
-    """The uploads of this rank's groups as one message on the CPU, which they are copied to as they come."""
+    """Collects the uploads of this rank's groups in one message on the CPU."""
 
     def __init__(self, num_clients: int) -> None:
         self.message = Message(num_clients=num_clients)
 
     def add(self, part: slice, up: Message) -> None:
-        """Add the upload of the clients at these positions; the first one names the tensors of all."""
+        """Add the upload of the clients at these positions; the first upload decides which tensors there
+        are."""
         whole, count = self.message, self.message.num_clients
         if not whole.rows:
             for name, rows in up.rows.items():
@@ -244,7 +248,7 @@ class Uploads:
 
 
 def stack(messages: Sequence[Message]) -> Message:
-    """Put the messages of several groups together; rows are brought to the CPU group by group."""
+    """Join the messages of several groups; rows are copied to the CPU group by group."""
     whole = Uploads(sum(message.num_clients for message in messages))
     start = 0
     for message in messages:

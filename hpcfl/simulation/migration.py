@@ -1,8 +1,8 @@
-"""Which worker trains which client of a round, and the way of clients to another worker and back.
+"""Which worker trains which client of a round, and the migration of clients to that worker and back.
 
-Clients live, with their samples and state, on the worker whose shard has them: their home. A cohort drawn at
-random leaves some workers with more to train than others, so some of its members visit less busy workers for
-the round. The result of a run does not depend on it.
+The samples and state of a client are kept by the worker whose shard has it: its home. A random cohort gives
+some workers more to train than others, so some members migrate to less busy workers for the round. The result
+of a run does not depend on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.training.client_group import WorkerContext
 
 HOME_SLACK = 1.02
-"""How much longer the busiest worker may train so that fewer clients leave their home."""
+"""Accepted slow-down of the busiest worker, so that fewer clients migrate."""
 
 _ALIGNMENT = 16
 
@@ -29,7 +29,7 @@ def assign_workers(work: Sequence[int], homes: Sequence[int], num_workers: int) 
     """Return a worker for each client, given each one's work (training samples) and home.
 
     Clients go to the least busy worker, the longest first (Graham's LPT rule, at most 4/3 of the shortest
-    possible time). If the busiest worker gets done within `HOME_SLACK` of that, as many as fit stay at home.
+    possible time). As many clients stay at home as keep the busiest worker within `HOME_SLACK` of that.
     """
     longest_first = sorted(range(len(work)), key=lambda position: -work[position])
     anywhere = _fill([-1] * len(work), longest_first, work, num_workers)
@@ -50,7 +50,7 @@ def idle_share(work: Sequence[int], workers: Sequence[int], num_workers: int) ->
 
 
 def _fill(workers: Sequence[int], order: Sequence[int], work: Sequence[int], num_workers: int) -> list[int]:
-    """Give each client that has none (-1) the least busy worker, in this order."""
+    """Assign each client without a worker (-1) to the least busy worker, in this order."""
     filled = list(workers)
     busy = [(load, worker) for worker, load in enumerate(_loads(work, workers, num_workers))]
     heapq.heapify(busy)
@@ -76,7 +76,7 @@ Form = tuple[torch.Size, torch.dtype]
 
 
 class ClientMigration:
-    """Takes members of a cohort to the workers that train them, with their samples and state, and back.
+    """Moves members of a cohort, with their samples and state, to the workers that train them, and back.
 
     `num_samples` holds the samples of every client [N] in each split that a round needs.
     """
@@ -85,23 +85,23 @@ class ClientMigration:
         self, world: Communicator, home: WorkerContext, num_samples: Mapping[str, Sequence[int]]
     ) -> None:
         self._world, self._home, self._num_samples = world, home, num_samples
-        self._trips: list[Migration] = []
-        self.workplace = home
-        """Where this rank's visitors train."""
+        self._migrations: list[Migration] = []
+        self.worker_context = home
+        """Samples and state of the clients that migrated to this rank."""
 
-    def begin(self, trips: Sequence[Migration]) -> None:
-        """Bring clients to the workers that train them. Every rank must call, and `end` after training."""
-        self._trips = list(trips)
-        if not trips:
+    def begin(self, migrations: Sequence[Migration]) -> None:
+        """Send clients to the workers that train them. Every rank must call it, and `end` after training."""
+        self._migrations = list(migrations)
+        if not migrations:
             return
-        arrived = self._carry(self._trips, self._samples_and_state, self._forms)
+        arrived = self._carry(self._migrations, self._samples_and_state, self._forms)
         clients, num_splits = list(arrived), len(self._num_samples)
         parts = {
             split: [(arrived[c][2 * n].permute(0, 3, 1, 2), arrived[c][2 * n + 1]) for c in clients]
             for n, split in enumerate(self._num_samples)
         }
         rows = [arrived[client][2 * num_splits :] for client in clients]
-        self.workplace = replace(
+        self.worker_context = replace(
             self._home,
             shard=self._home.shard.of_others(clients, parts),
             clients=clients,
@@ -112,29 +112,29 @@ class ClientMigration:
         )
 
     def end(self) -> None:
-        """Bring the clients' state home. Every rank must call."""
-        if not self._trips:
+        """Send the clients' state back home. Every rank must call it."""
+        if not self._migrations:
             return
-        back = [(client, worker, home) for client, home, worker in self._trips]
-        arrived = self._carry(back, lambda c: _state(self.workplace, c), lambda _: self._state_forms())
+        back = [(client, worker, home) for client, home, worker in self._migrations]
+        arrived = self._carry(back, lambda c: _state(self.worker_context, c), lambda _: self._state_forms())
         for client, rows in arrived.items():
             for stored, row in zip(self._home.state.values(), rows, strict=True):
                 stored[self._home.clients.index(client)] = row
-        self._trips, self.workplace = [], self._home
+        self._migrations, self.worker_context = [], self._home
 
     def _carry(
         self,
-        trips: Sequence[Migration],
-        baggage: Callable[[int], list[Tensor]],
+        migrations: Sequence[Migration],
+        load: Callable[[int], list[Tensor]],
         forms: Callable[[int], list[Form]],
     ) -> dict[int, list[Tensor]]:
-        """Send what clients carry from worker to worker; return what arrives here, by client."""
+        """Send the clients' tensors from worker to worker; return those that arrive here, by client."""
         me = self._world.worker_index if self._world.is_worker else -1
         leaving: dict[int, list[Tensor]] = defaultdict(list)
         expected: dict[int, int] = defaultdict(int)
-        for client, source, target in trips:
+        for client, source, target in migrations:
             if source == me:
-                leaving[target] += map(_as_bytes, baggage(client))
+                leaving[target] += map(_as_bytes, load(client))
             if target == me:
                 expected[source] += sum(map(_padded_size, forms(client)))
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -142,7 +142,7 @@ class ClientMigration:
         received = self._world.exchange(sent, expected)
         starts: dict[int, int] = defaultdict(int)
         arrived: dict[int, list[Tensor]] = defaultdict(list)
-        for client, source, target in trips:
+        for client, source, target in migrations:
             for shape, dtype in forms(client) if target == me else []:
                 start = starts[source]
                 data = received[source][start : start + shape.numel() * dtype.itemsize]
@@ -174,8 +174,8 @@ class ClientMigration:
         return [(stored.shape[1:], stored.dtype) for stored in self._home.state.values()]
 
 
-def _state(workplace: WorkerContext, client: int) -> list[Tensor]:
-    return [stored[workplace.clients.index(client)] for stored in workplace.state.values()]
+def _state(worker_context: WorkerContext, client: int) -> list[Tensor]:
+    return [stored[worker_context.clients.index(client)] for stored in worker_context.state.values()]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcfl.communication.communicator import Communicator, abort_saying
+from hpcfl.communication.communicator import Communicator, abort_with_message
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.errors import UserError, for_terminal
@@ -54,12 +54,12 @@ class Timing:
 
 @dataclass
 class Stopwatch:
-    """The seconds in which an iterator made its items, without those in which they were used."""
+    """Measures the time that an iterator takes to make its items, without the time of their use."""
 
     elapsed_s: float = 0.0
 
     def timed(self, items: Iterator[Message]) -> Iterator[Message]:
-        """Yield the items, and keep none of them."""
+        """Yield the items without keeping them."""
         while True:
             began_s = time.monotonic()
             item = next(items, None)
@@ -72,11 +72,11 @@ class Stopwatch:
 
 @dataclass
 class LocalRound:
-    """What this rank's members of a cohort did: their upload, and float64 figures [own members]."""
+    """The result of this rank's members of a cohort: their upload, and float64 figures [own members]."""
 
     up: Message
     losses: Tensor
-    """Mean over the steps."""
+    """Mean loss over the steps."""
     steps: Tensor
     accuracy: Tensor
     """Accuracy of the models right after training; nan without an evaluation or without such a model."""
@@ -84,11 +84,11 @@ class LocalRound:
     evaluate_s: float
     """Seconds of scoring them."""
     diverged: dict[int, str]
-    """Members whose numbers are nan or infinite, and which of them are."""
+    """Members that have diverged, and which of their numbers are nan or infinite."""
 
 
 class Simulation:
-    """One run on one rank. Methods that all ranks must call together say so.
+    """One run on one rank. The docstrings of methods that all ranks must call together contain "Collective".
 
     `folder` is the server's open run folder and None elsewhere; a `stop` flag raised on any rank ends the
     run with a checkpoint at the next round boundary.
@@ -120,30 +120,30 @@ class Simulation:
     def run(self) -> Outcome:
         """Run all rounds that are not done yet. Collective.
 
-        Raises OutOfMemoryError where the device's memory does not suffice, and UserError where a hook does.
-        A rank among several that has one of them alone ends all.
+        Raises OutOfMemoryError if the device is out of memory, and UserError if a hook raises it. If only one
+        of several ranks fails, it ends all of them.
         """
         try:
             return self._rounds()
         except torch.OutOfMemoryError:
-            workplace, world = self._federation.workplace, self._world
-            place = f"{workplace.device} of rank {world.rank} on {world.host}"
+            worker_context, world = self._federation.worker_context, self._world
+            place = f"{worker_context.device} of rank {world.rank} on {world.host}"
             state_bytes = self._experiment.bytes_of_state_on_device
-            told = out_of_memory(self.config, place, workplace.engine.clients_at_once, state_bytes)
-            abort_out_of_memory(world, told)
+            text = out_of_memory(self.config, place, worker_context.engine.clients_at_once, state_bytes)
+            abort_out_of_memory(world, text)
         except UserError as error:
             if self._world.size == 1 or error.is_on_all_ranks:
                 raise
-            # as of a hook of one's own: the other ranks go on, and would wait for this one for ever
-            abort_saying(self._world, f"hpcfl: error: {for_terminal(error)}\n", error.exit_code)
+            # such as an error in a user's hook: the other ranks would wait for this one for ever
+            abort_with_message(self._world, f"hpcfl: error: {for_terminal(error)}\n", error.exit_code)
 
     def _rounds(self) -> Outcome:
-        """Do what `run` says."""
+        """Run all rounds; see `run`."""
         train, run = self.config.train, self.config.run
         self._experiment.place_state()
         self.server, first = self._saver.start()
         self._divergence.saved = first
-        self._evaluator.try_welcome(self.server)
+        self._evaluator.try_new_client_download(self.server)
         if self._folder is not None and self._experiment.samples_by_class is not None:
             self._folder.write_partition(*self._experiment.samples_by_class)
         self._wall_before_s = self.ledger.wall_s
@@ -185,18 +185,18 @@ class Simulation:
         Returns the accuracy of each client's model right after training [N]. It is nan for clients without
         such a model, in rounds without an evaluation, and on ranks other than the server.
         """
-        driver = self._federation.driver
-        # a client that requested layers knows which ones it gets, so their indices cost no bytes
-        has_request = driver.needs_request(cohort.round)
+        adapter = self._federation.adapter
+        # a client that requested layers knows which ones it gets, so no bytes for their indices
+        has_request = adapter.needs_request(cohort.round)
         traffic = RoundTraffic(len(cohort), self.method.layers, names_layers=not has_request)
-        self._federation.visits.begin(self._federation.trips(cohort))
+        self._federation.migration.begin(self._federation.migrations(cohort))
         groups = list(self._federation.groups(cohort))
-        message = self._federation.on_server(lambda: driver.send(self.server, cohort))
+        message = self._federation.on_server(lambda: adapter.send(self.server, cohort))
         before = self._federation.deliver(message, cohort)
         traffic.count_down(before.sent)
         down, sent = self._federation.on_device(before.received), before.sent
         if has_request:
-            asked, answer = self._negotiate(cohort, groups, down, traffic)
+            asked, answer = self._exchange_requests(cohort, groups, down, traffic)
             down |= asked | self._federation.on_device(answer.received)
             sent, before = answer.sent, before | answer
         local = self._train(groups, down, is_evaluated)
@@ -211,20 +211,20 @@ class Simulation:
         traffic.count_up(upload, places)
         if not self._world.is_server:
             upload.drain()
-        self._federation.visits.end()
-        self._federation.on_server(lambda: driver.receive(self.server, members, upload))
+        self._federation.migration.end()
+        self._federation.on_server(lambda: adapter.receive(self.server, members, upload))
         return self._record(cohort, traffic, local, diverged, places)
 
-    def _negotiate(
+    def _exchange_requests(
         self, cohort: Cohort, groups: Groups, down: Message, traffic: RoundTraffic
     ) -> tuple[Message, Delivery]:
-        """Collect the cohort's requests and send the server's answer; return both. Collective."""
-        federation, driver = self._federation, self._federation.driver
-        asked = stack([driver.ask(clients, down.select(part)) for part, clients in groups])
+        """Collect the cohort's requests and send the server's response; return both. Collective."""
+        federation, adapter = self._federation, self._federation.adapter
+        asked = stack([adapter.ask(clients, down.select(part)) for part, clients in groups])
         upload = federation.ask(asked, cohort)
         traffic.count_up(upload)
         requests = upload.collect()
-        more = federation.on_server(lambda: driver.answer(self.server, cohort, requests))
+        more = federation.on_server(lambda: adapter.answer(self.server, cohort, requests))
         answer = federation.deliver(more, cohort)
         traffic.count_down(answer.sent)
         return asked, answer
@@ -234,23 +234,23 @@ class Simulation:
         nothing = torch.zeros(0, dtype=torch.float64)
         losses, steps, scores = [nothing], [nothing], [nothing]
         uploads = Uploads(down.num_clients)
-        driver, began_s, scoring_s = self._federation.driver, time.monotonic(), 0.0
+        adapter, began_s, scoring_s = self._federation.adapter, time.monotonic(), 0.0
         diverged: dict[int, str] = {}
         handover: Tensors = {}
         for part, clients in groups:
             mine = down.select(part).to(clients.device)
             clients.handover = handover
-            up = driver.work(clients, mine)
+            up = adapter.work(clients, mine)
             steps.append(clients.steps.double())
             figures = losses_and_extremes(clients, up).cpu()
             losses.append(figures[0] / clients.steps.clamp(min=1))
             bad = diverged_members(clients, up, figures)
             diverged |= {clients.ids[place]: what for place, what in bad.items()}
             scoring_began_s = time.monotonic()
-            model = driver.after_training(clients, mine, up) if is_evaluated else Message()
+            model = adapter.after_training(clients, mine, up) if is_evaluated else Message()
             scores.append(self._evaluator.scores(clients, model)[:, 0])
             scoring_s += time.monotonic() - scoring_began_s
-            # brought to the CPU group by group, so that a GPU never holds a whole cohort's
+            # copied to the CPU group by group, so that a GPU never holds the uploads of a whole cohort
             uploads.add(part, up)
             if bad and self._divergence.leaves_out:
                 clients.commit([place for place in range(len(clients)) if place not in bad])
@@ -272,9 +272,9 @@ class Simulation:
         diverged: Diverged,
         places: Sequence[int] | None,
     ) -> np.ndarray:
-        """Bring a round's figures to the server's ledger; return what `_round` does. Collective.
+        """Record a round's figures in the server's ledger; return accuracies as `_round` does. Collective.
 
-        `places` are those in the cohort that are not left out of it; None: no member is.
+        `places` are the positions in the cohort of members that are not left out; None: all members.
         """
         seconds_here = [torch.full_like(local.steps, spent) for spent in (local.train_s, local.evaluate_s)]
         rows = torch.stack([local.losses, local.steps, local.accuracy, *seconds_here], dim=1)
@@ -310,8 +310,8 @@ class Simulation:
 
     def _last_evaluation(self, done: int, after_training: np.ndarray) -> LastEvaluation:
         """Describe the evaluation of the last round, whose models go to the checkpoint."""
-        found, began_s = Evaluation.of(self._federation.num_clients), time.monotonic()
-        of_unseen, scoring = Evaluation.of(self._federation.num_unseen), Stopwatch()
+        found, began_s = Evaluation.zeros(self._federation.num_clients), time.monotonic()
+        of_unseen, scoring = Evaluation.zeros(self._federation.num_unseen), Stopwatch()
 
         def record() -> None:
             self.ledger.spent["evaluate_s"] += scoring.elapsed_s
@@ -329,7 +329,7 @@ class Simulation:
     ) -> None:
         """Enter an evaluation and the method's history in the ledger. Collective.
 
-        Raises DivergedError on all ranks where a model could not be scored and the run is to stop then.
+        Raises DivergedError on all ranks if a model has no finite score and `run.on_divergence` is stop.
         """
         self._divergence.judge_scores(np.concatenate([found.loss, of_unseen.loss]), self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
@@ -352,7 +352,7 @@ class Simulation:
     def _save(self, done: int, last: LastEvaluation | None = None) -> None:
         """Write a checkpoint after `done` rounds. Collective.
 
-        Raises DivergedError on all ranks, and writes none, where numbers of the server's are not finite.
+        If numbers of the server's state are not finite, raises DivergedError on all ranks and writes nothing.
         """
         began_s = time.monotonic()
         self._divergence.judge_server(self.server, done)

@@ -29,7 +29,7 @@ class StopFlag:
         self._requests: list[int] = []
         self._last_request_s = 0.0
         end_time = os.environ.get("SLURM_JOB_END_TIME", "")
-        # from here on a clock that is set changes nothing
+        # a monotonic clock: later changes of the system clock have no effect
         self._end_s = time.monotonic() + int(end_time) - time.time() if end_time.isdecimal() else None
         self._in_slurm = "SLURM_JOB_ID" in os.environ
         self._previous = {number: signal.signal(number, self._handle) for number in _STOP_SIGNALS}
@@ -40,13 +40,13 @@ class StopFlag:
         return bool(self._requests)
 
     def time_is_short(self, needed_s: float) -> bool:
-        """Return whether SLURM ends the job within `needed_s` seconds; False where it gave no end time."""
+        """Return whether SLURM ends the job within `needed_s` seconds; False without an end time."""
         return self._end_s is not None and self._end_s - time.monotonic() < needed_s
 
     def restore(self) -> None:
-        """Put the handlers back that were there before."""
+        """Restore the previous handlers."""
         for number, handler in self._previous.items():
-            # None stands for a handler that was not installed from Python, such as one of an MPI library.
+            # None: the handler was not installed from Python, such as one of an MPI library
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

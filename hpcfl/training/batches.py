@@ -1,4 +1,4 @@
-"""Mini-batches of several clients at once, and the cut of an epoch into mini-batches.
+"""Mini-batches of several clients at once, and the division of an epoch into mini-batches.
 
 Shapes: C clients, B samples of a mini-batch.
 """
@@ -20,8 +20,8 @@ from hpcfl.config.keys import LastBatch
 class Batch:
     """A mini-batch for each of C clients: x [C, B, ...], y [C, B] and sample index [C, B].
 
-    `members` are the positions of these clients in their group; `counted` are the same on the CPU, for what
-    is counted there, or None where `members` are there. A loss gets one client's batch, without the client
+    `members` are the positions of these clients in their group; `counted` are the same positions on the CPU,
+    for counters there; None if `members` are on the CPU. A loss gets one client's batch, without the client
     axis: x [B, ...], y [B], index [B].
     """
 
@@ -39,7 +39,7 @@ class Batch:
 
 
 def minibatches(num_samples: int, batch_size: int, last_batch: LastBatch = "even") -> list[tuple[int, int]]:
-    """Cut an epoch into (start, stop), as `TrainConfig.last_batch` says."""
+    """Divide an epoch into (start, stop), by the rule of `TrainConfig.last_batch`."""
     if last_batch == "even":
         count = math.ceil(num_samples / batch_size)
         if count > 1 and num_samples // count == 1:

@@ -1,4 +1,4 @@
-"""The clients a hook works on: their data, state, random streams and local training.
+"""The clients that a hook gets: their data, state, random streams and local training.
 
 Shapes: C clients of the group, P trainable numbers, U running statistics.
 """
@@ -27,7 +27,7 @@ from hpcfl.training.scoring import BatchedScorer
 from hpcfl.training.sgd import Descent, Trained
 
 _Planned = tuple[list[int], list[Tensor]]
-"""A mini-batch to come: its clients' positions in the group, and the sample indices of each."""
+"""A planned mini-batch: its clients' positions in the group, and the sample indices of each."""
 
 GradientOf = Callable[[Tensor, Batch], tuple[Tensor, Tensor]]
 """Function of the weights [C, ...] of a batch's C members and the batch: returns gradient and losses [C]."""
@@ -38,7 +38,7 @@ class WorkerContext:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
     `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
-    (`run.state`); `scorer`, if there is one, scores many clients' models at once.
+    (`run.state`); `scorer` (may be None) scores many clients' models at once.
     """
 
     shard: Shard
@@ -53,20 +53,20 @@ class WorkerContext:
 
 
 class ClientGroup:
-    """Some clients of this rank in one round: what `train`, `eval_model` and `finetune` are given.
+    """Some clients of this rank in one round: the argument of `train`, `eval_model` and `finetune`.
 
-    `clients[name]` reads and writes the clients' state [C, ...], on `device`. Writes stay with this object
+    `clients[name]` reads and writes the clients' state [C, ...], on `device`. Writes stay in this object
     until `commit`, which the round loop calls after training and never after an evaluation. A hook that only
     returns models cannot write (`read_only`).
     """
 
-    def __init__(self, workplace: WorkerContext, ids: Sequence[int], round: int) -> None:
-        self._workplace = workplace
+    def __init__(self, worker: WorkerContext, ids: Sequence[int], round: int) -> None:
+        self._worker = worker
         self.ids = list(ids)
         self.round = round
-        self._local = [workplace.clients.index(client) for client in self.ids]
+        self._local = [worker.clients.index(client) for client in self.ids]
         self._written: Tensors = {}
-        self.device = workplace.device
+        self.device = worker.device
         self.buffers = torch.empty(len(self.ids), 0, device=self.device)
         """Running statistics [C, U] that training and evaluation use and update."""
         self.steps = torch.zeros(len(self.ids), dtype=torch.int64)
@@ -74,21 +74,21 @@ class ClientGroup:
         self.loss_sum = torch.zeros(len(self.ids), dtype=torch.float64, device=self.device)
         """Sum of the losses of these steps [C]."""
         self.scratch: Tensors = {}
-        """What `client_request` leaves for `train`, [C, ...] a name; forgotten after the round."""
+        """Values that `client_request` stores for `train`, [C, ...] by name; dropped after the round."""
         self.handover: Tensors = {}
-        """Of a sequential method: what the group before left here in this round, and what this group leaves
-        for the next; a group that diverged and is left out of the round leaves nothing."""
+        """Of a sequential method: tensors from the previous group of this round, and tensors for the next
+        group. A group that diverged and is left out passes nothing on."""
         self._can_write = True
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._workplace.state
+        return name in self._worker.state
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._written:
-            self._written[name] = self._workplace.state[name][self._local].to(self.device)
+            self._written[name] = self._worker.state[name][self._local].to(self.device)
         return self._written[name]
 
     def __setitem__(self, name: str, value: Tensor) -> None:
@@ -100,20 +100,20 @@ class ClientGroup:
 
     @contextmanager
     def read_only(self) -> Iterator[None]:
-        """Let writes to the state raise TypeError inside."""
+        """Make writes to the state raise TypeError inside the block."""
         before, self._can_write = self._can_write, False
         yield
         self._can_write = before
 
     @property
     def kept(self) -> Tensors:
-        """What `commit` writes: all state [C, ...] that was read or written through this object."""
+        """The state [C, ...] that `commit` writes: all that was read or written through this object."""
         return self._written
 
     def commit(self, members: Sequence[int] | None = None) -> None:
         """Write the clients' state back to the rank's: of the group's `members`, or of all."""
         for name, rows in self._written.items():
-            stored = self._workplace.state[name]
+            stored = self._worker.state[name]
             if members is None:
                 stored[self._local] = rows.to(stored.device)
             elif members:
@@ -123,11 +123,11 @@ class ClientGroup:
     @property
     def num_samples(self) -> Tensor:
         """Number of training samples of each client, int64 [C]."""
-        return self._workplace.shard.count["train"][self._local]
+        return self._worker.shard.count["train"][self._local]
 
     def samples(self, split: str, position: int) -> tuple[Tensor, Tensor]:
         """Return one client's (x [n, ...], y [n]) of a split: "train", "val" or "test"."""
-        return self._workplace.shard.samples(split, self._local[position])
+        return self._worker.shard.samples(split, self._local[position])
 
     def batches(
         self,
@@ -139,17 +139,17 @@ class ClientGroup:
     ) -> Iterator[Batch]:
         """Yield mini-batches of the training split in an order given by (seed, purpose, round, client).
 
-        Clients whose current mini-batches have equal sizes share one Batch. The order of all samples goes to
-        the device before the first one, so that a GPU need not wait for the host between them. `epochs`
-        defaults to `train.local_epochs`; if `steps` is given, each client gets `steps` mini-batches instead.
-        `samples` are the sample indices to use, one int64 tensor per client with at least one entry; default:
-        all.
+        Clients whose current mini-batches have equal sizes share one Batch. The order of all samples is
+        copied to the device before the first mini-batch, so that a GPU need not wait for the host between
+        them. `epochs` defaults to `train.local_epochs`; if `steps` is given, each client gets `steps`
+        mini-batches instead. `samples` are the sample indices to use, one int64 tensor per client with at
+        least one entry; default: all.
         """
-        train = self._workplace.train
+        train = self._worker.train
         if samples is None:
             samples = [torch.arange(n) for n in self.num_samples.tolist()]
         cuts = [minibatches(len(chosen), train.batch_size, train.last_batch) for chosen in samples]
-        streams = [torch_stream(self._workplace.seed, purpose, self.round, client) for client in self.ids]
+        streams = [torch_stream(self._worker.seed, purpose, self.round, client) for client in self.ids]
         done, most = [0] * len(self), math.inf if steps is None else steps
         epochs = train.local_epochs if epochs is None else epochs
         plan: list[_Planned] = []
@@ -172,8 +172,9 @@ class ClientGroup:
             yield from self._planned(plan)
 
     def _planned(self, plan: list[_Planned]) -> Iterator[Batch]:
-        """Yield planned mini-batches; what they need goes to the device in one piece, before the first."""
-        shard = self._workplace.shard
+        """Yield planned mini-batches; their indices are copied to the device in one piece, before the
+        first."""
+        shard = self._worker.shard
         pieces = [piece for _, of_batch in plan for piece in of_batch]
         owners = torch.tensor([member for alike, _ in plan for member in alike])
         lengths = torch.tensor([len(piece) for piece in pieces])
@@ -199,11 +200,11 @@ class ClientGroup:
         """Divide each client's training samples at random: a `share` of them, and the rest.
 
         Returns sample indices as `batches` takes them, the same for the same (seed, purpose, round, client).
-        The parts have the `fewest` samples at least, if the client has that many.
+        The parts have at least `fewest` samples, if the client has that many.
         """
         first, rest = [], []
         for client, size in zip(self.ids, self.num_samples.tolist(), strict=True):
-            order = torch.randperm(size, generator=torch_stream(self._workplace.seed, purpose, round, client))
+            order = torch.randperm(size, generator=torch_stream(self._worker.seed, purpose, round, client))
             cut = max(fewest[0], min(math.floor(share * size + 0.5), size - fewest[1]))
             first.append(order[:cut])
             rest.append(order[cut:])
@@ -215,9 +216,9 @@ class ClientGroup:
         Running statistics of these clients are updated. Returns gradients by name and losses.
         """
         if isinstance(batch.members, slice):
-            return self._workplace.engine.gradient(loss, tensors, self.buffers, batch)
+            return self._worker.engine.gradient(loss, tensors, self.buffers, batch)
         buffers = self.buffers[batch.members]
-        result = self._workplace.engine.gradient(loss, tensors, buffers, batch)
+        result = self._worker.engine.gradient(loss, tensors, buffers, batch)
         self.buffers[batch.members] = buffers
         return result
 
@@ -233,7 +234,7 @@ class ClientGroup:
         purpose: str = "batches",
         samples: Sequence[Tensor] | None = None,
     ) -> Trained:
-        """Train by SGD from theta [C, ..., P], which is left as it was.
+        """Train by SGD from theta [C, ..., P], which is not changed.
 
         `gradient(theta, batch)` returns gradient and losses on a batch; default: those of the cross-entropy
         of models [C, P]. `extra_gradient(theta, members)`, such as a proximal pull, is added to the gradient;
@@ -254,22 +255,22 @@ class ClientGroup:
 
     def descent(self, theta: Tensor, *, lr: float | None = None, trained: slice = slice(None)) -> Descent:
         """Return SGD from theta [C, ...] for a method's own training loop; `lr` defaults to this round's."""
-        return Descent(theta, self.lr if lr is None else lr, self._workplace.train, trained)
+        return Descent(theta, self.lr if lr is None else lr, self._worker.train, trained)
 
     @property
     def local_epochs(self) -> int:
         """Default of `epochs`: `train.local_epochs`, or `train.unseen_epochs` of clients that are new."""
-        return self._workplace.train.local_epochs
+        return self._worker.train.local_epochs
 
     @property
     def lr(self) -> float:
         """The step size of this round."""
-        return self._workplace.train.lr * self.lr_decay
+        return self._worker.train.lr * self.lr_decay
 
     @property
     def lr_decay(self) -> float:
         """The learning-rate factor of this round: `train.lr_decay` to the power of the rounds before it."""
-        return self._workplace.train.lr_decay**self.round
+        return self._worker.train.lr_decay**self.round
 
     def record(self, batch: Batch, losses: Tensor) -> None:
         """Count one training step of the batch's clients, with their losses [len(batch.members)]."""
@@ -285,7 +286,7 @@ class ClientGroup:
         return gradient.clone(), losses
 
     def _plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Do what `plain_gradient` does; the next call may overwrite the gradient."""
+        """Return the same as `plain_gradient`; the next call may overwrite the gradient."""
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
         return gradients["theta"], losses
 
@@ -300,7 +301,8 @@ class ClientGroup:
 
     @contextmanager
     def discarding_buffer_updates(self) -> Iterator[None]:
-        """Discard updates of the running statistics inside: they belong to a model not evaluated."""
+        """Discard updates of the running statistics inside the block: they belong to a model that is not
+        evaluated."""
         kept = self.buffers.clone()
         yield
         self.buffers = kept
@@ -313,7 +315,7 @@ class ClientGroup:
         The network is in evaluation mode; samples [n, ...] come in parts.
         """
         theta, buffers = model["theta"][position], model["buffers"][position]
-        return self._workplace.evaluator.outputs(theta, buffers, call, *samples)
+        return self._worker.evaluator.outputs(theta, buffers, call, *samples)
 
     def over_training_set(
         self, model: Tensors | Message, call: Callable[..., Tensor], samples: Sequence[Tensor] | None = None
@@ -337,12 +339,12 @@ class ClientGroup:
     def scores(self, model: Message, split: str) -> Tensor | None:
         """Return (accuracy, mean loss) of each client's model on its samples of a split, float64 [C, 2].
 
-        They are on the CPU; None where models are scored client by client, by `probabilities`.
+        They are on the CPU; None if models are scored client by client, with `probabilities`.
         """
-        place = self._workplace
+        place = self._worker
         return None if place.scorer is None else place.scorer.scores(model, place.shard, split, self._local)
 
     def probabilities(self, model: Tensors | Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] of one client's model."""
         theta, buffers = model["theta"][position], model["buffers"][position]
-        return self._workplace.evaluator.probabilities(theta, buffers, x)
+        return self._worker.evaluator.probabilities(theta, buffers, x)

@@ -123,7 +123,7 @@ class BatchedEngine:
 
 
 def has_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 itself; False where torch does not tell."""
+    """Whether this processor has bfloat16 products in hardware; False if torch does not report it."""
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return any(getattr(torch.cpu, name, lambda: False)() for name in names)
 
@@ -131,7 +131,7 @@ def has_bfloat16() -> bool:
 def _fastest_order(x: Tensor) -> Tensor:
     """Return images [B, channels, height, width] in the memory order that suits a CPU's convolutions.
 
-    Whatever else a network is given comes back as it is.
+    Tensors that are not images are returned unchanged.
     """
     if x.dim() != 4 or x.device.type != "cpu":
         return x

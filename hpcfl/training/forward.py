@@ -17,9 +17,9 @@ from hpcfl.parameters import ParameterLayout, Tensors
 
 
 def in_precision(precision: Precision, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """Return call(*inputs), in which a CPU rounds the factors of products as `train.precision` says.
+    """Return call(*inputs), in which a CPU rounds the factors of products according to `train.precision`.
 
-    Weights, running statistics, gradients and what is returned have their own type either way.
+    Weights, running statistics, gradients and outputs keep their own type.
     """
     if precision == "float32":
         return call(*inputs)
@@ -44,7 +44,7 @@ class Forward:
         self._precision = precision
 
     def logits(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
-        """Return logits [B, K] of the model theta [P]; `buffers` [U] stand in for the client's own."""
+        """Return logits [B, K] of the model theta [P]; `buffers` [U] replace the client's own."""
         return self.call("", theta, x, buffers=buffers)
 
     def features(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
@@ -64,7 +64,8 @@ class Forward:
         return self._apply("", named, x)
 
     def buffers_copy(self) -> Tensor:
-        """Return a copy of the client's running statistics [U], for a pass whose update nobody keeps."""
+        """Return a copy of the client's running statistics [U], for a forward pass whose update is
+        discarded."""
         return self._buffers.clone()
 
     def call(self, part: str, theta: Tensor, *inputs: Any, buffers: Tensor | None = None) -> Tensor:

@@ -69,5 +69,5 @@ def verdicts(probabilities: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _figures(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the verdicts on samples side by side, [..., n, 2]."""
+    """Return the verdicts on samples, stacked as [..., n, 2]."""
     return torch.stack(verdicts(logits.softmax(dim=-1), y), dim=-1)

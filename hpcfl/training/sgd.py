@@ -23,7 +23,7 @@ class Trained(NamedTuple):
 class Descent:
     """SGD on theta [C, ...] of a group, with the run's momentum (from zero) and weight decay.
 
-    `trained` limits the update to one slice of the last axis, the rest staying frozen.
+    `trained` limits the update to one slice of the last axis; the rest stays frozen.
     """
 
     def __init__(self, theta: Tensor, lr: float, train: TrainConfig, trained: slice = slice(None)) -> None:

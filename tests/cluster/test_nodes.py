@@ -176,7 +176,7 @@ def test_a_node_whose_link_is_cut_is_named_and_its_ranks_end(
         assert all(map(is_empty, nodes.nodes))
     assert code not in (FINISHED, BAD_INPUT, STOPPED)
     told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
-    opening = f"hpcfl: error: rank 4 on n3 has not been heard of for {TIMEOUT_S} s (run.timeout) in round "
+    opening = f"hpcfl: error: rank 4 on n3 has sent no heartbeat for {TIMEOUT_S} s (run.timeout) in round "
     assert len(told) == 1, said
     assert told[0].startswith(opening)
     assert "Traceback" not in said

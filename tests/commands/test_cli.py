@@ -131,7 +131,7 @@ MISTAKES = [
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
     (["run", "train.round=3"], "nearest known one is train.rounds"),
-    (["list", "methods"], "methods is nothing to list; give nothing, or keys, such as hpcfl list keys"),
+    (["list", "methods"], "methods is not a list; type hpcfl list, or hpcfl list keys"),
     (["data", "fetch", "imagenet"], "allowed: " + ", ".join(SOURCES)),
     (["bench", "--colour"], "unrecognized arguments: --colour; see hpcfl bench --help"),
     (["data"], "the following arguments are required: action, name; see hpcfl data --help"),

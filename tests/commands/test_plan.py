@@ -328,7 +328,7 @@ def test_what_cannot_be_planned_is_one_line(
     ("policy", "would"),
     [
         ("stop", "stop there"),
-        ("skip", "leave such rounds of clients out"),
+        ("skip", "leave out such clients' rounds"),
         ("continue", "continue with such numbers"),
     ],
 )
@@ -339,8 +339,8 @@ def test_a_dry_run_that_diverges_is_told_and_planned_all_the_same(
     assert main(["plan", *keys, f"run.on_divergence={policy}"]) == FINISHED
     out, err = capsys.readouterr()
     assert err == (
-        "hpcfl: warning: numbers became nan or infinite in the dry run, which went on with them; the run "
-        f"would {would} (run.on_divergence={policy}), and its times may differ: lower train.lr (it is "
+        "hpcfl: warning: numbers became nan or infinite in the dry run, which continued with them; the "
+        f"run would {would} (run.on_divergence={policy}), and its times may differ: lower train.lr (it is "
         "1e+30)\n"
     )
     of_one = 4 * 4 * DIGITS_CNN

@@ -490,7 +490,7 @@ def test_means_of_clusters_worked_out_and_of_one_cluster_the_weighted_mean_to_th
 
 def test_a_mean_of_rows_worked_out() -> None:
     assert mean_of(iter([torch.tensor([8.0]), torch.tensor([4.0])]), torch.tensor([1, 3])).tolist() == [5.0]
-    with pytest.raises(ValueError, match="mean of nothing"):
+    with pytest.raises(ValueError, match="mean of no rows"):
         mean_of([], torch.ones(0))
 
 

@@ -144,9 +144,9 @@ def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["methods"], "methods is nothing to list; give nothing, or keys, such as hpcfl list keys method.pf"),
+        (["methods"], "methods is not a list; type hpcfl list, or hpcfl list keys method.pf"),
         (["keys", "pfedla"], "did you mean method.pfedla?"),
-        (["keys", "zzz"], "zzz is no key and no group of keys; see hpcfl list keys"),
+        (["keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
         (["keys", "train.round"], "did you mean train.rounds?"),
         (["--markdown"], "--markdown is for keys; type hpcfl list keys --markdown"),
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcfl.data.partition_classes import balanced_deal
+from hpcfl.data.partition_classes import balanced_classes
 from hpcfl.data.partition_draws import CIFAR100_COARSE, SMALLEST_WEIGHT
 from hpcfl.data.partition_request import Request, least_samples
 from hpcfl.data.partitions import PARTITIONS, ClientIndices, class_table, partition
@@ -84,7 +84,7 @@ def same(one: list[ClientIndices], other: list[ClientIndices]) -> bool:
 def test_deal_is_balanced_and_gives_no_client_a_class_twice(
     clients: int, classes: int, per_client: int, seed: int
 ) -> None:
-    owned = balanced_deal(clients, classes, per_client, seed)
+    owned = balanced_classes(clients, classes, per_client, seed)
     assert owned.shape == (clients, classes)
     assert owned.sum(axis=1).tolist() == [per_client] * clients
     least, rest = divmod(clients * per_client, classes)
@@ -92,7 +92,7 @@ def test_deal_is_balanced_and_gives_no_client_a_class_twice(
 
 
 def test_two_clients_with_half_of_the_classes_each_share_none() -> None:
-    owned = balanced_deal(2, 10, 5, seed=3)
+    owned = balanced_classes(2, 10, 5, seed=3)
     assert (owned[0] ^ owned[1]).all()
 
 

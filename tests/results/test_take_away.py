@@ -604,7 +604,7 @@ def test_mistakes_are_told_in_one_line(
     assert "cannot write to" in said(capsys, "export", run, "--client", "1", "--out", tmp_path / "file" / "x")
     (tmp_path / "model.py").write_text("mine")
     foreign = said(capsys, "export", run, "--client", "1", "--out", tmp_path / "b.pt")
-    assert "model.py is there, and not of this network" in foreign
+    assert "model.py exists, for another network" in foreign
     assert (tmp_path / "model.py").read_text() == "mine"
     assert not (tmp_path / "b.pt").exists()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)

@@ -179,7 +179,7 @@ def test_evaluations_and_finetuning_change_no_state(
 
 @pytest.mark.parametrize("case", SERIAL_CASES)
 def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], case: str) -> None:
-    place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), Communicator()).workplace
+    place = build(load_config(None, [*settings, *SERIAL_CASES[case]]), Communicator()).worker_context
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss"][-1].tolist()
     models = saved_models(serial(case), "personalised", len(expected))

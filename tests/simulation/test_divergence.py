@@ -101,7 +101,7 @@ def test_the_run_stops_and_goes_on_without_them(
     assert run_here(folder, poisoned) == DIVERGED
     (line,) = said(capsys)
     assert line == (
-        f"hpcfl: error: {TOLD}; the last good checkpoint is of round 2: start anew with a lower train.lr "
+        f"hpcfl: error: {TOLD}; the last good checkpoint is of round 2: start over with a lower train.lr "
         "(it is 0.05), or set run.on_divergence=skip in the same command to continue without such clients' "
         "rounds"
     )
@@ -150,7 +150,7 @@ def test_too_large_a_step(
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("hpcfl")]
     assert line.startswith("hpcfl: error: all 7 clients diverged in round 1 (fedavg; client 0: loss is nan; ")
     # to leave all out would train nothing
-    assert line.endswith("; there is no checkpoint yet: start anew with a lower train.lr (it is 1e+06)")
+    assert line.endswith("; there is no checkpoint yet: start over with a lower train.lr (it is 1e+06)")
     assert run_here(tmp_path / "alone", keys) == DIVERGED
     assert said(capsys) == [line]
 
@@ -176,7 +176,7 @@ def test_a_server_that_diverges_is_told_from_its_clients(
         kept = "the last good checkpoint is of round 1" if every == 1 else "there is no checkpoint yet"
         assert said(capsys) == [
             "hpcfl: error: the server's state is not finite after round 2 (steep; theta has 3 infinite "
-            f"numbers); {kept}: start anew with a lower train.lr (it is 0.05), or take smaller steps on the "
+            f"numbers); {kept}: start over with a lower train.lr (it is 0.05), or take smaller steps on the "
             "server (hpcfl list keys method)"
         ]
         assert (folder / "checkpoint.h5").exists() == (every == 1)
@@ -204,7 +204,7 @@ def test_a_model_that_cannot_be_scored(
     capsys.readouterr()
     assert run_here(tmp_path / "run", keys) == DIVERGED
     assert said(capsys) == [
-        f"hpcfl: error: {told}; the last good checkpoint is of round 1: start anew with a lower train.lr "
+        f"hpcfl: error: {told}; the last good checkpoint is of round 1: start over with a lower train.lr "
         "(it is 0.05), or set run.on_divergence=skip in the same command to continue with such scores"
     ]
     assert not list((tmp_path / "run").glob("*tmp*"))

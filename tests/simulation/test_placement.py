@@ -104,21 +104,23 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Commu
     config = load_config(None, [*SMALL, "method.name=ditto", "train.buffers=local"])
     experiment, alone = build(config, world), build(config, Communicator())
     # this rank has chosen to keep state on the CPU, wherever clients train
-    home, count = replace(experiment.workplace, device=torch.device("meta")), world.num_workers
-    federation = Federation(replace(experiment, workplace=home), world)
+    home, count = replace(experiment.worker_context, device=torch.device("meta")), world.num_workers
+    federation = Federation(replace(experiment, worker_context=home), world)
     for client in home.clients:
         home.state["theta"][home.clients.index(client)] += client
     # worker 0 keeps client 0, and everybody else goes one worker on, round the table
     cohort = federation.cohort_of(0, range(4))
     homes = federation.channel.homes(cohort)
     cohort = replace(cohort, workers=(homes[0], *((worker + 1) % count for worker in homes[1:])))
-    trips = federation.trips(cohort)
-    away = [client for client, _, _ in trips]
+    migrations = federation.migrations(cohort)
+    away = [client for client, _, _ in migrations]
     assert away == ([1, 2, 3] if count > 1 else [])
-    federation.visits.begin(trips)
-    visitors = [client for client, _, worker in trips if worker == world.worker_index and world.is_worker]
-    place = federation.visits.workplace
-    assert list(place.clients if trips else []) == visitors
+    federation.migration.begin(migrations)
+    visitors = [
+        client for client, _, worker in migrations if worker == world.worker_index and world.is_worker
+    ]
+    place = federation.migration.worker_context
+    assert list(place.clients if migrations else []) == visitors
     trained = [clients.ids for _, clients in federation.groups(cohort)]
     assert trained == [
         [client]
@@ -129,16 +131,16 @@ def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Commu
         for split in ("train", "test"):
             samples, expected = (
                 place.shard.samples(split, local),
-                alone.workplace.shard.samples(split, client),
+                alone.worker_context.shard.samples(split, client),
             )
             assert all(torch.equal(*pair) for pair in zip(samples, expected, strict=True))
             assert len(samples[1])
         assert len(place.shard.samples("val", local)[1]) == 0
-        assert torch.equal(place.state["theta"][local], alone.workplace.state["theta"][client] + client)
+        assert torch.equal(place.state["theta"][local], alone.worker_context.state["theta"][client] + client)
         place.state["theta"][local] *= -1
-    federation.visits.end()
+    federation.migration.end()
     for local, client in enumerate(home.clients):
-        expected = alone.workplace.state["theta"][client] + client
+        expected = alone.worker_context.state["theta"][client] + client
         assert torch.equal(home.state["theta"][local], -expected if client in away else expected)
 
 
@@ -152,11 +154,11 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
     place = DEVICE if world.is_worker and world.worker_index % 2 == 0 else cpu
     begin, visited, travelled = ClientMigration.begin, set[torch.device](), list[Migration]()
 
-    def begun(self: ClientMigration, trips: Sequence[Migration]) -> None:
-        begin(self, trips)
-        travelled.extend(trips)
-        if trips:
-            visited.add(self.workplace.state["theta"].device)
+    def begun(self: ClientMigration, migrations: Sequence[Migration]) -> None:
+        begin(self, migrations)
+        travelled.extend(migrations)
+        if migrations:
+            visited.add(self.worker_context.state["theta"].device)
 
     monkeypatch.setattr(Communicator, "device", lambda world, _: DEVICE if world.is_worker else cpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33 if place == DEVICE else 0, 2**34))
@@ -166,13 +168,13 @@ def test_visitors_to_a_gpu_have_their_state_there_and_the_bits_of_a_serial_run(
         experiment = build(load_config(None, keys), world)
         assert Simulation(experiment, world, stop, Progress(), None).run() == "finished"
         stop.restore()
-        kept = experiment.workplace.state["theta"]
+        kept = experiment.worker_context.state["theta"]
         assert kept.device == place
         # whether somebody travels is a matter of the cohorts; with two workers somebody does
         assert travelled or world.num_workers != 2
         assert visited == ({place} if travelled else set())
         trained = kept.cpu()
-    assert torch.equal(trained, alone.clients["theta"][list(experiment.workplace.clients)])
+    assert torch.equal(trained, alone.clients["theta"][list(experiment.worker_context.clients)])
 
 
 @pytest.mark.mpi
@@ -180,7 +182,7 @@ def test_cohorts_are_placed_unless_they_are_to_stay_at_home(world: Communicator)
     keys = [*SMALL, "data.clients=12", "data.per_client=20", "train.participation=0.5", "method.name=local"]
     federation = Federation(build(load_config(None, keys), world), world)
     cohorts = [federation.placed(federation.cohort(number)) for number in range(6)]
-    assert any(federation.trips(cohort) for cohort in cohorts) is (world.num_workers > 1)
+    assert any(federation.migrations(cohort) for cohort in cohorts) is (world.num_workers > 1)
     for cohort in cohorts:
         spread = torch.tensor(federation.channel.workers(cohort)).bincount(minlength=world.num_workers)
         assert spread.max() == -(-len(cohort) // world.num_workers)

@@ -204,8 +204,8 @@ def test_signals_a_second_start_and_fewer_ranks(
 
 
 STOPPED_AT_ONCE = (
-    "hpcfl: stopped at once by a second signal, {}; the last checkpoint stays, and the same command resumes "
-    "from it\n"
+    "hpcfl: stopped at once by a second signal, {}; the last checkpoint was kept; rerun the same command to "
+    "resume\n"
 )
 
 
@@ -312,7 +312,7 @@ def test_a_rank_that_stops_answering_is_named(
         assert running.is_gone()
     told = [line for line in said.splitlines() if line.startswith("hpcfl: ")]
     place = f"rank {silent} on {socket.gethostname()}"
-    opening = f"hpcfl: error: {place} has not been heard of for {TIMEOUT_S} s (run.timeout) in round "
+    opening = f"hpcfl: error: {place} has sent no heartbeat for {TIMEOUT_S} s (run.timeout) in round "
     assert len(told) == 1
     assert told[0].startswith(opening)
     assert "Traceback" not in said

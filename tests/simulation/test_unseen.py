@@ -159,7 +159,7 @@ def test_stopped_or_prolonged_at_every_round_boundary(
 def test_the_checkpoint_holds_the_models_that_were_scored(
     serial: Folders, settings: list[str], case: str
 ) -> None:
-    place = build(load_config(None, [*settings, *keys_of(case)]), Communicator()).unseen.workplace
+    place = build(load_config(None, [*settings, *keys_of(case)]), Communicator()).unseen.worker_context
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss_unseen"][-1].tolist()
         assert file["history/accuracy_unseen"].shape == (2, UNSEEN)

@@ -73,11 +73,11 @@ def test_an_evaluation_of_the_batched_engine(method: str) -> None:
     keys = [*UNEQUAL, f"method.name={method}", "model.batchnorm=true", "train.rounds=1"]
     run = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
     experiment = run.simulation._experiment
-    assert experiment.workplace.scorer is not None
+    assert experiment.worker_context.scorer is not None
     figures = []
-    for scorer in (experiment.workplace.scorer, None):
-        place = replace(experiment.workplace, scorer=scorer)
-        federation = Federation(replace(experiment, workplace=place), run.simulation._world)
+    for scorer in (experiment.worker_context.scorer, None):
+        place = replace(experiment.worker_context, scorer=scorer)
+        federation = Federation(replace(experiment, worker_context=place), run.simulation._world)
         figures.append(Evaluator(federation).evaluate(run.server, 1))
     together, alone = figures
     assert isinstance(alone, Evaluation)
