@@ -212,7 +212,7 @@ FAULTS = {
         "storage/test_faults.py::test_a_quota_in_the_middle_of_a_line",
         "storage/test_faults.py::test_a_run_cannot_go_on_where_not_even_its_lock_has_room",
     ],
-    "no room for log.txt, TensorBoard, the page, the terminal": [
+    "no room for log.txt, the tracker, the page, the terminal": [
         "storage/test_faults.py::test_what_no_number_hangs_on_is_given_up_with_a_warning",
         "storage/test_faults.py::test_a_run_needs_nobody_to_take_its_words",
     ],
@@ -250,14 +250,9 @@ FAULTS = {
         "storage/test_faults.py::test_no_place_for_passing_files",
     ],
     "a file of a stranger: run folder, checkpoint, npz, LEAF, PFLlib, YAML, table": [
-        "hostile/test_hostile_run_folder.py::test_a_run_folder_is_read_or_refused",
-        "hostile/test_hostile_run_folder.py::test_a_run_s_own_code_is_run_only_where_the_user_names_it",
-        "hostile/test_hostile_checkpoint.py::test_what_no_run_writes_is_refused",
-        "hostile/test_hostile_npz.py::test_an_npz_is_read_or_refused",
-        "hostile/test_hostile_client_files.py::test_leaf_s_files_are_read_or_refused",
-        "hostile/test_hostile_client_files.py::test_pfllib_s_files_are_read_or_refused",
-        "hostile/test_hostile_yaml.py::test_a_configuration_is_read_or_refused",
-        "hostile/test_hostile_yaml.py::test_a_table_is_read_or_refused",
+        "hostile/test_hostile.py::test_a_damaged_file_is_read_or_refused",
+        "hostile/test_hostile.py::test_a_run_s_own_code_is_run_only_where_the_user_names_it",
+        "hostile/test_hostile.py::test_what_no_run_writes_is_refused",
     ],
 }
 """The tests of each line of the README's table of faults, by what happens."""

@@ -127,6 +127,11 @@ MISTAKES = [
     (["--qui"], "unrecognized arguments: --qui"),
     (["plan", "train.round=3"], "nearest known one is train.rounds"),
     (["plan", "one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
+    (
+        ["plan", "model.name=mlp", "model.hidden=[2000000000]"],
+        "GB of memory are free; choose a smaller model",
+    ),
+    (["plan", "data.clients=1000000000000"], "data.clients=1000000000000 are more than 10000000; lower it"),
     (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),

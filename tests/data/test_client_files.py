@@ -108,6 +108,7 @@ IMAGE = [0.0] * 784
         ({"users": ["a"]}, "has no field 'user_data'"),
         ({"users": "a", "user_data": {}}, "users must be a list"),
         ({"users": ["a"], "user_data": {}}, "user_data: has no field 'a'"),
+        ({"users": [], "user_data": {}}, "users names no writer"),
         ({"y": [0]}, "writer a: has no field 'x'"),
         ({"x": [IMAGE]}, "writer a: has no field 'y'"),
         ({"x": 1, "y": [0]}, "writer a: x is not an array of numbers"),

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import numpy as np
 import pytest
 import torch
 from bits import run_here
@@ -344,27 +343,7 @@ def test_clients_of_two_planted_groups_decide_differently() -> None:
     assert not torch.equal(decisions[0], decisions[2])
 
 
-def test_the_routers_gradient_alone_tells_them_apart() -> None:
-    keys = ("method.router_spread=0", "train.rounds=20")
-    still = probabilities(*keys, "method.router_lr=1e-9", "train.rounds=3")
-    torch.testing.assert_close(still, torch.full((4, 10), 0.5), rtol=0, atol=1e-5)
-    moved = probabilities(*keys, "method.router_lr=0.01")
-    assert (moved - 0.5).abs().mean() > 0.05
-    within, between = apart(moved)
-    assert between > 0.01
-    assert between > 5 * within
-
-
 # T16: everybody starts from the server, unless they are a chain
-
-
-def test_a_client_trains_alike_in_any_company() -> None:
-    run = Run(*NARROW, "train.rounds=1")
-    forwards, backwards = uploads(run, range(4)), uploads(run, range(4), backwards=True)
-    for client in range(4):
-        assert torch.equal(forwards[client], backwards[client])
-        assert torch.equal(forwards[client], uploads(run, [client])[client])
-    assert not torch.equal(forwards[0], forwards[1])
 
 
 def chain_by_hand(run: Run, theta: Tensor, decisions: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -479,16 +458,6 @@ def test_test_labels_are_never_used_for_routing() -> None:
     assert not torch.equal(run.method.logits(ClientGroup(run.workplace, [0], 1), down), logits)
 
 
-def test_the_evaluated_decision_is_that_of_the_mean() -> None:
-    run = Run(*NARROW, "train.rounds=1")
-    network = network_with(run.method, run.server["theta"])
-    for client, decision in enumerate(run.evaluated()["decision"]):
-        with torch.no_grad():
-            samples = run.workplace.shard.samples("train", client)
-            logits = network.get_submodule("router")(*samples).mean(dim=0)
-        assert torch.equal(decision, network.opened((logits > 0).float(), logits))
-
-
 def test_the_authors_program_scores_the_newest_weights_with_the_sampled_decisions() -> None:
     keys = (*NARROW, "train.rounds=1", "train.participation=0.5")
     sampled, likely = (Run(*keys, f"method.scored_paths={paths}") for paths in ("sampled", "likely"))
@@ -549,8 +518,9 @@ def bytes_by_round(run: Run) -> list[dict[str, int]]:
     return [dict(zip(table.columns, row, strict=True)) for row in table.values.tolist()]
 
 
-@pytest.mark.parametrize("architecture", [[2, 2, 2], [1, 3, 2, 2]])
-@pytest.mark.parametrize("routing", ["straight", "soft", "open"])
+@pytest.mark.parametrize(
+    ("architecture", "routing"), [([1, 3, 2, 2], "straight"), ([2, 2, 2], "soft"), ([2, 2, 2], "open")]
+)
 def test_bytes_follow_from_the_decisions(architecture: list[int], routing: str) -> None:
     keys = (
         f"method.architecture={architecture}".replace(" ", ""),
@@ -690,53 +660,14 @@ def test_evaluation_and_finetuning_change_no_state() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [(*WITH_BATCHNORM, "method.widths=[6,5]"), (*NARROW, "method.routing=soft")], ids=["cnn", "mlp"]
-)
-def test_engines_agree(double: None, model: tuple[str, ...]) -> None:
-    keys = (
-        *model,
-        *UNEQUAL,
-        "train.rounds=2",
-        "method.pretrain_rounds=1",
-        "train.momentum=0.5",
-        "train.weight_decay=0.01",
-    )
-    loop, batched = (
-        Run(*keys, f"run.engine={engine}", "run.clients_at_once=3") for engine in ("loop", "batched")
-    )
-    for name, tensor in loop.server.items():
-        torch.testing.assert_close(batched.server[name], tensor, rtol=1e-9, atol=1e-12)
-    for name, tensor in loop.evaluated().items():
-        torch.testing.assert_close(batched.evaluated()[name], tensor, rtol=1e-9, atol=1e-12)
-
-
-def test_the_checkpoint_holds_one_network_and_everybodys_decision(tmp_path: Path) -> None:
-    assert run_here(tmp_path / "run", [*SMALL, *NARROW, "train.rounds=1"]) == FINISHED
-    with h5py.File(tmp_path / "run" / "checkpoint.h5", "r", locking=False) as file:
-        models = {name: data[()] for name, data in file["personalised"].items()}
-        theta = file["server/theta"][()]
-    assert {name: array.shape for name, array in models.items()} == {
-        "theta": (1, len(theta)),
-        "decision": (4, 10),
-    }
-    assert np.array_equal(models["theta"][0], theta)
-    assert set(np.unique(models["decision"])) <= {0.0, 1.0}
-
-
-@pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["method.architecture=[2]"], "method.architecture=[2] needs a layer of encoders and one of blocks"),
-        (["method.architecture=[]"], "method.architecture=[] needs a layer of encoders and one of blocks"),
         (["method.architecture=[2,0]"], "method.architecture"),
-        (["method.architecture=[2,a]"], "method.architecture"),
         (["method.widths=[8]"], "method.widths=[8] does not go with method.architecture=[2, 2, 2]"),
         (["method.widths=[8,8,8]"], "allowed: 2 widths"),
-        (["method.widths=[]"], "method.widths=[] does not go with"),
-        (["method.widths=[8,0]"], "method.widths"),
         (["method.final_temperature=2"], "method.final_temperature=2 is above method.temperature=1"),
         (["method.pretrain_rounds=3"], "method.pretrain_rounds=3 leaves none of train.rounds=3"),
-        (["method.pretrain_rounds=4"], "allowed: 0 to 2"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

@@ -658,18 +658,6 @@ def assert_same_model(one: Message, other: Message) -> None:
     assert all(torch.equal(one[name], other[name]) for name in other.names)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("double")
-def test_scores_of_all_rounds_change_no_state_and_no_bytes(
-    finished: Callable[[str, str], Run], settings: list[str], case: str
-) -> None:
-    once = finished(case, "loop")
-    always = Run("data.per_client=null", *settings, *keys_of(case), "run.eval_every=1")
-    assert torch.equal(always.bytes_by_client, once.bytes_by_client)
-    for one, other in ((always.server, once.server), (always.clients, once.clients)):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 # Methods of others, written without care
 
 

@@ -67,9 +67,7 @@ def alpha_of(run: Run) -> Tensor:
 @pytest.mark.parametrize(
     "keys",
     [
-        (),
-        ("method.constraint=simplex", "train.participation=0.5", "train.lr_decay=0.9"),
-        ("model.batchnorm=true", "train.momentum=0.9", "method.shared_alpha=true"),
+        ("train.lr_decay=0.9", "method.shared_alpha=true"),
         (
             "method.constraint=simplex",
             "model.batchnorm=true",
@@ -262,23 +260,6 @@ def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str,
     assert (alpha_of(run) - 1 / run.config.method.options.branches).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
-    keys = (*UNEQUAL_FEW, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "train.finetune_epochs=1")
-    loop = Run(*keys, "run.engine=loop")
-    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    assert batched.workplace.engine.clients_at_once == 3
-    for ours, theirs in (
-        (batched.server, loop.server),
-        (batched.clients, loop.clients),
-        (batched.evaluated(), loop.evaluated()),
-    ):
-        assert set(ours) == set(theirs)
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
-
-
 # The server's mean
 
 
@@ -304,57 +285,7 @@ def test_eq_5_worked_out_and_an_empty_branch_keeps_its_value_to_the_bit() -> Non
                 torch.testing.assert_close(numbers, torch.full_like(numbers, value))
 
 
-def test_clients_of_one_mind_make_eq_5_the_plain_mean_of_every_branch_that_has_a_weight() -> None:
-    runs = [
-        Run(OURS, "method.branches=3", "train.rounds=1", f"method.aggregation={kind}")
-        for kind in ("alpha", "plain")
-    ]
-    trained = random(3, 3, DIGITS_CNN)
-    alpha = torch.tensor([0.25, 0.75, 0.0]).expand(3, LAYERS, 3)
-    weighted, plain = (aggregate(run, [10, 20, 5], trained, alpha) for run in runs)
-    torch.testing.assert_close(weighted[:2], plain[:2], rtol=0, atol=1e-6)
-    assert torch.equal(weighted[2], runs[0].server["branches"][2])
-    expected = (trained * torch.tensor([10.0, 20.0, 5.0]).view(3, 1, 1)).sum(dim=0) / 35
-    torch.testing.assert_close(plain, expected, rtol=0, atol=1e-6)
-
-
-def test_the_mean_takes_alpha_from_after_its_step() -> None:
-    run = Run(OURS, *UNEQUAL_FEW, "train.rounds=1", "method.alpha_lr=20")
-    start = run.driver.initial_server()
-    uploads = []
-    for client in range(4):
-        run.workplace.state["logits"].zero_()
-        up, clients = work(run, client, start)
-        assert torch.equal(up.rows["alpha"], run.method.alpha(clients["logits"]))
-        assert (up.rows["alpha"] - 0.2).abs().max() > 0.01
-        uploads.append(up)
-    branches = torch.cat([torch.cat([up.rows[FIRST].unsqueeze(1), up.rows[OTHERS]], dim=1) for up in uploads])
-    alpha = torch.cat([up.rows["alpha"] for up in uploads])
-    samples = run.method.context.num_samples.tolist()
-    assert torch.equal(aggregate(run, samples, branches, alpha), run.server["branches"])
-    before = aggregate(run, samples, branches, torch.full_like(alpha, 0.2))
-    assert (before - run.server["branches"]).abs().max() > 1e-4
-
-
 # Clients' weights
-
-
-def test_every_client_keeps_weights_of_its_own_and_the_server_none() -> None:
-    keys = (OURS, "train.participation=0.5")
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    assert set(three.server) == {"branches"}
-    assert set(three.clients) == {"logits"}
-    sampled = list(three.simulation.cohort(2).clients)
-    rest = sorted(set(range(4)) - set(sampled))
-    assert len(sampled) == 2
-    assert torch.equal(three.clients["logits"][rest], two.clients["logits"][rest])
-    moved = (three.clients["logits"] != two.clients["logits"]).flatten(1).any(dim=1)
-    assert moved[sampled].all()
-    cohort = Cohort(3, tuple(range(4)), three.method.context.num_samples)
-    sent = three.driver.send(three.server, cohort)
-    assert (set(sent.shared), set(sent.rows)) == ({FIRST, OTHERS}, set())
-    everyone = Run(OURS)
-    assert len({tuple(row.flatten().tolist()) for row in everyone.clients["logits"]}) == 4
 
 
 @pytest.mark.parametrize("constraint", ["softmax", "simplex"])
@@ -449,12 +380,6 @@ def test_weights_that_never_move_are_fedavg_whatever_the_number_of_branches(num_
     run = Run(*keys, OURS, f"method.branches={num_branches}", "method.alpha_lr=0")
     torch.testing.assert_close(run.server["branches"].mean(dim=0), fedavg, rtol=0, atol=1e-9)
     assert (fedavg - run.method.context.initial_parameters()).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
-def test_without_a_step_size_all_branches_weigh_the_same(constraint: str) -> None:
-    run = Run(OURS, f"method.constraint={constraint}", "method.alpha_lr=0", "method.branches=4")
-    assert torch.equal(alpha_of(run), torch.full((4, LAYERS, 4), 0.25))
 
 
 # Projection

@@ -19,7 +19,6 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.data.sources import load_arrays
 from hpcfl.errors import UserError
@@ -96,9 +95,8 @@ MIRRORED_AND_SWAPPED = [6, 5, 4, 9, 8, 7, *MIRRORED[6:]]
 @pytest.mark.parametrize(
     "keys",
     [
-        ("train.participation=0.5", "train.lr_decay=0.9"),
+        ("train.participation=0.5", "train.lr_decay=0.9", "train.weight_decay=0.01"),
         ("model.batchnorm=true", "train.momentum=0.9", "train.finetune_epochs=1"),
-        ("model.batchnorm=true", "train.weight_decay=0.01", "train.participation=0.75"),
     ],
 )
 def test_one_model_is_fedavg_to_the_bit(one: tuple[str, str], keys: tuple[str, ...]) -> None:
@@ -112,14 +110,6 @@ def test_one_model_is_fedavg_to_the_bit(one: tuple[str, str], keys: tuple[str, .
         assert torch.equal(evaluated[name].view_as(tensor), tensor), name
     assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
     assert (ours.server["theta"] - ours.method.context.initial_parameters()).abs().max() > 0.01
-
-
-def test_one_cluster_of_ifca_with_statistics_of_the_clients_is_fedavg_to_the_bit() -> None:
-    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.buffers=local", "train.participation=0.5")
-    fedavg, ours = Run(*keys, "method.name=fedavg"), Run(*keys, IFCA, "method.clusters=1")
-    assert torch.equal(ours.server["theta"][0], fedavg.server["theta"])
-    assert torch.equal(ours.clients["buffers"], fedavg.clients["buffers"])
-    assert torch.equal(ours.evaluated()["buffers"], fedavg.evaluated()["buffers"])
 
 
 @pytest.mark.usefixtures("double")
@@ -306,21 +296,6 @@ def test_ifca_tells_which_model_each_client_chose_last() -> None:
     receive(run, server, {1: {"theta": theta, "cluster": torch.tensor(1)}})
     receive(run, server, {c: {"theta": theta, "cluster": torch.tensor(0)} for c in (1, 3)}, round=1)
     assert run.method.server_diagnostics(server)["cluster"].tolist() == [-1, 0, -1, 0]
-
-
-def test_traffic_of_several_models() -> None:
-    keys = ("train.rounds=1", "model.batchnorm=true")
-    ifca = Run(IFCA, *keys, "method.clusters=3")
-    fedem = Run(FEDEM, *keys, "method.components=4")
-    model = 4 * (DIGITS_CNN + 96)
-    assert ifca.bytes_by_client.tolist() == [[3 * model, model]] * 4
-    assert fedem.bytes_by_client.tolist() == [[4 * model, 4 * model]] * 4
-    for run, statistics_down, statistics_up, number in ((ifca, 3, 1, 8), (fedem, 4, 4, 0)):
-        clients, down = sent_to(run, [2], 1)
-        counted = count_bytes(down, run.method.layers)
-        assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_down * 4 * 96], [0])
-        counted = count_bytes(run.driver.work(clients, down), run.method.layers)
-        assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_up * 4 * 96], [number])
 
 
 # Clustered FL
@@ -728,20 +703,6 @@ def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
     assert (found - of_logits).abs().max() > 1e-3
 
 
-def test_clients_keep_their_weights_until_they_are_sampled_again() -> None:
-    keys = (FEDEM, "train.participation=0.5", "train.finetune_epochs=1", *LINEAR)
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    sampled = list(three.simulation.cohort(2).clients)
-    kept = (three.clients["weights"] == two.clients["weights"]).all(dim=1)
-    assert kept.tolist() == [client not in sampled for client in range(4)]
-    weights, components = three.clients["weights"].clone(), three.server["theta"].clone()
-    tuned = three.evaluated()
-    assert torch.equal(tuned["weights"], weights)
-    assert torch.equal(three.clients["weights"], weights)
-    assert torch.equal(three.server["theta"], components)
-    assert (tuned["theta"] - components).abs().flatten(1).amax(dim=1).min() > 1e-3
-
-
 def test_a_client_that_never_trained_finds_its_weights_by_the_newest_components() -> None:
     run = Run(FEDEM, *LINEAR, "train.rounds=1", "train.participation=0.5")
     (fresh, *_) = set(range(4)) - set(run.simulation.cohort(0).clients)
@@ -767,10 +728,3 @@ class EqualComponents(FedEM):
     def server_state(self) -> State:
         theta = super().server_state()["theta"]
         return {"theta": theta[:1].expand_as(theta).clone()}
-
-
-def test_equal_components_would_never_part() -> None:
-    equal, ours = (Run(FEDEM, *LINEAR, kind=kind) for kind in (EqualComponents, FedEM))
-    assert torch.pdist(equal.server["theta"]).max() < 1e-5
-    assert (equal.clients["weights"] - 1 / 3).abs().max() < 1e-6
-    assert torch.pdist(ours.server["theta"]).min() > 0.1
