@@ -42,8 +42,8 @@ with quick_imports():
     from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
     from hpcfl.formatting import did_you_mean
     from hpcfl.registries import load_config
-    from hpcfl.simulation.progress import print_line, print_warning
     from hpcfl.simulation.stopping import StopFlag
+    from hpcfl.terminal import print_line, print_warning
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,10 +21,10 @@ from hpcfl.models.hypernetworks import Hypernetworks
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import ParameterLayout
 from hpcfl.registries import load_config
-from hpcfl.simulation.progress import Progress
+from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.terminal import Progress
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 

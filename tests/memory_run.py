@@ -13,11 +13,11 @@ from pathlib import Path
 
 from hpcfl.communication.communicator import abort_on_exception, open_world
 from hpcfl.registries import load_config
-from hpcfl.simulation.progress import Progress
+from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.terminal import Progress
 
 
 def resident_bytes(name: str) -> int:

@@ -21,6 +21,8 @@ ROOMS = [
     ["tables"],
     ["planning", "results"],
     ["simulation"],
+    ["terminal"],
+    ["setup"],
     ["storage"],
     ["registries"],
     ["methods"],

@@ -11,9 +11,9 @@ from hpcfl.benchmarks.steps import BATCH_SIZE, context_of, random_shard
 from hpcfl.communication.messages import Cohort
 from hpcfl.config.keys import TrainConfig
 from hpcfl.methods import Context
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.parameters import Tensors
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine

@@ -22,8 +22,8 @@ from hpcfl.communication.network import (
 from hpcfl.config import Config
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
+from hpcfl.setup.experiment import load_data, make_method
 from hpcfl.simulation.round_loop import Timing
-from hpcfl.simulation.setup import load_data, make_method
 
 MESSAGE_BYTES = (100_000, 1_000_000, 4_000_000)
 CLIENTS_A_WORKER = 4

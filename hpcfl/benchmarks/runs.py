@@ -25,11 +25,11 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import merge, resolve
-from hpcfl.simulation.progress import Progress
+from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation, Timing
-from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.terminal import Progress
 
 NUM_IMAGES = 6000
 NUM_CLIENTS = 10

@@ -18,11 +18,11 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Context
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.method_adapter import MethodAdapter
-from hpcfl.simulation.validate import state_bytes
+from hpcfl.setup.validate import state_bytes
 
 COHORT = 10
 FULL_HEADS_SHARE = 1 / 4

@@ -17,12 +17,12 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.data.sources import Arrays
 from hpcfl.methods import Context
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.pfedla import PFedLA, PFedLAParams
 from hpcfl.methods.pfedmb import PFedMB, PFedMBParams
 from hpcfl.models import ConvNetOptions
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import numpy_stream, torch_stream
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine, has_bfloat16

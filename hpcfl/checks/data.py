@@ -11,7 +11,7 @@ from hpcfl.checks.finding import Checked, gathered
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config import Config
 from hpcfl.errors import UserError
-from hpcfl.simulation.setup import load_data
+from hpcfl.setup.experiment import load_data
 
 
 def check_data(world: Communicator, config: Config) -> Checked:

@@ -19,15 +19,15 @@ from hpcfl.data.partitions import ClientIndices, class_table
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method
 from hpcfl.planning.dry_run import DryRun, dry_run
 from hpcfl.planning.estimate import Estimate, Planner, evaluations
 from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
 from hpcfl.registries import load_config
-from hpcfl.simulation.device_memory import report_out_of_memory
-from hpcfl.simulation.method_adapter import MethodAdapter
-from hpcfl.simulation.setup import load_data, make_method
-from hpcfl.simulation.validate import (
+from hpcfl.setup.device_memory import report_out_of_memory
+from hpcfl.setup.experiment import load_data, make_method
+from hpcfl.setup.validate import (
     check_chain,
     check_single_samples,
     check_small_blocks,

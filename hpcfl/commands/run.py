@@ -12,14 +12,14 @@ from hpcfl.commands.summary import next_command, print_summary
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config import Config
 from hpcfl.errors import UserError
-from hpcfl.simulation.device_memory import report_out_of_memory
-from hpcfl.simulation.progress import Progress
+from hpcfl.setup.device_memory import report_out_of_memory
+from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Outcome, Simulation
-from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
 from hpcfl.storage.trackers import check_tracker
+from hpcfl.terminal import Progress
 
 
 def run(

@@ -10,8 +10,8 @@ from hpcfl.config import Config
 from hpcfl.formatting import readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.simulation.divergence import named
-from hpcfl.simulation.progress import Progress
 from hpcfl.storage.ledger import Ledger
+from hpcfl.terminal import Progress
 
 FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
 

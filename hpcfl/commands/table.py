@@ -17,7 +17,6 @@ from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import ForcedStop, StorageError, UserError
 from hpcfl.formatting import as_text, clock
-from hpcfl.simulation.progress import print_warning
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
@@ -28,6 +27,7 @@ from hpcfl.tables.hours import plan
 from hpcfl.tables.paper_figures import check_parts_not_there
 from hpcfl.tables.schema import QUANTITIES
 from hpcfl.tables.write_results import FromHistories, in_turn, write, write_from_histories, write_results
+from hpcfl.terminal import print_warning
 
 A_CELL_NEEDS_S = 30
 """No cell is started when SLURM's end time is nearer than this."""

@@ -14,7 +14,7 @@ from hpcfl.config import flatten
 from hpcfl.errors import UserError, printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
 from hpcfl.results.run import ENDED, Run, Status
-from hpcfl.simulation.progress import console
+from hpcfl.terminal import console
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -143,7 +143,7 @@ class Method:
 
     Hooks receive all state as arguments and return messages or tensors. Everything that lasts from round to
     round is in two state dictionaries, the server's and the clients', which every checkpoint holds.
-    `hpcfl.simulation.method_adapter` calls the hooks and handles the running statistics of BatchNorm.
+    `hpcfl.methods.adapter` calls the hooks and handles the running statistics of BatchNorm.
     """
 
     name: ClassVar[str]

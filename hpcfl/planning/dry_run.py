@@ -25,14 +25,14 @@ from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.machine import peak_bytes
+from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.setup.experiment import Experiment, Unseen, assemble, describe, is_batched, method_of
 from hpcfl.simulation.evaluation import Evaluation
-from hpcfl.simulation.method_adapter import MethodAdapter
-from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.setup import Experiment, Unseen, assemble, describe, is_batched, method_of
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import OF_CLIENTS
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.terminal import Progress
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 

@@ -19,9 +19,9 @@ from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
+from hpcfl.setup.experiment import is_batched
 from hpcfl.simulation.federation import sampled
 from hpcfl.simulation.migration import assign_workers
-from hpcfl.simulation.setup import is_batched
 
 START_S = 10.0
 """Assumed: seconds from a job's start to its first round."""

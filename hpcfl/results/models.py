@@ -24,7 +24,7 @@ from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
-from hpcfl.simulation.setup import describe, load_data, method_of
+from hpcfl.setup.experiment import describe, load_data, method_of
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.snapshot import DataRecord, LayoutRecord
 from hpcfl.training.client_group import ClientGroup, WorkerContext

@@ -18,9 +18,9 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config import Config
 from hpcfl.errors import DivergedError
 from hpcfl.methods.base import State
-from hpcfl.simulation.progress import Progress
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.terminal import Progress
 from hpcfl.training.client_group import ClientGroup
 
 LARGEST = 2.0**126

@@ -13,13 +13,12 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, UploadCoding, codec_of
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.config import Config
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
+from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers
-from hpcfl.simulation.setup import Experiment
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
 T = TypeVar("T")
@@ -71,9 +70,6 @@ class Federation:
         at_once = world.maximum(self.workplace.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
         self._members_visit = is_balanced and at_once == 1 and world.num_workers > 1
-        if self.method.sharded_state is not None:
-            rows = self.workplace.state[self.method.sharded_state]
-            self.method.sharded = ShardedRows(world, rows, self.method.layers, self.num_clients)
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""

@@ -17,16 +17,16 @@ from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
 from hpcfl.parameters import Tensors
+from hpcfl.setup.device_memory import abort_out_of_memory, out_of_memory
+from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import LastEvaluation, Saver
-from hpcfl.simulation.device_memory import abort_out_of_memory, out_of_memory
 from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
-from hpcfl.simulation.progress import Progress
-from hpcfl.simulation.setup import Experiment
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.terminal import Progress
 from hpcfl.training.client_group import ClientGroup
 
 Groups = Iterable[tuple[slice, ClientGroup]]

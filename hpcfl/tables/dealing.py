@@ -9,8 +9,8 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Method
-from hpcfl.simulation.setup import deal, make_method, read_source
-from hpcfl.simulation.validate import check_chain
+from hpcfl.setup.experiment import deal, make_method, read_source
+from hpcfl.setup.validate import check_chain
 from hpcfl.tables.cells import Cell, Table
 
 

@@ -20,7 +20,7 @@ from hpcfl.communication.communicator import Communicator, open_world
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS
-from hpcfl.simulation.progress import Progress
+from hpcfl.terminal import Progress
 
 RATIOS = [Ratio("small", 0.5, 0.6, "ms"), Ratio("large", 3.0, 4.0, is_floor=True), Ratio("plain", 2.0)]
 

@@ -19,15 +19,15 @@ from hpcfl.communication.network import Load, Network, bytes_at_rank_0
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, Phase, dry_run
 from hpcfl.planning.estimate import Planner
 from hpcfl.planning.slurm_header import SlurmHeader
 from hpcfl.registries import load_config
-from hpcfl.simulation import validate
-from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.setup import validate
+from hpcfl.setup.experiment import load_data, make_method
+from hpcfl.setup.validate import state_bytes
 from hpcfl.simulation.migration import assign_workers
-from hpcfl.simulation.setup import load_data, make_method
-from hpcfl.simulation.validate import state_bytes
 
 DIGITS_CNN = 160 + 4640 + 8256 + 650
 """Trainable numbers of digits_cnn: conv1, conv2, fc1, fc2."""

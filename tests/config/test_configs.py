@@ -23,7 +23,7 @@ from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
 from hpcfl.registries import load_config
-from hpcfl.simulation.setup import deal, make_method
+from hpcfl.setup.experiment import deal, make_method
 from hpcfl.tables.cells import Cell, Shrinking, Table
 from hpcfl.tables.write_results import settings
 

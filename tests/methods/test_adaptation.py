@@ -18,9 +18,9 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.errors import UserError
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 

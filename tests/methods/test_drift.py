@@ -18,8 +18,8 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.scaffold import Scaffold
-from hpcfl.simulation.method_adapter import MethodAdapter
 
 
 def assert_same_bits(ours: Run, theirs: Run) -> None:

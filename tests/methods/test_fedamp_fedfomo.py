@@ -22,12 +22,12 @@ from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import Context, fedamp, fedfomo
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.fedamp import FedAMP, _squared_distances
 from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
 from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 

@@ -22,14 +22,14 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.methods.fedmn import FedMN
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation.method_adapter import MethodAdapter
-from hpcfl.simulation.setup import build
+from hpcfl.setup.experiment import build
 from hpcfl.training.client_group import ClientGroup
 
 FLAT = ("method.name=fedmn", "model.name=mlp", "model.hidden=[8]")

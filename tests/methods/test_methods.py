@@ -28,13 +28,13 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods import METHODS
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.methods.local import Local
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.storage.ledger import METRICS
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup

@@ -20,11 +20,11 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
 from hpcfl.models import NetworkOptions
 from hpcfl.models.generators import Generator, Gradients
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.client_group import ClientGroup
 
 OURS = "method.name=pfedhn"

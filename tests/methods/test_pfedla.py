@@ -18,11 +18,11 @@ from hpcfl.communication.traffic import Traffic, count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods import Method, pfedla
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.methods.heurpfedla import HeurpFedLA
 from hpcfl.methods.pfedla import PFedLA
 from hpcfl.randomness import torch_stream
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.training.batches import Batch, minibatches
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.losses import cross_entropy_loss

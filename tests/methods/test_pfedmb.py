@@ -21,12 +21,12 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
 from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation.method_adapter import MethodAdapter
-from hpcfl.simulation.setup import build
+from hpcfl.setup.experiment import build
 from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training.batches import Batch, minibatches
 from hpcfl.training.client_group import ClientGroup

@@ -27,7 +27,7 @@ from hpcfl.methods.clustered_fl import bipartition, cross_similarity
 from hpcfl.methods.fedem import FedEM
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation.setup import build
+from hpcfl.setup.experiment import build
 from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup

@@ -294,7 +294,7 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 def test_torchvision_is_imported_with_its_networks_only() -> None:
     program = """
 import sys
-from hpcfl.simulation.setup import build
+from hpcfl.setup.experiment import build
 from hpcfl.models import MODELS, build_network
 def build_one(name):
     build_network(name, (1, 16, 16), 10, MODELS[name].options(), 0)

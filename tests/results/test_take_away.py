@@ -26,7 +26,7 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
-from hpcfl.simulation.setup import load_data
+from hpcfl.setup.experiment import load_data
 from hpcfl.storage.checkpoint import CheckpointStore
 
 CASES = [*METHODS, *VARIANTS]

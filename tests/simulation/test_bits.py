@@ -29,7 +29,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
-from hpcfl.simulation.setup import build, load_data, make_method
+from hpcfl.setup.experiment import build, load_data, make_method
 
 RANKS = (2, 3, 5)
 MANY_RANKS = 9

@@ -19,8 +19,8 @@ from hpcfl.errors import OUT_OF_MEMORY
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
-from hpcfl.simulation.device_memory import VECTORS, bytes_of_client, clients_at_once, state_device
-from hpcfl.simulation.setup import build, load_data, make_method
+from hpcfl.setup.device_memory import VECTORS, bytes_of_client, clients_at_once, state_device
+from hpcfl.setup.experiment import build, load_data, make_method
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.scoring import BatchedScorer
 

@@ -14,12 +14,12 @@ from bits import method_settings, tiny_settings, write_digits
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.registries import load_config
-from hpcfl.simulation.progress import Progress
+from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
+from hpcfl.terminal import Progress
 
 FIRST, LAST = 10, 25
 """Rounds between which growth is taken: the first ones fill what is kept for good."""

@@ -10,7 +10,7 @@ from processes import REPOSITORY, Mpirun
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.registries import load_config
-from hpcfl.simulation.setup import build
+from hpcfl.setup.experiment import build
 
 NUM_CLIENTS = 1000
 COHORT = 100

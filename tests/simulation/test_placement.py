@@ -13,12 +13,12 @@ from marked_device import DEVICE, marked_device
 from hpcfl.communication.communicator import Communicator
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import load_config
+from hpcfl.setup.experiment import build
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers, idle_share
-from hpcfl.simulation.progress import Progress
 from hpcfl.simulation.round_loop import Simulation
-from hpcfl.simulation.setup import build
 from hpcfl.simulation.stopping import StopFlag
+from hpcfl.terminal import Progress
 
 ROUNDS = 50
 

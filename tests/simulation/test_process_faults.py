@@ -204,7 +204,7 @@ def test_signals_a_second_start_and_fewer_ranks(
 
 
 STOPPED_AT_ONCE = (
-    "hpcfl: stopped at once by a second signal, {}; the last checkpoint stays, and the same command goes on "
+    "hpcfl: stopped at once by a second signal, {}; the last checkpoint stays, and the same command resumes "
     "from it\n"
 )
 

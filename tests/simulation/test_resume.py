@@ -27,8 +27,8 @@ from torch import Tensor
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import State
-from hpcfl.simulation.method_adapter import MethodAdapter
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 
 ROUNDS = 3

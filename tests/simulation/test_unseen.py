@@ -38,8 +38,8 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
-from hpcfl.simulation import setup
-from hpcfl.simulation.setup import build, deal, load_data
+from hpcfl.setup import experiment
+from hpcfl.setup.experiment import build, deal, load_data
 from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
 
 SEEN, UNSEEN = 5, 2
@@ -113,7 +113,7 @@ def test_training_is_that_of_a_federation_without_them(
     expected = of_training(serial(case))
     whole = deal
     config = load_config(None, settings)
-    monkeypatch.setattr(setup, "deal", lambda _, arrays: whole(config, arrays)[:SEEN])
+    monkeypatch.setattr(experiment, "deal", lambda _, arrays: whole(config, arrays)[:SEEN])
     assert run_here(tmp_path / "run", [*settings, *keys_of(case), "data.unseen_clients=0"]) == FINISHED
     assert of_training(tmp_path / "run") == expected
 

@@ -17,8 +17,8 @@ from hpcfl.errors import UserError
 from hpcfl.parameters import ParameterLayout, Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.registries import load_config
-from hpcfl.simulation import validate
-from hpcfl.simulation.setup import build
+from hpcfl.setup import validate
+from hpcfl.setup.experiment import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, LoopEngine

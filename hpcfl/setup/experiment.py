@@ -10,23 +10,23 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcfl.communication import sharded
 from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.methods import METHODS, Context, Method
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.randomness import numpy_stream
-from hpcfl.simulation.device_memory import (
+from hpcfl.setup.device_memory import (
     abort_out_of_memory,
     bytes_for_device,
     clients_at_once,
     for_device,
     state_device,
 )
-from hpcfl.simulation.method_adapter import MethodAdapter
-from hpcfl.simulation.validate import (
+from hpcfl.setup.validate import (
     check_chain,
     check_large_state,
     check_single_samples,
@@ -187,7 +187,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     check_large_state(method, world)
     check_small_blocks(config, method)
     check_single_samples(config, method)
-    world.shard_unit = 1 if method.sharded_state is None else sharded.BLOCK_CLIENTS
+    world.shard_unit = 1 if method.sharded_state is None else BLOCK_CLIENTS
     num_clients = method.context.num_clients
     clients = world.shard(num_clients)
     own_unseen = world.shard(len(parts) - num_clients)
@@ -226,6 +226,8 @@ def assemble(
             f"{len(clients) + len(unseen)} clients; use more GPUs, fewer data.clients, or run.device=cpu",
         )
     state = MethodAdapter(method).initial_clients(clients)
+    if method.sharded_state is not None:
+        method.sharded = ShardedRows(world, state[method.sharded_state], method.layers, num_clients)
     sharing, state_bytes = world.workers_on_device, bytes_for_device(method, state)
     kept_on = state_device(config, device, sharing, state_bytes)
     evaluator = LoopEngine(network, method.layout, config.train.precision)

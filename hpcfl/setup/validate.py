@@ -12,7 +12,7 @@ from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
-from hpcfl.simulation.method_adapter import MethodAdapter
+from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.training.engines import has_bfloat16
 
 SMALL_SHARE, MANY_CLIENTS = 0.01, 1000
