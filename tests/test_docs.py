@@ -127,7 +127,7 @@ def test_the_example_of_a_new_method_without_its_pull_is_fedavg(tmp_path: Path) 
 
 @pytest.mark.parametrize("path", pages(), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_pages_made_from_the_code_are_as_the_code_is(path: Path) -> None:
-    """If not: python tests/docs_pages.py."""
+    """If not: python tests/helpers/docs_pages.py."""
     assert path.read_text() == pages()[path]
 
 

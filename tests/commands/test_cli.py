@@ -317,7 +317,7 @@ def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
     before = contents(finished)
     done = mpirun(
         3,
-        REPOSITORY / "tests" / "world_commands.py",
+        REPOSITORY / "tests" / "helpers" / "world_commands.py",
         json.dumps([*mistakes, *good]),
         cwd=tmp_path,
         timeout=60,

@@ -8,11 +8,11 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
+from by_hand import batches_of, mean_by_samples
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch_twins import batches_of, mean_by_samples
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator

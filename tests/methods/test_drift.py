@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_hand import method_of
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, torchs_sgd
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload

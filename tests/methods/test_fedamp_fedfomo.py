@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import gradient, loss, method_of, step_size, work
+from by_hand import batches_of, gradient, loss, method_of, step_size, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
-from torch_twins import batches_of
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload

@@ -12,7 +12,8 @@ import h5py
 import pytest
 import torch
 from bits import run_here
-from harness import SMALL, UNEQUAL, Run, paths_by_hand
+from by_hand import paths_by_hand
+from harness import SMALL, UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from harness import SMALL, OneClient, Run
+from by_hand import OneClient, batches_of, network_with, train_by_torch
+from harness import SMALL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
-from torch_twins import batches_of, network_with, train_by_torch
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 from harness import UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
-from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator

@@ -10,11 +10,20 @@ from functools import cache
 
 import pytest
 import torch
-from by_hand import gradient, loss, method_of, step_size, work
+from by_hand import (
+    batches_of,
+    gradient,
+    loss,
+    mean_by_samples,
+    method_of,
+    network_with,
+    step_size,
+    torchs_sgd,
+    work,
+)
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch_twins import batches_of, mean_by_samples, network_with, torchs_sgd
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator

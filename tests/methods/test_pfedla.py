@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import UNEQUAL, OneClient, Run, random
+from by_hand import OneClient
+from harness import UNEQUAL, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness import OneClient
+from by_hand import OneClient
 from torch import Tensor
 
 from hpcfl.models.hypernetworks import Hypernetworks, descend, initial_moments

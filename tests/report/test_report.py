@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_runs import make_run, rising
 from processes import REPOSITORY
-from report.made_runs import make_run, rising
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main

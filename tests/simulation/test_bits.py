@@ -18,11 +18,11 @@ from bits import (
     losses_of,
     method_settings,
     run_here,
-    run_in_one_world,
     saved_models,
     tiny_settings,
     write_digits,
 )
+from processes import run_in_one_world
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator

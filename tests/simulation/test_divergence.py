@@ -10,9 +10,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import contents, differing, method_settings, run_here, run_in_one_world, tiny_settings, write_digits
+from bits import contents, differing, method_settings, run_here, tiny_settings, write_digits
 from harness import make_network, make_place
-from processes import Mpirun
+from processes import Mpirun, run_in_one_world
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config.keys import TrainConfig

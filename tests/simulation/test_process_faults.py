@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, start_run, tiny_settings, write_digits
-from launches import PATIENCE_S, Launch
-from processes import Mpirun, kill_tree
+from processes import PATIENCE_S, Launch, Mpirun, kill_tree
 from strikes import Strike
 
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED

@@ -22,11 +22,11 @@ from bits import (
     losses_of,
     method_settings,
     run_here,
-    run_in_one_world,
     saved_models,
     tiny_settings,
 )
 from bits import write_digits as write_images
+from processes import run_in_one_world
 
 from hpcfl import compare
 from hpcfl.communication.communicator import Communicator
