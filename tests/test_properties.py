@@ -1,4 +1,4 @@
-"""What holds for whatever is drawn: the wire, the bytes, the partitions, the simplex and configurations."""
+"""What holds for whatever is drawn: the wire, the bytes and configurations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -22,14 +21,12 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.traffic import count_bytes
 from hpcfl.config import RESULT_NEUTRAL, differences, flatten
 from hpcfl.config.keys import CommConfig
-from hpcfl.data.partitions import PARTITIONS, partition
-from hpcfl.methods.pfedmb import project_to_simplex
 from hpcfl.parameters import Layer, Tensors
 from hpcfl.registries import load_config, resolve
 
 settings.register_profile(
     "hpcfl",
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     database=None,
@@ -178,57 +175,7 @@ def test_what_a_codec_sends_arrives_and_hangs_on_no_block(
 # Partitions
 
 
-@pytest.mark.parametrize("name", [name for name, kind in PARTITIONS.items() if kind.counts is not None])
-@settings(max_examples=8)
-@given(
-    clients=st.integers(1, 6),
-    seed=st.integers(0, 2**31),
-    test_fraction=st.floats(0.2, 0.5),
-    val_fraction=st.sampled_from([0.0, 0.25]),
-    sizes=st.lists(st.integers(60, 240), min_size=10, max_size=10),
-)
-def test_clients_of_a_partition_share_no_sample(
-    name: str, clients: int, seed: int, test_fraction: float, val_fraction: float, sizes: list[int]
-) -> None:
-    clients = {"target": 8, "neighbours": 8, "pairs": 10}.get(name, clients)
-    num_classes = 100 if name == "pachinko" else 10
-    y = np.repeat(np.arange(num_classes), 30 if name == "pachinko" else sizes)
-    keys: dict[str, Any] = {
-        "num_clients": clients,
-        "per_client": None,
-        "test_fraction": test_fraction,
-        "val_fraction": val_fraction,
-        "seed": seed,
-        "options": {},
-    }
-    parts = partition(name, y, num_classes, **keys)
-    dealt = np.concatenate([np.concatenate([part.train, part.val, part.test]) for part in parts])
-    assert len(parts) == clients
-    assert len(np.unique(dealt)) == len(dealt)
-    assert dealt.min() >= 0
-    assert dealt.max() < len(y)
-    assert all(len(part.train) and len(part.test) for part in parts)
-    assert all(bool(len(part.val)) == bool(val_fraction) for part in parts)
-    again = partition(name, y, num_classes, **keys)
-    for part, other in zip(parts, again, strict=True):
-        for split in ("train", "val", "test"):
-            assert np.array_equal(getattr(part, split), getattr(other, split))
-
-
 # The simplex
-
-
-@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=8), st.floats(-10, 10))
-def test_the_projection_is_the_nearest_point_of_the_simplex(numbers: list[float], moved: float) -> None:
-    points = torch.tensor(numbers, dtype=torch.float64)
-    nearest = project_to_simplex(points)
-    assert nearest.min() >= 0
-    assert float(nearest.sum()) == pytest.approx(1, abs=1e-12)
-    torch.testing.assert_close(project_to_simplex(points + moved), nearest, rtol=0, atol=1e-9)
-    torch.testing.assert_close(project_to_simplex(nearest), nearest, rtol=0, atol=1e-9)
-    # <x - p, q - p> <= 0 for every corner q, which is what makes p the nearest point
-    for corner in torch.eye(len(numbers), dtype=torch.float64):
-        assert float((points - nearest) @ (corner - nearest)) <= 1e-8 * (1 + points.abs().max())
 
 
 # Configurations

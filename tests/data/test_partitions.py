@@ -80,7 +80,7 @@ def same(one: list[ClientIndices], other: list[ClientIndices]) -> bool:
     ("clients", "classes", "per_client"),
     [(10, 10, 4), (100, 10, 4), (10, 10, 9), (7, 10, 10), (13, 7, 5), (3, 100, 12), (5, 3, 1)],
 )
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_deal_is_balanced_and_gives_no_client_a_class_twice(
     clients: int, classes: int, per_client: int, seed: int
 ) -> None:
@@ -555,10 +555,8 @@ def test_other_partitions_pool_the_samples_of_a_source_with_clients() -> None:
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("random", {}, {}, "data.partition.name=random: unknown; allowed: " + ", ".join(PARTITIONS)),
     ("classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .* allowed: 1..10"),
-    ("classes", {"classes_per_client": 0}, {}, "data.partition.classes_per_client=0: .*"),
     ("classes", {"beta": 0.5}, {}, "data.partition.beta=0.5: .*options: classes_per_client"),
     ("classes", {}, {"per_client": 604}, "data.per_client=604: the data allows at most 600"),
-    ("classes", {}, {"per_client": 42}, "data.per_client=42: .*classes_per_client=4, at most 600"),
     (
         "classes",
         {},
@@ -569,13 +567,9 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("classes", {}, {"test_fraction": 1.0}, "client 0 would have no training samples of its 600"),
     ("classes", {}, {"val_fraction": 0.001}, "client 0 would have no validation samples of its 600"),
     ("dominant", {"dominant_classes": 10}, {}, "data.partition.dominant_classes=10: .* allowed: 1..9"),
-    ("dominant", {"ratio": 0.5}, {}, "data.partition.ratio=0.5: .*"),
-    ("dominant", {}, {"per_client": 620}, "data.per_client=620: the data allows at most 600"),
     ("dominant", {}, {"per_client": 599}, "data.per_client=599: .*nearest: 580 and 600"),
-    ("dominant", {}, {"per_client": 7}, "data.per_client=7: .*nearest: 20"),
     ("dominant", {}, {"clients": 500}, "data.clients=500: class 0 has 600 samples .* at least 1000"),
     ("dirichlet", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("dirichlet", {"beta": 0}, {}, "data.partition.beta=0: .*"),
     ("dirichlet", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* allow at most 600"),
     (
         "dirichlet",
@@ -583,7 +577,6 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"y": np.zeros(100_000, dtype=np.int64), "num_classes": 1, "clients": 2},
         "data.partition.beta=0.5: none of 2000 draws .*min_samples=50000 samples; raise",
     ),
-    ("dirichlet", {}, {"test_fraction": 0.001}, "client 0 would have no test samples .*min_samples"),
     ("neighbours", {"classes_per_client": 10}, {}, "data.partition.classes_per_client=10: .* allowed: 1..9"),
     (
         "neighbours",
@@ -591,7 +584,6 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "data.partition.changed_classes=3: .*classes_per_client=8; allowed: 1..2",
     ),
-    ("neighbours", {}, {"per_client": 42}, "data.per_client=42: .*classes_per_client=4, at most 600"),
     ("target", {"classes_per_client": 6}, {}, "data.partition.classes_per_client=6: .* allowed: 1..5"),
     ("target", {"others_from": "none"}, {}, "data.partition.others_from=none: .*'rest' or 'all'"),
     ("target", {"similar_classes": 5}, {}, "data.partition.similar_classes=5: .*allowed: 0..4"),
@@ -602,21 +594,13 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "data.partition.similar_classes=1: .*classes_per_client=6; allowed: 2..6",
     ),
     ("target", {}, {"clients": 2}, "data.clients=2: .*3 or more"),
-    ("random_classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .*1..10"),
-    ("random_classes", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("random_classes", {}, {"clients": 4000}, "data.clients=4000: class 0 has 600 samples"),
     ("pairs", {}, {"clients": 7}, "data.clients=7: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
-    ("pairs", {}, {"clients": 8}, "data.clients=8: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
-    ("pairs", {}, {"clients": 1}, "data.clients=1: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
-    ("pairs", {}, {"per_client": 602}, "data.per_client=602: the data allows at most 600"),
     (
         "pairs",
         {},
         {"per_client": 31},
         "data.per_client=31: .*multiple of the 2 classes of a pair, at most 600",
     ),
-    ("pathological", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .*1..10"),
-    ("pathological", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
     ("pathological", {}, {"clients": 4000}, "data.clients=4000: class 0 has 600 samples for 800 clients"),
     (
         "pathological",
@@ -624,26 +608,14 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"clients": 4000},
         "data.clients=4000: class 0 has 600 samples for 800 clients of at least 1",
     ),
-    ("dirichlet_pfllib", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("dirichlet_pfllib", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* at most 600"),
-    ("dirichlet_pfllib", {"beta": -1}, {}, "data.partition.beta=-1: .*"),
     ("mixture", {"components": 11}, {}, "data.partition.components=11: .*allowed: 1..10, or -1"),
-    ("mixture", {"components": 0}, {}, "data.partition.components=0: .*allowed: 1..10, or -1"),
-    ("mixture", {"beta": 0}, {}, "data.partition.beta=0: .*"),
-    ("mixture", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* allow at most 600"),
-    ("mixture", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("mixture", {}, {"test_fraction": 0.001}, "client [0-9] would have no test samples .*min_samples"),
     ("pachinko", {}, {}, "data.partition.coarse_classes=null: .* 10 classes; allowed: 1..10"),
-    ("pachinko", {"coarse_classes": 11}, {}, "data.partition.coarse_classes=11: .* allowed: 1..10"),
-    ("pachinko", {"coarse_beta": 0}, {}, "data.partition.coarse_beta=0: .*"),
     ("pachinko", {"coarse_classes": 5}, {"per_client": 601}, "data.per_client=601: .* at most 600"),
     ("given", {}, {"clients": 11}, "data.clients=11: the source has 10 clients; allowed: 1..10"),
     ("given", {}, {"per_client": 20}, "data.per_client=20: .*data.per_client=null"),
-    ("given", {"beta": 1}, {}, "data.partition.beta=1: .*options: none"),
     ("given", {}, {"is_test": TEN_OWNERS != 3}, "client 0 would have no training samples"),
     ("iid", {}, {"clients": 6001}, "data.clients=6001: the data has 6000 samples"),
     ("iid", {}, {"per_client": 601}, "data.per_client=601: the data allows at most 600"),
-    ("iid", {"beta": 1}, {}, "data.partition.beta=1: .*options: none"),
 ]
 
 

@@ -483,30 +483,6 @@ def test_a_run_that_goes_on_has_no_personalised_models(
     assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
 
 
-@pytest.mark.filterwarnings("default")
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
-    assert run_here(tmp_path / "run", settings) == FINISHED
-    cut(tmp_path / "run" / "checkpoint.h5")
-    assert (
-        main(["export", str(tmp_path / "run"), "--client", "1", "--out", str(tmp_path / "out")]) == BAD_INPUT
-    )
-    found = capsys.readouterr().err
-    assert "checkpoint.h5 is damaged" in found
-    assert "checkpoint.prev.h5 is of round 2 of 3 and has no personalised models yet" in found
-    # two checkpoints with models, the newest damaged
-    assert run_here(tmp_path / "two", [*settings, "train.rounds=1"]) == FINISHED
-    newest = tmp_path / "two" / "checkpoint.h5"
-    (tmp_path / "two" / "checkpoint.prev.h5").write_bytes(newest.read_bytes())
-    cut(newest)
-    assert (
-        main(["export", str(tmp_path / "two"), "--client", "1", "--out", str(tmp_path / "out")]) == FINISHED
-    )
-    assert "resuming from" in capsys.readouterr().err
-
-
 def test_damaged_files_are_named_with_their_line(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
