@@ -33,7 +33,7 @@ QUICK = {
     f"test_{name}"
     for name in (
         *("checkpoint", "client_files", "config", "figures", "file", "hypernetworks", "ledger", "lock"),
-        *("messages", "modular", "parameters", "partitions", "properties", "randomness", "rooms", "shard"),
+        *("messages", "modular", "parameters", "partitions", "randomness", "rooms", "shard"),
         *("curves", "sources", "stopping", "view"),
     )
 }

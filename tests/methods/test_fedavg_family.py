@@ -81,29 +81,6 @@ def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
         Run("method.name=fedavg", "train.buffers=mixed")
 
 
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-def test_fedavg_ft_trains_as_fedavg_and_evaluates_a_tuned_copy(batchnorm: str) -> None:
-    keys = ("train.rounds=2", "run.eval_every=1", f"model.batchnorm={batchnorm}")
-    fedavg = Run("method.name=fedavg", *keys)
-    ours = Run("method.name=fedavg_ft", *keys)
-    assert ours.config.train.finetune_epochs == 1
-    assert set(ours.server) == set(fedavg.server)
-    assert all(torch.equal(ours.server[name], tensor) for name, tensor in fedavg.server.items())
-    assert ours.clients == fedavg.clients == {}
-    tuned, again = ours.evaluated(), ours.evaluated()
-    assert (tuned["theta"] - ours.server["theta"]).abs().amax(dim=1).min() > 1e-3
-    assert all(torch.equal(tuned[name], again[name]) for name in tuned)
-    assert torch.equal(ours.server["theta"], fedavg.server["theta"])
-    for client in range(4):
-        alone = ClientGroup(ours.workplace, [client], 2)
-        if batchnorm == "true":
-            alone.buffers = ours.server["buffers"].unsqueeze(0).clone()
-        by_hand = alone.sgd(ours.server["theta"].unsqueeze(0), epochs=1, purpose="finetune").theta
-        assert torch.equal(tuned["theta"][client], by_hand[0])
-        if batchnorm == "true":
-            assert torch.equal(tuned["buffers"][client], alone.buffers[0])
-
-
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_local_clients_train_alone_when_sampled_and_send_nothing(participation: float) -> None:
     run = Run("method.name=local", "model.batchnorm=true", f"train.participation={participation}")

@@ -396,15 +396,6 @@ def test_a_chain_starts_anew_from_the_server_in_every_round(double: None) -> Non
     assert torch.equal(chain.server["theta"], parallel.server["theta"])
 
 
-def test_running_statistics_go_along_the_chain() -> None:
-    keys = (*WITH_BATCHNORM, "method.architecture=[1,1,1]", "method.order=chain", "train.rounds=1")
-    run = Run(*keys, kind=Watched)
-    start = run.method.initial_buffers()
-    # four clients move them in one row; the mean of single moves has gone a quarter of the way and less
-    alone = Run(*keys, "method.order=parallel").server[BUFFERS]
-    assert (run.server[BUFFERS] - start).norm() > 1.5 * (alone - start).norm()
-
-
 @pytest.mark.mpi(min_size=3)
 def test_a_chain_is_refused_on_three_ranks_and_more(
     world: Communicator, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -472,26 +463,6 @@ def test_the_authors_program_scores_the_newest_weights_with_the_sampled_decision
         expected = last[client] if client in met else others["decision"][client]
         assert torch.equal(found["decision"][client], expected)
     assert not torch.equal(found["decision"], others["decision"])
-
-
-def test_models_after_training_are_the_local_ones_with_the_decision_of_the_round() -> None:
-    run = Run(*NARROW, *UNEQUAL, "train.rounds=1", kind=Watched)
-    run.server = run.method.server_state()
-    trained = uploads(run, range(4))
-    ((_, asked),) = run.method.asked[:1]
-    for client, model in run.method.local.items():
-        assert torch.equal(model["theta"][0], trained[client])
-        assert model["decision"][0].int().tolist() == open_paths(asked[client], 10)
-        group = ClientGroup(run.workplace, [client], 1)
-        x, _ = group.samples("test", 0)
-        by_hand, _ = paths_by_hand(
-            network_with(run.method, trained[client]), x, model["decision"][0].tolist()
-        )
-        found = run.method.predict(group, model | {BUFFERS: group.buffers}, 0, x)
-        torch.testing.assert_close(found, by_hand.softmax(dim=1), rtol=0, atol=1e-6)
-    assert list(run.method.local) == [0, 1, 2, 3]
-    pretraining = Run(*NARROW, "method.pretrain_rounds=2", kind=Watched)
-    assert set(pretraining.method.local[0]) == {"theta", "decision"}
 
 
 def test_the_temperature_falls_geometrically() -> None:
@@ -604,14 +575,6 @@ def test_all_encoders_go_on_from_the_pretrained_body(pretrained: Run) -> None:
     assert copied == {"encoder1", "encoder2", "router"}
     moved = piece(method, after["theta"], "encoder1") - piece(method, start, "encoder1")
     assert moved.abs().max() > 0.001
-
-
-def test_encoders_differ_after_pretraining(pretrained: Run) -> None:
-    network = network_with(pretrained.method, pretrained.method.after[1]["theta"])
-    x, _ = pretrained.workplace.shard.samples("train", 0)
-    first, second = (network.get_submodule(f"encoder{n}")(x) for n in (1, 2))
-    # units of either that the other does not have: the layer of 12 is of nearly full rank
-    assert torch.linalg.matrix_rank(torch.cat([first, second], dim=1), rtol=1e-6) > 6
 
 
 def test_bytes_of_pretraining_are_those_of_encoder_and_classifier(pretrained: Run) -> None:

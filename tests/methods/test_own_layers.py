@@ -212,18 +212,6 @@ def test_lg_fedavg_with_more_layers_than_there_are_is_refused(
 # FedRep
 
 
-@pytest.mark.parametrize("policy", ["average", "local"])
-def test_fedrep_without_head_epochs_trains_as_fedbabu_to_the_bit(policy: str) -> None:
-    keys = (*SOME, *SLIPPERY, "train.local_epochs=2", "train.finetune_epochs=0", f"train.buffers={policy}")
-    fedrep = Run(*keys, "method.name=fedrep", "method.head_epochs=0", "method.body_epochs=2")
-    fedbabu = Run(*keys, "method.name=fedbabu")
-    assert set(fedrep.server) == set(fedbabu.server)
-    assert all(torch.equal(fedrep.server[name], tensor) for name, tensor in fedbabu.server.items())
-    expected = fedbabu.evaluated()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in fedrep.evaluated().items())
-    assert torch.equal(fedrep.bytes_by_client, fedbabu.bytes_by_client)
-
-
 def test_fedreps_body_gets_the_epochs_that_its_head_leaves() -> None:
     keys = (*SOME, "method.name=fedrep", "method.head_epochs=1", "train.local_epochs=3", "train.rounds=1")
     rest, two = (Run(*keys, f"method.body_epochs={epochs}") for epochs in ("null", 2))
@@ -388,16 +376,3 @@ def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite(
         for old, new in zip(before.parameters(), after.parameters(), strict=True):
             moved = (old != new).view(10, -1).any(dim=1)
             assert moved.logical_not().nonzero().flatten().tolist() == absent
-
-
-def test_a_client_with_one_class_returns_fedrods_generic_model_as_it_came() -> None:
-    run = Run("method.name=fedrod", "train.rounds=1")
-    _, y = run.workplace.shard.samples("train", 2)
-    y.fill_(3)
-    down, up = work(run, 2)
-    assert torch.equal(up["theta"], down["theta"])
-    # its personal head learns all the same
-    clients = ClientGroup(run.workplace, [2], 0)
-    before = clients["head"].clone()
-    run.method.train(clients, down)
-    assert (clients["head"] != before).any()

@@ -186,13 +186,6 @@ def two_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return planted(tmp_path_factory.mktemp("two"), [PLAIN, MIRRORED] * 3)
 
 
-def test_ifca_finds_two_planted_groups(two_groups: tuple[str, ...]) -> None:
-    run = Run(*two_groups, IFCA, "train.rounds=4")
-    assert run.server["theta"].shape == (2, 650)
-    evaluated = run.evaluated()["theta"]
-    assert all(torch.equal(evaluated[client], run.server["theta"][client % 2]) for client in range(6))
-
-
 def test_ifca_chooses_by_the_loss_on_training_data(two_groups: tuple[str, ...]) -> None:
     run = Run(*two_groups, IFCA, "train.rounds=4")
     everyone, shard = range(6), run.workplace.shard
@@ -527,13 +520,6 @@ def test_single_linkage_has_the_least_largest_similarity_across_the_parts() -> N
         assert torch.equal(bipartition(vectors, "single"), best)
 
 
-def test_clustered_fl_finds_two_planted_groups_in_one_split(two_groups: tuple[str, ...]) -> None:
-    splits = ("method.eps_1=0.27", "method.eps_2=0.45", "method.first_round=2")
-    run = Run(*two_groups, CLUSTERED, *splits, "train.rounds=9")
-    assert run.server["cluster"].tolist() == [0, 1] * 3
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"][[0, 1] * 3])
-
-
 def test_clustered_fl_finds_three_planted_groups_in_two_splits(tmp_path: Path) -> None:
     keys = planted(tmp_path, [PLAIN, MIRRORED, MIRRORED_AND_SWAPPED] * 3)
     splits = ("method.eps_1=0.27", "method.eps_2=0.47", "method.first_round=2")
@@ -652,39 +638,6 @@ def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
     torch.testing.assert_close(clients.loss_sum / clients.steps, expected.reshape(1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.usefixtures("double")
-def test_a_step_of_fedem_is_that_of_everybody_divided_by_the_components() -> None:
-    keys = (
-        FEDEM,
-        *LINEAR,
-        "data.clients=1",
-        "data.partition.name=iid",
-        "train.rounds=1",
-        "train.batch_size=100",
-    )
-    moved = []
-    for count in (1, 4):
-        run = Run(*keys, f"method.components={count}", "train.lr=0.1", kind=EqualComponents)
-        moved.append(run.server["theta"][0] - run.method.context.initial_parameters())
-    torch.testing.assert_close(4 * moved[1], moved[0], rtol=1e-4, atol=1e-7)
-    assert load_config(None, [FEDEM]).train.lr == pytest.approx(3 * load_config(None, []).train.lr)
-
-
-@pytest.mark.usefixtures("double")
-def test_weights_of_components_worked_out() -> None:
-    run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", kind=ByNumbers)
-    run.server = run.driver.initial_server()
-    _, y = run.workplace.shard.samples("train", 1)
-    # 0.75 * 0.5 to 0.25 * 0.9 for class 0, 0.75 * 0.5 / 9 to 0.25 * 0.1 / 9 for the others
-    zero, other = torch.tensor([0.375, 0.225]) / 0.6, torch.tensor([0.375, 0.025]) / 0.4
-    expected = torch.where((y == 0).unsqueeze(1), zero, other)
-    run.clients["weights"][1] = torch.tensor([0.75, 0.25])
-    clients, down = sent_to(run, [1], 0)
-    run.driver.work(clients, down)
-    torch.testing.assert_close(clients["weights"], expected.mean(dim=0, keepdim=True), rtol=0, atol=1e-12)
-    assert 0 < (y == 0).sum() < len(y)
-
-
 def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
     run = Run(FEDEM, "model.batchnorm=true", "train.rounds=1")
     # components that are sure of themselves
@@ -720,11 +673,3 @@ def test_a_client_that_never_trained_finds_its_weights_by_the_newest_components(
     everyone = run.evaluated()["weights"]
     for client in run.simulation.cohort(0).clients:
         assert torch.equal(everyone[client], run.clients["weights"][client])
-
-
-class EqualComponents(FedEM):
-    """All components start as the first."""
-
-    def server_state(self) -> State:
-        theta = super().server_state()["theta"]
-        return {"theta": theta[:1].expand_as(theta).clone()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -104,48 +103,6 @@ def test_steps_equal_torchs_optimiser_client_by_client_also_where_rounds_are_ski
             torch.testing.assert_close(state[name][client], expected, rtol=1e-9, atol=1e-11)
     if optimiser == "adam":
         assert moments["steps"].tolist() == [3, 3, 5, 2]
-
-
-@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
-def test_frozen_heads_and_other_clients_do_not_move_nor_do_their_moments(optimiser: str) -> None:
-    state = SMALL.initial(0, "default")
-    moments = initial_moments(state, optimiser)
-    for name, tensor in moments.items():
-        tensor += 1 if name.endswith("steps") else 0.5
-    before, moments_before = copy.deepcopy(state), copy.deepcopy(moments)
-    stream = torch.Generator().manual_seed(0)
-    gradients = {
-        name: 1 + torch.rand(2, *tensor.shape[1:], generator=stream) for name, tensor in state.items()
-    }
-    frozen = torch.tensor([[True, False, False], [False, False, True]])
-    free, free_moments = copy.deepcopy(state), copy.deepcopy(moments)
-    descend(free, free_moments, gradients, [1, 3], optimiser, 0.1, torch.zeros_like(frozen))
-    descend(state, moments, gradients, [1, 3], optimiser, 0.1, frozen)
-
-    def moved(name: str, old: Tensors, new: Tensors) -> list[object]:
-        difference = old[name] != new[name]
-        # heads: by client and layer; everything else: by client
-        keep = 2 if name.startswith("heads.") else 1
-        flat = difference.flatten(keep) if difference.dim() > keep else difference.unsqueeze(-1)
-        assert torch.equal(flat.any(-1), flat.all(-1))
-        return flat.any(-1).tolist()
-
-    heads = [[False] * 3, [False, True, True], [False] * 3, [True, True, False]]
-    for name in state:
-        expected = heads if name.startswith("heads.") else [False, True, False, True]
-        assert moved(name, before, state) == expected, name
-        assert torch.equal(state[name], torch.where(state[name] == before[name], before[name], free[name]))
-        if optimiser == "adam":
-            assert moved(f"{name}.first", moments_before, moments) == expected
-            assert moved(f"{name}.second", moments_before, moments) == expected
-    if optimiser == "adam":
-        assert moments["steps"].tolist() == [1, 2, 1, 2]
-        assert moments["heads.steps"].tolist() == [[1] * 3, [1, 2, 2], [1] * 3, [2, 2, 1]]
-    else:
-        assert moments == {}
-        torch.testing.assert_close(
-            state["embedding"][1], before["embedding"][1] - 0.1 * gradients["embedding"][0]
-        )
 
 
 def test_a_head_that_thaws_takes_the_step_of_a_new_one() -> None:

@@ -87,18 +87,6 @@ def test_idle_share_of_equal_clients(
     assert idle[:, 1].mean().item() <= placed
 
 
-def test_unequal_clients_keep_eight_workers_busy() -> None:
-    """100 of 1,000 clients whose samples spread over an order of magnitude."""
-    stream = numpy_stream(0, "placement")
-    idle = []
-    for _ in range(ROUNDS):
-        clients = sorted(stream.permutation(1000)[:100].tolist())
-        work = stream.lognormal(5, 0.7, 100).astype(int).tolist()
-        homes = homes_of(clients, 1000, 8)
-        idle.append(idle_share(work, assign_workers(work, homes, 8), 8))
-    assert sum(idle) / ROUNDS < 0.03
-
-
 @pytest.mark.mpi
 def test_visitors_bring_samples_and_state_and_take_their_state_home(world: Communicator) -> None:
     config = load_config(None, [*SMALL, "method.name=ditto", "train.buffers=local"])

@@ -341,17 +341,6 @@ def test_engines_agree_in_float64_on_torchvisions_networks(name: str, side: int)
     assert trained.steps.tolist() == alone[2].tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("hidden", [[], [16, 12]])
-def test_engines_agree_in_float64_on_multilayer_perceptrons(hidden: list[int]) -> None:
-    network = make_network("mlp", hidden=hidden).double()
-    theta, buffers = spread(network, 5)
-    loop = one_by_one(make_place(network, SIZES, settings()), theta, buffers)
-    together = everyone(make_place(network, SIZES, settings(), clients_at_once=5), buffers=buffers)
-    trained = together.sgd(theta).theta
-    torch.testing.assert_close(trained, loop[0], rtol=0, atol=1e-9)
-    assert (trained - theta).abs().amax(dim=1).min() > 0.01
-
-
 def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None:
     network = make_network(batchnorm=True).double()
     start, buffers = spread(network, 5)
@@ -429,27 +418,6 @@ def test_loop_engine_is_a_module_trained_by_torchs_sgd(
         torch.testing.assert_close(trained[client], expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(statistics[client], expected_statistics, rtol=1e-9, atol=1e-12)
         assert steps[client] == taken
-
-
-def test_general_and_aliased_path_of_the_loop_engine_give_the_same_gradient() -> None:
-    network = make_network(batchnorm=True)
-    engine = LoopEngine(network, ParameterLayout(network))
-    theta, buffers = spread(network, 1)
-    batch = Batch(
-        slice(None), torch.randn(1, 6, 1, 8, 8), torch.randint(10, (1, 6)), torch.arange(6).view(1, 6)
-    )
-
-    def same_loss(forward: Forward, tensors: Tensors, one: Batch) -> Tensor:
-        return cross_entropy_loss(forward, tensors, one)
-
-    fast_statistics, general_statistics = buffers.clone(), buffers.clone()
-    fast, value = engine.gradient(cross_entropy_loss, {"theta": theta}, fast_statistics, batch)
-    kept = fast["theta"].clone()
-    general, other = engine.gradient(same_loss, {"theta": theta}, general_statistics, batch)
-    torch.testing.assert_close(general["theta"], kept, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(other, value)
-    torch.testing.assert_close(general_statistics, fast_statistics)
-    assert not torch.equal(fast_statistics, buffers)
 
 
 @pytest.mark.parametrize("general", [False, True])
