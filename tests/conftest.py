@@ -43,16 +43,7 @@ QUICK = {
 LONGEST = [
     f"test_{name}"
     for name in (
-        *(
-            "bits",
-            "docs",
-            "unseen",
-            "paper_figures",
-            "process_faults",
-            "jobs",
-            "marked_device",
-            "take_away",
-        ),
+        *("docs", "bits", "unseen", "paper_figures", "process_faults", "jobs", "marked_device", "take_away"),
         *("resume", "methods", "table", "under_mpirun", "sharded_runs", "divergence", "networks", "bench"),
         *("faults", "fedmn", "fedafk", "nodes", "slurm_nodes", "transports"),
     )

@@ -336,18 +336,6 @@ def test_a_client_whose_model_is_the_global_one_learns_nothing_yet() -> None:
     assert equal.tolist() == [client != sampled[1] for client in range(4)]
 
 
-def test_a_client_that_has_not_trained_yet_takes_the_global_model_over_when_it_does() -> None:
-    keys = ("train.participation=0.25", "method.weights_lr=1e3", "method.most_passes=3")
-    before, run = (Run(FEDALA, f"train.rounds={rounds}", *keys) for rounds in (1, 2))
-    (newcomer,) = run.simulation.cohort(1).clients
-    assert newcomer not in run.simulation.cohort(0).clients
-    assert (before.server["theta"] != before.clients["theta"][newcomer]).any()
-    assert run.clients["stage"][newcomer] == 1
-    assert torch.equal(run.clients["weights"][newcomer], torch.ones(HEAD))
-    clients, down = sent_to(before, newcomer, 1)
-    assert torch.equal(run.clients["theta"][newcomer], clients.sgd(down["theta"]).theta[0])
-
-
 def test_an_evaluation_is_repeatable_on_training_data_and_changes_no_state() -> None:
     run = Run(FEDALA, "model.batchnorm=true", "method.weights_lr=100", "train.participation=0.5")
     kept = {name: tensor.clone() for name, tensor in (run.clients | run.server).items()}

@@ -190,21 +190,6 @@ def test_moons_contrast_worked_out() -> None:
     assert moon.contrast(z, z_p, z_w).item() == pytest.approx(expected + (0.96 + 2) / 0.5 / 2, rel=1e-6)
 
 
-@pytest.mark.usefixtures("double")
-def test_moons_contrast_is_flat_where_both_models_agree_and_finite_for_dead_features() -> None:
-    moon = Run("method.name=moon", "train.rounds=1").method
-    stream = torch.Generator().manual_seed(0)
-    z, other = torch.randn(2, 6, 5, generator=stream)
-    z.requires_grad_()
-    value = moon.contrast(z, other, other)
-    (slope,) = torch.autograd.grad(value, z)
-    assert value.item() == pytest.approx(math.log(2), rel=1e-12)
-    assert slope.abs().max() < 1e-16
-    dead = torch.zeros(6, 5, requires_grad=True)
-    (slope,) = torch.autograd.grad(moon.contrast(dead, other, torch.zeros(6, 5)), dead)
-    assert slope.isfinite().all()
-
-
 @pytest.mark.parametrize(
     "keys",
     [
@@ -255,3 +240,18 @@ def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     for client, (model, kept) in previous.items():
         torch.testing.assert_close(run.clients["previous"][client], model, rtol=0, atol=1e-9)
         torch.testing.assert_close(run.clients["previous_buffers"][client], kept, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_moons_contrast_is_flat_where_both_models_agree_and_finite_for_dead_features() -> None:
+    moon = Run("method.name=moon", "train.rounds=1").method
+    stream = torch.Generator().manual_seed(0)
+    z, other = torch.randn(2, 6, 5, generator=stream)
+    z.requires_grad_()
+    value = moon.contrast(z, other, other)
+    (slope,) = torch.autograd.grad(value, z)
+    assert value.item() == pytest.approx(math.log(2), rel=1e-12)
+    assert slope.abs().max() < 1e-16
+    dead = torch.zeros(6, 5, requires_grad=True)
+    (slope,) = torch.autograd.grad(moon.contrast(dead, other, torch.zeros(6, 5)), dead)
+    assert slope.isfinite().all()

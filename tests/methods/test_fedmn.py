@@ -593,34 +593,7 @@ def test_bytes_of_pretraining_are_those_of_encoder_and_classifier(pretrained: Ru
         assert row["up/(indices)"] == 4 * 2
 
 
-def test_statistics_that_clients_keep_are_handed_on_too() -> None:
-    keys = ("method.widths=[6,5]", "method.pretrain_rounds=1", "train.rounds=2", "train.buffers=local")
-    run = Run(*WITH_BATCHNORM, *keys, "train.participation=0.5")
-    first, second = (run.simulation.cohort(round).clients for round in range(2))
-    client = min(set(first) - set(second))
-    views = run.method.layout.buffer_views(run.clients[BUFFERS][client])
-    for name, tensor in views.items():
-        _, _, rest = name.partition(".")
-        assert torch.equal(tensor, views[f"encoder1.{rest.removeprefix('images.')}"])
-    assert any(name.endswith("running_mean") and tensor.abs().max() > 0 for name, tensor in views.items())
-
-
 # Evaluation, engines and what is written
-
-
-def test_evaluation_and_finetuning_change_no_state() -> None:
-    run = Run(*WITH_BATCHNORM, "method.widths=[6,5]", "train.rounds=1", "train.finetune_epochs=1")
-    before = {name: tensor.clone() for name, tensor in run.server.items()}
-    model = run.evaluated()
-    assert all(torch.equal(run.server[name], tensor) for name, tensor in before.items())
-    moved = model["theta"] - before["theta"]
-    for client in range(4):
-        names = active_names(run.method, model["decision"][client].int().tolist())
-        for layer in run.method.layers:
-            # the decision is fixed, and a dead end has no gradient either
-            if layer.name not in names:
-                assert torch.count_nonzero(piece(run.method, moved[client], layer.name)) == 0
-        assert torch.count_nonzero(moved[client])
 
 
 @pytest.mark.parametrize(

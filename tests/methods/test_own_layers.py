@@ -166,11 +166,6 @@ def test_a_model_that_is_nothing_but_a_head_is_refused(
     assert err.count("\n") == 1
 
 
-def test_methods_that_need_a_body_say_so() -> None:
-    named = {"fedafk", "fedbabu", "fedper", "fedphp", "fedrep", "fedrod", "moon"}
-    assert {name for name, method in METHODS.items() if method.traits.needs_body} >= named
-
-
 # FedBN
 
 
@@ -354,15 +349,6 @@ def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
         x, _ = run.workplace.shard.samples("test", client)
         ours = run.method.predict(ClientGroup(run.workplace, list(range(4)), ROUNDS), evaluated, client, x)
         torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
-
-
-def test_fedrods_generic_model_does_not_know_of_personal_heads() -> None:
-    run = Run(*SOME, *SLIPPERY, "method.name=fedrod")
-    _, usual = work(run, 0)
-    run.clients["head"] *= -3
-    _, other = work(run, 0)
-    assert set(usual.rows) == {"theta", "buffers"}
-    assert all(torch.equal(other.rows[name], rows) for name, rows in usual.rows.items())
 
 
 def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite() -> None:

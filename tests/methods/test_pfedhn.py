@@ -136,23 +136,6 @@ def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> 
     assert not any(tensor.requires_grad for tensor in state.values())
 
 
-def test_a_drawn_generator_has_pytorchs_ranges_and_depends_on_the_seed() -> None:
-    shape = Generator(num_clients=40, outputs=300, embedding=11, hidden=100, hidden_layers=3)
-    state = shape.initial(seed=1)
-    assert list(state) == list(shape.shapes())
-    for name, tensor in state.items():
-        assert tensor.shape == shape.shapes()[name]
-        if name == "embedding":
-            assert tensor.std() == pytest.approx(1, abs=0.1)
-            continue
-        bound = (11 if name.startswith("trunk1.") else 100) ** -0.5
-        assert 0.9 * bound < tensor.abs().max() <= bound
-        assert abs(tensor.mean()) < 0.15 * bound
-    again, other = shape.initial(seed=1), shape.initial(seed=2)
-    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
-    assert not any(torch.equal(other[name], tensor) for name, tensor in state.items())
-
-
 # Starts
 
 
@@ -213,18 +196,6 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
     server = MethodAdapter(method).initial_server()
     answer(run, server, [2], -delta)
     assert loss(server) > before
-
-
-@pytest.mark.parametrize("opposed", [False, True])
-@pytest.mark.usefixtures("double")
-def test_the_length_is_that_of_all_gradients(opposed: bool) -> None:
-    shape = Generator(num_clients=5, outputs=17, embedding=3, hidden=6, hidden_layers=1)
-    state = {name: random(*size, seed=number) for number, (name, size) in enumerate(shape.shapes().items())}
-    clients, slopes = [4, 0, 2], random(3, 17, seed=9)
-    if opposed:
-        clients, slopes = [4, 4], torch.stack([slopes[0], -slopes[0]])
-    gradients = shape.gradients(state, clients, slopes)
-    torch.testing.assert_close(gradients.norm(), length_of(whole(gradients)), rtol=1e-9, atol=1e-6)
 
 
 class Sizes(TorchDispatchMode):

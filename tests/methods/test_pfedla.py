@@ -152,26 +152,6 @@ def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optim
     assert (after[0, :, [0, 2, 3]] < before[0, :, [0, 2, 3]]).all()
 
 
-@pytest.mark.parametrize("heads", ["full", "low_rank"])
-def test_weights_of_own_models_grow_alike_with_few_and_many_clients(heads: str) -> None:
-    """Beside 1/N, and with clients that all move as far in directions of their own."""
-
-    def grown(num_clients: int) -> float:
-        run = Run(
-            f"data.clients={num_clients}", "data.per_client=8", f"method.heads={heads}", "train.rounds=1"
-        )
-        server = run.driver.initial_server()
-        towards = 0.1 * random(num_clients, run.method.layout.size)
-        for _ in range(3):
-            trained = run.method.mix(run.method.alpha(server, range(num_clients)), server["theta"]) + towards
-            aggregate(run.method, server, range(num_clients), trained)
-        own = run.method.alpha(server, range(num_clients)).diagonal(dim1=0, dim2=2)
-        return float((own * num_clients).log().mean())
-
-    few, many = grown(5), grown(60)
-    assert 0.5 < many / few < 2
-
-
 @pytest.mark.parametrize("weights", ["softmax", "relu"])
 @pytest.mark.parametrize("layer", ["module", "tensor"])
 @pytest.mark.usefixtures("double")
@@ -540,20 +520,6 @@ def test_self_weights_that_round_to_one_are_told_apart_by_what_they_leave() -> N
     alpha = outputs.softmax(dim=-1)
     assert alpha[0, :, 2].tolist() == [1.0] * 4
     assert run.method.retained(alpha, [2]).tolist() == [[False, False, True, False]]
-
-
-def test_rounds_in_which_a_layer_was_retained_are_counted() -> None:
-    keys = (*DIVERSE, "method.name=heurpfedla", "method.k=1", "train.participation=0.5")
-    run = Run(*keys, kind=retaining("fc1"))
-    fc1 = [layer.name for layer in run.method.layers].index("fc1")
-    times = [
-        sum(client in run.simulation.cohort(number).clients for number in range(3)) for client in range(4)
-    ]
-    assert sum(times) == 2 * 3
-    expected = torch.zeros(4, 4, dtype=torch.int64)
-    expected[:, fc1] = torch.tensor(times)
-    assert torch.equal(run.server["retained_rounds"], expected)
-    assert torch.equal(run.method.server_diagnostics(run.server)["retained_rounds"], expected)
 
 
 def test_heads_of_retained_layers_do_not_move() -> None:

@@ -93,18 +93,6 @@ def test_layer_sizes(name: str, shape: tuple[int, int, int], sizes: dict[str, in
     assert {layer.name: layer.size for layer in layout_of(name, shape, 10).layers()} == sizes
 
 
-@pytest.mark.parametrize(("classes", "size"), [(10, 850), (26, 2210), (47, 3995), (62, 5270), (100, 8500)])
-def test_lenets_classifier_grows_with_the_classes(classes: int, size: int) -> None:
-    assert layout_of("lenet", MNIST, classes).layers()[-1].size == size
-
-
-@pytest.mark.parametrize(("shape", "size"), [(MNIST, 576_896), (CIFAR, 873_408)])
-def test_fedavgcnns_extractor_is_all_but_the_last_layer(shape: tuple[int, int, int], size: int) -> None:
-    layout = layout_of("fedavgcnn", shape, 10)
-    assert layout.body == slice(0, size)
-    assert layout.head == slice(size, size + 5130)
-
-
 @pytest.mark.parametrize(
     ("name", "features", "width", "statistics", "modules"),
     [("resnet18", 11_176_512, 512, 9600, 20), ("mobilenetv2", 2_223_872, 1280, 34_112, 52)],

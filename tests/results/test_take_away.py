@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import shutil
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,6 @@ from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.setup.experiment import load_data
-from hpcfl.storage.checkpoint import CheckpointStore
 
 CASES = [*METHODS, *VARIANTS]
 NUM_CLIENTS = 7
@@ -198,18 +195,6 @@ def test_the_recipe_says_what_is_needed_beside_and_inside(place: Place, tmp_path
     assert plain == recipe
     saved = run.models.saved(2)
     assert torch.equal(weights["weights"], saved["weights"])
-
-
-def test_a_models_tensors_are_those_of_the_checkpoint(place: Place) -> None:
-    run = place.run("ditto")
-    with h5py.File(run.path / "checkpoint.h5", locking=False) as file:
-        theta, buffers = (torch.from_numpy(file[f"personalised/{name}"][4]) for name in ("theta", "buffers"))
-    found = run.model(4)
-    trained = [tensor.flatten() for name, tensor in found.items() if "running" not in name]
-    running = [tensor.flatten() for name, tensor in found.items() if "running" in name]
-    assert torch.equal(torch.cat(trained), theta)
-    assert torch.equal(torch.cat(running), buffers)
-    assert run.network(4).load_state_dict(found)
 
 
 def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) -> None:
@@ -623,5 +608,3 @@ def test_reading_leaves_a_run_folder_as_it_is(place: Place, tmp_path: Path) -> N
     run.export("all", tmp_path)
     run.predict(0, raw_tests(run)[0][0])
     assert {path.name: path.stat().st_mtime_ns for path in run.path.iterdir()} == before
-    assert CheckpointStore(run.path).load() is not None
-    assert io.StringIO(str(hpcfl.compare(run, place.run("fedprox")))).readline().startswith("run")

@@ -32,7 +32,6 @@ from hpcfl import compare
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED, UserError
-from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.methods.base import State
 from hpcfl.methods.fedavg import FedAvg
@@ -234,17 +233,6 @@ def test_files_tell_them_apart(serial: Folders) -> None:
     assert {(row["bytes_down"], row["bytes_up"]) for row in clients if row["unseen"] == "1"} == {("0", "0")}
     # cohorts of three of the five: {0, 2, 3}, {0, 2, 4}, {0, 3, 4}
     assert last["coverage"] == 0.8
-
-
-def test_the_summary_tells_of_them(
-    serial: Folders, settings: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = serial("fedavg")
-    assert main(["--out", str(folder), *settings, *keys_of("fedavg")]) == FINISHED
-    with (folder / "metrics.csv").open(newline="") as lines:
-        *_, last = csv.DictReader(lines)
-    mean, spread = (float(last[name]) for name in ("accuracy_unseen", "accuracy_unseen_std"))
-    assert f"unseen clients            {mean:.2%} (spread {spread:.2%})\n" in capsys.readouterr().out
 
 
 # Who they are
