@@ -810,7 +810,7 @@ def test_three_ranks_plan_once_and_are_refused_once(
     other = ["table", *words, "--out", str(whole), "train.lr=9"]
     one_after_the_other = ["table", str(chain), *words[1:], "--out", str(tmp_path / "out")]
     before = files(whole)
-    program, commands = REPOSITORY / "tests" / "world_commands.py", [plan, other, one_after_the_other]
+    program, commands = REPOSITORY / "tests/helpers/world_commands.py", [plan, other, one_after_the_other]
     (tmp_path / "codes").mkdir()
     done = mpirun(3, program, json.dumps(commands), cwd=tmp_path / "codes")
     for rank in range(3):
