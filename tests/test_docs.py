@@ -171,7 +171,7 @@ FAULTS = {
     "the same where `hpcfl doctor` misses locks": [
         "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
         "storage/test_faults.py::test_a_run_whose_folder_another_has_taken_over_ends",
-        "storage/test_lock.py::test_where_there_are_no_locks_a_live_owner_here_keeps_the_folder",
+        "storage/test_lock.py::test_where_there_are_no_locks_a_later_start_takes_the_folder_over",
     ],
     "the lock of a job that died on another node": [
         "storage/test_faults.py::test_a_lock_of_a_dead_job_on_another_node",
