@@ -4,16 +4,16 @@ mpirun -n 9 hpcfl run                                pFedLA on the bundled digit
 mpirun -n 9 hpcfl run CONFIG.yaml key.sub=value ...  any run; without mpirun: serially
 hpcfl list | plan | data fetch | bench | watch ...   other commands; each has --help
 mpirun -n 9 hpcfl doctor                             is this machine fit for runs?
-hpcfl report | export | predict | compare RUN ...    pages, models, predictions, differences
-mpirun -n 9 hpcfl table TABLE.yaml                   a whole comparison and its table
-hpcfl claims                                         what the papers claim, judged by the results
+hpcfl report | export | predict | compare RUN ...    HTML page, models, predictions, differences
+mpirun -n 9 hpcfl table TABLE.yaml                   a comparison of many runs, and its table
+hpcfl claims                                         the papers' claims, judged by the results
 
 `python -m hpcfl` is the same as `hpcfl`. The word `run` may be left out.
 
-Running the same command again resumes. Exit codes: 0 finished; 2 bad configuration or input;
-3 stopped because numbers became nan or infinite (run.on_divergence); 71 a rank is out of memory;
-74 the run folder cannot be written: fix it and run again; 75 stopped early with a checkpoint: run
-again to resume; 128 + N: ended at once by a second stop signal, of number N; others are faults.
+Rerun the same command to resume. Exit codes: 0 finished; 2 bad configuration or input; 3 stopped
+because numbers became nan or infinite (run.on_divergence); 71 a rank is out of memory; 74 the run
+folder cannot be written: fix it and rerun; 75 stopped early with a checkpoint: rerun to resume;
+128 + N ended at once by a second stop signal, number N; other codes: unexpected faults.
 """
 
 from __future__ import annotations

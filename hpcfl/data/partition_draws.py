@@ -241,7 +241,7 @@ def _coarse_classes(num_classes: int, coarse_classes: int | None) -> IntArray:
         return _consecutive_groups(num_classes, coarse_classes)
     if num_classes != len(CIFAR100_COARSE):
         raise UserError(
-            f"data.partition.coarse_classes=null: stands for CIFAR-100's own, and the data has "
+            f"data.partition.coarse_classes=null means CIFAR-100's own classes, but the data has "
             f"{num_classes} classes; allowed: 1..{num_classes}"
         )
     return CIFAR100_COARSE

@@ -165,7 +165,7 @@ class FedFomo(ModelBank):
         return torch.where(distance > 0, gain / distance, 0.0).nan_to_num(0.0, 0.0, 0.0)
 
     def _start(self, clients: ClientGroup, down: Message) -> tuple[Tensor, Tensor]:
-        """Return the models [C, P] that clients go on from after a download, and w_n [C, 1 + models]."""
+        """Return the models [C, P] from which clients start after a download, and w_n [C, 1 + models]."""
         candidates = torch.cat([clients["theta"].unsqueeze(1), down["models"]], dim=1)
         weights = self.weights(clients, candidates, self._parts(clients)[0])
         return self.combined(candidates, weights), weights

@@ -291,7 +291,7 @@ class _Rounds(Simulation):
 
 
 def _kinds(adapter: MethodAdapter, rounds: int) -> dict[int, int]:
-    """Return the first round, the next of each kind, and how many rounds each stands for."""
+    """Return the numbers of the first round and the next one of each kind, each with its count of rounds."""
     found = {0: 1}
     firsts: dict[bool, int] = {}
     for number in range(1, rounds):
