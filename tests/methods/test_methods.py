@@ -176,6 +176,8 @@ TRAFFIC = {
     "fedala": Traffic(P, P, U, U),
     "lg_fedavg": Traffic(P_UPPER, P_UPPER),
     "scaffold": Traffic(2 * P, 2 * P, U, U),
+    # the number of steps
+    "fednova": Traffic(P, P, U, U, ids_up=8),
     # without the paper's projection
     "moon": Traffic(P, P, U, U),
     "pfedla": Traffic(P, P),
@@ -302,6 +304,7 @@ STATE = {
     # the server's lower layers are the common start
     "lg_fedavg": Kept(THETA, {"lower_layers": (N, P - P_UPPER), "buffers": (N, U)}),
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
+    "fednova": Kept(THETA | AVERAGED, {}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
     "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
@@ -540,6 +543,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedala": adaptively_aggregated,
     "lg_fedavg": shared_with_own("conv1", "bn1", "conv2", "bn2", name="lower_layers"),
     "scaffold": the_same_for_all,
+    "fednova": the_same_for_all,
     "moon": the_same_for_all,
     "pfedla": mixed_by_hypernetworks,
     "heurpfedla": mixed_but_for_one_layer,
