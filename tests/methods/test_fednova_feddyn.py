@@ -1,4 +1,4 @@
-"""FedNova: FedAvg whose server corrects for what unequal clients do."""
+"""FedNova and FedDyn: FedAvg whose server corrects for what unequal clients do."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import torch
 from by_hand import method_of
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
-from torch_twins import SOME, mean_by_samples, network_with, train_by_torch
+from torch.nn.functional import cross_entropy
+from torch_twins import SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.feddyn import FedDyn
 from hpcfl.methods.fednova import FedNova, sum_of_factors
 
 MLP = ("model.name=mlp", "model.hidden=[16]")
@@ -97,3 +99,85 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
         rows = {"theta": torch.lerp(wanted, server["theta"].expand_as(wanted), left), "steps": steps}
         method.aggregate(server, cohort, Upload(iter([(slice(0, 2), Message(rows=rows, num_clients=2))])))
     assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
+
+
+# FedDyn
+
+
+@pytest.mark.parametrize(
+    "keys", [(), ("method.weights=uniform", "train.momentum=0.8", "train.weight_decay=0.01")]
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, "method.name=feddyn", "method.alpha=0.3", "train.lr_decay=0.8", *keys)
+    layout, samples = run.method.layout, run.method.context.num_samples
+    w, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    # the authors' form: sums of a client's moves, of which g_i is -alpha_i times
+    moves = torch.zeros(4, len(w))
+    for number in range(3):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics = [], []
+        for client in clients:
+            alpha = 0.3
+            if run.config.method.options.weights == "samples":
+                alpha = 0.3 / (float(samples[client]) * 4 / float(samples.sum()))
+            network = network_with(run, w, buffers)
+            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            for x, y in batches_of(run, client, number):
+                theta = torch.cat([p.flatten() for p in network.parameters()])
+                penalty = alpha * (moves[client] @ theta) + alpha / 2 * (theta - w).square().sum()
+                network.zero_grad()
+                (cross_entropy(network(x), y) + penalty).backward()
+                optimiser.step()
+            model, kept = layout.flatten(network)
+            moves[client] += model - w
+            models.append(model)
+            statistics.append(kept)
+        w = torch.stack(models).mean(dim=0) + moves.mean(dim=0)
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+    assert_close(run.server["theta"], w)
+    assert_close(run.server["h"], moves.mean(dim=0))
+    assert_close(run.server["buffers"], buffers)
+    assert_close(run.clients["gradient"] / run.method.strengths(samples), -moves)
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+@pytest.mark.parametrize(("participation", "way"), [("1", 2.0), ("0.5", 1.5)])
+@pytest.mark.usefixtures("double")
+def test_feddyns_first_round_is_fedproxs_and_further(participation: str, way: float) -> None:
+    keys = (*MLP, "train.rounds=1", f"train.participation={participation}")
+    fedprox = Run(*keys, "method.name=fedprox", "method.mu=0.4")
+    run = Run(*keys, "method.name=feddyn", "method.alpha=0.4")
+    start = run.method.context.initial_parameters()
+    assert_close(run.server["theta"], start + way * (fedprox.server["theta"] - start), atol=1e-12)
+
+
+@pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
+@pytest.mark.parametrize("sampled", [(0, 1), None], ids=["both", "by turns"])
+def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
+    weights: str, rest: float, sampled: tuple[int, ...] | None
+) -> None:
+    """Two clients want 0 and 1; the second has three times the samples. Each finds its minimum exactly."""
+    method = method_of(FedDyn, 2, weights=weights, alpha=0.7)
+    method.context.num_samples = torch.tensor([10, 30])
+    server = MethodAdapter(method).initial_server()
+    wanted = torch.tensor([[0.0], [1.0]]).expand(-1, method.layout.size)
+    alpha, slope = method.strengths(method.context.num_samples), torch.zeros_like(wanted)
+    for number in range(200):
+        members = [*(sampled or (number % 2,))]
+        w = server["theta"].expand_as(wanted)
+        theta = ((wanted + slope + alpha * w) / (1 + alpha)).float()
+        slope[members] = (slope - alpha * (theta - w)).float()[members]
+        message = Message(rows={"theta": theta[members]}, num_clients=len(members))
+        cohort = Cohort(number, tuple(members), method.context.num_samples[members])
+        method.aggregate(server, cohort, Upload(iter([(slice(0, len(members)), message)])))
+    assert_close(server["theta"], torch.full_like(server["theta"], rest), atol=1e-4)
+    assert_close(server["h"], torch.zeros_like(server["h"]), atol=1e-4)
+
+
+def test_feddyn_keeps_what_it_knows_of_a_client_that_is_not_sampled() -> None:
+    keys = (*MLP, "method.name=feddyn", "train.participation=0.25")
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    (sampled,) = three.simulation.cohort(2).clients
+    changed = (three.clients["gradient"] != two.clients["gradient"]).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [sampled]

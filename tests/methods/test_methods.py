@@ -178,6 +178,7 @@ TRAFFIC = {
     "scaffold": Traffic(2 * P, 2 * P, U, U),
     # the number of steps
     "fednova": Traffic(P, P, U, U, ids_up=8),
+    "feddyn": Traffic(P, P, U, U),
     # without the paper's projection
     "moon": Traffic(P, P, U, U),
     "pfedla": Traffic(P, P),
@@ -305,6 +306,7 @@ STATE = {
     "lg_fedavg": Kept(THETA, {"lower_layers": (N, P - P_UPPER), "buffers": (N, U)}),
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
     "fednova": Kept(THETA | AVERAGED, {}),
+    "feddyn": Kept(THETA | AVERAGED | {"h": (P,)}, {"gradient": (N, P)}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
     "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
@@ -544,6 +546,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "lg_fedavg": shared_with_own("conv1", "bn1", "conv2", "bn2", name="lower_layers"),
     "scaffold": the_same_for_all,
     "fednova": the_same_for_all,
+    "feddyn": the_same_for_all,
     "moon": the_same_for_all,
     "pfedla": mixed_by_hypernetworks,
     "heurpfedla": mixed_but_for_one_layer,

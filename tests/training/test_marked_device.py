@@ -265,8 +265,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 DIGITS_CNN, HEAD = 13_706, 650
 """Trainable numbers of digits_cnn, and of its head."""
-OWN_NUMBERS = {"fedafk": HEAD, "fedbabu": HEAD, "fedfomo": 1, "scaffold": 1}
-"""What a method itself brings to the device, once or several times: fixed heads, a share, numbers of steps.
+OWN_NUMBERS = {"fedafk": HEAD, "fedbabu": HEAD, "feddyn": 1, "fedfomo": 1, "scaffold": 1}
+"""What a method itself brings to the device, once or several times: fixed heads, a share or strength, numbers
+of steps.
 FedMN's router draws on the CPU whatever the device."""
 
 
