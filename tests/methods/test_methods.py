@@ -179,6 +179,7 @@ TRAFFIC = {
     # the number of steps
     "fednova": Traffic(P, P, U, U, ids_up=8),
     "feddyn": Traffic(P, P, U, U),
+    "fedntd": Traffic(P, P, U, U),
     # without the paper's projection
     "moon": Traffic(P, P, U, U),
     "pfedla": Traffic(P, P),
@@ -307,6 +308,7 @@ STATE = {
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
     "fednova": Kept(THETA | AVERAGED, {}),
     "feddyn": Kept(THETA | AVERAGED | {"h": (P,)}, {"gradient": (N, P)}),
+    "fedntd": Kept(THETA | AVERAGED, {}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
     "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
@@ -547,6 +549,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "scaffold": the_same_for_all,
     "fednova": the_same_for_all,
     "feddyn": the_same_for_all,
+    "fedntd": the_same_for_all,
     "moon": the_same_for_all,
     "pfedla": mixed_by_hypernetworks,
     "heurpfedla": mixed_but_for_one_layer,
