@@ -1,4 +1,4 @@
-"""FedNTD: FedAvg whose clients train on another loss of their logits."""
+"""FedNTD and FedLC: FedAvg whose clients train on another loss of their logits."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from by_hand import method_of, work
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd
 
+from hpcfl.methods.fedlc import FedLC
 from hpcfl.methods.fedntd import not_true
 from hpcfl.models import Network
 from hpcfl.training.losses import distillation_loss
+
+MLP = ("model.name=mlp", "model.hidden=[16]")
 
 LossOf = Callable[[Run, int, Tensor, Tensor], Callable[[Network, Tensor, Tensor], Tensor]]
 """Function of a run, a client and what it received, to its loss of a network on a mini-batch."""
@@ -41,6 +45,12 @@ def assert_rounds_by_hand(run: Run, loss_of: LossOf) -> None:
     torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
     torch.testing.assert_close(run.server["buffers"], buffers, rtol=0, atol=1e-9)
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+def counts_of(run: Run) -> Tensor:
+    """Return how many training samples of each class each client has."""
+    labels = [run.workplace.shard.samples("train", client)[1] for client in range(run.num_clients)]
+    return torch.stack([torch.tensor([int((y == c).sum()) for c in range(10)]) for y in labels])
 
 
 # FedNTD
@@ -94,3 +104,65 @@ def test_without_distillation_fedntd_is_fedavg_to_the_bit(keys: tuple[str, ...])
     assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
     other = Run(*SOME, *keys, "method.name=fedntd")
     assert not torch.equal(other.server["theta"], fedavg.server["theta"])
+
+
+# FedLC
+
+
+@pytest.mark.quick
+def test_margins_worked_out() -> None:
+    counts = torch.tensor([[16.0, 81.0, 0.0, 1.0]])
+    torch.testing.assert_close(
+        method_of(FedLC, tau=3).margins(counts), torch.tensor([[1.5, 1.0, torch.inf, 3.0]])
+    )
+    assert method_of(FedLC, tau=0).margins(counts).tolist() == [[0.0, 0.0, torch.inf, 0.0]]
+
+
+def with_margins(
+    run: Run, client: int, theta: Tensor, buffers: Tensor
+) -> Callable[[Network, Tensor, Tensor], Tensor]:
+    counts, tau = counts_of(run)[client].tolist(), run.config.method.options.tau
+    held = [c for c in range(10) if counts[c]]
+
+    def loss(network: Network, x: Tensor, y: Tensor) -> Tensor:
+        scores = {c: z - tau * counts[c] ** -0.25 for c, z in enumerate(network(x).unbind(1)) if c in held}
+        normaliser = torch.stack(list(scores.values())).exp().sum(dim=0).log()
+        own = torch.stack([scores[int(c)][number] for number, c in enumerate(y)])
+        return (normaliser - own).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("keys", [SLIPPERY, ("method.tau=4",), ("method.tau=0",)], ids=["1", "4", "0"])
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedlc_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, "data.partition.beta=0.5", "method.name=fedlc", *keys)
+    assert (counts_of(run) == 0).any()
+    assert_rounds_by_hand(run, with_margins)
+
+
+def test_without_margins_fedlc_is_fedavg_to_the_bit_where_clients_have_all_classes() -> None:
+    keys = (*MLP, "data.partition.name=iid", "data.per_client=100", "train.momentum=0.9")
+    ours = Run(*keys, "method.name=fedlc", "method.tau=0")
+    assert (counts_of(ours) > 0).all()
+    assert torch.equal(ours.server["theta"], Run(*keys, "method.name=fedavg").server["theta"])
+    assert not torch.equal(ours.server["theta"], Run(*keys, "method.name=fedlc").server["theta"])
+
+
+def test_weights_of_a_class_that_nobody_of_the_round_has_stay() -> None:
+    run = Run(*MLP, "method.name=fedlc", "train.rounds=1", "train.participation=0.25")
+    (client,) = run.simulation.cohort(0).clients
+    absent = counts_of(run)[client] == 0
+    assert 0 < absent.sum() < 10
+    start = network_with(run, run.method.context.initial_parameters(), torch.empty(0)).head
+    end = network_with(run, run.server["theta"], torch.empty(0)).head
+    for before, after in zip(start.parameters(), end.parameters(), strict=True):
+        assert torch.equal((before == after).view(10, -1).all(dim=1), absent)
+
+
+def test_a_client_with_one_class_returns_fedlcs_model_as_it_came() -> None:
+    run = Run(*MLP, "method.name=fedlc", "train.rounds=1")
+    run.workplace.shard.samples("train", 2)[1].fill_(3)
+    down, (up, clients) = run.method.download(run.server, run.simulation.cohort(0)), work(run, 2)
+    assert torch.equal(up["theta"], down["theta"])
+    assert clients.loss_sum.item() == 0

@@ -180,6 +180,7 @@ TRAFFIC = {
     "fednova": Traffic(P, P, U, U, ids_up=8),
     "feddyn": Traffic(P, P, U, U),
     "fedntd": Traffic(P, P, U, U),
+    "fedlc": Traffic(P, P, U, U),
     # without the paper's projection
     "moon": Traffic(P, P, U, U),
     "pfedla": Traffic(P, P),
@@ -309,6 +310,8 @@ STATE = {
     "fednova": Kept(THETA | AVERAGED, {}),
     "feddyn": Kept(THETA | AVERAGED | {"h": (P,)}, {"gradient": (N, P)}),
     "fedntd": Kept(THETA | AVERAGED, {}),
+    # class counts follow from the data
+    "fedlc": Kept(THETA | AVERAGED, {}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
     "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
@@ -550,6 +553,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fednova": the_same_for_all,
     "feddyn": the_same_for_all,
     "fedntd": the_same_for_all,
+    "fedlc": the_same_for_all,
     "moon": the_same_for_all,
     "pfedla": mixed_by_hypernetworks,
     "heurpfedla": mixed_but_for_one_layer,
