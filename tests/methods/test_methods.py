@@ -165,6 +165,7 @@ TRAFFIC = {
     "fedbabu": Traffic(P_BODY, P_BODY, U, U),
     "fedfomo": Traffic(MODELS * P, P + MODELS, ids_down=8 * MODELS),
     "fedamp": Traffic(P, P),
+    "pfedgraph": Traffic(P, P),
     "ifca": Traffic(CLUSTERS * P, P, CLUSTERS * U, U, ids_up=8),
     "clustered_fl": Traffic(P, P, U, U),
     "fedem": Traffic(COMPONENTS * P, COMPONENTS * P, COMPONENTS * U, COMPONENTS * U),
@@ -288,6 +289,8 @@ STATE = {
     "fedfomo": Kept(BANK | {"affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
     # u_i follows from the models
     "fedamp": Kept(BANK, OWN_MODEL),
+    # so do the weights
+    "pfedgraph": Kept(BANK, OWN_MODEL),
     # a client's number follows from its data and the newest models; its last choice is kept for readers
     "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
     # each client's last update, which a cluster under partial participation waits for
@@ -539,6 +542,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedbabu": adapted,
     "fedfomo": own,
     "fedamp": own,
+    "pfedgraph": own,
     "ifca": of_least_loss,
     "clustered_fl": of_cluster,
     "fedem": mixture,
