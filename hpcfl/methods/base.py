@@ -363,6 +363,12 @@ class Method:
         """Which layers make up the feature extractor, bool [L]."""
         return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
 
+    def class_counts(self, clients: ClientGroup) -> Tensor:
+        """Return each client's training samples by class, [C, K] in the models' type."""
+        everyone, classes = range(len(clients)), self.context.num_classes
+        counts = [clients.samples("train", n)[1].bincount(minlength=classes) for n in everyone]
+        return torch.stack(counts).to(clients.buffers.dtype)
+
     @property
     def averages_buffers(self) -> bool:
         """Whether the server keeps an average of the clients' running statistics."""

@@ -165,6 +165,7 @@ TRAFFIC = {
     "fedbabu": Traffic(P_BODY, P_BODY, U, U),
     "fedfomo": Traffic(MODELS * P, P + MODELS, ids_down=8 * MODELS),
     "fedamp": Traffic(P, P),
+    "pfedgraph": Traffic(P, P),
     "ifca": Traffic(CLUSTERS * P, P, CLUSTERS * U, U, ids_up=8),
     "clustered_fl": Traffic(P, P, U, U),
     "fedem": Traffic(COMPONENTS * P, COMPONENTS * P, COMPONENTS * U, COMPONENTS * U),
@@ -176,6 +177,11 @@ TRAFFIC = {
     "fedala": Traffic(P, P, U, U),
     "lg_fedavg": Traffic(P_UPPER, P_UPPER),
     "scaffold": Traffic(2 * P, 2 * P, U, U),
+    # the number of steps
+    "fednova": Traffic(P, P, U, U, ids_up=8),
+    "feddyn": Traffic(P, P, U, U),
+    "fedntd": Traffic(P, P, U, U),
+    "fedlc": Traffic(P, P, U, U),
     # without the paper's projection
     "moon": Traffic(P, P, U, U),
     "pfedla": Traffic(P, P),
@@ -283,6 +289,8 @@ STATE = {
     "fedfomo": Kept(BANK | {"affinity": (N, N)}, {"previous": (N, P)} | OWN_MODEL),
     # u_i follows from the models
     "fedamp": Kept(BANK, OWN_MODEL),
+    # so do the weights
+    "pfedgraph": Kept(BANK, OWN_MODEL),
     # a client's number follows from its data and the newest models; its last choice is kept for readers
     "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
     # each client's last update, which a cluster under partial participation waits for
@@ -302,6 +310,11 @@ STATE = {
     # the server's lower layers are the common start
     "lg_fedavg": Kept(THETA, {"lower_layers": (N, P - P_UPPER), "buffers": (N, U)}),
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
+    "fednova": Kept(THETA | AVERAGED, {}),
+    "feddyn": Kept(THETA | AVERAGED | {"h": (P,)}, {"gradient": (N, P)}),
+    "fedntd": Kept(THETA | AVERAGED, {}),
+    # class counts follow from the data
+    "fedlc": Kept(THETA | AVERAGED, {}),
     "moon": Kept(THETA | AVERAGED, {"previous": (N, P), "previous_buffers": (N, U), "count": (N,)}),
     "pfedla": Kept(PFEDLA, {"buffers": (N, U)}),
     "heurpfedla": Kept(PFEDLA | {"retained_rounds": (N, len(LAYERS))}, OWN_MODEL),
@@ -529,6 +542,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedbabu": adapted,
     "fedfomo": own,
     "fedamp": own,
+    "pfedgraph": own,
     "ifca": of_least_loss,
     "clustered_fl": of_cluster,
     "fedem": mixture,
@@ -540,6 +554,10 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedala": adaptively_aggregated,
     "lg_fedavg": shared_with_own("conv1", "bn1", "conv2", "bn2", name="lower_layers"),
     "scaffold": the_same_for_all,
+    "fednova": the_same_for_all,
+    "feddyn": the_same_for_all,
+    "fedntd": the_same_for_all,
+    "fedlc": the_same_for_all,
     "moon": the_same_for_all,
     "pfedla": mixed_by_hypernetworks,
     "heurpfedla": mixed_but_for_one_layer,

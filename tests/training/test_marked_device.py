@@ -187,10 +187,18 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*tiny_settings(digits), *MEETS_ALL_SOON, *few, "train.participation=0.6", "run.eval_every=1"]
 
 
-DIGITS_CNN, HEAD = 13_706, 650
-"""Trainable numbers of digits_cnn, and of its head."""
-OWN_NUMBERS = {"fedafk": HEAD, "fedbabu": HEAD, "fedfomo": 1, "scaffold": 1}
-"""What a method itself brings to the device, once or several times: fixed heads, a share, numbers of steps.
+DIGITS_CNN, TINY_CNN, HEAD = 13_706, 7658, 650
+"""Trainable numbers of digits_cnn, of the one for the images here, and of their head."""
+OWN_NUMBERS = {
+    "fedafk": HEAD,
+    "fedbabu": HEAD,
+    "feddyn": 1,
+    "fedfomo": 1,
+    "pfedgraph": TINY_CNN,
+    "scaffold": 1,
+}
+"""What a method itself brings to the device, once or several times: fixed heads, a share or strength, the
+initial model, numbers of steps.
 FedMN's router draws on the CPU whatever the device."""
 
 

@@ -1,0 +1,183 @@
+"""FedNova and FedDyn: FedAvg whose server corrects for what unequal clients do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import method_of
+from harness import UNEQUAL_FEW, Run
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch_twins import SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
+from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.feddyn import FedDyn
+from hpcfl.methods.fednova import FedNova, sum_of_factors
+
+MLP = ("model.name=mlp", "model.hidden=[16]")
+
+
+def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+def steps_of(run: Run, client: int) -> int:
+    """Return the number of mini-batches of a client in a round."""
+    samples, train = int(run.method.context.num_samples[client]), run.config.train
+    return -(-samples // train.batch_size) * train.local_epochs
+
+
+# FedNova
+
+
+@pytest.mark.quick
+def test_factors_of_gradients_worked_out() -> None:
+    """With momentum 0.5 the gradients of three steps enter with 1 + 1/2 + 1/4, 1 + 1/2 and 1."""
+    steps = torch.tensor([1, 2, 3])
+    assert_close(sum_of_factors(steps, 0.0), steps.double(), atol=0)
+    assert_close(sum_of_factors(steps, 0.5), torch.tensor([1, 2.5, 4.25], dtype=torch.float64), atol=1e-14)
+
+
+@pytest.mark.parametrize("keys", [(), ("train.momentum=0.8", "train.weight_decay=0.01")])
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fednova_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, "method.name=fednova", "train.local_epochs=2", "train.lr_decay=0.8", *keys)
+    layout, samples = run.method.layout, run.method.context.num_samples
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    for number in range(3):
+        clients = run.simulation.cohort(number).clients
+        total = float(samples[list(clients)].sum())
+        step, effective, statistics, norms = torch.zeros_like(theta), 0.0, [], []
+        for client in clients:
+            network = network_with(run, theta, buffers)
+            train_by_torch(run, client, number, network)
+            end, kept = layout.flatten(network)
+            statistics.append(kept)
+            # the recursion of the authors' optimiser
+            counter = norm = 0.0
+            for _ in range(steps_of(run, client)):
+                counter = run.config.train.momentum * counter + 1
+                norm += counter
+            share = float(samples[client]) / total
+            step += share * (theta - end) / norm
+            effective += share * norm
+            norms.append(norm)
+        assert len(set(norms)) > 1
+        theta = theta - effective * step
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+    assert_close(run.server["theta"], theta)
+    assert_close(run.server["buffers"], buffers)
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+@pytest.mark.parametrize(
+    "keys", [(), ("train.momentum=0.9",), (*UNEQUAL_FEW, "train.participation=0.25")], ids=str
+)
+@pytest.mark.usefixtures("double")
+def test_clients_with_as_many_steps_make_fednova_fedavg(keys: tuple[str, ...]) -> None:
+    """Four equal clients, or unequal ones of which each round has one."""
+    ours, fedavg = (Run(*MLP, *keys, f"method.name={name}") for name in ("fednova", "fedavg"))
+    assert_close(ours.server["theta"], fedavg.server["theta"], atol=1e-12)
+    keys = (*MLP, *UNEQUAL_FEW)
+    ours, fedavg = (Run(*keys, f"method.name={name}") for name in ("fednova", "fedavg"))
+    assert (ours.server["theta"] - fedavg.server["theta"]).abs().max() > 1e-4
+
+
+def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
+    """Two clients want 0 and 1; the second has three times the samples, and nine times the steps.
+
+    With FedAvg they would rest near (0.75 * 9) / (0.25 + 0.75 * 9) = 0.964.
+    """
+    method = method_of(FedNova, 2)
+    server = MethodAdapter(method).initial_server()
+    cohort, steps = Cohort(0, (0, 1), torch.tensor([10, 30])), torch.tensor([1, 9])
+    wanted = torch.tensor([[0.0], [1.0]]).expand(-1, method.layout.size)
+    left = (1 - 1e-3) ** steps.float().unsqueeze(1)
+    for _ in range(1500):
+        rows = {"theta": torch.lerp(wanted, server["theta"].expand_as(wanted), left), "steps": steps}
+        method.aggregate(server, cohort, Upload(iter([(slice(0, 2), Message(rows=rows, num_clients=2))])))
+    assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
+
+
+# FedDyn
+
+
+@pytest.mark.parametrize(
+    "keys", [(), ("method.weights=uniform", "train.momentum=0.8", "train.weight_decay=0.01")]
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, "method.name=feddyn", "method.alpha=0.3", "train.lr_decay=0.8", *keys)
+    layout, samples = run.method.layout, run.method.context.num_samples
+    w, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    # the authors' form: sums of a client's moves, of which g_i is -alpha_i times
+    moves = torch.zeros(4, len(w))
+    for number in range(3):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics = [], []
+        for client in clients:
+            alpha = 0.3
+            if run.config.method.options.weights == "samples":
+                alpha = 0.3 / (float(samples[client]) * 4 / float(samples.sum()))
+            network = network_with(run, w, buffers)
+            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            for x, y in batches_of(run, client, number):
+                theta = torch.cat([p.flatten() for p in network.parameters()])
+                penalty = alpha * (moves[client] @ theta) + alpha / 2 * (theta - w).square().sum()
+                network.zero_grad()
+                (cross_entropy(network(x), y) + penalty).backward()
+                optimiser.step()
+            model, kept = layout.flatten(network)
+            moves[client] += model - w
+            models.append(model)
+            statistics.append(kept)
+        w = torch.stack(models).mean(dim=0) + moves.mean(dim=0)
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+    assert_close(run.server["theta"], w)
+    assert_close(run.server["h"], moves.mean(dim=0))
+    assert_close(run.server["buffers"], buffers)
+    assert_close(run.clients["gradient"] / run.method.strengths(samples), -moves)
+    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
+
+
+@pytest.mark.parametrize(("participation", "way"), [("1", 2.0), ("0.5", 1.5)])
+@pytest.mark.usefixtures("double")
+def test_feddyns_first_round_is_fedproxs_and_further(participation: str, way: float) -> None:
+    keys = (*MLP, "train.rounds=1", f"train.participation={participation}")
+    fedprox = Run(*keys, "method.name=fedprox", "method.mu=0.4")
+    run = Run(*keys, "method.name=feddyn", "method.alpha=0.4")
+    start = run.method.context.initial_parameters()
+    assert_close(run.server["theta"], start + way * (fedprox.server["theta"] - start), atol=1e-12)
+
+
+@pytest.mark.parametrize(("weights", "rest"), [("samples", 0.75), ("uniform", 0.5)])
+@pytest.mark.parametrize("sampled", [(0, 1), None], ids=["both", "by turns"])
+def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
+    weights: str, rest: float, sampled: tuple[int, ...] | None
+) -> None:
+    """Two clients want 0 and 1; the second has three times the samples. Each finds its minimum exactly."""
+    method = method_of(FedDyn, 2, weights=weights, alpha=0.7)
+    method.context.num_samples = torch.tensor([10, 30])
+    server = MethodAdapter(method).initial_server()
+    wanted = torch.tensor([[0.0], [1.0]]).expand(-1, method.layout.size)
+    alpha, slope = method.strengths(method.context.num_samples), torch.zeros_like(wanted)
+    for number in range(200):
+        members = [*(sampled or (number % 2,))]
+        w = server["theta"].expand_as(wanted)
+        theta = ((wanted + slope + alpha * w) / (1 + alpha)).float()
+        slope[members] = (slope - alpha * (theta - w)).float()[members]
+        message = Message(rows={"theta": theta[members]}, num_clients=len(members))
+        cohort = Cohort(number, tuple(members), method.context.num_samples[members])
+        method.aggregate(server, cohort, Upload(iter([(slice(0, len(members)), message)])))
+    assert_close(server["theta"], torch.full_like(server["theta"], rest), atol=1e-4)
+    assert_close(server["h"], torch.zeros_like(server["h"]), atol=1e-4)
+
+
+def test_feddyn_keeps_what_it_knows_of_a_client_that_is_not_sampled() -> None:
+    keys = (*MLP, "method.name=feddyn", "train.participation=0.25")
+    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
+    (sampled,) = three.simulation.cohort(2).clients
+    changed = (three.clients["gradient"] != two.clients["gradient"]).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == [sampled]
