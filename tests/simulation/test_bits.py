@@ -39,7 +39,11 @@ SMALL_BLOCKS_RANKS = 3
 """The rank count that sends the fewest clients a block, and does all methods' cases and the variants."""
 PARTICIPATION = {2: "-all", 5: "-some"}
 """The other rank counts have one case of each method: all clients on one worker, some on more workers."""
-PARTS = {"fedmn": ["decision"], "fedem": ["weights"]}
+PARTS = {
+    "fedmn": ["decision"],
+    "fedem": ["weights"],
+    "knn_per": ["labels", "store", "weight"],
+}
 """What evaluated models consist of beside theta and running statistics."""
 
 Folders = Callable[[str], Path]
