@@ -183,8 +183,8 @@ def losses_of(models: dict[str, Tensor], place: WorkerContext) -> list[float]:
     for client in range(len(place.clients)):
 
         def probabilities(network: nn.Module, x: Tensor, client: int = client) -> Tensor:
-            decision = [models["decision"][client]] if "decision" in models else []
-            return network(x, *decision).softmax(dim=1)
+            of_client = [models[name][client] for name in ("decision", "shares") if name in models]
+            return network(x, *of_client).softmax(dim=1)
 
         x, y = place.shard.samples("test", client)
         if "weights" in models:

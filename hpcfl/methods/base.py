@@ -217,8 +217,8 @@ class Method:
         return self.layout.layers()
 
     def check_body(self) -> None:
-        """Raise UserError where the network has no layers before its head."""
-        if not self.body_layers.any():
+        """Raise UserError where the configured model has no layers before its head."""
+        if not self.context.layout.body.stop:
             raise UserError(
                 f"method.name={self.name} tells a feature extractor from a head, and model.name="
                 f"{self.context.model_name} has no layers before its head here; use one that has, such as "
@@ -362,10 +362,20 @@ class Method:
         """Which layers make up the feature extractor, bool [L]."""
         return torch.tensor([layer.stop <= self.layout.body.stop for layer in self.layers])
 
+    def class_counts(self, clients: ClientGroup) -> Tensor:
+        """Return each client's training samples by class, [C, K] in the models' type."""
+        everyone, classes = range(len(clients)), self.context.num_classes
+        counts = [clients.samples("train", n)[1].bincount(minlength=classes) for n in everyone]
+        return torch.stack(counts).to(clients.buffers.dtype)
+
     @property
     def averages_buffers(self) -> bool:
         """Whether the server keeps an average of the clients' running statistics."""
         return self.buffers == "average" and self.layout.buffer_size > 0
+
+    def initial_theta(self) -> Tensor:
+        """Return the first weights [P] of what clients train."""
+        return self.layout.flatten(self.network)[0]
 
     def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
         """Return the initial running statistics: [U], or [C, U] for some clients."""

@@ -108,12 +108,6 @@ class FedRoD(FedAvg):
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(rows={"theta": self._with_both_heads(clients, up)})
 
-    def class_counts(self, clients: ClientGroup) -> Tensor:
-        """Return each client's training samples by class, [C, K] in the models' type."""
-        everyone, classes = range(len(clients)), self.context.num_classes
-        counts = [clients.samples("train", n)[1].bincount(minlength=classes) for n in everyone]
-        return torch.stack(counts).to(clients.buffers.dtype)
-
     def generated(self, psi: Tensor, counts: Tensor) -> Tensor:
         """Return the personal head [numbers of the head] that H(share of each class [K]; psi) makes."""
         parts = psi.split([math.prod(shape) for shape in self._shapes])

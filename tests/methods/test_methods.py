@@ -56,6 +56,8 @@ BODY, HEAD = slice(0, 7008), LAYERS["fc2"]
 P, P_BODY, P_HEAD, P_BN, P_UPPER = 7658, 7008, 650, 32 + 64, 2112 + 650
 U = 2 * (16 + 32)
 FEATURES = 64
+P_GUIDE = K * FEATURES + 2 * ((FEATURES + 1) * FEATURES + 2 * FEATURES)
+"""GPFL's class embeddings and conditional valve: twice a linear layer and LayerNorm."""
 
 COMPONENTS = CLUSTERS = 2
 BRANCHES = MODELS = 3
@@ -188,6 +190,7 @@ TRAFFIC = {
     "knn_per": Traffic(P, P, U, U),
     # the consensus, a number a feature, goes up once and down ever after
     "feddbe": Traffic(P + FEATURES, P, U, U),
+    "gpfl": Traffic(P_BODY + P_GUIDE, P_BODY + P_GUIDE, U, U),
 }
 
 
@@ -322,6 +325,7 @@ STATE = {
     "feddbe": Kept(
         THETA | AVERAGED | {"consensus": (FEATURES,), "has_consensus": (1,)}, {"offset": (N, FEATURES)}
     ),
+    "gpfl": Kept({"theta": (P + P_GUIDE,)} | AVERAGED, {"head": (N, P_HEAD)}),
 }
 
 
@@ -555,6 +559,14 @@ def with_offset_features(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def under_own_shares(run: Run) -> State:
+    """Put each client's head on the newest shared model, and its class shares beside."""
+    theta = torch.cat([run.server["theta"][:-P_HEAD].expand(N, -1), run.clients["head"]], dim=1)
+    counts = [run.workplace.shard.samples("train", client)[1].bincount(minlength=K) for client in range(N)]
+    shares = torch.stack([count / count.sum() for count in counts])
+    return {"theta": theta, "shares": shares, "buffers": newest_statistics(run)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -589,6 +601,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "pfedmb": mixed_branches,
     "knn_per": with_neighbours,
     "feddbe": with_offset_features,
+    "gpfl": under_own_shares,
 }
 
 

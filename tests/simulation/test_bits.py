@@ -43,6 +43,7 @@ PARTS = {
     "fedmn": ["decision"],
     "fedem": ["weights"],
     "knn_per": ["labels", "store", "weight"],
+    "gpfl": ["shares"],
 }
 """What evaluated models consist of beside theta and running statistics."""
 
