@@ -58,6 +58,8 @@ U = 2 * (16 + 32)
 FEATURES = 64
 P_GUIDE = K * FEATURES + 2 * ((FEATURES + 1) * FEATURES + 2 * FEATURES)
 """GPFL's class embeddings and conditional valve: twice a linear layer and LayerNorm."""
+P_POLICY = (FEATURES + 1) * 2 * FEATURES + 2 * 2 * FEATURES
+"""FedCP's policy: a linear layer and LayerNorm."""
 
 COMPONENTS = CLUSTERS = 2
 BRANCHES = MODELS = 3
@@ -191,6 +193,7 @@ TRAFFIC = {
     # the consensus, a number a feature, goes up once and down ever after
     "feddbe": Traffic(P + FEATURES, P, U, U),
     "gpfl": Traffic(P_BODY + P_GUIDE, P_BODY + P_GUIDE, U, U),
+    "fedcp": Traffic(P + P_POLICY, P + P_POLICY, U, U),
 }
 
 
@@ -326,6 +329,7 @@ STATE = {
         THETA | AVERAGED | {"consensus": (FEATURES,), "has_consensus": (1,)}, {"offset": (N, FEATURES)}
     ),
     "gpfl": Kept({"theta": (P + P_GUIDE,)} | AVERAGED, {"head": (N, P_HEAD)}),
+    "fedcp": Kept({"theta": (P_HEAD + P + P_POLICY,)} | AVERAGED, {"head": (N, P_HEAD)}),
 }
 
 
@@ -567,6 +571,12 @@ def under_own_shares(run: Run) -> State:
     return {"theta": theta, "shares": shares, "buffers": newest_statistics(run)}
 
 
+def beside_shared_head(run: Run) -> State:
+    """Put each client's head behind the newest shared head, body and policy."""
+    theta = torch.cat([run.server["theta"][:-P_HEAD].expand(N, -1), run.clients["head"]], dim=1)
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -602,6 +612,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "knn_per": with_neighbours,
     "feddbe": with_offset_features,
     "gpfl": under_own_shares,
+    "fedcp": beside_shared_head,
 }
 
 
