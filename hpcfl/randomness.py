@@ -34,3 +34,34 @@ def numpy_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> np
 def draw_linear(shape: Sequence[int], inputs: int, stream: torch.Generator) -> Tensor:
     """Draw weights or biases of a linear layer as PyTorch does: U(-1, 1) / sqrt(inputs)."""
     return torch.empty(shape).uniform_(-1, 1, generator=stream) / math.sqrt(inputs)
+
+
+def uniform_by_key(keys: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return numbers from U(0, 1), float32 [C, *shape], one stream for each int64 key [C], and the next keys.
+
+    The streams are those of splitmix64 (Steele et al., Fast splittable pseudorandom number generators, 2014),
+    whose n-th number is a function of key and n. So the device that has the keys draws, with the same bits
+    wherever it is, where a generator's numbers would have to travel there.
+    """
+    count = math.prod(shape)
+    places = torch.arange(1, count + 1, device=keys.device)
+    z = keys.unsqueeze(1) + places * _signed(_GAMMA)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ _shifted(z, shift)) * _signed(factor)
+    z = z ^ _shifted(z, 31)
+    # 23 bits and a half: neither 0 nor 1, and exact in float32
+    uniform = (_shifted(z, 41).to(torch.float32) + 0.5) / 2**23
+    return uniform.unflatten(1, tuple(shape)), keys + _signed(count * _GAMMA)
+
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def _signed(number: int) -> int:
+    """Return the int64 of the same last 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """Shift int64 to the right as if it were unsigned."""
+    return (z >> bits) & (2 ** (64 - bits) - 1)

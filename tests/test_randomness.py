@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import torch
 
-from hpcfl.randomness import numpy_stream, stream_seed, torch_stream
+from hpcfl.randomness import numpy_stream, stream_seed, torch_stream, uniform_by_key
 
 
 def test_seeds_are_those_of_every_platform_and_version() -> None:
@@ -38,3 +38,23 @@ def test_streams_leave_the_global_generators_alone() -> None:
     numpy_stream(0, "a").random(3)
     assert torch.equal(torch.random.get_rng_state(), state)
     assert np.array_equal(np.random.get_state()[1], legacy)
+
+
+def test_numbers_by_key_are_splitmix64s() -> None:
+    # what the generator's published code gives for the seed 1234567
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    keys = torch.tensor([1234567, 2**62 + 5])
+    found, following = uniform_by_key(keys, (2, 1))
+    rest, _ = uniform_by_key(following, (2, 1))
+    assert found.shape == rest.shape == (2, 2, 1)
+    numbers = torch.cat([found[0], rest[0]]).flatten().tolist()
+    assert numbers == [((number >> 41) + 0.5) / 2**23 for number in expected]
+    assert torch.equal(uniform_by_key(keys[1:], (2, 1))[0][0], found[1])
+
+
+def test_numbers_by_key_are_spread_evenly_and_never_0_or_1() -> None:
+    numbers = uniform_by_key(torch.tensor([stream_seed(0, "policy", 1, 2)]), (100_000,))[0][0]
+    counts = (numbers * 20).long().bincount(minlength=20)
+    # five standard deviations of a count around its mean
+    assert (counts - 5000).abs().max() < 350
+    assert 0 < numbers.min() < numbers.max() < 1

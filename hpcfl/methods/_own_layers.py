@@ -40,7 +40,7 @@ class OwnLayers(FedAvg):
         raise NotImplementedError
 
     def client_state(self, clients: Sequence[int]) -> State:
-        return {self.own_part: self.context.initial_parameters(clients)[:, self.is_own]}
+        return {self.own_part: self.initial_theta()[self.is_own].repeat(len(clients), 1)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]}, keep={"theta": self.travels})

@@ -217,8 +217,8 @@ class Method:
         return self.layout.layers()
 
     def check_body(self) -> None:
-        """Raise UserError if the network has no layers before its head."""
-        if not self.body_layers.any():
+        """Raise UserError if the configured model has no layers before its head."""
+        if not self.context.layout.body.stop:
             raise UserError(
                 f"method.name={self.name} tells a feature extractor from a head, and model.name="
                 f"{self.context.model_name} has no layers before its head here; use one that has, such as "
@@ -373,6 +373,10 @@ class Method:
     def averages_buffers(self) -> bool:
         """Whether the server keeps an average of the clients' running statistics."""
         return self.buffers == "average" and self.layout.buffer_size > 0
+
+    def initial_theta(self) -> Tensor:
+        """Return the first weights [P] of what clients train."""
+        return self.layout.flatten(self.network)[0]
 
     def initial_buffers(self, clients: Sequence[int] | None = None) -> Tensor:
         """Return the initial running statistics: [U], or [C, U] for some clients."""

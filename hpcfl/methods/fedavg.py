@@ -24,7 +24,7 @@ class FedAvg(Method):
     traits = Traits(averages=("theta",), has_global_model=True)
 
     def server_state(self) -> State:
-        return {"theta": self.context.initial_parameters()}
+        return {"theta": self.initial_theta()}
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})

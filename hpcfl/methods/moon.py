@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
@@ -28,6 +28,7 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
+from hpcfl.training.losses import body_features
 
 
 class MoonParams(Params):
@@ -60,8 +61,8 @@ class Moon(FedAvg):
         is_first = (clients["count"] == 0).unsqueeze(1)
         previous = {name: torch.where(is_first, received[name], rows) for name, rows in previous.items()}
         tables = {
-            "z_w": clients.over_training_set(received, _features),
-            "z_p": clients.over_training_set(previous, _features),
+            "z_w": clients.over_training_set(received, body_features),
+            "z_p": clients.over_training_set(previous, body_features),
         }
 
         def known(batch: Batch) -> Tensors:
@@ -85,8 +86,3 @@ class Moon(FedAvg):
         near, far = (cosine_similarity(features, other, dim=1) for other in (of_global, of_previous))
         scores = torch.stack([near, far], dim=1) / self.params.temperature
         return -scores.log_softmax(dim=1)[:, 0].mean()
-
-
-def _features(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    features: Tensor = network.get_submodule("body")(x)
-    return features

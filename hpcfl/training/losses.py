@@ -1,6 +1,6 @@
 """Losses of one client on a mini-batch, and functions that evaluate a network.
 
-Shapes: B samples of a mini-batch, n samples, K classes.
+Shapes: B samples of a mini-batch, n samples, K classes, F features.
 """
 
 from __future__ import annotations
@@ -40,3 +40,9 @@ def class_probabilities(network: nn.Module, x: Tensor) -> Tensor:
 def sample_losses(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """Return the cross-entropy of each sample [n]."""
     return cross_entropy(network(x), y, reduction="none")
+
+
+def body_features(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Return the features [n, F] that a network's body gives; for `ClientGroup.over_training_set`."""
+    features: Tensor = network.get_submodule("body")(x)
+    return features

@@ -19,6 +19,8 @@ from torch.nn.functional import nll_loss
 from hpcfl.communication.messages import Message
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
+from hpcfl.models import Network
+from hpcfl.models.neighbours import WithNeighbours
 from hpcfl.registries import load_config
 from hpcfl.storage.ledger import SECONDS
 from hpcfl.training.client_group import ClientGroup, WorkerContext
@@ -77,6 +79,7 @@ SPECIAL = {
     "fedfomo": ["method.models=3"],
     "fedmn": ["method.architecture=[1,2,2]", "method.widths=[16,8]"],
     "fedrod": ["method.hidden=8"],
+    "knn_per": ["method.neighbours=3"],
     "pfedhn": ["method.hidden=10", "method.hidden_layers=1"],
     "pfedmb": ["method.branches=3"],
     "pfedme": ["method.steps=2"],
@@ -166,18 +169,33 @@ def losses_of(models: dict[str, Tensor], place: WorkerContext) -> list[float]:
     for client in range(len(place.clients)):
 
         def probabilities(network: nn.Module, x: Tensor, client: int = client) -> Tensor:
-            decision = [models["decision"][client]] if "decision" in models else []
-            return network(x, *decision).softmax(dim=1)
+            of_client = [models[name][client] for name in ("decision", "shares") if name in models]
+            return network(x, *of_client).softmax(dim=1)
 
         x, y = place.shard.samples("test", client)
         if "weights" in models:
             mixture = zip(theta[client], buffers[client], strict=True)
             parts = torch.stack([place.evaluator.outputs(*model, probabilities, x) for model in mixture])
             scores = torch.einsum("m,mnk->nk", models["weights"][client], parts)
+        elif "store" in models:
+            mixed = with_neighbours(models, client)
+            scores = place.evaluator.outputs(theta[client], buffers[client], mixed, x)
         else:
             scores = place.evaluator.outputs(theta[client], buffers[client], probabilities, x)
         losses.append(nll_loss(scores.double().log(), y).item())
     return losses
+
+
+def with_neighbours(models: dict[str, Tensor], client: int) -> Callable[[Network, Tensor], Tensor]:
+    """Return the function to class probabilities by a network and kNN-Per's store of one client."""
+    store, labels, weight = (models[name][client] for name in ("store", "labels", "weight"))
+    is_sample = labels >= 0
+    one_hot = torch.nn.functional.one_hot(labels[is_sample], 10).float()
+
+    def probabilities(network: Network, x: Tensor) -> Tensor:
+        return WithNeighbours(network, store[is_sample], one_hot, weight, 3, 1.0).probabilities(x)
+
+    return probabilities
 
 
 def completed_rounds(folder: Path) -> int:

@@ -55,6 +55,11 @@ LAYERS = {
 BODY, HEAD = slice(0, 7008), LAYERS["fc2"]
 P, P_BODY, P_HEAD, P_BN, P_UPPER = 7658, 7008, 650, 32 + 64, 2112 + 650
 U = 2 * (16 + 32)
+FEATURES = 64
+P_GUIDE = K * FEATURES + 2 * ((FEATURES + 1) * FEATURES + 2 * FEATURES)
+"""GPFL's class embeddings and conditional valve: twice a linear layer and LayerNorm."""
+P_POLICY = (FEATURES + 1) * 2 * FEATURES + 2 * 2 * FEATURES
+"""FedCP's policy: a linear layer and LayerNorm."""
 
 COMPONENTS = CLUSTERS = 2
 BRANCHES = MODELS = 3
@@ -190,11 +195,17 @@ TRAFFIC = {
     # eight paths are one byte
     "fedmn": Traffic(P_MODULAR, P_MODULAR, 2 * U, 2 * U, ids_up=1),
     "pfedmb": Traffic(P_BRANCHES, P_BRANCHES + 4 * BRANCHES, U, U),
+    "knn_per": Traffic(P, P, U, U),
+    # the consensus, a number a feature, goes up once and down ever after
+    "feddbe": Traffic(P + FEATURES, P, U, U),
+    "gpfl": Traffic(P_BODY + P_GUIDE, P_BODY + P_GUIDE, U, U),
+    "fedcp": Traffic(P + P_POLICY, P + P_POLICY, U, U),
 }
 
 
-FIRST_TRAFFIC = {"fedfomo": Traffic(0, P)}
-"""Traffic of the first round, where it is another: before it, no client has a trained model to share."""
+FIRST_TRAFFIC = {"fedfomo": Traffic(0, P), "feddbe": Traffic(P, P + FEATURES, U, U)}
+"""Traffic of the first round, where it is another: before it, no client has a trained model to share, and the
+server no mean of features."""
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -325,6 +336,13 @@ STATE = {
         {"theta": (P_MODULAR,), "buffers": (2 * U,)}, {"probability": (N, PATHS), "decision": (N, PATHS)}
     ),
     "pfedmb": Kept({"branches": (BRANCHES, P), "buffers": (U,)}, {"logits": (N, 4, BRANCHES)}),
+    # the store follows from the data and the newest model
+    "knn_per": Kept(THETA | AVERAGED, {}),
+    "feddbe": Kept(
+        THETA | AVERAGED | {"consensus": (FEATURES,), "has_consensus": (1,)}, {"offset": (N, FEATURES)}
+    ),
+    "gpfl": Kept({"theta": (P + P_GUIDE,)} | AVERAGED, {"head": (N, P_HEAD)}),
+    "fedcp": Kept({"theta": (P_HEAD + P + P_POLICY,)} | AVERAGED, {"head": (N, P_HEAD)}),
 }
 
 
@@ -527,6 +545,51 @@ def mixed_branches(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def with_neighbours(run: Run) -> State:
+    """Store the features of the newest model, and weigh three neighbours by what they say of one another."""
+    network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
+    most = int(run.method.context.num_samples.max())
+    store = torch.zeros(N, most, network.num_features)
+    labels, weight = torch.full((N, most), -1), torch.zeros(N)
+    for client in range(N):
+        x, y = run.workplace.shard.samples("train", client)
+        with torch.no_grad():
+            features, by_model = network.body(x), network(x).softmax(dim=1)
+        store[client, : len(y)], labels[client, : len(y)] = features, y
+        losses = torch.zeros(11)
+        for sample, label in enumerate(y):
+            distances = (features - features[sample]).square().mean(dim=1)
+            distances[sample] = torch.inf
+            nearest = distances.argsort()[:3]
+            votes = (-distances[nearest]).exp()
+            share = votes[y[nearest] == label].sum() / votes.sum()
+            mixed = torch.linspace(0, 1, 11) * (share - by_model[sample, label]) + by_model[sample, label]
+            losses -= mixed.clamp(min=1e-38).log()
+        weight[client] = losses.argmin() / 10
+    return the_same_for_all(run) | {"store": store, "labels": labels, "weight": weight}
+
+
+def with_offset_features(run: Run) -> State:
+    """Let each client's vector, added to the features, add to the bias what the head makes of it."""
+    theta = run.server["theta"].repeat(N, 1)
+    theta[:, -K:] += run.clients["offset"] @ run.server["theta"][HEAD][:-K].view(K, FEATURES).T
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
+def under_own_shares(run: Run) -> State:
+    """Put each client's head on the newest shared model, and its class shares beside."""
+    theta = torch.cat([run.server["theta"][:-P_HEAD].expand(N, -1), run.clients["head"]], dim=1)
+    counts = [run.workplace.shard.samples("train", client)[1].bincount(minlength=K) for client in range(N)]
+    shares = torch.stack([count / count.sum() for count in counts])
+    return {"theta": theta, "shares": shares, "buffers": newest_statistics(run)}
+
+
+def beside_shared_head(run: Run) -> State:
+    """Put each client's head behind the newest shared head, body and policy."""
+    theta = torch.cat([run.server["theta"][:-P_HEAD].expand(N, -1), run.clients["head"]], dim=1)
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -564,6 +627,10 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedafk": own,
     "fedmn": with_decision,
     "pfedmb": mixed_branches,
+    "knn_per": with_neighbours,
+    "feddbe": with_offset_features,
+    "gpfl": under_own_shares,
+    "fedcp": beside_shared_head,
 }
 
 

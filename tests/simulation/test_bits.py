@@ -41,7 +41,12 @@ PARTICIPATION = {2: "-all", 5: "-some"}
 """The other rank counts have one case of a method: all clients on one worker, some on more workers."""
 KINDS = ("fedavg", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "local", "pfedhn", "pfedmb", "scaffold")
 """Methods that these do, which differ in what is sent, kept and asked for."""
-PARTS = {"fedmn": ["decision"], "fedem": ["weights"]}
+PARTS = {
+    "fedmn": ["decision"],
+    "fedem": ["weights"],
+    "knn_per": ["labels", "store", "weight"],
+    "gpfl": ["shares"],
+}
 """What evaluated models consist of beside theta and running statistics."""
 
 Folders = Callable[[str], Path]

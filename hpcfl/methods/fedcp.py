@@ -1,0 +1,128 @@
+"""FedCP. Zhang et al., FedCP: separating feature information for personalized federated learning via
+conditional policy, KDD 2023.
+
+With features f = f_i(x), client i's head h_i, the received head h_g and the policy network V,
+
+    [a, b] = V(f * u_i),  V = ReLU(LayerNorm(linear)),  u_i = the sum of the rows of h_i, of length 1
+    r      = the first of softmax([a, b] + Gumbel noise), feature by feature;  s = 1 - r
+    logits = h_i(r * f) + h_g(s * f)
+    f_i, V, h_i   <- SGD on CE(logits, y) + lambda MMD(f_i(x), f_g(x)) from f_g, V and the client's own h_i
+    f_g, V        <- weighted mean of the clients'
+    h_g           <- weighted mean of (h_i + h_g) / 2
+
+f_g is the received body; it and h_g are frozen while clients train. h_i stays with the client.
+
+Choices: u_i is of h_i before the round's training, and constant in it. The temperature of the softmax is 1,
+and MMD has Gaussian kernels of widths 10, 15, 20 and 50 (both as in the authors' code; see FedPHP). f_g(x) is
+of evaluation mode. Noise is drawn anew in each step; evaluations have none, so that they can be repeated (the
+authors' code draws it there, too). All heads start from the common initial one. Body, V and h_g go to every
+client of a round and to all for evaluation (in the authors' code V and h_g reach only those who trained).
+Running statistics are averaged with the body. A client that takes no part in training learns h_i beside all
+else as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.methods.base import Context, Params
+from hpcfl.methods.fedper import FedPer
+from hpcfl.methods.fedphp import discrepancy
+from hpcfl.models.policy import PolicyNetwork, context_of, relevant
+from hpcfl.parameters import Tensors
+from hpcfl.randomness import stream_seed, uniform_by_key
+from hpcfl.training.batches import Batch
+from hpcfl.training.client_group import ClientGroup, GradientOf
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import body_features
+
+BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
+
+
+class FedCPParams(Params):
+    """Hyper-parameters of FedCP."""
+
+    alignment: float = Field(5.0, ge=0)
+    """Weight lambda of the discrepancy to the received body's features (authors: 5); 0 is without."""
+
+
+class FedCP(FedPer):
+    name = "fedcp"
+    summary = "a policy divides features, sample by sample, between the client's own head and a shared one"
+    Params = FedCPParams
+    params: FedCPParams
+
+    def __init__(self, context: Context, params: FedCPParams) -> None:
+        super().__init__(context, params)
+        head = self.layout.head
+        self._shared_head = slice(0, head.stop - head.start)
+        self._trained = slice(self._shared_head.stop, self.layout.size)
+        self._num_features = context.network.num_features
+
+    def make_network(self) -> PolicyNetwork:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(self.context.seed, "policy network"))
+            return PolicyNetwork(self.context.build_network(-1))
+
+    def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
+        gradient = self._gradient(clients, theta)
+        theta = clients.sgd(theta, gradient=gradient, trained=self._trained).theta
+        theta[:, self._shared_head] = (theta[:, self._shared_head] + theta[:, self.layout.head]) / 2
+        return theta
+
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
+        theta = up.rows["theta"].clone()
+        theta[:, self._shared_head] = down["theta"][:, self._shared_head]
+        return Message(rows={"theta": theta})
+
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        theta = self.merged(clients, down)
+        gradient = self._gradient(clients, theta)
+        theta = clients.sgd(
+            theta, gradient=gradient, trained=self._trained, epochs=epochs, purpose="finetune"
+        ).theta
+        return Message(rows={"theta": theta})
+
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
+        theta, head = self.merged(clients, down), self.layout.head
+        gradient = self._gradient(clients, theta)
+        with self.keeping_averaged_buffers(clients):
+            theta = clients.sgd(theta, gradient=gradient, trained=head, purpose="finetune").theta
+        return Message(rows={"theta": theta})
+
+    def _gradient(self, clients: ClientGroup, received: Tensor) -> GradientOf:
+        """Return the gradient of the loss for clients that begin with models [C, P]."""
+        weight = received[:, self.layout.head.start :][:, : self.context.num_classes * self._num_features]
+        context = context_of(weight.unflatten(1, (self.context.num_classes, self._num_features)))
+        taught = None
+        if self.params.alignment:
+            model = {"theta": received, BUFFERS: clients.buffers}
+            taught = clients.over_training_set(model, body_features)
+        seeds = [stream_seed(self.context.seed, "policy", clients.round, client) for client in clients.ids]
+        keys = torch.tensor(seeds).to(clients.device)
+
+        def known(batch: Batch) -> Tensors:
+            shape = (batch.y.shape[1], self._num_features)
+            uniform, keys[batch.members] = uniform_by_key(keys[batch.members], shape)
+            # the difference of two Gumbel draws has the logistic distribution
+            tensors = {"context": context[batch.members], "noise": uniform.to(received).logit()}
+            return tensors if taught is None else tensors | {"taught": batch.pick(taught)}
+
+        return clients.gradient_beside(self._loss, known)
+
+    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        theta = tensors["theta"]
+        features = forward.features(theta, batch.x)
+        scores = forward.call("policy", theta, features * tensors["context"].detach())
+        relevance = relevant(scores, tensors["noise"].detach())
+        logits = forward.head(theta, relevance * features)
+        logits = logits + forward.call("shared_head", theta, (1 - relevance) * features)
+        loss = cross_entropy(logits, batch.y)
+        if "taught" in tensors:
+            away = discrepancy(features, tensors["taught"].detach(), BANDWIDTHS)
+            loss = loss + self.params.alignment * away
+        return loss

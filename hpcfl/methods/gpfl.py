@@ -1,0 +1,144 @@
+"""GPFL. Zhang et al., GPFL: simultaneously learning global and personalized feature information for
+personalized federated learning, ICCV 2023.
+
+Class embeddings g_c and the conditional valve V(f, u) = relu((gamma(u) + 1) f + beta(u)) stand between body
+and head; gamma and beta are linear layers with ReLU and LayerNorm. With the received g, for client i,
+
+    u_G = mean over c of g_c,   u_i = sum over c of (share of class c at client i) g_c
+    f, g, V, h_i <- SGD on CE(h_i(V(f(x), u_i)), y) + CE(cos(V(f(x), u_G), g_c) for all c, y)
+                    + lambda ||V(f(x), u_G) - g_y|| + mu/2 ||g, V||^2
+    f, g, V      <- weighted mean of the clients'
+
+The head h_i stays with the client. The evaluated model is h_i(V(f(x), u_i)) with the newest f, g and V.
+
+Choices: u_G, u_i and the g_y of the third term are made of the received g and constant in a round; the
+cosines are of the g that learns, and have no temperature (both as in the authors' code). The third term is a
+mean over samples (the authors' code has the norm of the whole mini-batch, which grows with its size). u_G and
+u_i come from the g that was just received (in the authors' code from the client's g before). g starts from
+N(0, 1), and all heads from the common initial one. Running statistics are averaged with the body. A client
+that takes no part in training learns a head beside f, g and V as they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+
+from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.methods.base import Context, Params
+from hpcfl.methods.fedper import FedPer
+from hpcfl.models.guided import GuidedNetwork, OfShares
+from hpcfl.parameters import Tensors
+from hpcfl.randomness import stream_seed
+from hpcfl.training.batches import Batch
+from hpcfl.training.client_group import ClientGroup, GradientOf
+from hpcfl.training.forward import Forward
+
+EMBEDDINGS = "embeddings.weight"
+
+
+class GPFLParams(Params):
+    """Hyper-parameters of GPFL."""
+
+    magnitude: float = Field(0.01, ge=0)
+    """Weight lambda of the distance to the class's embedding (authors: 0.01 for CNNs, 0.0001 for ResNets);
+    0 leaves the guidance by angles."""
+    decay: float = Field(0.1, ge=0)
+    """Weight decay mu of embeddings and valve, besides `train.weight_decay` (authors: 0.1 for CNNs, 0 for
+    ResNets, 1 for sensor data); 0 is none."""
+
+
+class GPFL(FedPer):
+    name = "gpfl"
+    summary = "shared class embeddings guide features, each client's own head reads its version of them"
+    Params = GPFLParams
+    params: GPFLParams
+    network: GuidedNetwork
+
+    def __init__(self, context: Context, params: GPFLParams) -> None:
+        super().__init__(context, params)
+        start = next(slot.start for slot in self.layout.parameters if slot.name == EMBEDDINGS)
+        self._decayed = slice(start, self.layout.head.start)
+
+    def make_network(self) -> GuidedNetwork:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(stream_seed(self.context.seed, "guided network"))
+            return GuidedNetwork(self.context.build_network(-1), self.context.num_classes)
+
+    def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
+        def decay(theta: Tensor, members: slice | Tensor) -> Tensor:
+            pull = torch.zeros_like(theta)
+            pull[:, self._decayed] = self.params.decay * theta[:, self._decayed]
+            return pull
+
+        gradient = self._gradient(clients, theta)
+        return clients.sgd(
+            theta, gradient=gradient, extra_gradient=decay if self.params.decay else None
+        ).theta
+
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
+        return self._with_shares(clients, self.merged(clients, down))
+
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
+        return self._with_shares(clients, up.rows["theta"])
+
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        theta = self.merged(clients, down)
+        gradient = self._gradient(clients, theta)
+        theta = clients.sgd(theta, gradient=gradient, epochs=epochs, purpose="finetune").theta
+        return self._with_shares(clients, theta)
+
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
+        theta, head = self.merged(clients, down), self.layout.head
+        gradient = self._gradient(clients, theta)
+        with self.keeping_averaged_buffers(clients):
+            theta = clients.sgd(theta, gradient=gradient, trained=head, purpose="finetune").theta
+        return self._with_shares(clients, theta)
+
+    def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
+        shares = model["shares"][position]
+
+        def probabilities(network: GuidedNetwork, x: Tensor) -> Tensor:
+            return network(x, shares).softmax(dim=1)
+
+        return clients.outputs(model, position, probabilities, x)
+
+    def as_module(self, model: Tensors) -> nn.Module:
+        network = self.with_weights(model["theta"], model[BUFFERS])
+        assert isinstance(network, GuidedNetwork)
+        return OfShares(network, model["shares"])
+
+    def shares(self, clients: ClientGroup) -> Tensor:
+        """Return the share of each class in each client's training set, [C, K]."""
+        counts = self.class_counts(clients)
+        return counts / counts.sum(dim=1, keepdim=True)
+
+    def _with_shares(self, clients: ClientGroup, theta: Tensor) -> Message:
+        return Message(rows={"theta": theta, "shares": self.shares(clients)})
+
+    def _gradient(self, clients: ClientGroup, received: Tensor) -> GradientOf:
+        """Return the gradient of the loss, whose conditions are made of the embeddings received [C, P]."""
+        shares = self.shares(clients)
+        start, stop = self._decayed.start, self._decayed.start + self.network.embeddings.weight.numel()
+        embeddings = received[:, start:stop].unflatten(1, (self.context.num_classes, -1))
+
+        def known(batch: Batch) -> Tensors:
+            return {"embeddings": embeddings[batch.members], "shares": shares[batch.members]}
+
+        return clients.gradient_beside(self._loss, known)
+
+    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        theta, received = tensors["theta"], tensors["embeddings"].detach()
+        features = forward.features(theta, batch.x)
+        own = forward.call("valve", theta, features, tensors["shares"].detach() @ received)
+        guided = forward.call("valve", theta, features, received.mean(dim=0))
+        embeddings = self.layout.views(theta)[EMBEDDINGS]
+        cosines = normalize(guided, dim=1) @ normalize(embeddings, dim=1).T
+        away = (guided - received[batch.y]).norm(dim=1).mean()
+        return (
+            cross_entropy(forward.head(theta, own), batch.y)
+            + cross_entropy(cosines, batch.y)
+            + self.params.magnitude * away
+        )

@@ -1,0 +1,158 @@
+"""kNN-Per. Marfoq et al., Personalized federated learning through local memorization, ICML 2022.
+
+    w    <- FedAvg
+    p_i   = lambda_i q_i + (1 - lambda_i) softmax h(phi(x)),  w = (phi, h)
+    q_i(c) proportional to the sum of exp(-||phi(x) - phi(x_k)||^2 / (sigma F)) over those of the k nearest
+             samples x_k of the client's training set, in the F features, whose label is c
+
+Training and messages are FedAvg's. A client's evaluated model is the newest w with the features and labels of
+its training set by this w, and its lambda_i.
+
+Choices the paper leaves open:
+  lambda_i    the one of 0, 0.1, .., 1 with the least loss on the client's validation samples, which
+              `data.val_fraction` cuts off. A client without such samples takes the least loss on its training
+              set, where no sample is a neighbour of its own; w has seen these samples, and lambda_i is rather
+              too small. (The authors' script tries such a grid on the test samples.)
+  kernel      the squared distance divided by sigma F, as in the authors' code; the paper's text has the
+              distance itself
+  fewer than k samples: all of them are the neighbours
+  BatchNorm   running statistics are averaged like parameters, so that all clients have the same features
+  unseen      a client that takes no part in training makes its store and lambda_i like any other, without
+              a training step
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import one_hot, pad
+
+from hpcfl.communication.messages import BUFFERS, Message
+from hpcfl.methods.base import Params
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.models.neighbours import WithNeighbours, neighbour_probabilities
+from hpcfl.models.networks import Network
+from hpcfl.parameters import Tensors
+from hpcfl.training.client_group import ClientGroup
+
+GRID = 11
+"""Values that lambda_i is chosen among: from 0 to 1 in equal steps."""
+NO_SAMPLE = -1
+"""Label of the rows that fill up a store."""
+
+
+class KnnPerParams(Params):
+    """Hyper-parameters of kNN-Per."""
+
+    neighbours: int = Field(10, ge=1)
+    """Number k of neighbours (paper: 10); very many are the client's class shares, weighed by the kernel."""
+    scale: float = Field(1.0, gt=0)
+    """Width sigma of the kernel (authors: 1); a small one trusts the nearest neighbour alone, a large one
+    counts the neighbours."""
+    weight: float | None = Field(None, ge=0, le=1)
+    """Share lambda of the neighbours, of every client; 0 is FedAvg, 1 neighbours alone. Default: each client
+    chooses its own."""
+
+
+class KnnPer(FedAvg):
+    name = "knn_per"
+    summary = "FedAvg's model mixed with the nearest neighbours in each client's training set"
+    Params = KnnPerParams
+    traits = FedAvg.traits.replace(needs_body=True, buffers=("average",))
+    params: KnnPerParams
+
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
+        return down.only("theta") | self._memory(clients, down["theta"])
+
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
+        return self.eval_model(clients, down)
+
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
+        theta = up.rows["theta"]
+        return Message(rows={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
+
+    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
+        theta = clients.sgd(down["theta"], epochs=epochs, purpose="finetune").theta
+        return Message(rows={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
+
+    def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
+        """Return the mixture's probabilities [n, K]; see `_memory` for the parts of the model."""
+
+        def probabilities(network: nn.Module, x: Tensor) -> Tensor:
+            parts = {name: model[name][position] for name in ("store", "labels", "weight")}
+            return self._mixture(network, parts).probabilities(x)
+
+        return clients.outputs(model, position, probabilities, x)
+
+    def as_module(self, model: Tensors) -> nn.Module:
+        return self._mixture(self.with_weights(model["theta"], model[BUFFERS]), model)
+
+    def _mixture(self, network: nn.Module, parts: Tensors) -> WithNeighbours:
+        """Return the module of one client's model, without the rows that fill up its store."""
+        assert isinstance(network, Network)
+        is_sample = parts["labels"] != NO_SAMPLE
+        store, labels = parts["store"][is_sample], self._one_hot(parts["labels"][is_sample], parts["store"])
+        neighbours, scale = self.params.neighbours, self.params.scale
+        return WithNeighbours(network, store, labels, parts["weight"], neighbours, scale)
+
+    def _memory(self, clients: ClientGroup, theta: Tensor) -> Message:
+        """Return what each client adds to its model, theta [C, P].
+
+        These are the features `store` [C, most, F] and `labels` [C, most] of its training set, filled up to
+        the size of the largest one, and lambda_i, `weight` [C].
+        """
+        model = {"theta": theta, BUFFERS: clients.buffers}
+        context = self.context
+        most = int(torch.cat([context.num_samples, context.num_samples_of_unseen]).max())
+        rows: dict[str, list[Tensor]] = {"store": [], "labels": [], "weight": []}
+        for position in range(len(clients)):
+            x, y = clients.samples("train", position)
+            outputs = clients.outputs(model, position, _features_and_logits, x)
+            weight = self._weight(clients, model, position, outputs)
+            missing = most - len(y)
+            rows["store"].append(pad(outputs[:, : -context.num_classes], (0, 0, 0, missing)))
+            rows["labels"].append(pad(y, (0, missing), value=NO_SAMPLE))
+            rows["weight"].append(weight)
+        tensors = {name: torch.stack(of_clients) for name, of_clients in rows.items()}
+        return Message(rows=tensors, num_clients=len(clients))
+
+    def _weight(self, clients: ClientGroup, model: Tensors, position: int, outputs: Tensor) -> Tensor:
+        """Return lambda_i [] of a client whose training samples have features and logits [n, F + K]."""
+        if self.params.weight is not None:
+            return outputs.new_full((), self.params.weight)
+        classes, (_, labels) = self.context.num_classes, clients.samples("train", position)
+        store = outputs[:, :-classes]
+        x, y = clients.samples("val", position)
+        alone = not len(y)
+        if alone:
+            y = labels
+        else:
+            outputs = clients.outputs(model, position, _features_and_logits, x)
+        grid = torch.linspace(0, 1, GRID, dtype=outputs.dtype, device=outputs.device)
+        if alone and len(labels) == 1:
+            return grid[0]
+        nearest = neighbour_probabilities(
+            outputs[:, :-classes],
+            store,
+            self._one_hot(labels, store),
+            self.params.neighbours,
+            self.params.scale,
+            alone,
+        )
+        of_class = y.unsqueeze(1)
+        of_model = outputs[:, -classes:].softmax(dim=1).gather(1, of_class)
+        mixed = torch.lerp(of_model, nearest.gather(1, of_class), grid)
+        losses = -mixed.clamp(min=torch.finfo(torch.float32).tiny).log().mean(dim=0)
+        return grid[losses.argmin()]
+
+    def _one_hot(self, labels: Tensor, like: Tensor) -> Tensor:
+        """Return labels [n] as rows [n, K] of zeros and ones, in the type of another tensor."""
+        return one_hot(labels, self.context.num_classes).to(like.dtype)
+
+
+def _features_and_logits(network: nn.Module, x: Tensor) -> Tensor:
+    """Return a network's features and logits side by side, [n, F + K]."""
+    assert isinstance(network, Network)
+    features = network.body(x)
+    return torch.cat([features, network.head(features)], dim=1)

@@ -1,0 +1,182 @@
+"""FedDBE: against rounds with torch's own modules and optimiser, and what it is in special cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import work
+from harness import UNEQUAL_FEW, Run
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
+
+from hpcfl.errors import UserError
+from hpcfl.methods.feddbe import FedDBE
+from hpcfl.models import Network
+from hpcfl.training.client_group import ClientGroup
+
+FEDDBE = "method.name=feddbe"
+DIGITS_CNN, FEATURES = 13_706, 64
+
+
+class Twin:
+    """FedDBE with a module and two of torch's optimisers for each client."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.params = run, run.config.method.options
+        start = run.driver.initial_server()
+        self.theta, self.buffers = start["theta"], start.get("buffers", torch.empty(0))
+        self.consensus: Tensor | None = None
+        self.offsets = torch.zeros(4, FEATURES)
+
+    def round(self, number: int) -> None:
+        clients = self.run.simulation.cohort(number).clients
+        networks = [network_with(self.run, self.theta, self.buffers) for _ in clients]
+        means = []
+        for client, network in zip(clients, networks, strict=True):
+            if self.consensus is None:
+                train_by_torch(self.run, client, number, network)
+                with torch.no_grad():
+                    x, _ = self.run.workplace.shard.samples("train", client)
+                    means.append(network.eval().body(x).mean(dim=0))
+            else:
+                self.train(client, number, network, self.consensus)
+        models = [self.run.method.layout.flatten(network) for network in networks]
+        self.theta, self.buffers = (
+            mean_by_samples(self.run, clients, torch.stack(rows)) for rows in zip(*models, strict=True)
+        )
+        if means:
+            self.consensus = mean_by_samples(self.run, clients, torch.stack(means))
+
+    def train(self, client: int, number: int, network: Network, consensus: Tensor) -> None:
+        offset = nn.Parameter(self.offsets[client].clone())
+        optimiser = torchs_sgd(self.run, [*network.parameters(), offset], number)
+        mean = torch.zeros(FEATURES)
+        for x, y in batches_of(self.run, client, number):
+            features = network.body(x)
+            mean = (1 - self.params.momentum) * mean + self.params.momentum * features.mean(dim=0)
+            loss = cross_entropy(network.head(features + offset), y)
+            loss = loss + self.params.kappa * ((mean - consensus) ** 2).sum() / (2 * FEATURES)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+            mean = mean.detach()
+        self.offsets[client] = offset.detach()
+
+    def probabilities(self, client: int, x: Tensor) -> Tensor:
+        network = network_with(self.run, self.theta, self.buffers).eval()
+        with torch.no_grad():
+            return network.head(network.body(x) + self.offsets[client]).softmax(dim=1)
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        SOME,
+        (*SOME, *SLIPPERY, "method.momentum=0.3", "train.local_epochs=2"),
+        (*UNEQUAL_FEW, "method.kappa=0", "train.momentum=0.9"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_equal_a_slow_twin(keys: tuple[str, ...], engine: str) -> None:
+    run = Run(*keys, FEDDBE, f"run.engine={engine}")
+    twin = Twin(run)
+    for number in range(3):
+        twin.round(number)
+    torch.testing.assert_close(run.server["theta"], twin.theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["consensus"], twin.consensus, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["offset"], twin.offsets, rtol=0, atol=1e-9)
+    if "buffers" in run.server:
+        torch.testing.assert_close(run.server["buffers"], twin.buffers, rtol=0, atol=1e-9)
+    assert run.clients["offset"].abs().max() > 1e-3
+    evaluated = run.evaluated()
+    for client in range(4):
+        x, _ = run.workplace.shard.samples("test", client)
+        group = ClientGroup(run.workplace, range(4), 3)
+        ours = run.method.predict(group, evaluated, client, x)
+        torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
+
+
+def test_its_first_round_is_fedavgs_to_the_bit() -> None:
+    fedavg, run = (Run(*SOME, f"method.name={name}", "train.rounds=1") for name in ("fedavg", "feddbe"))
+    assert all(torch.equal(run.server[name], tensor) for name, tensor in fedavg.server.items())
+    assert torch.equal(run.evaluated()["theta"], fedavg.evaluated()["theta"])
+    assert not run.clients["offset"].any()
+    assert run.server["has_consensus"] == 1
+    # a number a feature, once up
+    assert (run.bytes_by_client - fedavg.bytes_by_client).unique(dim=0).tolist() == [
+        [0, 0],
+        [0, 4 * FEATURES],
+    ]
+
+
+def test_the_consensus_stays_what_it_was_and_goes_down_with_the_model() -> None:
+    one, three = (Run(FEDDBE, f"train.rounds={rounds}") for rounds in (1, 3))
+    assert torch.equal(one.server["consensus"], three.server["consensus"])
+    assert one.bytes_by_client.tolist() == [[4 * DIGITS_CNN, 4 * (DIGITS_CNN + FEATURES)]] * 4
+    more = three.bytes_by_client - one.bytes_by_client
+    assert more.tolist() == [[2 * 4 * (DIGITS_CNN + FEATURES), 2 * 4 * DIGITS_CNN]] * 4
+
+
+def test_a_strong_pull_brings_mean_features_together() -> None:
+    def spread(run: Run) -> float:
+        means = []
+        for client in range(4):
+            theta = work(run, client, 3)[0]["theta"][0]
+            network = network_with(run, theta, torch.empty(0)).eval()
+            x, _ = run.workplace.shard.samples("train", client)
+            means.append(network.body(x).mean(dim=0).detach())
+        return float(torch.stack(means).var(dim=0).sum())
+
+    free, pulled = (Run(FEDDBE, f"method.kappa={kappa}", "train.local_epochs=3") for kappa in (0, 50))
+    assert spread(pulled) < 0.5 * spread(free)
+
+
+def test_a_client_that_was_not_sampled_has_no_offset_and_the_model_is_the_servers() -> None:
+    run = Run(FEDDBE, "train.participation=0.25", "train.rounds=2")
+    (sampled,) = run.simulation.cohort(1).clients
+    moved = run.clients["offset"].abs().amax(dim=1) > 0
+    assert moved.tolist() == [client == sampled for client in range(4)]
+    same = (run.evaluated()["theta"] == run.server["theta"]).all(dim=1)
+    assert torch.equal(same, ~moved)
+
+
+def test_one_class_and_classes_that_nobody_holds_keep_all_finite() -> None:
+    run = Run(FEDDBE, "train.rounds=2")
+    for client in range(4):
+        run.workplace.shard.samples("train", client)[1].fill_(client // 2)
+    up, clients = work(run, 0, 2)
+    assert up["theta"].isfinite().all()
+    assert clients["offset"].isfinite().all()
+
+
+@pytest.mark.parametrize("keys", [(), ("model.batchnorm=true",)])
+@pytest.mark.usefixtures("double")
+def test_unseen_clients_learn_an_offset_beside_the_model(keys: tuple[str, ...]) -> None:
+    sizes = ("data.clients=5", "data.unseen_clients=0.4", "train.unseen_epochs=2")
+    run = Run(*UNEQUAL_FEW, FEDDBE, *sizes, *keys)
+    theta, buffers = run.server["theta"], run.server.get("buffers", torch.empty(0))
+    models = run.adapted()
+    assert torch.equal(models["theta"][:, :-10], theta[:-10].expand(2, -1))
+    if keys:
+        assert torch.equal(models["buffers"], buffers.expand(2, -1))
+    for client in range(2):
+        network = network_with(run, theta, buffers)
+        offset = nn.Parameter(torch.zeros(FEATURES))
+        optimiser = torchs_sgd(run, [offset], 3)
+        for batch in ClientGroup(run.unseen, [3 + client], 3).batches("finetune"):
+            optimiser.zero_grad()
+            cross_entropy(network.head(network.body(batch.x[0]) + offset), batch.y[0]).backward()
+            optimiser.step()
+        (head,) = network.head.children()
+        assert isinstance(head, nn.Linear)
+        expected = head.bias + head.weight @ offset
+        torch.testing.assert_close(models["theta"][client, -10:], expected.detach(), rtol=0, atol=1e-9)
+
+
+def test_a_head_without_a_bias_is_refused() -> None:
+    context = Run(FEDDBE, "train.rounds=1").method.context
+    context.network.head[0].bias = None
+    with pytest.raises(UserError, match=r"^method.name=feddbe needs a head that is one linear layer with a"):
+        FedDBE(context, FedDBE.Params())
