@@ -60,6 +60,8 @@ COMPONENTS = CLUSTERS = 2
 BRANCHES = MODELS = 3
 P_BRANCHES = BRANCHES * (P - P_BN) + P_BN
 """Batch normalisation has one branch; the other four layers have all."""
+F = 64
+"""Features."""
 HIDDEN = 8
 P_HYPER = HIDDEN * K + HIDDEN + P_HEAD * HIDDEN + P_HEAD
 
@@ -184,6 +186,8 @@ TRAFFIC = {
     # eight paths are one byte
     "fedmn": Traffic(P_MODULAR, P_MODULAR, 2 * U, 2 * U, ids_up=1),
     "pfedmb": Traffic(P_BRANCHES, P_BRANCHES + 4 * BRANCHES, U, U),
+    # prototypes; which of them are known (a byte each) and how many samples they are of (four)
+    "fedproto": Traffic(K * F, K * F, ids_down=K, ids_up=4 * K),
 }
 
 
@@ -234,6 +238,7 @@ class Kept(NamedTuple):
 THETA = {"theta": (P,)}
 AVERAGED = {"buffers": (U,)}
 OWN_MODEL = {"theta": (N, P), "buffers": (N, U)}
+PROTOTYPES = {"prototypes": (K, F), "is_known": (K,)}
 BANK = {"models": (N, P), "is_known": (N,)}
 
 HYPERNETWORKS = {
@@ -312,6 +317,7 @@ STATE = {
         {"theta": (P_MODULAR,), "buffers": (2 * U,)}, {"probability": (N, PATHS), "decision": (N, PATHS)}
     ),
     "pfedmb": Kept({"branches": (BRANCHES, P), "buffers": (U,)}, {"logits": (N, 4, BRANCHES)}),
+    "fedproto": Kept(PROTOTYPES, OWN_MODEL),
 }
 
 
@@ -514,6 +520,15 @@ def mixed_branches(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def by_nearest_prototype(run: Run) -> State:
+    """Put a head on each client's own body whose logits are ||features||^2 minus the squared distances."""
+    means = run.server["prototypes"]
+    assert run.server["is_known"].all()
+    theta = run.clients["theta"].clone()
+    theta[:, HEAD] = torch.cat([2 * means.flatten(), -means.square().sum(dim=1)])
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -546,6 +561,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedafk": own,
     "fedmn": with_decision,
     "pfedmb": mixed_branches,
+    "fedproto": by_nearest_prototype,
 }
 
 
