@@ -16,7 +16,7 @@ from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import BUFFERS
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods.base import Context, Method, State
+from hpcfl.methods.base import Method, State
 from hpcfl.parameters import Layer, Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
@@ -35,13 +35,14 @@ class Prototypes(NamedTuple):
     """Mean of ||features||^2 over all samples [C]."""
 
 
-def num_features(context: Context) -> int:
+def num_features(method: Method) -> int:
     """Return the number F of features; raise UserError unless the head is one linear layer with a bias."""
-    head = [slot.shape for slot in context.layout.parameters if slot.name.startswith("head.")]
+    head = [slot.shape for slot in method.layout.parameters if slot.name.startswith("head.")]
     if [len(shape) for shape in head] != [2, 1]:
         raise UserError(
-            f"methods with prototypes need a head of one linear layer with a bias, and model.name="
-            f"{context.model_name} has another; use one that has, such as model.name=lenet"
+            f"method.name={method.name} needs a network whose head is one linear layer with a bias, and "
+            f"that of model.name={method.context.model_name} is another; use one that has, such as "
+            "model.name=lenet"
         )
     return head[0][1]
 
@@ -71,11 +72,10 @@ def body_output(network: nn.Module, x: Tensor) -> Tensor:
 # the server's prototypes: `prototypes` [K, F], and `is_known` [K], 1 for each class that a client has sent
 
 
-def server_prototypes(method: Method) -> State:
+def server_prototypes(classes: int, features: int) -> State:
     """Return the server's prototypes before the first round: none is known."""
-    classes = method.context.num_classes
     return {
-        "prototypes": torch.zeros(classes, num_features(method.context)),
+        "prototypes": torch.zeros(classes, features),
         "is_known": torch.zeros(classes, dtype=torch.uint8),
     }
 
@@ -119,8 +119,9 @@ def aligned_gradient(clients: ClientGroup, strength: float, targets: Tensor, is_
 
 def gradient_towards(clients: ClientGroup, loss: Loss, targets: Tensor, is_known: Tensor) -> GradientOf:
     """Return the `gradient` for `ClientGroup.sgd` of a loss that reads `theta`, `targets` and `is_known`."""
+    is_known = is_known.to(targets)
 
     def known(batch: Batch) -> Tensors:
-        return {"targets": targets[batch.members], "is_known": is_known[batch.members].to(targets)}
+        return {"targets": targets[batch.members], "is_known": is_known[batch.members]}
 
     return clients.gradient_beside(loss, known)

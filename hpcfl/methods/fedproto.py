@@ -39,8 +39,14 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._own_model import OwnModel
-from hpcfl.methods._prototypes import aligned_gradient, average_prototypes, prototypes, server_prototypes
-from hpcfl.methods.base import Params, State
+from hpcfl.methods._prototypes import (
+    aligned_gradient,
+    average_prototypes,
+    num_features,
+    prototypes,
+    server_prototypes,
+)
+from hpcfl.methods.base import Context, Params, State
 from hpcfl.training.client_group import ClientGroup
 
 NEVER = -1e6
@@ -62,8 +68,12 @@ class FedProto(OwnModel):
     traits = OwnModel.traits.replace(eval_after="download", needs_body=True)
     params: FedProtoParams
 
+    def __init__(self, context: Context, params: FedProtoParams) -> None:
+        super().__init__(context, params)
+        self._num_features = num_features(self)
+
     def server_state(self) -> State:
-        return server_prototypes(self)
+        return server_prototypes(self.context.num_classes, self._num_features)
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={name: server[name] for name in ("prototypes", "is_known")})

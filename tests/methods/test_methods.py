@@ -188,6 +188,8 @@ TRAFFIC = {
     "pfedmb": Traffic(P_BRANCHES, P_BRANCHES + 4 * BRANCHES, U, U),
     # prototypes; which of them are known (a byte each) and how many samples they are of (four)
     "fedproto": Traffic(K * F, K * F, ids_down=K, ids_up=4 * K),
+    # the head and K * F prototypes both ways; up, the statistics of K * F means and one variance too
+    "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
 }
 
 
@@ -318,6 +320,8 @@ STATE = {
     ),
     "pfedmb": Kept({"branches": (BRANCHES, P), "buffers": (U,)}, {"logits": (N, 4, BRANCHES)}),
     "fedproto": Kept(PROTOTYPES, OWN_MODEL),
+    # the head of a client was combined by the server, and waits there
+    "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
 }
 
 
@@ -529,6 +533,12 @@ def by_nearest_prototype(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def with_combined_head(run: Run) -> State:
+    theta = run.server["theta"].repeat(N, 1)
+    theta[:, HEAD] = run.server["heads"]
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -562,6 +572,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedmn": with_decision,
     "pfedmb": mixed_branches,
     "fedproto": by_nearest_prototype,
+    "fedpac": with_combined_head,
 }
 
 

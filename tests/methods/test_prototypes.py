@@ -1,11 +1,13 @@
-"""FedProto: own models whose clients compare their features by class.
+"""FedProto and FedPAC: methods whose clients compare their features by class.
 
 Shapes: N clients, K classes, F features, P trainable numbers.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +18,17 @@ from torch_twins import (
     SLIPPERY,
     SOME,
     batches_of,
+    mean_by_samples,
     network_with,
     torchs_sgd,
 )
 
 from hpcfl.communication.messages import Message
 from hpcfl.communication.upload import Upload
+from hpcfl.errors import BAD_INPUT
+from hpcfl.main import main
 from hpcfl.methods._prototypes import average_prototypes, distance
+from hpcfl.methods.fedpac import head_weights
 from hpcfl.models import Network
 
 K, F = 10, 64
@@ -104,6 +110,36 @@ def test_a_class_that_nobody_holds_keeps_its_prototype() -> None:
     )
     assert server["prototypes"].tolist() == [[1.0, 6.0], [1.0, 2.0], [7.0, 8.0]]
     assert server["is_known"].tolist() == [1, 1, 0]
+
+
+WITHOUT_BIAS = """
+from collections import OrderedDict
+from torch import nn
+from hpcfl.models.networks import Model, Network, NetworkOptions
+
+class Plain(Model):
+    options = NetworkOptions
+
+    def build(self, shape, num_classes, options):
+        body = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(64, 16))
+        return Network(body, OrderedDict(out=nn.Linear(16, num_classes, bias=False)))
+
+PLAIN = Plain("without a bias")
+"""
+
+
+@pytest.mark.usefixtures("own_code_forgotten")
+@pytest.mark.parametrize("method", ["fedproto", "fedpac"])
+def test_a_head_without_bias_is_refused(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plain.py").write_text(WITHOUT_BIAS)
+    words = [f"model.path={tmp_path / 'plain.py'}", f"method.name={method}", "--out", str(tmp_path / "run")]
+    assert main(words) == BAD_INPUT
+    assert capsys.readouterr().err == (
+        f"hpcfl: error: method.name={method} needs a network whose head is one linear layer with a bias, and "
+        "that of model.name=plain is another; use one that has, such as model.name=lenet\n"
+    )
 
 
 # FedProto
@@ -190,3 +226,168 @@ def test_a_new_client_of_fedproto_trains_towards_the_prototypes() -> None:
         after = cross_entropy(network_with(run, found["theta"][0], found["buffers"][0]).eval()(x), y)
     assert after < before
     assert not torch.equal(found["theta"][0, body], run.method.context.initial_parameters()[body])
+
+
+# FedPAC
+
+
+def bound(alpha: Tensor, client: int, h: Tensor, variance: Tensor) -> Tensor:
+    """Return what the weights [S] of a client minimise, as the paper has it: h [S, K, F], V [S]."""
+    apart = h[client] - h
+    pairs = torch.einsum("jkf,lkf->jl", apart, apart)
+    return (alpha.square() * variance).sum() + alpha @ pairs @ alpha
+
+
+def best_weights(client: int, h: Tensor, variance: Tensor) -> Tensor:
+    """Find the least bound among the stationary points of all faces of the simplex."""
+    apart = h[client] - h
+    matrix = torch.einsum("jkf,lkf->jl", apart, apart) + variance.diag()
+    found, size = [], len(h)
+    for count in range(1, size + 1):
+        for face in itertools.combinations(range(size), count):
+            border = torch.ones(count + 1, count + 1)
+            border[:count, :count] = 2 * matrix[list(face)][:, list(face)]
+            border[count, count] = 0
+            alpha = torch.zeros(size)
+            alpha[list(face)] = torch.linalg.solve(border, torch.eye(count + 1)[count])[:count]
+            if (alpha >= 0).all():
+                found.append(alpha)
+    return min(found, key=lambda alpha: float(bound(alpha, client, h, variance)))
+
+
+def test_weights_of_two_clients_by_hand() -> None:
+    """The second's a minimises 3 (1 - a)^2 + a^2 + 4 (1 - a)^2, so that 7 (1 - a) = a: a = 7 / 8.
+
+    The first's a minimises 3 a^2 + (1 - a)^2 + 4 (1 - a)^2, so that 3 a = 5 (1 - a): a = 5 / 8.
+    """
+    h, variance = torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([3.0, 1.0])
+    expected = torch.tensor([[5 / 8, 3 / 8], [1 / 8, 7 / 8]]).double()
+    torch.testing.assert_close(head_weights(h, variance), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("noise", [0.001, 1.0, 1000.0])
+@pytest.mark.usefixtures("double")
+def test_weights_are_the_least_on_all_faces_of_the_simplex(noise: float) -> None:
+    stream = torch.Generator().manual_seed(5)
+    h = torch.rand(6, 3, 4, generator=stream)
+    variance = noise * torch.rand(6, generator=stream)
+    expected = torch.stack([best_weights(client, h, variance) for client in range(6)])
+    torch.testing.assert_close(head_weights(h, variance), expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.usefixtures("double")
+def test_weights_at_the_ends() -> None:
+    """Without noise, clients that differ learn from nobody; equal ones share by 1 / V; one has itself."""
+    h = torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(6))
+    torch.testing.assert_close(head_weights(h, torch.zeros(4)), torch.eye(4), rtol=0, atol=1e-7)
+    noise = torch.tensor([1.0, 2.0, 4.0, 4.0])
+    shares = torch.tensor([4.0, 2.0, 1.0, 1.0]) / 8
+    torch.testing.assert_close(
+        head_weights(h[:1].expand(4, -1, -1), noise), shares.expand(4, -1), rtol=0, atol=1e-9
+    )
+    assert head_weights(h[:1], noise[:1]).item() == 1
+    assert head_weights(torch.zeros(3, 2, 2), torch.zeros(3)).isfinite().all()
+
+
+def test_weights_of_a_hundred_clients_meet_the_conditions_of_the_least() -> None:
+    """Where a weight is positive the slope is the row's least, up to what the solver leaves."""
+    stream = torch.Generator().manual_seed(7)
+    h = torch.randn(60, 10, 16, generator=stream).abs() * torch.rand(60, 10, 1, generator=stream)
+    variance = 0.1 * torch.rand(60, generator=stream)
+    alpha, rows = head_weights(h, variance), h.flatten(1).double()
+    slope = alpha @ (rows @ rows.T + variance.double().diag()) - rows @ rows.T
+    above = slope - slope.amin(dim=1, keepdim=True)
+    assert (above * (alpha > 1e-6)).max() < 1e-6
+    assert (alpha == 0).double().mean() > 0.3
+
+
+def statistics_by_hand(run: Run, client: int, network: Network) -> tuple[Tensor, Tensor]:
+    """Return h [K, F] and V of the paper, class by class, from second moments [F, F]."""
+    network.eval()
+    samples, h, variance = sort_of(run, client), torch.zeros(K, F), torch.zeros(())
+    size = sum(map(len, samples.values()))
+    with torch.no_grad():
+        for label, x in samples.items():
+            features, share = network.body(x), len(x) / size
+            h[label] = share * features.mean(dim=0)
+            variance += share * torch.trace(features.T @ features / len(x))
+            variance -= share**2 * features.mean(dim=0).square().sum()
+    network.train()
+    return h, variance / size
+
+
+def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]:
+    """Return phi under the initial head [P], running statistics, heads [N, P_head] and prototypes."""
+    layout, options = run.method.layout, run.config.method.options
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    heads = theta[layout.head].repeat(run.num_clients, 1)
+    known: dict[int, Tensor] = {}
+    for number in range(run.config.train.rounds):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics, found, moments = [], [], [], []
+        for client in clients:
+            start = torch.cat([theta[layout.body], heads[client]])
+            network = network_with(run, start, buffers)
+            moments.append(statistics_by_hand(run, client, network))
+            train = run.config.train
+            optimiser = torch.optim.SGD(
+                network.head.parameters(),
+                options.head_lr * train.lr_decay**number,
+                momentum=train.momentum,
+                weight_decay=train.weight_decay,
+            )
+            for x, y in batches_of(run, client, number, "head", epochs=options.head_epochs):
+                network.zero_grad()
+                cross_entropy(network(x), y).backward()
+                optimiser.step()
+            train_towards(run, client, number, network, known, options.alignment, part="body.")
+            model, kept = layout.flatten(network)
+            models.append(model)
+            statistics.append(kept)
+            found.append(class_means(run, client, network))
+        trained = torch.stack(models)
+        mean = mean_by_samples(run, clients, trained)
+        theta = torch.cat([mean[layout.body], theta[layout.head]])
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        h, variance = (torch.stack(moment) for moment in zip(*moments, strict=True))
+        alpha = torch.stack([best_weights(place, h, variance) for place in range(len(clients))])
+        heads[clients] = alpha @ trained[:, layout.head]
+        known = known | mean_by_counts(run, clients, found)
+    return theta, buffers, heads, known
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("data.partition.beta=0.2", "method.alignment=3", "method.head_epochs=2", "method.head_lr=0.02"),
+        (ONE_A_ROUND, "model.batchnorm=false"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedpac_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedpac", *keys)
+    theta, buffers, heads, known = fedpac_by_hand(run)
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server.get("buffers", buffers), buffers, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["heads"], heads, rtol=0, atol=1e-9)
+    assert run.server["is_known"].nonzero().flatten().tolist() == sorted(known)
+    for label, prototype in known.items():
+        torch.testing.assert_close(run.server["prototypes"][label], prototype, rtol=0, atol=1e-9)
+
+
+def test_fedpac_of_one_client_a_round_and_no_alignment_is_fedrep_to_the_bit() -> None:
+    keys = (*SOME, *SLIPPERY, ONE_A_ROUND)
+    fedrep = Run(*keys, "method.name=fedrep", "method.head_epochs=1", "method.body_epochs=1")
+    ours = Run(*keys, "method.name=fedpac", "method.alignment=0", f"method.head_lr={fedrep.config.train.lr}")
+    assert torch.equal(ours.server["theta"], fedrep.server["theta"])
+    assert torch.equal(ours.server["buffers"], fedrep.server["buffers"])
+    assert torch.equal(ours.server["heads"], fedrep.clients["head"])
+
+
+def test_equal_clients_of_fedpac_end_with_equal_heads() -> None:
+    """Every client has all classes alike in number, so that heads of others are nearly as good as its own."""
+    run = Run("method.name=fedpac", "data.partition.name=iid", ALL, "train.rounds=1")
+    apart = run.server["heads"] - run.server["heads"].mean(dim=0)
+    single = Run("method.name=fedrep", "data.partition.name=iid", ALL, "train.rounds=1", "train.lr=0.1")
+    assert apart.norm() < 0.7 * (single.clients["head"] - single.clients["head"].mean(dim=0)).norm()
