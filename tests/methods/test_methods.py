@@ -21,7 +21,7 @@ import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
 from harness import SMALL, OneClient, Run
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, mse_loss
 from torch_twins import batches_of, network_with, train_by_torch
 
 from hpcfl.communication.channel import Channel
@@ -190,6 +190,8 @@ TRAFFIC = {
     "fedproto": Traffic(K * F, K * F, ids_down=K, ids_up=4 * K),
     # the head and K * F prototypes both ways; up, the statistics of K * F means and one variance too
     "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
+    # the trace
+    "fedas": Traffic(P_BODY, P_BODY + 1, U, U),
 }
 
 
@@ -322,6 +324,10 @@ STATE = {
     "fedproto": Kept(PROTOTYPES, OWN_MODEL),
     # the head of a client was combined by the server, and waits there
     "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
+    "fedas": Kept(
+        THETA | AVERAGED,
+        {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)},
+    ),
 }
 
 
@@ -539,6 +545,23 @@ def with_combined_head(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def aligned(run: Run) -> State:
+    """Train the newest body for an epoch towards each client's own prototypes, under the client's head."""
+    theta, statistics = [], []
+    for client in range(N):
+        start = torch.cat([run.server["theta"][BODY], run.clients["head"][client]])
+        network = network_with(run, start, run.server["buffers"])
+        optimiser = torch.optim.SGD(network.body.parameters(), 0.01 * 0.9**ROUNDS, momentum=0.5)
+        for x, y in batches_of(run, client, ROUNDS, "alignment", epochs=1):
+            network.zero_grad()
+            mse_loss(network.body(x), run.clients["prototypes"][client, y]).backward()
+            optimiser.step()
+        model, buffers = run.method.layout.flatten(network)
+        theta.append(model)
+        statistics.append(buffers)
+    return {"theta": torch.stack(theta), "buffers": torch.stack(statistics)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -573,6 +596,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "pfedmb": mixed_branches,
     "fedproto": by_nearest_prototype,
     "fedpac": with_combined_head,
+    "fedas": aligned,
 }
 
 

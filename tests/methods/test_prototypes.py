@@ -1,4 +1,4 @@
-"""FedProto and FedPAC: methods whose clients compare their features by class.
+"""FedProto, FedPAC and FedAS: methods whose clients compare their features by class.
 
 Shapes: N clients, K classes, F features, P trainable numbers.
 """
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Run
+from harness import Run, make_network, random
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, mse_loss
 from torch_twins import (
     SLIPPERY,
     SOME,
@@ -21,15 +21,18 @@ from torch_twins import (
     mean_by_samples,
     network_with,
     torchs_sgd,
+    train_by_torch,
 )
 
-from hpcfl.communication.messages import Message
+from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
-from hpcfl.methods._prototypes import average_prototypes, distance
+from hpcfl.methods._prototypes import average_prototypes, distance, prototypes
+from hpcfl.methods.fedas import squared_gradients
 from hpcfl.methods.fedpac import head_weights
 from hpcfl.models import Network
+from hpcfl.training.client_group import ClientGroup
 
 K, F = 10, 64
 ONE_A_ROUND = "train.participation=0.25"
@@ -129,7 +132,7 @@ PLAIN = Plain("without a bias")
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-@pytest.mark.parametrize("method", ["fedproto", "fedpac"])
+@pytest.mark.parametrize("method", ["fedproto", "fedpac", "fedas"])
 def test_a_head_without_bias_is_refused(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,3 +394,127 @@ def test_equal_clients_of_fedpac_end_with_equal_heads() -> None:
     apart = run.server["heads"] - run.server["heads"].mean(dim=0)
     single = Run("method.name=fedrep", "data.partition.name=iid", ALL, "train.rounds=1", "train.lr=0.1")
     assert apart.norm() < 0.7 * (single.clients["head"] - single.clients["head"].mean(dim=0)).norm()
+
+
+# FedAS
+
+
+def information_by_hand(network: Network, x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum over samples of the squared gradient of log p(y | x), one backward pass a sample."""
+    network.eval()
+    total = torch.zeros(())
+    for image, label in zip(x, y, strict=True):
+        network.zero_grad()
+        network(image.unsqueeze(0)).log_softmax(dim=1)[0, label].backward()
+        total += torch.stack(
+            [p.grad.square().sum() for p in network.parameters() if p.grad is not None]
+        ).sum()
+    network.train()
+    return total
+
+
+def align(run: Run, client: int, round: int, network: Network, targets: dict[int, Tensor]) -> None:
+    """Train the body towards the targets, which all classes of the client have."""
+    options, train = run.config.method.options, run.config.train
+    optimiser = torch.optim.SGD(
+        network.body.parameters(),
+        options.alignment_lr * train.lr_decay**round,
+        momentum=train.momentum,
+        weight_decay=train.weight_decay,
+    )
+    for x, y in batches_of(run, client, round, "alignment", options.alignment_epochs):
+        network.zero_grad()
+        mse_loss(network.body(x), torch.stack([targets[label] for label in y.tolist()])).backward()
+        optimiser.step()
+
+
+def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int, Tensor]]]:
+    """Return phi under the initial head [P], running statistics, own heads and each client's prototypes."""
+    layout = run.method.layout
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    heads = theta[layout.head].repeat(run.num_clients, 1)
+    own: dict[int, dict[int, Tensor]] = {}
+    for number in range(run.config.train.rounds):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics, traces = [], [], []
+        for client in clients:
+            network = network_with(run, torch.cat([theta[layout.body], heads[client]]), buffers)
+            if client in own:
+                align(run, client, number, network, own[client])
+            train_by_torch(run, client, number, network)
+            own[client] = class_means(run, client, network)
+            traces.append(information_by_hand(network, *run.workplace.shard.samples("train", client)))
+            model, kept = layout.flatten(network)
+            heads[client] = model[layout.head]
+            models.append(model)
+            statistics.append(kept)
+        weights = torch.stack(traces) / torch.stack(traces).sum()
+        mean = torch.tensordot(weights, torch.stack(models), dims=1)
+        theta = torch.cat([mean[layout.body], theta[layout.head]])
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+    return theta, buffers, heads, own
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("data.partition.beta=0.2", "method.alignment_lr=0.3", "method.alignment_epochs=2"),
+        (ONE_A_ROUND, "model.batchnorm=false"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedas_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedas", *keys)
+    theta, buffers, heads, own = fedas_by_hand(run)
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server.get("buffers", buffers), buffers, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["head"], heads, rtol=0, atol=1e-9)
+    for client in range(run.num_clients):
+        known = run.clients["is_known"][client].nonzero().flatten().tolist()
+        assert known == sorted(own.get(client, {}))
+        for label in known:
+            torch.testing.assert_close(
+                run.clients["prototypes"][client, label], own[client][label], rtol=0, atol=1e-9
+            )
+
+
+def test_information_comes_sample_by_sample_in_any_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = make_network(), random(7, 1, 8, 8)
+    y = torch.arange(7)
+    whole = squared_gradients(network.eval(), x, y)
+    assert whole.sum() == pytest.approx(float(information_by_hand(network, x, y)), rel=1e-5)
+    monkeypatch.setattr("hpcfl.methods.fedas.NUMBERS_AT_ONCE", 1)
+    torch.testing.assert_close(squared_gradients(network.eval(), x, y), whole)
+
+
+def test_fedas_of_one_client_a_round_without_alignment_is_fedper_to_the_bit() -> None:
+    keys = (*SOME, *SLIPPERY, ONE_A_ROUND)
+    fedper = Run(*keys, "method.name=fedper")
+    ours = Run(*keys, "method.name=fedas", "method.alignment_epochs=0")
+    for name in ("theta", "buffers"):
+        assert torch.equal(ours.server[name], fedper.server[name])
+    assert torch.equal(ours.clients["head"], fedper.clients["head"])
+
+
+def test_clients_of_fedas_without_information_count_by_their_samples() -> None:
+    run = Run(*SOME, "method.name=fedas", "train.rounds=1")
+    rows = random(2, run.method.layout.size)
+    cohort = Cohort(0, (0, 1), torch.tensor([1, 3]))
+    for information, weights in (([0.0, 0.0], [0.25, 0.75]), ([6.0, 1.0], [2 / 3, 1 / 3])):
+        message = Message(rows={"theta": rows, "information": torch.tensor(information)}, num_clients=2)
+        run.method.aggregate(run.server, cohort, Upload([(slice(0, 2), message)]))
+        body = run.method.layout.body
+        torch.testing.assert_close(run.server["theta"][body], torch.tensor(weights) @ rows[:, body])
+
+
+def test_alignment_brings_the_features_of_the_received_body_nearer_to_the_own() -> None:
+    run = Run("method.name=fedas", "method.alignment_epochs=5")
+    everyone = range(run.num_clients)
+    received = torch.cat(
+        [run.server["theta"][run.method.layout.body].repeat(run.num_clients, 1), run.clients["head"]], dim=1
+    )
+    clients = ClientGroup(run.workplace, everyone, 3)
+    before, after = (prototypes(clients, theta, K).means for theta in (received, run.evaluated()["theta"]))
+    apart = [(means - run.clients["prototypes"]).square().sum() for means in (before, after)]
+    assert apart[1] < 0.7 * apart[0]
