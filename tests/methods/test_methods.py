@@ -22,7 +22,7 @@ from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_setti
 from by_hand import OneClient, batches_of, network_with, train_by_torch
 from harness import SMALL, Run
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
@@ -65,6 +65,8 @@ COMPONENTS = CLUSTERS = 2
 BRANCHES = MODELS = 3
 P_BRANCHES = BRANCHES * (P - P_BN) + P_BN
 """Batch normalisation has one branch; the other four layers have all."""
+F = 64
+"""Features."""
 HIDDEN = 8
 P_HYPER = HIDDEN * K + HIDDEN + P_HEAD * HIDDEN + P_HEAD
 
@@ -200,6 +202,12 @@ TRAFFIC = {
     "feddbe": Traffic(P + FEATURES, P, U, U),
     "gpfl": Traffic(P_BODY + P_GUIDE, P_BODY + P_GUIDE, U, U),
     "fedcp": Traffic(P + P_POLICY, P + P_POLICY, U, U),
+    # prototypes; which of them are known (a byte each) and how many samples they are of (four)
+    "fedproto": Traffic(K * F, K * F, ids_down=K, ids_up=4 * K),
+    # the head and K * F prototypes both ways; up, the statistics of K * F means and one variance too
+    "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
+    # the trace
+    "fedas": Traffic(P_BODY, P_BODY + 1, U, U),
 }
 
 
@@ -251,6 +259,7 @@ class Kept(NamedTuple):
 THETA = {"theta": (P,)}
 AVERAGED = {"buffers": (U,)}
 OWN_MODEL = {"theta": (N, P), "buffers": (N, U)}
+PROTOTYPES = {"prototypes": (K, F), "is_known": (K,)}
 BANK = {"models": (N, P), "is_known": (N,)}
 
 HYPERNETWORKS = {
@@ -343,6 +352,13 @@ STATE = {
     ),
     "gpfl": Kept({"theta": (P + P_GUIDE,)} | AVERAGED, {"head": (N, P_HEAD)}),
     "fedcp": Kept({"theta": (P_HEAD + P + P_POLICY,)} | AVERAGED, {"head": (N, P_HEAD)}),
+    "fedproto": Kept(PROTOTYPES, OWN_MODEL),
+    # the head of a client was combined by the server, and waits there
+    "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
+    "fedas": Kept(
+        THETA | AVERAGED,
+        {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)},
+    ),
 }
 
 
@@ -590,6 +606,38 @@ def beside_shared_head(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def by_nearest_prototype(run: Run) -> State:
+    """Put a head on each client's own body whose logits are ||features||^2 minus the squared distances."""
+    means = run.server["prototypes"]
+    assert run.server["is_known"].all()
+    theta = run.clients["theta"].clone()
+    theta[:, HEAD] = torch.cat([2 * means.flatten(), -means.square().sum(dim=1)])
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
+def with_combined_head(run: Run) -> State:
+    theta = run.server["theta"].repeat(N, 1)
+    theta[:, HEAD] = run.server["heads"]
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
+def aligned(run: Run) -> State:
+    """Train the newest body for an epoch towards each client's own prototypes, under the client's head."""
+    theta, statistics = [], []
+    for client in range(N):
+        start = torch.cat([run.server["theta"][BODY], run.clients["head"][client]])
+        network = network_with(run, start, run.server["buffers"])
+        optimiser = torch.optim.SGD(network.body.parameters(), 0.01 * 0.9**ROUNDS, momentum=0.5)
+        for x, y in batches_of(run, client, ROUNDS, "alignment", epochs=1):
+            network.zero_grad()
+            mse_loss(network.body(x), run.clients["prototypes"][client, y]).backward()
+            optimiser.step()
+        model, buffers = run.method.layout.flatten(network)
+        theta.append(model)
+        statistics.append(buffers)
+    return {"theta": torch.stack(theta), "buffers": torch.stack(statistics)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -631,6 +679,9 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "feddbe": with_offset_features,
     "gpfl": under_own_shares,
     "fedcp": beside_shared_head,
+    "fedproto": by_nearest_prototype,
+    "fedpac": with_combined_head,
+    "fedas": aligned,
 }
 
 

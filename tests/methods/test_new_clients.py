@@ -98,7 +98,7 @@ def test_does_a_first_round_alone(keys: list[str], start: str) -> None:
     torch.testing.assert_close(found["buffers"][0], buffers)
 
 
-@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedrod"])
+@pytest.mark.parametrize("method", ["fedper", "fedrep", "fedrod", "fedpac", "fedas"])
 def test_trains_a_head_under_the_body_of_the_server(method: str) -> None:
     run = finished(f"method.name={method}")
     head = run.method.layout.head

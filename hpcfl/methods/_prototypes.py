@@ -1,0 +1,127 @@
+"""Prototypes: the mean features of each class at a client, and what methods that send them have in common.
+
+Shapes: C clients of a group, S clients of a cohort, K classes, F features, B samples of a mini-batch, P
+trainable numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hpcfl.communication.aggregation import layer_means
+from hpcfl.communication.messages import BUFFERS
+from hpcfl.communication.upload import Upload
+from hpcfl.errors import UserError
+from hpcfl.methods.base import Method, State
+from hpcfl.parameters import Layer, Tensors
+from hpcfl.training.batches import Batch
+from hpcfl.training.client_group import ClientGroup, GradientOf
+from hpcfl.training.forward import Forward
+from hpcfl.training.losses import Loss
+
+
+class Prototypes(NamedTuple):
+    """The class means of each client's training samples; those of a class without samples are zero."""
+
+    means: Tensor
+    """Mean features of each class [C, K, F]."""
+    counts: Tensor
+    """Samples of each class, int32 [C, K]."""
+    mean_square: Tensor
+    """Mean of ||features||^2 over all samples [C]."""
+
+
+def num_features(method: Method) -> int:
+    """Return the number F of features; raise UserError unless the head is one linear layer with a bias."""
+    head = [slot.shape for slot in method.layout.parameters if slot.name.startswith("head.")]
+    if [len(shape) for shape in head] != [2, 1]:
+        raise UserError(
+            f"method.name={method.name} needs a network whose head is one linear layer with a bias, and "
+            f"that of model.name={method.context.model_name} is another; use one that has, such as "
+            "model.name=lenet"
+        )
+    return head[0][1]
+
+
+def prototypes(clients: ClientGroup, theta: Tensor, num_classes: int) -> Prototypes:
+    """Compute the prototypes of models [C, P], with the group's running statistics, in evaluation mode."""
+    model = {"theta": theta, BUFFERS: clients.buffers}
+    means, counts, squares = [], [], []
+    for position in range(len(clients)):
+        x, y = clients.samples("train", position)
+        features = clients.outputs(model, position, body_output, x)
+        is_class = y == torch.arange(num_classes, device=y.device).unsqueeze(1)  # [K, n]
+        count = is_class.sum(dim=1)
+        # a product and no index_add_, whose order of additions is random on a GPU
+        means.append(is_class.to(features) @ features / count.clamp(min=1).unsqueeze(1))
+        counts.append(count.int())
+        squares.append(features.square().sum(dim=1).mean())
+    return Prototypes(torch.stack(means), torch.stack(counts), torch.stack(squares))
+
+
+def body_output(network: nn.Module, x: Tensor) -> Tensor:
+    """Return the features [n, F] of images."""
+    features: Tensor = network.get_submodule("body")(x)
+    return features
+
+
+# the server's prototypes: `prototypes` [K, F], and `is_known` [K], 1 for each class that a client has sent
+
+
+def server_prototypes(classes: int, features: int) -> State:
+    """Return the server's prototypes before the first round: none is known."""
+    return {
+        "prototypes": torch.zeros(classes, features),
+        "is_known": torch.zeros(classes, dtype=torch.uint8),
+    }
+
+
+def average_prototypes(server: State, up: Upload, counts: Tensor) -> None:
+    """Move the server's prototypes to the means over a cohort of uploaded `prototypes`, by counts [S, K].
+
+    A class that nobody in the cohort holds keeps its prototype. Collective through the upload.
+    """
+    features = Layer("features", 0, server["prototypes"].shape[1], 0, 0)
+    old = {"prototypes": server["prototypes"]}
+    server |= layer_means(up, {"prototypes": counts.unsqueeze(2)}, [features], old)
+    server["is_known"] = server["is_known"] | counts.any(dim=0).to(torch.uint8)
+
+
+# training towards prototypes
+
+
+def distance(features: Tensor, y: Tensor, targets: Tensor, is_known: Tensor) -> Tensor:
+    """Return the mean over samples and features of (features - the prototype of the sample's class)^2.
+
+    Features are [B, F], targets [K, F], `is_known` [K]. Samples of classes that are not known add 0.
+    """
+    return ((features - targets[y]).square().mean(dim=1) * is_known[y]).mean()
+
+
+def aligned_gradient(clients: ClientGroup, strength: float, targets: Tensor, is_known: Tensor) -> GradientOf:
+    """Return the `gradient` for `ClientGroup.sgd` of cross-entropy + strength * `distance`.
+
+    Targets are [C, K, F], `is_known` [C, K].
+    """
+
+    def loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        features = forward.features(tensors["theta"], batch.x)
+        towards = tensors["targets"].detach(), tensors["is_known"].detach()
+        away = distance(features, batch.y, *towards)
+        return cross_entropy(forward.head(tensors["theta"], features), batch.y) + strength * away
+
+    return gradient_towards(clients, loss, targets, is_known)
+
+
+def gradient_towards(clients: ClientGroup, loss: Loss, targets: Tensor, is_known: Tensor) -> GradientOf:
+    """Return the `gradient` for `ClientGroup.sgd` of a loss that reads `theta`, `targets` and `is_known`."""
+    is_known = is_known.to(targets)
+
+    def known(batch: Batch) -> Tensors:
+        return {"targets": targets[batch.members], "is_known": is_known[batch.members]}
+
+    return clients.gradient_beside(loss, known)

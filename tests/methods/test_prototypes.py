@@ -1,0 +1,520 @@
+"""FedProto, FedPAC and FedAS: methods whose clients compare their features by class.
+
+Shapes: N clients, K classes, F features, P trainable numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Run, make_network, random
+from torch import Tensor
+from torch.nn.functional import cross_entropy, mse_loss
+from torch_twins import (
+    SLIPPERY,
+    SOME,
+    batches_of,
+    mean_by_samples,
+    network_with,
+    torchs_sgd,
+    train_by_torch,
+)
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
+from hpcfl.errors import BAD_INPUT
+from hpcfl.main import main
+from hpcfl.methods._prototypes import average_prototypes, distance, prototypes
+from hpcfl.methods.fedas import squared_gradients
+from hpcfl.methods.fedpac import head_weights
+from hpcfl.models import Network
+from hpcfl.training.client_group import ClientGroup
+
+K, F = 10, 64
+ONE_A_ROUND = "train.participation=0.25"
+ALL = "train.participation=1"
+
+
+def sort_of(run: Run, client: int) -> dict[int, Tensor]:
+    """Return a client's training images by class, for the classes that it has."""
+    x, y = run.workplace.shard.samples("train", client)
+    return {int(label): x[y == label] for label in y.unique()}
+
+
+def class_means(run: Run, client: int, network: Network) -> dict[int, Tensor]:
+    """Return the mean features [F] of each class that a client has, in evaluation mode."""
+    network.eval()
+    with torch.no_grad():
+        means = {label: network.body(x).mean(dim=0) for label, x in sort_of(run, client).items()}
+    network.train()
+    return means
+
+
+def train_towards(
+    run: Run,
+    client: int,
+    round: int,
+    network: Network,
+    targets: dict[int, Tensor],
+    strength: float,
+    part: str = "",
+) -> None:
+    """Train on cross-entropy plus the squared distance to the targets, sample by sample, with torch's SGD."""
+    named = [p for name, p in network.named_parameters() if name.startswith(part)]
+    optimiser = torchs_sgd(run, named, round)
+    for x, y in batches_of(run, client, round):
+        network.zero_grad()
+        features = network.body(x)
+        total = torch.zeros(())
+        for sample, label in zip(features, y.tolist(), strict=True):
+            if label in targets:
+                total = total + (sample - targets[label]).square().sum() / (F * len(y))
+        (cross_entropy(network.head(features), y) + strength * total).backward()
+        optimiser.step()
+
+
+def mean_by_counts(run: Run, clients: Sequence[int], found: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the mean of each class over the clients that hold it, weighted by how many samples they have."""
+    means = {}
+    for label in {label for of_client in found for label in of_client}:
+        rows = [
+            (len(sort_of(run, client)[label]), of_client[label])
+            for client, of_client in zip(clients, found, strict=True)
+            if label in of_client
+        ]
+        means[label] = torch.stack([n * row for n, row in rows]).sum(dim=0) / sum(n for n, _ in rows)
+    return means
+
+
+# What they share
+
+
+def test_a_distance_by_hand() -> None:
+    """Class 1 is not known: ((1 - 3)^2 + (0 - 2)^2) / 2 = 4 and 0, whose mean is 2."""
+    features, targets = torch.tensor([[1.0, 0.0], [5.0, 5.0]]), torch.tensor([[3.0, 2.0], [0.0, 0.0]])
+    assert distance(features, torch.tensor([0, 1]), targets, torch.tensor([1.0, 0.0])) == 2
+    assert distance(features, torch.tensor([0, 1]), targets, torch.tensor([1.0, 1.0])) == 2 + 12.5
+
+
+def test_a_class_that_nobody_holds_keeps_its_prototype() -> None:
+    """Clients with 1 and 3 samples hold the first class, one client the second, and nobody the third."""
+    server = {
+        "prototypes": torch.tensor([[9.0, 9.0], [9.0, 9.0], [7.0, 8.0]]),
+        "is_known": torch.tensor([1, 0, 0], dtype=torch.uint8),
+    }
+    means = torch.tensor([[[4.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [[0.0, 8.0], [1.0, 2.0], [0.0, 0.0]]])
+    counts = torch.tensor([[1, 0, 0], [3, 5, 0]], dtype=torch.int32)
+    average_prototypes(
+        server, Upload([(slice(0, 2), Message(rows={"prototypes": means}, num_clients=2))]), counts
+    )
+    assert server["prototypes"].tolist() == [[1.0, 6.0], [1.0, 2.0], [7.0, 8.0]]
+    assert server["is_known"].tolist() == [1, 1, 0]
+
+
+WITHOUT_BIAS = """
+from collections import OrderedDict
+from torch import nn
+from hpcfl.models.networks import Model, Network, NetworkOptions
+
+class Plain(Model):
+    options = NetworkOptions
+
+    def build(self, shape, num_classes, options):
+        body = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(64, 16))
+        return Network(body, OrderedDict(out=nn.Linear(16, num_classes, bias=False)))
+
+PLAIN = Plain("without a bias")
+"""
+
+
+@pytest.mark.usefixtures("own_code_forgotten")
+@pytest.mark.parametrize("method", ["fedproto", "fedpac", "fedas"])
+def test_a_head_without_bias_is_refused(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plain.py").write_text(WITHOUT_BIAS)
+    words = [f"model.path={tmp_path / 'plain.py'}", f"method.name={method}", "--out", str(tmp_path / "run")]
+    assert main(words) == BAD_INPUT
+    assert capsys.readouterr().err == (
+        f"hpcfl: error: method.name={method} needs a network whose head is one linear layer with a bias, and "
+        "that of model.name=plain is another; use one that has, such as model.name=lenet\n"
+    )
+
+
+# FedProto
+
+
+def fedproto_by_hand(run: Run) -> tuple[dict[int, Tensor], Tensor, Tensor]:
+    """Return the prototypes, and each client's model [N, P] and running statistics."""
+    everyone = range(run.num_clients)
+    theta, buffers = run.method.context.initial_parameters(everyone), run.method.initial_buffers(everyone)
+    known: dict[int, Tensor] = {}
+    for number in range(run.config.train.rounds):
+        found, clients = [], run.simulation.cohort(number).clients
+        for client in clients:
+            network = network_with(run, theta[client], buffers[client])
+            train_towards(run, client, number, network, known, run.config.method.options.alignment)
+            theta[client], buffers[client] = run.method.layout.flatten(network)
+            found.append(class_means(run, client, network))
+        known = known | mean_by_counts(run, clients, found)
+    return known, theta, buffers
+
+
+@pytest.mark.parametrize("keys", [(), ("data.partition.beta=0.2", ONE_A_ROUND, "method.alignment=3")])
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedproto_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedproto", *keys)
+    known, theta, buffers = fedproto_by_hand(run)
+    assert run.server["is_known"].nonzero().flatten().tolist() == sorted(known)
+    for label, prototype in known.items():
+        torch.testing.assert_close(run.server["prototypes"][label], prototype, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["buffers"], buffers, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_fedproto_predicts_the_class_of_the_nearest_prototype() -> None:
+    run = Run(*SOME, "method.name=fedproto", "train.lr=0.2")
+    evaluated, labels = run.evaluated(), run.server["is_known"].nonzero().flatten()
+    for client in range(run.num_clients):
+        network = network_with(run, evaluated["theta"][client], evaluated["buffers"][client]).eval()
+        x, _ = run.workplace.shard.samples("test", client)
+        with torch.no_grad():
+            features, found = network.body(x), network(x).softmax(dim=1)
+        squared = (features.unsqueeze(1) - run.server["prototypes"][labels]).square().sum(dim=2)
+        torch.testing.assert_close(found[:, labels], (-squared).softmax(dim=1), rtol=1e-9, atol=1e-12)
+        assert torch.equal(found.argmax(dim=1), labels[squared.argmin(dim=1)])
+
+
+def test_fedproto_never_predicts_a_class_without_a_prototype() -> None:
+    run = Run("method.name=fedproto", "train.rounds=1")
+    run.server["is_known"][3] = 0
+    run.server["prototypes"][3] = 0
+    evaluated = run.evaluated()
+    network = network_with(run, evaluated["theta"][0], evaluated["buffers"][0])
+    x, _ = run.workplace.shard.samples("test", 0)
+    assert network(x).softmax(dim=1)[:, 3].count_nonzero() == 0
+
+
+def test_fedproto_predicts_by_the_own_head_before_there_are_prototypes() -> None:
+    run = Run("method.name=fedproto", "train.rounds=1")
+    run.server["is_known"].zero_()
+    assert torch.equal(run.evaluated()["theta"], run.clients["theta"])
+
+
+def test_fedproto_without_alignment_trains_as_local_does_to_the_bit() -> None:
+    local = Run(*SOME, *SLIPPERY, "method.name=local")
+    ours = Run(*SOME, *SLIPPERY, "method.name=fedproto", "method.alignment=0")
+    for name in ("theta", "buffers"):
+        assert torch.equal(ours.clients[name], local.clients[name])
+    other = Run(*SOME, *SLIPPERY, "method.name=fedproto")
+    assert not torch.equal(other.clients["theta"], local.clients["theta"])
+
+
+@pytest.mark.usefixtures("double")
+def test_a_new_client_of_fedproto_trains_towards_the_prototypes() -> None:
+    run = Run(*SOME, "method.name=fedproto", "data.unseen_clients=0.3", "train.unseen_epochs=2")
+    found, means = run.adapted(), run.server["prototypes"]
+    body, head = run.method.layout.body, run.method.layout.head
+    bias = torch.where(run.server["is_known"] == 1, -means.square().sum(dim=1), -1e6)
+    assert torch.equal(found["theta"][0, head], torch.cat([2 * means.flatten(), bias]))
+    network = network_with(run, run.method.context.initial_parameters(), run.method.initial_buffers())
+    x, y = run.unseen.shard.samples("train", 0)
+    with torch.no_grad():
+        before = cross_entropy(network.eval()(x), y)
+        after = cross_entropy(network_with(run, found["theta"][0], found["buffers"][0]).eval()(x), y)
+    assert after < before
+    assert not torch.equal(found["theta"][0, body], run.method.context.initial_parameters()[body])
+
+
+# FedPAC
+
+
+def bound(alpha: Tensor, client: int, h: Tensor, variance: Tensor) -> Tensor:
+    """Return what the weights [S] of a client minimise, as the paper has it: h [S, K, F], V [S]."""
+    apart = h[client] - h
+    pairs = torch.einsum("jkf,lkf->jl", apart, apart)
+    return (alpha.square() * variance).sum() + alpha @ pairs @ alpha
+
+
+def best_weights(client: int, h: Tensor, variance: Tensor) -> Tensor:
+    """Find the least bound among the stationary points of all faces of the simplex."""
+    apart = h[client] - h
+    matrix = torch.einsum("jkf,lkf->jl", apart, apart) + variance.diag()
+    found, size = [], len(h)
+    for count in range(1, size + 1):
+        for face in itertools.combinations(range(size), count):
+            border = torch.ones(count + 1, count + 1)
+            border[:count, :count] = 2 * matrix[list(face)][:, list(face)]
+            border[count, count] = 0
+            alpha = torch.zeros(size)
+            alpha[list(face)] = torch.linalg.solve(border, torch.eye(count + 1)[count])[:count]
+            if (alpha >= 0).all():
+                found.append(alpha)
+    return min(found, key=lambda alpha: float(bound(alpha, client, h, variance)))
+
+
+def test_weights_of_two_clients_by_hand() -> None:
+    """The second's a minimises 3 (1 - a)^2 + a^2 + 4 (1 - a)^2, so that 7 (1 - a) = a: a = 7 / 8.
+
+    The first's a minimises 3 a^2 + (1 - a)^2 + 4 (1 - a)^2, so that 3 a = 5 (1 - a): a = 5 / 8.
+    """
+    h, variance = torch.tensor([[[0.0]], [[2.0]]]), torch.tensor([3.0, 1.0])
+    expected = torch.tensor([[5 / 8, 3 / 8], [1 / 8, 7 / 8]]).double()
+    torch.testing.assert_close(head_weights(h, variance), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("noise", [0.001, 1.0, 1000.0])
+@pytest.mark.usefixtures("double")
+def test_weights_are_the_least_on_all_faces_of_the_simplex(noise: float) -> None:
+    stream = torch.Generator().manual_seed(5)
+    h = torch.rand(6, 3, 4, generator=stream)
+    variance = noise * torch.rand(6, generator=stream)
+    expected = torch.stack([best_weights(client, h, variance) for client in range(6)])
+    torch.testing.assert_close(head_weights(h, variance), expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.usefixtures("double")
+def test_weights_at_the_ends() -> None:
+    """Without noise, clients that differ learn from nobody; equal ones share by 1 / V; one has itself."""
+    h = torch.rand(4, 3, 5, generator=torch.Generator().manual_seed(6))
+    torch.testing.assert_close(head_weights(h, torch.zeros(4)), torch.eye(4), rtol=0, atol=1e-7)
+    noise = torch.tensor([1.0, 2.0, 4.0, 4.0])
+    shares = torch.tensor([4.0, 2.0, 1.0, 1.0]) / 8
+    torch.testing.assert_close(
+        head_weights(h[:1].expand(4, -1, -1), noise), shares.expand(4, -1), rtol=0, atol=1e-9
+    )
+    assert head_weights(h[:1], noise[:1]).item() == 1
+    assert head_weights(torch.zeros(3, 2, 2), torch.zeros(3)).isfinite().all()
+
+
+def test_weights_of_a_hundred_clients_meet_the_conditions_of_the_least() -> None:
+    """Where a weight is positive the slope is the row's least, up to what the solver leaves."""
+    stream = torch.Generator().manual_seed(7)
+    h = torch.randn(60, 10, 16, generator=stream).abs() * torch.rand(60, 10, 1, generator=stream)
+    variance = 0.1 * torch.rand(60, generator=stream)
+    alpha, rows = head_weights(h, variance), h.flatten(1).double()
+    slope = alpha @ (rows @ rows.T + variance.double().diag()) - rows @ rows.T
+    above = slope - slope.amin(dim=1, keepdim=True)
+    assert (above * (alpha > 1e-6)).max() < 1e-6
+    assert (alpha == 0).double().mean() > 0.3
+
+
+def statistics_by_hand(run: Run, client: int, network: Network) -> tuple[Tensor, Tensor]:
+    """Return h [K, F] and V of the paper, class by class, from second moments [F, F]."""
+    network.eval()
+    samples, h, variance = sort_of(run, client), torch.zeros(K, F), torch.zeros(())
+    size = sum(map(len, samples.values()))
+    with torch.no_grad():
+        for label, x in samples.items():
+            features, share = network.body(x), len(x) / size
+            h[label] = share * features.mean(dim=0)
+            variance += share * torch.trace(features.T @ features / len(x))
+            variance -= share**2 * features.mean(dim=0).square().sum()
+    network.train()
+    return h, variance / size
+
+
+def fedpac_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, Tensor]]:
+    """Return phi under the initial head [P], running statistics, heads [N, P_head] and prototypes."""
+    layout, options = run.method.layout, run.config.method.options
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    heads = theta[layout.head].repeat(run.num_clients, 1)
+    known: dict[int, Tensor] = {}
+    for number in range(run.config.train.rounds):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics, found, moments = [], [], [], []
+        for client in clients:
+            start = torch.cat([theta[layout.body], heads[client]])
+            network = network_with(run, start, buffers)
+            moments.append(statistics_by_hand(run, client, network))
+            train = run.config.train
+            optimiser = torch.optim.SGD(
+                network.head.parameters(),
+                options.head_lr * train.lr_decay**number,
+                momentum=train.momentum,
+                weight_decay=train.weight_decay,
+            )
+            for x, y in batches_of(run, client, number, "head", epochs=options.head_epochs):
+                network.zero_grad()
+                cross_entropy(network(x), y).backward()
+                optimiser.step()
+            train_towards(run, client, number, network, known, options.alignment, part="body.")
+            model, kept = layout.flatten(network)
+            models.append(model)
+            statistics.append(kept)
+            found.append(class_means(run, client, network))
+        trained = torch.stack(models)
+        mean = mean_by_samples(run, clients, trained)
+        theta = torch.cat([mean[layout.body], theta[layout.head]])
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        h, variance = (torch.stack(moment) for moment in zip(*moments, strict=True))
+        alpha = torch.stack([best_weights(place, h, variance) for place in range(len(clients))])
+        heads[clients] = alpha @ trained[:, layout.head]
+        known = known | mean_by_counts(run, clients, found)
+    return theta, buffers, heads, known
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("data.partition.beta=0.2", "method.alignment=3", "method.head_epochs=2", "method.head_lr=0.02"),
+        (ONE_A_ROUND, "model.batchnorm=false"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedpac_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedpac", *keys)
+    theta, buffers, heads, known = fedpac_by_hand(run)
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server.get("buffers", buffers), buffers, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server["heads"], heads, rtol=0, atol=1e-9)
+    assert run.server["is_known"].nonzero().flatten().tolist() == sorted(known)
+    for label, prototype in known.items():
+        torch.testing.assert_close(run.server["prototypes"][label], prototype, rtol=0, atol=1e-9)
+
+
+def test_fedpac_of_one_client_a_round_and_no_alignment_is_fedrep_to_the_bit() -> None:
+    keys = (*SOME, *SLIPPERY, ONE_A_ROUND)
+    fedrep = Run(*keys, "method.name=fedrep", "method.head_epochs=1", "method.body_epochs=1")
+    ours = Run(*keys, "method.name=fedpac", "method.alignment=0", f"method.head_lr={fedrep.config.train.lr}")
+    assert torch.equal(ours.server["theta"], fedrep.server["theta"])
+    assert torch.equal(ours.server["buffers"], fedrep.server["buffers"])
+    assert torch.equal(ours.server["heads"], fedrep.clients["head"])
+
+
+def test_equal_clients_of_fedpac_end_with_equal_heads() -> None:
+    """Every client has all classes alike in number, so that heads of others are nearly as good as its own."""
+    run = Run("method.name=fedpac", "data.partition.name=iid", ALL, "train.rounds=1")
+    apart = run.server["heads"] - run.server["heads"].mean(dim=0)
+    single = Run("method.name=fedrep", "data.partition.name=iid", ALL, "train.rounds=1", "train.lr=0.1")
+    assert apart.norm() < 0.7 * (single.clients["head"] - single.clients["head"].mean(dim=0)).norm()
+
+
+# FedAS
+
+
+def information_by_hand(network: Network, x: Tensor, y: Tensor) -> Tensor:
+    """Return the sum over samples of the squared gradient of log p(y | x), one backward pass a sample."""
+    network.eval()
+    total = torch.zeros(())
+    for image, label in zip(x, y, strict=True):
+        network.zero_grad()
+        network(image.unsqueeze(0)).log_softmax(dim=1)[0, label].backward()
+        total += torch.stack(
+            [p.grad.square().sum() for p in network.parameters() if p.grad is not None]
+        ).sum()
+    network.train()
+    return total
+
+
+def align(run: Run, client: int, round: int, network: Network, targets: dict[int, Tensor]) -> None:
+    """Train the body towards the targets, which all classes of the client have."""
+    options, train = run.config.method.options, run.config.train
+    optimiser = torch.optim.SGD(
+        network.body.parameters(),
+        options.alignment_lr * train.lr_decay**round,
+        momentum=train.momentum,
+        weight_decay=train.weight_decay,
+    )
+    for x, y in batches_of(run, client, round, "alignment", options.alignment_epochs):
+        network.zero_grad()
+        mse_loss(network.body(x), torch.stack([targets[label] for label in y.tolist()])).backward()
+        optimiser.step()
+
+
+def fedas_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor, dict[int, dict[int, Tensor]]]:
+    """Return phi under the initial head [P], running statistics, own heads and each client's prototypes."""
+    layout = run.method.layout
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    heads = theta[layout.head].repeat(run.num_clients, 1)
+    own: dict[int, dict[int, Tensor]] = {}
+    for number in range(run.config.train.rounds):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics, traces = [], [], []
+        for client in clients:
+            network = network_with(run, torch.cat([theta[layout.body], heads[client]]), buffers)
+            if client in own:
+                align(run, client, number, network, own[client])
+            train_by_torch(run, client, number, network)
+            own[client] = class_means(run, client, network)
+            traces.append(information_by_hand(network, *run.workplace.shard.samples("train", client)))
+            model, kept = layout.flatten(network)
+            heads[client] = model[layout.head]
+            models.append(model)
+            statistics.append(kept)
+        weights = torch.stack(traces) / torch.stack(traces).sum()
+        mean = torch.tensordot(weights, torch.stack(models), dims=1)
+        theta = torch.cat([mean[layout.body], theta[layout.head]])
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+    return theta, buffers, heads, own
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("data.partition.beta=0.2", "method.alignment_lr=0.3", "method.alignment_epochs=2"),
+        (ONE_A_ROUND, "model.batchnorm=false"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedas_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedas", *keys)
+    theta, buffers, heads, own = fedas_by_hand(run)
+    torch.testing.assert_close(run.server["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.server.get("buffers", buffers), buffers, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["head"], heads, rtol=0, atol=1e-9)
+    for client in range(run.num_clients):
+        known = run.clients["is_known"][client].nonzero().flatten().tolist()
+        assert known == sorted(own.get(client, {}))
+        for label in known:
+            torch.testing.assert_close(
+                run.clients["prototypes"][client, label], own[client][label], rtol=0, atol=1e-9
+            )
+
+
+def test_information_comes_sample_by_sample_in_any_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x = make_network(), random(7, 1, 8, 8)
+    y = torch.arange(7)
+    whole = squared_gradients(network.eval(), x, y)
+    assert whole.sum() == pytest.approx(float(information_by_hand(network, x, y)), rel=1e-5)
+    monkeypatch.setattr("hpcfl.methods.fedas.NUMBERS_AT_ONCE", 1)
+    torch.testing.assert_close(squared_gradients(network.eval(), x, y), whole)
+
+
+def test_fedas_of_one_client_a_round_without_alignment_is_fedper_to_the_bit() -> None:
+    keys = (*SOME, *SLIPPERY, ONE_A_ROUND)
+    fedper = Run(*keys, "method.name=fedper")
+    ours = Run(*keys, "method.name=fedas", "method.alignment_epochs=0")
+    for name in ("theta", "buffers"):
+        assert torch.equal(ours.server[name], fedper.server[name])
+    assert torch.equal(ours.clients["head"], fedper.clients["head"])
+
+
+def test_clients_of_fedas_without_information_count_by_their_samples() -> None:
+    run = Run(*SOME, "method.name=fedas", "train.rounds=1")
+    rows = random(2, run.method.layout.size)
+    cohort = Cohort(0, (0, 1), torch.tensor([1, 3]))
+    for information, weights in (([0.0, 0.0], [0.25, 0.75]), ([6.0, 1.0], [2 / 3, 1 / 3])):
+        message = Message(rows={"theta": rows, "information": torch.tensor(information)}, num_clients=2)
+        run.method.aggregate(run.server, cohort, Upload([(slice(0, 2), message)]))
+        body = run.method.layout.body
+        torch.testing.assert_close(run.server["theta"][body], torch.tensor(weights) @ rows[:, body])
+
+
+def test_alignment_brings_the_features_of_the_received_body_nearer_to_the_own() -> None:
+    run = Run("method.name=fedas", "method.alignment_epochs=5")
+    everyone = range(run.num_clients)
+    received = torch.cat(
+        [run.server["theta"][run.method.layout.body].repeat(run.num_clients, 1), run.clients["head"]], dim=1
+    )
+    clients = ClientGroup(run.workplace, everyone, 3)
+    before, after = (prototypes(clients, theta, K).means for theta in (received, run.evaluated()["theta"]))
+    apart = [(means - run.clients["prototypes"]).square().sum() for means in (before, after)]
+    assert apart[1] < 0.7 * apart[0]
