@@ -52,8 +52,8 @@ from hpcfl.training.client_group import ClientGroup
 
 SETTLED = 1e-10
 """Weights that move by less in a step are found."""
-MOST_STEPS = 20_000
-"""Most steps of the solver; clients differ enough for a few hundred."""
+MOST_STEPS = 5_000
+"""Most steps of the solver; a few hundred are usual."""
 
 
 class FedPACParams(Params):

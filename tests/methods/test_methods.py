@@ -208,6 +208,8 @@ TRAFFIC = {
     "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
     # the trace
     "fedas": Traffic(P_BODY, P_BODY + 1, U, U),
+    # a byte for each class: whether the client holds it
+    "fedgh": Traffic(P_HEAD, K * F, ids_up=K),
 }
 
 
@@ -359,6 +361,7 @@ STATE = {
         THETA | AVERAGED,
         {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)},
     ),
+    "fedgh": Kept({"head": (P_HEAD,)}, OWN_MODEL),
 }
 
 
@@ -638,6 +641,11 @@ def aligned(run: Run) -> State:
     return {"theta": torch.stack(theta), "buffers": torch.stack(statistics)}
 
 
+def own_body_under_the_newest_head(run: Run) -> State:
+    theta = torch.cat([run.clients["theta"][:, BODY], run.server["head"].expand(N, -1)], dim=1)
+    return {"theta": theta, "buffers": newest_statistics(run)}
+
+
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
@@ -682,6 +690,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedproto": by_nearest_prototype,
     "fedpac": with_combined_head,
     "fedas": aligned,
+    "fedgh": own_body_under_the_newest_head,
 }
 
 

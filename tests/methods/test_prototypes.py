@@ -1,4 +1,4 @@
-"""FedProto, FedPAC and FedAS: methods whose clients compare their features by class.
+"""FedProto, FedPAC, FedAS and FedGH: methods whose clients compare their features by class.
 
 Shapes: N clients, K classes, F features, P trainable numbers.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Run, make_network, random
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch_twins import (
     SLIPPERY,
@@ -32,6 +32,7 @@ from hpcfl.methods._prototypes import average_prototypes, distance, prototypes
 from hpcfl.methods.fedas import squared_gradients
 from hpcfl.methods.fedpac import head_weights
 from hpcfl.models import Network
+from hpcfl.randomness import torch_stream
 from hpcfl.training.client_group import ClientGroup
 
 K, F = 10, 64
@@ -518,3 +519,60 @@ def test_alignment_brings_the_features_of_the_received_body_nearer_to_the_own() 
     before, after = (prototypes(clients, theta, K).means for theta in (received, run.evaluated()["theta"]))
     apart = [(means - run.clients["prototypes"]).square().sum() for means in (before, after)]
     assert apart[1] < 0.7 * apart[0]
+
+
+# FedGH
+
+
+def fedgh_by_hand(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the server's head, and each client's model [N, P] and running statistics."""
+    everyone, layout, options = range(run.num_clients), run.method.layout, run.config.method.options
+    theta, buffers = run.method.context.initial_parameters(everyone), run.method.initial_buffers(everyone)
+    head = theta[0, layout.head].clone()
+    for number in range(run.config.train.rounds):
+        pairs = []
+        for client in run.simulation.cohort(number).clients:
+            start = torch.cat([theta[client, layout.body], head])
+            network = network_with(run, start, buffers[client])
+            train_by_torch(run, client, number, network)
+            theta[client], buffers[client] = layout.flatten(network)
+            pairs += sorted(class_means(run, client, network).items(), key=lambda pair: pair[0])
+        linear = nn.Linear(F, K)
+        linear.load_state_dict({"weight": head[: K * F].view(K, F), "bias": head[K * F :]})
+        optimiser = torch.optim.SGD(linear.parameters(), options.server_lr)
+        stream = torch_stream(run.config.run.seed, "fedgh", number)
+        for _ in range(options.server_epochs):
+            for part in torch.randperm(len(pairs), generator=stream).split(run.config.train.batch_size):
+                linear.zero_grad()
+                labels, means = zip(*[pairs[place] for place in part], strict=True)
+                cross_entropy(linear(torch.stack(means)), torch.tensor(labels)).backward()
+                optimiser.step()
+        head = torch.cat([linear.weight.detach().flatten(), linear.bias.detach()])
+    return head, theta, buffers
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("data.partition.beta=0.2", "method.server_lr=0.3", "method.server_epochs=3"),
+        (ONE_A_ROUND, "model.batchnorm=false", "method.server_lr=1"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedgh_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedgh", *keys)
+    head, theta, buffers = fedgh_by_hand(run)
+    torch.testing.assert_close(run.server["head"], head, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients.get("buffers", buffers), buffers, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("key", ["method.server_lr=0", "method.server_epochs=0"])
+def test_a_head_that_the_server_does_not_train_stays(key: str) -> None:
+    """One round of it is local training, to the bit."""
+    run = Run(*SOME, *SLIPPERY, "method.name=fedgh", "train.rounds=1", key)
+    local = Run(*SOME, *SLIPPERY, "method.name=local", "train.rounds=1")
+    assert torch.equal(run.server["head"], run.method.context.initial_parameters()[run.method.layout.head])
+    assert torch.equal(run.clients["theta"], local.clients["theta"])
+    assert torch.equal(run.evaluated()["theta"][:, run.method.layout.head], run.server["head"].expand(4, -1))

@@ -1,0 +1,96 @@
+"""FedGH. Yi et al., FedGH: heterogeneous federated learning with generalized global header, ACM MM 2023.
+
+    (phi_i, h_i) <- E epochs of SGD on L_i from (phi_i, h), body and head together       (Algorithm 1)
+    C_i,c = mean of phi_i(x) over the client's samples of class c
+    h     <- SGD on CE(h(C_i,c), c) over all C_i,c of the round's cohort
+
+The head h goes down and the prototypes C_i,c go up; the body stays with the client.
+
+Choices the paper leaves open:
+  steps        the server does `method.server_epochs` over the prototypes of the round, in mini-batches of
+               `train.batch_size` in random order. It has neither momentum nor weight decay, and its step size
+               does not decay. Each prototype counts the same, whatever its number of samples
+  prototypes   are computed after the local epochs, over the training set, in evaluation mode
+  upload       it has K rows, with zeros for classes that the client does not hold, and a byte for each class.
+               (The paper's has rows only for the classes that the client holds.)
+  evaluated    the own body after its last training under the newest h; after training, the client's own head.
+               Running statistics stay with the client
+  unseen       a client that takes no part in training trains the initial body and a copy of h
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
+from hpcfl.methods._own_model import OwnModel
+from hpcfl.methods._prototypes import prototypes
+from hpcfl.methods.base import Params, State
+from hpcfl.randomness import torch_stream
+from hpcfl.training.client_group import ClientGroup
+
+
+class FedGHParams(Params):
+    """Hyper-parameters of FedGH."""
+
+    server_lr: float = Field(0.01, ge=0)
+    """Step size of the server's head (HtFLlib: 0.01); 0 keeps the initial head, to which bodies adapt."""
+    server_epochs: int = Field(1, ge=0)
+    """Passes of the server over the prototypes of a round (PFLlib: 1)."""
+
+
+class FedGH(OwnModel):
+    name = "fedgh"
+    summary = "own bodies under one head, which the server trains on the class means of their features"
+    Params = FedGHParams
+    traits = OwnModel.traits.replace(eval_after="download", needs_body=True)
+    params: FedGHParams
+
+    def server_state(self) -> State:
+        return {"head": self.context.initial_parameters()[self.layout.head]}
+
+    def download(self, server: State, cohort: Cohort) -> Message:
+        return Message(shared={"head": server["head"]})
+
+    def train(self, clients: ClientGroup, down: Message) -> Message:
+        theta = clients.sgd(self._with_head(clients, down)).theta
+        clients["theta"] = theta
+        found = prototypes(clients, theta, self.context.num_classes)
+        return Message(rows={"prototypes": found.means, "is_known": (found.counts > 0).to(torch.uint8)})
+
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
+        rows = up.collect("prototypes", "is_known")
+        held = rows["is_known"] == 1  # [S, K]
+        server["head"] = self.trained_head(
+            server["head"], rows["prototypes"][held], held.nonzero()[:, 1], cohort.round
+        )
+
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
+        return Message(rows={"theta": self._with_head(clients, down)})
+
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
+        return Message(rows={"theta": clients["theta"]})
+
+    def trained_head(self, head: Tensor, features: Tensor, y: Tensor, round: int) -> Tensor:
+        """Return a head [numbers of the head] after the server's epochs on features [n, F], classes y [n]."""
+        module = self.network.get_submodule("head")
+        stream = torch_stream(self.context.seed, "fedgh", round)
+        for _ in range(self.params.server_epochs):
+            for part in torch.randperm(len(y), generator=stream).split(self.context.train.batch_size):
+                leaf = head.detach().requires_grad_()
+                views = self.layout.views(leaf, self.layout.head.start)
+                named = {name.removeprefix("head."): tensor for name, tensor in views.items()}
+                loss = cross_entropy(functional_call(module, named, features[part]), y[part])
+                head = head - self.params.server_lr * torch.autograd.grad(loss, leaf)[0]
+        return head
+
+    def _with_head(self, clients: ClientGroup, down: Message) -> Tensor:
+        """Return models [C, P]: each client's own body under the server's head."""
+        theta = clients["theta"].clone()
+        theta[:, self.layout.head] = down["head"]
+        return theta
