@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import work
+from by_hand import (
+    SLIPPERY,
+    SOME,
+    batches_of,
+    mean_by_samples,
+    network_with,
+    torchs_sgd,
+    train_by_torch,
+    work,
+)
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 
 from hpcfl.errors import UserError
 from hpcfl.methods.feddbe import FedDBE

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import method_of
+from by_hand import SOME, batches_of, mean_by_samples, method_of, network_with, torchs_sgd, train_by_torch
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch_twins import SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload

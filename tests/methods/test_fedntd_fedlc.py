@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import method_of, work
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, torchs_sgd, work
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd
 
 from hpcfl.methods.fedlc import FedLC
 from hpcfl.methods.fedntd import not_true

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from by_hand import work
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, torchs_sgd, work
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
-from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, torchs_sgd
 
 from hpcfl.training.client_group import ClientGroup
 

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from by_hand import network_with
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
-from torch_twins import network_with
 
 from hpcfl.models.neighbours import neighbour_probabilities
 from hpcfl.training.client_group import ClientGroup

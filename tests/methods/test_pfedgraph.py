@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from by_hand import loss, method_of, step_size
+from by_hand import batches_of, loss, method_of, step_size
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor, cosine_similarity
-from torch_twins import batches_of
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.methods.adapter import MethodAdapter

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Run, make_network, random
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
-from torch_twins import (
+from by_hand import (
     SLIPPERY,
     SOME,
     batches_of,
@@ -23,6 +20,9 @@ from torch_twins import (
     torchs_sgd,
     train_by_torch,
 )
+from harness import Run, make_network, random
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
