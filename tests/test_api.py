@@ -31,7 +31,7 @@ class Halved(FedAvg):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         trained = super().train(clients, down)
-        return Message(rows={"theta": (trained["theta"] + down["theta"]) / 2})
+        return Message(per_client={"theta": (trained["theta"] + down["theta"]) / 2})
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def _exchange_s(world: Communicator, method: Method) -> float:
     channel = Channel(world, method.layers, NUM_CLIENTS)
     cohort = Cohort(0, tuple(range(NUM_CLIENTS)), torch.ones(NUM_CLIENTS))
     rows = torch.zeros(NUM_CLIENTS, method.layout.size)
-    sent = Message(rows={"theta": rows}, num_clients=NUM_CLIENTS) if world.is_server else None
+    sent = Message(per_client={"theta": rows}, num_clients=NUM_CLIENTS) if world.is_server else None
 
     def exchange() -> None:
         channel.up(channel.down(sent, cohort), cohort).collect()

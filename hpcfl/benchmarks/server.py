@@ -58,7 +58,7 @@ class _Server:
         if self._world.is_server:
             driver = MethodAdapter(self.method)
             sent = driver.send(self.state, self.cohort)
-            trained = Message(rows={"theta": sent.rows["theta"] + 0.01}, num_clients=COHORT)
+            trained = Message(per_client={"theta": sent.per_client["theta"] + 0.01}, num_clients=COHORT)
             driver.receive(self.state, self.cohort, Upload(iter([(slice(0, COHORT), trained)]), sent))
             if is_sharded:
                 self.method.sharded.end()

@@ -36,9 +36,9 @@ class _Entry:
     @staticmethod
     def describe(message: Message) -> list[_Entry]:
         entries = []
-        for shared, tensors in ((True, message.shared), (False, message.rows)):
+        for shared, tensors in ((True, message.shared), (False, message.per_client)):
             for name, tensor in tensors.items():
-                keep = message.keep.get(name)
+                keep = message.layer_mask.get(name)
                 static = tuple(keep.tolist()) if keep is not None and keep.dim() == 1 else None
                 shape = tuple(tensor.shape if shared else tensor.shape[1:])
                 is_chosen = keep is not None and keep.dim() == 2
@@ -129,19 +129,19 @@ class Channel:
             if entry.is_chosen:
                 chosen = torch.empty(len(cohort), len(self._layers), dtype=torch.uint8)
                 if message is not None:
-                    chosen.copy_(message.keep[entry.name])
+                    chosen.copy_(message.layer_mask[entry.name])
                 world.broadcast(chosen)
-                received.keep[entry.name] = chosen[own].bool()
+                received.layer_mask[entry.name] = chosen[own].bool()
             if entry.shared:
                 row = message.shared[entry.name].unsqueeze(0) if message is not None else None
                 received.shared[entry.name] = self._broadcast(frame, row, codec)[0]
             else:
                 if entry.is_chosen:
                     frame = replace(frame, keep=chosen.bool())
-                rows = message.rows[entry.name] if message is not None else None
-                received.rows[entry.name] = self._scatter(frame, rows, placement, own, codec)
+                rows = message.per_client[entry.name] if message is not None else None
+                received.per_client[entry.name] = self._scatter(frame, rows, placement, own, codec)
             if entry.keep is not None:
-                received.keep[entry.name] = torch.tensor(entry.keep)
+                received.layer_mask[entry.name] = torch.tensor(entry.keep)
         return received
 
     def as_received(self, message: Message, codec: Codec) -> Message:
@@ -151,8 +151,8 @@ class Channel:
         """
         arrived = message.with_clients(message.num_clients)
         for name in message.names:
-            shared, keep = name in message.shared, message.keep.get(name)
-            rows = message.shared[name].unsqueeze(0) if shared else message.rows[name]
+            shared, keep = name in message.shared, message.layer_mask.get(name)
+            rows = message.shared[name].unsqueeze(0) if shared else message.per_client[name]
             frame = Frame.for_tensor(name, rows.shape[1:], rows.dtype, self._layers)
             coder = codec.for_frame(frame)
             if coder is IDENTITY:
@@ -170,7 +170,7 @@ class Channel:
             if shared:
                 arrived.shared[name] = decoded[0]
             else:
-                arrived.rows[name] = decoded
+                arrived.per_client[name] = decoded
         return arrived
 
     def up(
@@ -252,7 +252,7 @@ class Channel:
             if entry.is_chosen:
                 chosen = torch.zeros(len(cohort), len(self._layers), dtype=torch.uint8)
                 if message.num_clients:
-                    chosen[own] = message.keep[entry.name].to(torch.uint8)
+                    chosen[own] = message.layer_mask[entry.name].to(torch.uint8)
                 gathered = self.collect(cohort, chosen[own])
                 self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
                 frame = replace(frame, keep=chosen.bool())
@@ -317,12 +317,12 @@ class _SentUpload(Upload):
         for entry in up.entries:
             frame = up.frames[entry.name]
             # only its type and shape are used
-            outline.rows[entry.name] = torch.zeros(1, dtype=entry.dtype).expand(
+            outline.per_client[entry.name] = torch.zeros(1, dtype=entry.dtype).expand(
                 len(up.placement), *entry.shape
             )
             outline.pieces[entry.name] = up.codecs[entry.name].pieces(frame)
             if (keep := _keep(entry, frame)) is not None:
-                outline.keep[entry.name] = keep
+                outline.layer_mask[entry.name] = keep
         return outline
 
     def __iter__(self) -> Iterator[tuple[slice, Message]]:
@@ -404,7 +404,7 @@ class _SentUpload(Upload):
         if not up.own:
             frame = up.frames[name]
             return torch.empty(0, frame.models, sum(frame.sizes), dtype=frame.dtype)
-        frame, codec, rows = up.frames[name][list(up.own)], up.codecs[name], up.message.rows[name]
+        frame, codec, rows = up.frames[name][list(up.own)], up.codecs[name], up.message.per_client[name]
         encoded = _encoded(rows, frame, slice(0, len(rows)), codec, up.coding)
         base = None if up.coding is None else frame.base(up.coding.received)
         pieces = zip(encoded, codec.pieces(frame), strict=True)
@@ -425,7 +425,7 @@ class _SentUpload(Upload):
                 frame, codec = up.frames[entry.name], up.codecs[entry.name]
                 send = [torch.empty(0, dtype=piece.dtype) for piece in pieces[entry.name]]
                 if mine:
-                    rows, of_rank = up.message.rows[entry.name], slice(first, last)
+                    rows, of_rank = up.message.per_client[entry.name], slice(first, last)
                     encoded = _encoded(rows, frame[mine], of_rank, codec, up.coding)
                     send = [
                         _pack(tensor, piece[mine])
@@ -438,9 +438,9 @@ class _SentUpload(Upload):
                         numbers = _unpack(gathered, piece[order], received.num_clients)
                         arrived.append(up.placement.in_client_order(numbers, block))
                 if world.is_server:
-                    received.rows[entry.name] = self._decoded(frame[block], codec, arrived, block)
+                    received.per_client[entry.name] = self._decoded(frame[block], codec, arrived, block)
                     if (keep := _keep(entry, frame[block])) is not None:
-                        received.keep[entry.name] = keep
+                        received.layer_mask[entry.name] = keep
             if world.is_server:
                 yield block, received
 

@@ -85,7 +85,7 @@ class Frame:
         if rows.shape[1:] != self.shape or rows.dtype != self.dtype:
             return self
         known = torch.ones(len(rows), len(self.sizes), dtype=torch.bool)
-        for mask in (received.keep.get(self.name), self.keep):
+        for mask in (received.layer_mask.get(self.name), self.keep):
             known = known if mask is None else known & mask
         return replace(self, known=known)
 

@@ -66,15 +66,15 @@ class Cohort:
 class Message:
     """Named tensors for a group of clients.
 
-    `shared` tensors [...] are the same for every client, `rows` [C, ...] have one row a client. `keep[name]`
+    `shared` tensors [...] are the same for every client, `per_client` [C, ...] have one row a client. `layer_mask[name]`
     is the mask of the layers of a tensor [..., P] that are sent: bool [L], the same for all, or bool [C, L],
     client by client; without it all are sent. Layers that are not sent arrive as zero, except in a shared
     tensor with a mask for each client: it arrives whole.
     """
 
     shared: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    keep: dict[str, Tensor] = field(default_factory=dict)
+    per_client: dict[str, Tensor] = field(default_factory=dict)
+    layer_mask: dict[str, Tensor] = field(default_factory=dict)
     num_clients: int = 1
     pieces: dict[str, Sequence[Piece]] = field(default_factory=dict)
     """The compressed pieces that a codec sent for this message, by name, for counting; empty without a codec.
@@ -82,31 +82,31 @@ class Message:
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor with its client axis, [C, ...]; a shared one is expanded without a copy."""
-        if name in self.rows:
-            return self.rows[name]
+        if name in self.per_client:
+            return self.per_client[name]
         shared = self.shared[name]
         return shared.expand(self.num_clients, *shared.shape)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.rows or name in self.shared
+        return name in self.per_client or name in self.shared
 
     def __bool__(self) -> bool:
         """Whether it has a tensor."""
-        return bool(self.shared or self.rows)
+        return bool(self.shared or self.per_client)
 
     @property
     def names(self) -> list[str]:
         """Names of the tensors, shared ones first."""
-        return [*self.shared, *self.rows]
+        return [*self.shared, *self.per_client]
 
     def with_clients(self, num_clients: int) -> Message:
         """Return a message with the same tensors for `num_clients` clients."""
-        return Message(dict(self.shared), dict(self.rows), dict(self.keep), num_clients)
+        return Message(dict(self.shared), dict(self.per_client), dict(self.layer_mask), num_clients)
 
     def only(self, name: str) -> Message:
         """Return the message of one tensor, shared or not as it is here."""
         shared, rows = (
-            {name: tensors[name]} if name in tensors else {} for tensors in (self.shared, self.rows)
+            {name: tensors[name]} if name in tensors else {} for tensors in (self.shared, self.per_client)
         )
         return Message(shared, rows, num_clients=self.num_clients)
 
@@ -114,19 +114,19 @@ class Message:
         """Return the message with its tensors on a device; masks too."""
         shared, rows, keep = (
             {name: tensor.to(device) for name, tensor in tensors.items()}
-            for tensors in (self.shared, self.rows, self.keep)
+            for tensors in (self.shared, self.per_client, self.layer_mask)
         )
         return Message(shared, rows, keep, self.num_clients)
 
     def select(self, part: slice | list[int]) -> Message:
         """Return the message of some of its clients; without copying, if they are a slice."""
-        keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.keep.items()}
+        keep = {name: mask if mask.dim() == 1 else mask[part] for name, mask in self.layer_mask.items()}
         count = len(part) if isinstance(part, list) else len(range(self.num_clients)[part])
-        rows = {name: rows[part] for name, rows in self.rows.items()}
+        rows = {name: rows[part] for name, rows in self.per_client.items()}
         return Message(self.shared, rows, keep, count)
 
     def __or__(self, other: Message) -> Message:
         """Return both messages of the same clients as one; where a name is in both, the other's tensor."""
         return Message(
-            self.shared | other.shared, self.rows | other.rows, self.keep | other.keep, self.num_clients
+            self.shared | other.shared, self.per_client | other.per_client, self.layer_mask | other.layer_mask, self.num_clients
         )

@@ -53,9 +53,9 @@ class Upload:
         """
         read = set(self._read)
         for positions, block in self._kept():
-            wanted = names or [name for name in block.rows if name not in read]
+            wanted = names or [name for name in block.per_client if name not in read]
             self._read |= {*wanted}
-            yield positions, replace(block, rows={name: block.rows[name] for name in wanted})
+            yield positions, replace(block, per_client={name: block.per_client[name] for name in wanted})
 
     def sums(self, shares: Mapping[str, Tensor], sizes: Iterable[int] = ()) -> dict[str, Tensor]:
         """Return weighted sums over the cohort, [K, ...] of rows [S, ...], by name. Called by the server.
@@ -67,7 +67,7 @@ class Upload:
         """
         found, sizes = {}, tuple(sizes)
         for name, of_clients in shares.items():
-            rows = torch.cat([block.rows[name] for _, block in self._kept()])
+            rows = torch.cat([block.per_client[name] for _, block in self._kept()])
             total = FixedPointSum(rows, of_clients, sizes)
             total.add(total.bounds, of_clients.shape[1])
             found[name] = total.value()
@@ -76,7 +76,7 @@ class Upload:
 
     def collect(self, *names: str) -> dict[str, Tensor]:
         """Return the rows of all clients, [S, ...], of these or all tensors not read yet. Collective."""
-        blocks = [block.rows for _, block in self.blocks(*names)]
+        blocks = [block.per_client for _, block in self.blocks(*names)]
         if len(blocks) <= 1:
             return blocks[0] if blocks else {}
         return {name: torch.cat([rows[name] for rows in blocks]) for name in blocks[0]}

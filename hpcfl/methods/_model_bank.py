@@ -48,5 +48,5 @@ class ModelBank(OwnModel):
 
     def store(self, server: State, clients: Sequence[int], block: Message) -> None:
         """Keep the models that some clients sent."""
-        server["models"][list(clients)] = block.rows["theta"]
+        server["models"][list(clients)] = block.per_client["theta"]
         server["is_known"][list(clients)] = 1

@@ -43,12 +43,12 @@ class OwnLayers(FedAvg):
         return {self.own_part: self.initial_theta()[self.is_own].repeat(len(clients), 1)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": server["theta"]}, keep={"theta": self.travels})
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.travels})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = self.local_training(clients, self.merged(clients, down))
         clients[self.own_part] = theta[:, self.is_own]
-        return Message(rows={"theta": theta}, keep={"theta": self.travels})
+        return Message(per_client={"theta": theta}, layer_mask={"theta": self.travels})
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Train whole models [C, P] and return them; default: plain SGD on all layers."""
@@ -59,7 +59,7 @@ class OwnLayers(FedAvg):
         server["theta"] = torch.where(self.is_own, server["theta"], mean)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self.merged(clients, down)})
+        return Message(per_client={"theta": self.merged(clients, down)})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""
@@ -74,7 +74,7 @@ class OwnLayers(FedAvg):
                 own.step(batch.members, gradient[:, places])
                 clients.record(batch, losses)
         theta[:, places] = own.theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def merged(self, clients: ClientGroup, down: Message) -> Tensor:
         """Return whole models [C, P]: the downloaded layers and each client's own private layers."""

@@ -26,7 +26,7 @@ class OwnModel(Method):
         return {"theta": self.context.initial_parameters(clients)}
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": clients["theta"]})
+        return Message(per_client={"theta": clients["theta"]})
 
 
 class OwnBesideGlobal(OwnModel, FedAvg):
@@ -42,4 +42,4 @@ class OwnBesideGlobal(OwnModel, FedAvg):
         return super().new_client_model(clients, down)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": down["theta"]})
+        return Message(per_client={"theta": down["theta"]})

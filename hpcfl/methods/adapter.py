@@ -92,7 +92,7 @@ class MethodAdapter:
             if self.method.buffers == "local":
                 clients[BUFFERS] = clients.buffers
             else:
-                up.rows[BUFFERS] = clients.buffers
+                up.per_client[BUFFERS] = clients.buffers
         return up
 
     def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -159,9 +159,9 @@ class MethodAdapter:
         place = f"{type(self.method).__name__}.{hook}"
         if not isinstance(value, Message):
             raise TypeError(
-                f"{place} returned a {type(value).__name__}; return Message(shared={{...}}, rows={{...}})"
+                f"{place} returned a {type(value).__name__}; return Message(shared={{...}}, per_client={{...}})"
             )
-        for name, rows in value.rows.items():
+        for name, rows in value.per_client.items():
             if len(rows) != count:
                 raise ValueError(
                     f"{place} returned {len(rows)} rows of {name!r} for {count} clients; give one a client, "
@@ -174,7 +174,7 @@ class MethodAdapter:
         message = self._message(hook, value, count)
         if message.shared:
             names = ", ".join(message.shared)
-            raise ValueError(f"{type(self.method).__name__}.{hook} returned {names} as shared; return rows")
+            raise ValueError(f"{type(self.method).__name__}.{hook} returned {names} as shared; return them per_client")
         return message
 
     def _with_buffers(self, hook: str, clients: ClientGroup, models: Message) -> Message:
@@ -189,5 +189,5 @@ class MethodAdapter:
         if models.shared and self.method.buffers == "average":
             models.shared[BUFFERS] = clients.buffers[0]
         else:
-            models.rows[BUFFERS] = clients.buffers
+            models.per_client[BUFFERS] = clients.buffers
         return models

@@ -86,7 +86,7 @@ class APFL(OwnBesideGlobal):
             clients.record(batch, losses)
         clients["own"], clients["alpha"] = own.theta, alpha
         clients["theta"] = self.mix(alpha, own.theta, shared.theta)
-        return Message(rows={"theta": shared.theta})
+        return Message(per_client={"theta": shared.theta})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         clients["own"] = down["theta"].clone(memory_format=torch.contiguous_format)

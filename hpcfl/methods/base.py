@@ -293,12 +293,12 @@ class Method:
         """
         if self.traits.eval_after == "training":
             return self.eval_model(clients, down)
-        return Message(rows={"theta": up.rows["theta"]}) if "theta" in up.rows else Message()
+        return Message(per_client={"theta": up.per_client["theta"]}) if "theta" in up.per_client else Message()
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
         theta = self.eval_model(clients, down).with_clients(len(clients))["theta"]
-        return Message(rows={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
+        return Message(per_client={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""

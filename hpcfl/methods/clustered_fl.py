@@ -95,15 +95,15 @@ class ClusteredFL(Method):
 
     def download(self, server: State, cohort: Cohort) -> Message:
         cluster = server["cluster"][list(cohort.clients)]
-        return Message(rows={name: server[name][cluster] for name in ("theta", BUFFERS) if name in server})
+        return Message(per_client={name: server[name][cluster] for name in ("theta", BUFFERS) if name in server})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"update": clients.sgd(down["theta"]).theta - down["theta"]})
+        return Message(per_client={"update": clients.sgd(down["theta"]).theta - down["theta"]})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         members = list(cohort.clients)
         for positions, block in up.blocks("update"):
-            server["updates"][members[positions]] = block.rows["update"]
+            server["updates"][members[positions]] = block.per_client["update"]
         server["is_known"][members] = 1
         self._split_clusters(server, cohort)
         cluster, uniform = server["cluster"][members], torch.ones(len(cohort))
@@ -129,17 +129,17 @@ class ClusteredFL(Method):
             )
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": down["theta"]})
+        return Message(per_client={"theta": down["theta"]})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={name: server[name] for name in ("theta", BUFFERS) if name in server})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         _, theta = best_model(clients, down["theta"])
-        return self.finetune(clients, Message(rows={"theta": theta}), clients.local_epochs)
+        return self.finetune(clients, Message(per_client={"theta": theta}), clients.local_epochs)
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return Message(rows={"theta": down["theta"] + up.rows["update"]})
+        return Message(per_client={"theta": down["theta"] + up.per_client["update"]})
 
     def server_diagnostics(self, server: State) -> State:
         """Return each client's cluster, update norm and its cluster's mean update norm, [N] each.

@@ -44,4 +44,4 @@ class Ditto(OwnBesideGlobal):
         pull = proximal_gradient(w, self.params.pull)
         clients["theta"] = clients.sgd(clients["theta"], epochs=epochs, extra_gradient=pull).theta
         with clients.discarding_buffer_updates():
-            return Message(rows={"theta": clients.sgd(w).theta})
+            return Message(per_client={"theta": clients.sgd(w).theta})

@@ -118,7 +118,7 @@ class FedAFK(Method):
         return {"theta": theta, "coefficient": torch.full((len(clients),), start)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": server["theta"]}, keep={"theta": self.body_layers})
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.body_layers})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         arrived = down["theta"].clone(memory_format=torch.contiguous_format)
@@ -159,23 +159,23 @@ class FedAFK(Method):
         mixed = self.mix(coefficient, local.theta, shared.theta)
         head = clients.sgd(mixed, trained=self.layout.head, epochs=self.params.head_epochs, purpose="head")
         clients["theta"], clients["coefficient"] = head.theta, coefficient
-        return Message(rows={"theta": shared.theta}, keep={"theta": self.body_layers})
+        return Message(per_client={"theta": shared.theta}, layer_mask={"theta": self.body_layers})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", cohort.num_samples)
         server["theta"][self.layout.body] = mean[self.layout.body]
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": clients["theta"]})
+        return Message(per_client={"theta": clients["theta"]})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        clients["theta"] = self.model_after_download(clients, down).rows["theta"]
+        clients["theta"] = self.model_after_download(clients, down).per_client["theta"]
         return super().new_client_model(clients, down)
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         arrived = clients["theta"].clone()
         arrived[:, self.layout.body] = down["theta"][:, self.layout.body]
-        return Message(rows={"theta": arrived})
+        return Message(per_client={"theta": arrived})
 
     def mix(self, coefficient: Tensor, local: Tensor, shared: Tensor) -> Tensor:
         """Return phi_p with the local head [C, P] from a [C], local and shared models [C, P] (eq. 3)."""

@@ -84,11 +84,11 @@ class FedALA(FedAvg):
         clients["stage"] = stage.clamp(min=TRAINED)
         start = self.combined(clients["weights"], clients["theta"], down["theta"])
         clients["theta"] = clients.sgd(start).theta
-        return Message(rows={"theta": clients["theta"]})
+        return Message(per_client={"theta": clients["theta"]})
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         weights, _ = self._learn(clients, down["theta"])
-        return Message(rows={"theta": self.combined(weights, clients["theta"], down["theta"])})
+        return Message(per_client={"theta": self.combined(weights, clients["theta"], down["theta"])})
 
     def combined(self, weights: Tensor, own: Tensor, shared: Tensor) -> Tensor:
         """Return hat_i [C, P] from W_i [C, numbers of the top], own and received models [C, P]."""

@@ -97,19 +97,19 @@ class FedAMP(ModelBank):
             read = models if is_read.all() else models[is_read]
             position = (is_read.cumsum(0) - 1)[members[takes_part]]
             theta[takes_part] = self.attention(read, position.tolist(), is_known[is_read]) @ read
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         around = down["theta"]
         theta = clients.sgd(around, extra_gradient=proximal_gradient(around, self.params.pull)).theta
         clients["theta"] = theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": self.mean_model(server)})
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": down["theta"]})
+        return Message(per_client={"theta": down["theta"]})
 
     def server_diagnostics(self, server: State) -> State:
         """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""

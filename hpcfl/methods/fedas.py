@@ -81,10 +81,10 @@ class FedAS(FedPer):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         up = super().train(clients, down)
-        theta = up.rows["theta"]
+        theta = up.per_client["theta"]
         found = prototypes(clients, theta, self.context.num_classes)
         clients["prototypes"], clients["is_known"] = found.means, (found.counts > 0).to(torch.uint8)
-        return up | Message(rows={"information": information(clients, theta)}, num_clients=len(clients))
+        return up | Message(per_client={"information": information(clients, theta)}, num_clients=len(clients))
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         return super().local_training(clients, self.aligned(clients, theta))
@@ -96,7 +96,7 @@ class FedAS(FedPer):
         server["theta"] = torch.where(self.is_own, server["theta"], mean)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self.aligned(clients, self.merged(clients, down))})
+        return Message(per_client={"theta": self.aligned(clients, self.merged(clients, down))})
 
     def aligned(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Train the bodies of models [C, P] towards their client's prototypes; new clients' stay."""

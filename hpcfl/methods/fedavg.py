@@ -30,7 +30,7 @@ class FedAvg(Method):
         return Message(shared={"theta": server["theta"]})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": clients.sgd(down["theta"]).theta})
+        return Message(per_client={"theta": clients.sgd(down["theta"]).theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         server["theta"] = weighted_mean(up, "theta", cohort.num_samples)

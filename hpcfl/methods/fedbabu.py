@@ -45,11 +45,11 @@ class FedBABU(FedAvg):
         self._finetuned = {"all": slice(None), "head": self.layout.head, "body": self.layout.body}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": server["theta"]}, keep={"theta": self.body_layers})
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.body_layers})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = clients.sgd(self._with_head(down)["theta"], trained=self.layout.body).theta
-        return Message(rows={"theta": theta}, keep={"theta": self.body_layers})
+        return Message(per_client={"theta": theta}, layer_mask={"theta": self.body_layers})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", cohort.num_samples)
@@ -63,7 +63,7 @@ class FedBABU(FedAvg):
         theta = clients.sgd(
             self._with_head(down)["theta"], epochs=epochs, trained=trained, purpose="finetune"
         ).theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def _with_head(self, down: Message) -> Message:
         """Return the downloaded body under the fixed head, which all clients share."""

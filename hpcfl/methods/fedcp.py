@@ -75,9 +75,9 @@ class FedCP(FedPer):
         return theta
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        theta = up.rows["theta"].clone()
+        theta = up.per_client["theta"].clone()
         theta[:, self._shared_head] = down["theta"][:, self._shared_head]
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         theta = self.merged(clients, down)
@@ -85,14 +85,14 @@ class FedCP(FedPer):
         theta = clients.sgd(
             theta, gradient=gradient, trained=self._trained, epochs=epochs, purpose="finetune"
         ).theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta, head = self.merged(clients, down), self.layout.head
         gradient = self._gradient(clients, theta)
         with self.keeping_averaged_buffers(clients):
             theta = clients.sgd(theta, gradient=gradient, trained=head, purpose="finetune").theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def _gradient(self, clients: ClientGroup, received: Tensor) -> GradientOf:
         """Return the gradient of the loss for clients that begin with models [C, P]."""

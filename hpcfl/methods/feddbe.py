@@ -94,7 +94,7 @@ class FedDBE(FedAvg):
             trained = {"theta": theta, BUFFERS: clients.buffers}
             mean = clients.over_training_set(trained, body_features).sum(dim=1)
             samples = clients.num_samples.to(mean.device).unsqueeze(1)
-            return Message(rows={"theta": theta, "mean": mean / samples})
+            return Message(per_client={"theta": theta, "mean": mean / samples})
         model, own = clients.descent(down["theta"]), clients.descent(clients["offset"])
         mean = torch.zeros_like(clients["offset"])
         for batch in clients.batches():
@@ -109,7 +109,7 @@ class FedDBE(FedAvg):
             mean[members] = torch.lerp(mean[members], gradients["probe"], self.params.momentum)
             clients.record(batch, losses)
         clients["offset"] = own.theta
-        return Message(rows={"theta": model.theta})
+        return Message(per_client={"theta": model.theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         if server["has_consensus"]:
@@ -120,7 +120,7 @@ class FedDBE(FedAvg):
         server["has_consensus"] = torch.ones(1)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self.with_offset(down["theta"], clients["offset"])})
+        return Message(per_client={"theta": self.with_offset(down["theta"], clients["offset"])})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta, own = down["theta"], clients.descent(clients["offset"])
@@ -131,10 +131,10 @@ class FedDBE(FedAvg):
                 gradients, losses = clients.gradient(self._loss_of_offset, tensors, batch)
                 own.step(members, gradients["offset"])
                 clients.record(batch, losses)
-        return Message(rows={"theta": self.with_offset(theta, own.theta)})
+        return Message(per_client={"theta": self.with_offset(theta, own.theta)})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return Message(rows={"theta": self.with_offset(up["theta"], clients["offset"])})
+        return Message(per_client={"theta": self.with_offset(up["theta"], clients["offset"])})
 
     def with_offset(self, theta: Tensor, offset: Tensor) -> Tensor:
         """Return models [C, P] whose head gives h(f(x) + z_i), from theta [C, P] and z_i [C, F]."""

@@ -67,7 +67,7 @@ class FedDyn(FedAvg):
 
         theta = clients.sgd(w, extra_gradient=regulariser).theta
         clients["gradient"] = slope - alpha * (theta - w)
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", torch.ones(len(cohort)))

@@ -83,7 +83,7 @@ class FedEM(FedAvg):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         shares = self.sample_shares(clients, down["theta"])
         clients["weights"] = self._mean_shares(clients, shares)
-        return Message(rows={"theta": self._maximise(clients, down["theta"], shares)})
+        return Message(per_client={"theta": self._maximise(clients, down["theta"], shares)})
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         weights = self._scored_weights(clients, down["theta"])
@@ -96,13 +96,13 @@ class FedEM(FedAvg):
         return Message({"theta": down.shared["theta"]}, {"weights": clients["weights"]})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return Message(rows={"theta": up.rows["theta"], "weights": clients["weights"]})
+        return Message(per_client={"theta": up.per_client["theta"], "weights": clients["weights"]})
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         shares = self.sample_shares(clients, down["theta"])
         weights = self._scored_weights(clients, down["theta"])
         theta = self._maximise(clients, down["theta"], shares, epochs, "finetune")
-        return Message(rows={"theta": theta, "weights": weights})
+        return Message(per_client={"theta": theta, "weights": weights})
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return the mixture's probabilities [n, K]: of `theta` [C, M, P] with `weights` [C, M]."""

@@ -103,7 +103,7 @@ class FedFomo(ModelBank):
         ids = torch.stack(
             [self.chosen(server["affinity"][i], is_known, i, cohort.round)[:count] for i in cohort.clients]
         )
-        return Message(rows={"models": server["models"][ids], "ids": ids})
+        return Message(per_client={"models": server["models"][ids], "ids": ids})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         is_known, affinity = server["is_known"] == 1, torch.zeros(self.context.num_clients)
@@ -118,24 +118,24 @@ class FedFomo(ModelBank):
         start, weights = self._start(clients, down)
         clients["previous"] = start
         clients["theta"] = clients.sgd(start, samples=self._parts(clients)[1]).theta
-        return Message(rows={"theta": clients["theta"], "weights": weights[:, 1:]})
+        return Message(per_client={"theta": clients["theta"], "weights": weights[:, 1:]})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
-        ids = up.sent.rows["ids"]
+        ids = up.sent.per_client["ids"]
         for positions, block in up:
             members = cohort.clients[positions]
             self.store(server, members, block)
-            for client, chosen, weights in zip(members, ids[positions], block.rows["weights"], strict=True):
+            for client, chosen, weights in zip(members, ids[positions], block.per_client["weights"], strict=True):
                 server["affinity"][client, chosen] += weights
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self._start(clients, down)[0]})
+        return Message(per_client={"theta": self._start(clients, down)[0]})
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         _, trained_on = self._parts(clients)
         theta = clients.sgd(clients["theta"], epochs=epochs, purpose="finetune", samples=trained_on).theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def server_diagnostics(self, server: State) -> State:
         """Return the matrix [N, N]; of more than HISTORY_LIMIT entries, only /server has the newest."""

@@ -61,7 +61,7 @@ class FedGH(OwnModel):
         theta = clients.sgd(self._with_head(clients, down)).theta
         clients["theta"] = theta
         found = prototypes(clients, theta, self.context.num_classes)
-        return Message(rows={"prototypes": found.means, "is_known": (found.counts > 0).to(torch.uint8)})
+        return Message(per_client={"prototypes": found.means, "is_known": (found.counts > 0).to(torch.uint8)})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         rows = up.collect("prototypes", "is_known")
@@ -71,10 +71,10 @@ class FedGH(OwnModel):
         )
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self._with_head(clients, down)})
+        return Message(per_client={"theta": self._with_head(clients, down)})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return Message(rows={"theta": clients["theta"]})
+        return Message(per_client={"theta": clients["theta"]})
 
     def trained_head(self, head: Tensor, features: Tensor, y: Tensor, round: int) -> Tensor:
         """Return a head [numbers of the head] after the server's epochs on features [n, F], classes y [n]."""

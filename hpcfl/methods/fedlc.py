@@ -52,7 +52,7 @@ class FedLC(FedAvg):
             return {"margins": margins[batch.members]}
 
         gradient = clients.gradient_beside(calibrated_loss, known)
-        return Message(rows={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
+        return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
 
     def margins(self, counts: Tensor) -> Tensor:
         """Return what is taken off each logit [C, K], from the samples by class [C, K]."""

@@ -203,7 +203,7 @@ class FedMN(TwoPhaseMethod):
 
     def download(self, server: State, cohort: Cohort) -> Message:
         keep = self._is_router if self.needs_request(cohort.round) else self._is_pretrained
-        return Message(shared={"theta": server["theta"]}, keep={"theta": keep})
+        return Message(shared={"theta": server["theta"]}, layer_mask={"theta": keep})
 
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         logits = self.logits(clients, down)
@@ -214,11 +214,11 @@ class FedMN(TwoPhaseMethod):
         clients["probability"] = logits.sigmoid().to(clients.device)
         clients["decision"] = decision.to(clients.device)
         clients.scratch["slope"] = (soft * (1 - soft) / self.temperature(clients.round)).to(clients.device)
-        return Message(rows={"paths": _packed(decision)})
+        return Message(per_client={"paths": _packed(decision)})
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         active = self.active_layers(_unpacked(requests["paths"], num_paths(self.params.architecture)))
-        return Message(shared={"parts": server["theta"]}, keep={"parts": active})
+        return Message(shared={"parts": server["theta"]}, layer_mask={"parts": active})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         if not self.needs_request(clients.round):
@@ -226,9 +226,9 @@ class FedMN(TwoPhaseMethod):
             if self.buffers == "local":
                 for statistics in clients.buffers:
                     self._hand_on(self.layout.buffer_views(statistics))
-            return Message(rows={"theta": theta}, keep={"theta": self._is_pretrained})
+            return Message(per_client={"theta": theta}, layer_mask={"theta": self._is_pretrained})
         fixed = {"decision": clients["decision"]} | clients.scratch
-        keep = down.keep["parts"].cpu() | self._is_router
+        keep = down.layer_mask["parts"].cpu() | self._is_router
         # a client does not have the weights of blocks that it did not request
         has = columns(self.layers, keep.to(clients.device))
         # in a chain, all weights from where the client before stopped, or else the server's
@@ -238,20 +238,20 @@ class FedMN(TwoPhaseMethod):
         theta = clients.sgd(start.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
         if self.sequential is not None:
             clients.handover = {"theta": theta.where(has, start), BUFFERS: clients.buffers.clone()}
-        return Message(rows={"theta": theta}, keep={"theta": keep})
+        return Message(per_client={"theta": theta}, layer_mask={"theta": keep})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         """Return the local models with the decisions they were trained with."""
         model = {"theta": up["theta"]}
         if self.needs_request(clients.round):
             model["decision"] = clients["decision"]
-        return Message(rows=model)
+        return Message(per_client=model)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
         keep = self._is_pretrained
         if self.needs_request(cohort.round):
-            keep = up.sent.keep["parts"] | self._is_router
+            keep = up.sent.layer_mask["parts"] | self._is_router
         samples = cohort.num_samples.double().view(-1, 1)
         weights = keep.double().expand(len(cohort), -1)
         total = None
@@ -313,7 +313,7 @@ class FedMN(TwoPhaseMethod):
         model = self.eval_model(clients, down).with_clients(len(clients))
         gradient = self._gradient(clients, {"decision": model["decision"]}) if "decision" in model else None
         theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
-        return Message(rows=model.rows | {"theta": theta})
+        return Message(per_client=model.per_client | {"theta": theta})
 
     def temperature(self, round: int) -> float:
         """Return tau of a round, counted from 0; rounds of pretraining are left out."""

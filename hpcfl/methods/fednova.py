@@ -33,7 +33,7 @@ class FedNova(FedAvg):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta, steps = clients.sgd(down["theta"])
-        return Message(rows={"theta": theta, "steps": steps})
+        return Message(per_client={"theta": theta, "steps": steps})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         norms = sum_of_factors(up.collect("steps")["steps"], self.context.train.momentum)

@@ -52,7 +52,7 @@ class FedNTD(FedAvg):
             return {"z_w": batch.pick(table)}
 
         gradient = clients.gradient_beside(self._loss, known)
-        return Message(rows={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
+        return Message(per_client={"theta": clients.sgd(down["theta"], gradient=gradient).theta})
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         logits, others = forward.logits(tensors["theta"], batch.x), tensors["z_w"].detach()

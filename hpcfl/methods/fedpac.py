@@ -90,11 +90,11 @@ class FedPAC(FedAvg):
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         heads = {"head": server["heads"][list(cohort.clients)]}
-        return self.new_client_download(server, cohort) | Message(rows=heads, num_clients=len(cohort))
+        return self.new_client_download(server, cohort) | Message(per_client=heads, num_clients=len(cohort))
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         keep = {"theta": self.body_layers}
-        return Message(shared={"theta": server["theta"]}, keep=keep, num_clients=len(cohort))
+        return Message(shared={"theta": server["theta"]}, layer_mask=keep, num_clients=len(cohort))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         body, head, classes = self.layout.body, self.layout.head, self.context.num_classes
@@ -111,7 +111,7 @@ class FedPAC(FedAvg):
         theta = clients.sgd(theta, gradient=gradient, trained=body).theta
         found = prototypes(clients, theta, classes)
         return Message(
-            rows={
+            per_client={
                 "theta": theta,
                 "head": theta[:, head],
                 "prototypes": found.means,
@@ -119,7 +119,7 @@ class FedPAC(FedAvg):
                 "weighted_means": weighted_means,
                 "variance": variance,
             },
-            keep={"theta": self.body_layers},
+            layer_mask={"theta": self.body_layers},
         )
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
@@ -131,13 +131,13 @@ class FedPAC(FedAvg):
         server["heads"][list(cohort.clients)] = alpha @ rows["head"]
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self._with_head(down, down["head"])})
+        return Message(per_client={"theta": self._with_head(down, down["head"])})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta = self._with_head(down, self._first_head.to(clients.device))
         with self.keeping_averaged_buffers(clients):
             trained = clients.sgd(theta, trained=self.layout.head, purpose="finetune")
-        return Message(rows={"theta": trained.theta})
+        return Message(per_client={"theta": trained.theta})
 
     def _with_head(self, down: Message, head: Tensor) -> Tensor:
         """Return models [C, P]: the downloaded body under a head [C, numbers of the head]."""

@@ -79,7 +79,7 @@ class FedPHP(OwnBesideGlobal):
         clients["theta"] = torch.lerp(theta, private, kept)
         clients.buffers = torch.lerp(clients.buffers, buffers, kept)
         clients["count"] = count + 1
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     @property
     def _rounds_of_a_client(self) -> float:

@@ -81,7 +81,7 @@ class FedProto(OwnModel):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = self._trained(clients, down)
         found = prototypes(clients, clients["theta"], self.context.num_classes)
-        return Message(rows={"prototypes": found.means, "counts": found.counts})
+        return Message(per_client={"prototypes": found.means, "counts": found.counts})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         average_prototypes(server, up, up.collect("counts")["counts"])
@@ -109,4 +109,4 @@ class FedProto(OwnModel):
         theta = theta.clone()
         some = is_known.any(dim=1, keepdim=True)
         theta[:, self.layout.head] = torch.where(some, head, theta[:, self.layout.head])
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})

@@ -35,5 +35,5 @@ class FedProx(FedAvg):
     def train(self, clients: ClientGroup, down: Message) -> Message:
         w = down["theta"]
         return Message(
-            rows={"theta": clients.sgd(w, extra_gradient=proximal_gradient(w, self.params.mu)).theta}
+            per_client={"theta": clients.sgd(w, extra_gradient=proximal_gradient(w, self.params.mu)).theta}
         )

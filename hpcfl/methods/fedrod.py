@@ -89,24 +89,24 @@ class FedRoD(FedAvg):
             personal.step(members, gradients[own])
             clients.record(batch, losses)
         if own in down:
-            return Message(rows={"theta": generic.theta, own: personal.theta})
+            return Message(per_client={"theta": generic.theta, own: personal.theta})
         clients[own] = personal.theta
-        return Message(rows={"theta": generic.theta})
+        return Message(per_client={"theta": generic.theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         names = [name for name in ("theta", "hypernetwork") if name in server]
         server.update(weighted_means(up, dict.fromkeys(names, cohort.num_samples)))
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self._with_both_heads(clients, down)})
+        return Message(per_client={"theta": self._with_both_heads(clients, down)})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         theta, head = self._with_both_heads(clients, down), self.layout.head
         with self.keeping_averaged_buffers(clients):
-            return Message(rows={"theta": clients.sgd(theta, trained=head, purpose="finetune").theta})
+            return Message(per_client={"theta": clients.sgd(theta, trained=head, purpose="finetune").theta})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return Message(rows={"theta": self._with_both_heads(clients, up)})
+        return Message(per_client={"theta": self._with_both_heads(clients, up)})
 
     def generated(self, psi: Tensor, counts: Tensor) -> Tensor:
         """Return the personal head [numbers of the head] that H(share of each class [K]; psi) makes."""

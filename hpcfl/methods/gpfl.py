@@ -82,7 +82,7 @@ class GPFL(FedPer):
         return self._with_shares(clients, self.merged(clients, down))
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return self._with_shares(clients, up.rows["theta"])
+        return self._with_shares(clients, up.per_client["theta"])
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         theta = self.merged(clients, down)
@@ -116,7 +116,7 @@ class GPFL(FedPer):
         return counts / counts.sum(dim=1, keepdim=True)
 
     def _with_shares(self, clients: ClientGroup, theta: Tensor) -> Message:
-        return Message(rows={"theta": theta, "shares": self.shares(clients)})
+        return Message(per_client={"theta": theta, "shares": self.shares(clients)})
 
     def _gradient(self, clients: ClientGroup, received: Tensor) -> GradientOf:
         """Return the gradient of the loss, whose conditions are made of the embeddings received [C, P]."""

@@ -91,14 +91,14 @@ class HeurpFedLA(PFedLA):
         message = super().download(server, cohort)
         if self.params.k:
             alpha = self.alpha(server, cohort.clients)
-            message.keep = {"theta": ~self.retained(alpha, cohort.clients)}
+            message.layer_mask = {"theta": ~self.retained(alpha, cohort.clients)}
         return message
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta = clients.sgd(self._merge(clients, down)).theta
         if self.params.k:
             clients[self._own] = theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         if self.params.k:
@@ -107,7 +107,7 @@ class HeurpFedLA(PFedLA):
         super().aggregate(server, cohort, up)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self._merge(clients, down)})
+        return Message(per_client={"theta": self._merge(clients, down)})
 
     def retained(self, alpha: Tensor, clients: Sequence[int]) -> Tensor:
         """Return the k layers of largest self-weight, bool [S, L] (eq. 12)."""
@@ -122,5 +122,5 @@ class HeurpFedLA(PFedLA):
         """Put the client's own retained layers into the download, [C, P]."""
         if not self.params.k:
             return down["theta"]
-        arrived = columns(self.layers, down.keep["theta"])
+        arrived = columns(self.layers, down.layer_mask["theta"])
         return torch.where(arrived, down["theta"], clients[self._own])

@@ -67,7 +67,7 @@ class IFCA(Method):
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         chosen, start = best_model(clients, down["theta"])
-        return Message(rows={"theta": clients.sgd(start).theta, "cluster": chosen})
+        return Message(per_client={"theta": clients.sgd(start).theta, "cluster": chosen})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         chosen = up.collect("cluster")["cluster"]
@@ -76,4 +76,4 @@ class IFCA(Method):
         server |= cluster_means(up, names, cohort.num_samples, chosen, server)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": best_model(clients, down["theta"])[1]})
+        return Message(per_client={"theta": best_model(clients, down["theta"])[1]})

@@ -69,12 +69,12 @@ class KnnPer(FedAvg):
         return self.eval_model(clients, down)
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        theta = up.rows["theta"]
-        return Message(rows={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
+        theta = up.per_client["theta"]
+        return Message(per_client={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, purpose="finetune").theta
-        return Message(rows={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
+        return Message(per_client={"theta": theta}, num_clients=len(clients)) | self._memory(clients, theta)
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return the mixture's probabilities [n, K]; see `_memory` for the parts of the model."""
@@ -115,7 +115,7 @@ class KnnPer(FedAvg):
             rows["labels"].append(pad(y, (0, missing), value=NO_SAMPLE))
             rows["weight"].append(weight)
         tensors = {name: torch.stack(of_clients) for name, of_clients in rows.items()}
-        return Message(rows=tensors, num_clients=len(clients))
+        return Message(per_client=tensors, num_clients=len(clients))
 
     def _weight(self, clients: ClientGroup, model: Tensors, position: int, outputs: Tensor) -> Tensor:
         """Return lambda_i [] of a client whose training samples have features and logits [n, F + K]."""

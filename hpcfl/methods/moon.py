@@ -72,7 +72,7 @@ class Moon(FedAvg):
         clients["previous"], clients["count"] = theta, clients["count"] + 1
         if self.layout.buffer_size:
             clients["previous_buffers"] = clients.buffers.clone()
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         features = forward.features(tensors["theta"], batch.x)

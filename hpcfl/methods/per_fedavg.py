@@ -85,20 +85,20 @@ class PerFedAvg(FedAvg):
                 slope = direct - self.params.alpha * self._hessian_times(direct, clients, w, curvature[0])
             outer.step(batch.members, slope)
             clients.record(batch, losses)
-        return Message(rows={"theta": outer.theta})
+        return Message(per_client={"theta": outer.theta})
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         adapted = clients.descent(down["theta"], lr=self.params.alpha)
         for batch in clients.batches("evaluation", steps=self.params.adaptation_steps):
             adapted.step(batch.members, self._slope(clients, adapted.theta[batch.members], batch))
-        return Message(rows={"theta": adapted.theta})
+        return Message(per_client={"theta": adapted.theta})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         return self.eval_model(clients, down)
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         theta = clients.sgd(down["theta"], epochs=epochs, lr=self.params.alpha, purpose="finetune").theta
-        return Message(rows={"theta": theta})
+        return Message(per_client={"theta": theta})
 
     @staticmethod
     def _slope(clients: ClientGroup, theta: Tensor, batch: Batch) -> Tensor:

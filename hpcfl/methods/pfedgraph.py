@@ -74,7 +74,7 @@ class PFedGraph(ModelBank):
             return Message(shared={"theta": self.context.initial_parameters()})
         weights, models = self.weights(server["models"], known, cohort.clients), server["models"]
         read = models if len(known) == len(models) else models[known]
-        return Message(rows={"theta": weights.to(models) @ read})
+        return Message(per_client={"theta": weights.to(models) @ read})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         u = down["theta"]
@@ -85,10 +85,10 @@ class PFedGraph(ModelBank):
             return -self.params.pull * cosine_gradient(theta - start, towards[members])
 
         clients["theta"] = clients.sgd(u, extra_gradient=pull).theta
-        return Message(rows={"theta": clients["theta"]})
+        return Message(per_client={"theta": clients["theta"]})
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": down["theta"]})
+        return Message(per_client={"theta": down["theta"]})
 
     def server_diagnostics(self, server: State) -> State:
         """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""

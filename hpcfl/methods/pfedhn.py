@@ -102,25 +102,25 @@ class PFedHN(Method):
     def download(self, server: State, cohort: Cohort) -> Message:
         theta = torch.zeros(len(cohort), self.layout.size)
         theta[:, self._generated] = self.generator.generate(self._part(server, HYPERNETWORK), cohort.clients)
-        return Message(rows={"theta": theta}, keep=self._keep("theta"))
+        return Message(per_client={"theta": theta}, layer_mask=self._keep("theta"))
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         start = self._with_head(clients, down)
         theta = clients.sgd(start).theta
         if self.params.private_head:
             clients["head"] = theta[:, self.layout.head]
-        return Message(rows={"update": start - theta}, keep=self._keep("update"))
+        return Message(per_client={"update": start - theta}, layer_mask=self._keep("update"))
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         if self.params.server_step == "mean":
             self._step(server, cohort.clients, up.collect()["update"] / len(cohort))
             return
         for positions, block in up:
-            for client, delta in zip(cohort.clients[positions], block.rows["update"], strict=True):
+            for client, delta in zip(cohort.clients[positions], block.per_client["update"], strict=True):
                 self._step(server, [client], delta.unsqueeze(0))
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self._with_head(clients, down)})
+        return Message(per_client={"theta": self._with_head(clients, down)})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         weights = self._part(server, HYPERNETWORK)
@@ -135,7 +135,7 @@ class PFedHN(Method):
         def generated() -> Message:
             theta = torch.zeros(len(clients), self.layout.size, device=clients.device)
             theta[:, self._generated] = self.generator.generate(weights, everyone)
-            return Message(rows={"theta": theta})
+            return Message(per_client={"theta": theta})
 
         for epoch in range(clients.local_epochs):
             start = self._with_head(clients, generated())
@@ -147,12 +147,12 @@ class PFedHN(Method):
             shrink = (self.params.clip / slope.norm(dim=1, keepdim=True)).clamp(max=1.0)
             velocity.mul_(self.params.hypernetwork_momentum).add_(slope * shrink)
             self._move(embedding, velocity)
-        return Message(rows={"theta": self._with_head(clients, generated())})
+        return Message(per_client={"theta": self._with_head(clients, generated())})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         # start - (start - trained) is the trained model; a private head comes from the client's state
-        theta = down["theta"] - up.rows["update"]
-        return Message(rows={"theta": self._with_head(clients, Message(rows={"theta": theta}))})
+        theta = down["theta"] - up.per_client["update"]
+        return Message(per_client={"theta": self._with_head(clients, Message(per_client={"theta": theta}))})
 
     def _keep(self, name: str) -> State:
         return {name: self.body_layers} if self.params.private_head else {}

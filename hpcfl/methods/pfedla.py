@@ -182,10 +182,10 @@ class PFedLA(Method):
         rows = {"theta": self.models.mix(server, alpha)}
         if self._mixes_buffers:
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
-        return Message(rows=rows)
+        return Message(per_client=rows)
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": clients.sgd(down["theta"]).theta})
+        return Message(per_client={"theta": clients.sgd(down["theta"]).theta})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         clients, index = cohort.clients, torch.tensor(cohort.clients)
@@ -194,7 +194,7 @@ class PFedLA(Method):
         retained = self.retained(alpha.detach(), clients)
         arrived = up.collect()
         assert up.sent is not None
-        trained, start = arrived["theta"], up.sent.rows["theta"]
+        trained, start = arrived["theta"], up.sent.per_client["theta"]
         products = self.models.products(server, trained, start)
         if LARGEST_UPDATE in server:
             largest = _largest(server[LARGEST_UPDATE][index], trained - start)
@@ -229,7 +229,7 @@ class PFedLA(Method):
                 products = _scaled(self.layer_products(trained, models, start), largest)
                 (slope,) = torch.autograd.grad(-(alpha * products).sum(), outputs)
                 outputs = (outputs - lr * slope).detach().requires_grad_()
-        return Message(rows={"theta": self._mixture(clients, down, outputs.detach().softmax(dim=-1))})
+        return Message(per_client={"theta": self._mixture(clients, down, outputs.detach().softmax(dim=-1))})
 
     def _mixture(self, clients: ClientGroup, down: Message, alpha: Tensor) -> Tensor:
         """Mix the models that new clients received, and their running statistics if these are mixed."""
@@ -238,7 +238,7 @@ class PFedLA(Method):
         return self.mix(alpha, down.shared["models"])
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": down["theta"]})
+        return Message(per_client={"theta": down["theta"]})
 
     def derived(self, server: State) -> State:
         """Return the weights [N, L, N], or the own ones [N, L] if there are more than CHECKPOINT_LIMIT."""

@@ -122,13 +122,13 @@ class PFedMB(Method):
 
     def download(self, server: State, cohort: Cohort) -> Message:
         shared, keep = self._apart(server["branches"])
-        return Message(shared=shared, keep=keep)
+        return Message(shared=shared, layer_mask=keep)
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         branches, kept = self._routine(clients, self._together(down))
         clients[self.kept] = kept
         rows, keep = self._apart(branches)
-        return Message(rows=rows | {"alpha": self._on_simplex(kept)}, keep=keep)
+        return Message(per_client=rows | {"alpha": self._on_simplex(kept)}, layer_mask=keep)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         alpha = up.collect("alpha")["alpha"]
@@ -142,21 +142,21 @@ class PFedMB(Method):
         server["branches"] = self._together(Message(shared=means))[0]
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))})
+        return Message(per_client={"theta": self.mix(self.alpha(clients[self.kept]), self._together(down))})
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         trains_alpha = self.params.finetune == "routine"
         branches, kept = self._routine(clients, self._together(down), epochs, "finetune", trains_alpha)
-        return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
+        return Message(per_client={"theta": self.mix(self.alpha(kept), branches)})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         branches = self._together(down)
         with self.keeping_averaged_buffers(clients):
             kept = self._train_alpha(clients, branches, None, "finetune/alpha")
-        return Message(rows={"theta": self.mix(self.alpha(kept), branches)})
+        return Message(per_client={"theta": self.mix(self.alpha(kept), branches)})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        return Message(rows={"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))})
+        return Message(per_client={"theta": self.mix(self.alpha(clients[self.kept]), self._together(up))})
 
     def client_diagnostics(self, clients: ClientGroup) -> State:
         return {"alpha": self.alpha(clients[self.kept])}

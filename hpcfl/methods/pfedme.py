@@ -81,7 +81,7 @@ class PFedMe(OwnBesideGlobal):
             # the pull on w_i is the opposite of that on theta_i
             w[batch.members] += clients.lr * pull(own.theta[batch.members], batch.members)
         clients["theta"] = own.theta
-        return Message(rows={"theta": w})
+        return Message(per_client={"theta": w})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", cohort.num_samples)
@@ -90,4 +90,4 @@ class PFedMe(OwnBesideGlobal):
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         lr = self.params.personal_lr * clients.lr_decay
         tuned = clients.sgd(clients["theta"], epochs=epochs, lr=lr, purpose="finetune")
-        return Message(rows={"theta": tuned.theta})
+        return Message(per_client={"theta": tuned.theta})

@@ -79,7 +79,7 @@ class Scaffold(FedAvg):
         theta, steps = clients.sgd(w, extra_gradient=correction)
         change = (w - theta) / (steps * clients.lr).unsqueeze(1).to(theta) - down["variate"]
         clients["variate"] = clients["variate"] + change
-        return Message(rows={"theta": theta, "change": change})
+        return Message(per_client={"theta": theta, "change": change})
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         of_cohort, of_all = cohort.num_samples, self.context.num_samples

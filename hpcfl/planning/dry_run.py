@@ -204,7 +204,7 @@ class _Rounds(Simulation):
         phases = [self._phase(number, count) for number, count in kinds.items()]
         last = max(kinds)
         send_s, sent = self._sent(last)
-        chosen = any(mask.dim() == 2 for mask in sent.keep.values())
+        chosen = any(mask.dim() == 2 for mask in sent.layer_mask.values())
         score_s, models = self._scored(last + 1, send_s)
         adapt_s, of_unseen = self._adapted(last + 1)
         everyone = self._federation.num_clients
@@ -218,12 +218,12 @@ class _Rounds(Simulation):
             send_s=send_s / len(self._members),
             score_s=score_s,
             adapt_s=adapt_s,
-            evaluation=Load(_bytes(sent.shared.values()), _bytes(sent.rows.values()) / len(self._members)),
+            evaluation=Load(_bytes(sent.shared.values()), _bytes(sent.per_client.values()) / len(self._members)),
             clients=everyone,
             checkpoint_bytes=(self._path / "checkpoint.h5").stat().st_size,
             client_bytes=_bytes(row.values()),
-            model_bytes=_bytes(rows[0] for rows in models.rows.values()),
-            unseen_model_bytes=_bytes(rows[0] for rows in of_unseen.rows.values()),
+            model_bytes=_bytes(rows[0] for rows in models.per_client.values()),
+            unseen_model_bytes=_bytes(rows[0] for rows in of_unseen.per_client.values()),
             shared_model_bytes=_bytes([*models.shared.values(), *of_unseen.shared.values()]),
             evaluation_bytes=self._evaluation_bytes(),
             round_bytes=self.ledger.tables()["bytes"].values[0].nbytes,

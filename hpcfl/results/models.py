@@ -152,7 +152,7 @@ class TrainedModels:
             UserError: there is no such model, or the images are not like the run's.
         """
         x = self._as_stored(images, layout, where)
-        model = Message(rows={name: tensor.unsqueeze(0) for name, tensor in self.saved(client).items()})
+        model = Message(per_client={name: tensor.unsqueeze(0) for name, tensor in self.saved(client).items()})
         clients = self._visitor(0 if client == GLOBAL else client, x)
         with torch.no_grad():
             return self.method.predict(clients, model, 0, clients.samples("test", 0)[0]).numpy()

@@ -175,11 +175,11 @@ class Saver:
             rows = {}
             if checkpoint is not None:
                 rows = checkpoint.client_rows(cohort.clients[0], cohort.clients[-1] + 1)
-            message = Message(rows=rows, num_clients=len(cohort)) if federation.world.is_server else None
+            message = Message(per_client=rows, num_clients=len(cohort)) if federation.world.is_server else None
             received = federation.channel.down(message, cohort)
             own = self._own_rows(cohort)
             count, state = len(federation.worker_context.clients), federation.worker_context.state
-            for name, tensor in received.rows.items():
+            for name, tensor in received.per_client.items():
                 # a codec's state exists once it has sent something
                 stored = state.setdefault(name, tensor.new_zeros(count, *tensor.shape[1:]))
                 stored[own] = tensor
@@ -210,9 +210,9 @@ class Saver:
         for cohort in self._blocks():
             own = self._own_rows(cohort)
             rows = {name: tensor[own] for name, tensor in federation.worker_context.state.items()}
-            message = Message(rows=rows, num_clients=own.stop - own.start)
+            message = Message(per_client=rows, num_clients=own.stop - own.start)
             for positions, block in federation.channel.up(message, cohort):
-                yield np.array(cohort.clients[positions]), block.rows
+                yield np.array(cohort.clients[positions]), block.per_client
 
     def _own_rows(self, cohort: Cohort) -> slice:
         """Return the rows of this rank's client state that belong to consecutive clients."""
@@ -266,7 +266,7 @@ class Saver:
         own = stack([_rows(model, shared) for model in models])
         models.clear()
         for positions, block in self._federation.channel.up(own, cohort):
-            yield np.array(cohort.clients[positions]) - first_id, block.rows
+            yield np.array(cohort.clients[positions]) - first_id, block.per_client
 
 
 def _shape(rows: Tensor, count: int) -> RowShape:
@@ -277,7 +277,7 @@ def _shape(rows: Tensor, count: int) -> RowShape:
 def _rows(model: Message, without: Sequence[str]) -> Message:
     """Return a group's models as rows, leaving out empty parts and the parts named in `without`."""
     rows = {name: model[name] for name in model.names if name not in without and model[name].numel()}
-    return Message(rows=rows, num_clients=model.num_clients)
+    return Message(per_client=rows, num_clients=model.num_clients)
 
 
 def _take_part(rows: Rows) -> None:

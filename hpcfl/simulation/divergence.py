@@ -187,13 +187,13 @@ def _on_all_ranks(world: Communicator, here: Diverged) -> Diverged:
 def _numbers(clients: ClientGroup, up: Message) -> Iterator[tuple[str, Tensor]]:
     """Yield by name the floating-point numbers that each client of a group sends, and keeps, as [C, n]."""
     # many methods keep the tensor that they send
-    sent = {(rows.data_ptr(), rows.shape) for rows in up.rows.values()}
+    sent = {(rows.data_ptr(), rows.shape) for rows in up.per_client.values()}
     kept = {
         f"its {name}": rows
         for name, rows in clients.kept.items()
         if (rows.data_ptr(), rows.shape) not in sent
     }
-    for name, rows in (up.rows | kept).items():
+    for name, rows in (up.per_client | kept).items():
         if rows.is_floating_point() and rows.numel():
             yield name, rows.flatten(1) if rows.dim() > 1 else rows.unsqueeze(1)
 

@@ -119,7 +119,7 @@ class Evaluator:
             return {}
         cohort = federation.cohort_of(done, range(federation.num_clients))
         rows = [
-            Message(rows=method.client_diagnostics(clients), num_clients=len(clients))
+            Message(per_client=method.client_diagnostics(clients), num_clients=len(clients))
             for _, clients in federation.groups(cohort)
         ]
         return federation.channel.up(stack(rows), cohort).collect()

@@ -234,17 +234,17 @@ class Uploads:
         """Add the upload of the clients at these positions; the first upload decides which tensors there
         are."""
         whole, count = self.message, self.message.num_clients
-        if not whole.rows:
-            for name, rows in up.rows.items():
-                whole.rows[name] = torch.empty(count, *rows.shape[1:], dtype=rows.dtype)
-            for name, mask in up.keep.items():
-                whole.keep[name] = mask if mask.dim() == 1 else mask.new_empty(count, *mask.shape[1:])
-        for name, rows in whole.rows.items():
+        if not whole.per_client:
+            for name, rows in up.per_client.items():
+                whole.per_client[name] = torch.empty(count, *rows.shape[1:], dtype=rows.dtype)
+            for name, mask in up.layer_mask.items():
+                whole.layer_mask[name] = mask if mask.dim() == 1 else mask.new_empty(count, *mask.shape[1:])
+        for name, rows in whole.per_client.items():
             # view_as: copy_ would repeat a row that is too short
-            rows[part].view_as(up.rows[name]).copy_(up.rows[name])
-        for name, mask in whole.keep.items():
+            rows[part].view_as(up.per_client[name]).copy_(up.per_client[name])
+        for name, mask in whole.layer_mask.items():
             if mask.dim() == 2:
-                mask[part] = up.keep[name]
+                mask[part] = up.layer_mask[name]
 
 
 def stack(messages: Sequence[Message]) -> Message:

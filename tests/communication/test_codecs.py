@@ -62,7 +62,7 @@ class Wire:
         received = self.channel.down(message, self.cohort, codec)
         sent = self.channel.as_received(message, codec)
         for name in message.names:
-            if name not in message.keep:
+            if name not in message.layer_mask:
                 assert torch.equal(received[name], sent[name])
         return received
 
@@ -73,7 +73,7 @@ class Wire:
         unsent = ErrorFeedback([(self.state, self.num_clients)], [(0, client) for client in everyone])
         coding = UploadCoding(codec_of(self.settings, "up"), before, before, unsent)
         upload = self.channel.up(message, self.cohort, coding=coding)
-        return replace(upload.outline, rows=upload.collect())
+        return replace(upload.outline, per_client=upload.collect())
 
 
 def wire(codec: str, num_clients: int = 1, **more: object) -> Wire:
@@ -82,7 +82,7 @@ def wire(codec: str, num_clients: int = 1, **more: object) -> Wire:
 
 def theta(*rows: list[float], **keep: Tensor) -> Message:
     numbers = torch.tensor(rows, dtype=torch.float32)
-    return Message(rows={"theta": numbers}, keep=keep, num_clients=len(rows))
+    return Message(per_client={"theta": numbers}, layer_mask=keep, num_clients=len(rows))
 
 
 def bytes_of(message: Message) -> Traffic:
@@ -96,7 +96,7 @@ def test_float16_rounds_and_saturates() -> None:
     numbers = [1 / 3, 1e6, -1e6, 2049.0, 1e-9, 65504.0, 65519.0, -0.0, 0.5]
     expected = [THIRD, 65504.0, -65504.0, 2048.0, 0.0, 65504.0, 65504.0, -0.0, 0.5]
     for arrived in (wire("float16").down(theta(numbers)), wire("float16").up(theta(numbers))):
-        assert arrived.rows["theta"].tolist() == [expected]
+        assert arrived.per_client["theta"].tolist() == [expected]
     traffic = bytes_of(wire("float16").up(theta(numbers)))
     assert traffic.layers.tolist() == [[6, 4, 8]]
 
@@ -104,14 +104,14 @@ def test_float16_rounds_and_saturates() -> None:
 def test_float16_codes_every_number_but_whole_ones_and_keeps_types() -> None:
     message = Message(
         shared={"theta": torch.full((P,), 1 / 3), "routes": torch.tensor([2**40])},
-        rows={BUFFERS: torch.full((2, 2), 1e5), "mix": torch.full((2, 3), 1 / 3, dtype=torch.float64)},
+        per_client={BUFFERS: torch.full((2, 2), 1e5), "mix": torch.full((2, 3), 1 / 3, dtype=torch.float64)},
         num_clients=2,
     )
     arrived = wire("float16", 2).down(message)
     assert arrived["theta"].tolist() == [[THIRD] * P] * 2
-    assert arrived.rows["mix"].dtype == torch.float64
-    assert arrived.rows["mix"].tolist() == [[THIRD] * 3] * 2
-    assert arrived.rows[BUFFERS].tolist() == [[65504.0] * 2] * 2
+    assert arrived.per_client["mix"].dtype == torch.float64
+    assert arrived.per_client["mix"].tolist() == [[THIRD] * 3] * 2
+    assert arrived.per_client[BUFFERS].tolist() == [[65504.0] * 2] * 2
     assert arrived.shared["routes"].tolist() == [2**40]
     sent = Channel(Communicator(), LAYERS, 2).as_received(
         message, codec_of(CommConfig(codec="float16"), "down")
@@ -128,15 +128,15 @@ def test_int8_has_a_scale_for_each_layer() -> None:
     numbers = [254.0, 3.0, -5.0, 0.0, 0.0, -127.0, 0.4, 0.6, 126.5]
     expected = [254.0, 4.0, -4.0, 0.0, 0.0, -127.0, 0.0, 1.0, 126.0]
     arrived = wire("int8").up(theta(numbers))
-    assert arrived.rows["theta"].tolist() == [expected]
+    assert arrived.per_client["theta"].tolist() == [expected]
     assert bytes_of(arrived).layers.tolist() == [[3 + 4, 2 + 4, 4 + 4]]
-    assert wire("int8").down(theta(numbers)).rows["theta"].tolist() == [expected]
+    assert wire("int8").down(theta(numbers)).per_client["theta"].tolist() == [expected]
 
 
 def test_int8_codes_clients_and_models_by_themselves() -> None:
     branches = torch.tensor([[[127.0] * P, [254.0] * P], [[1e-3] * P, [-5.0] * P]])
     branches[..., 0] = 1.2
-    arrived = wire("int8", 2).up(Message(rows={"branches": branches}, num_clients=2)).rows["branches"]
+    arrived = wire("int8", 2).up(Message(per_client={"branches": branches}, num_clients=2)).per_client["branches"]
     assert arrived[0, :, 0].tolist() == [1.0, 2.0]
     assert arrived[1, :, 0].tolist() == pytest.approx([1.2, 5 / 127 * 30])
     torch.testing.assert_close(arrived[:, :, 3:], branches[:, :, 3:])
@@ -144,10 +144,10 @@ def test_int8_codes_clients_and_models_by_themselves() -> None:
 
 def test_int8_codes_what_is_no_layer_with_one_scale_and_leaves_running_statistics_alone() -> None:
     rows = {"mix": torch.tensor([[[127.0, 0.6], [-3.2, 0.0]]]), BUFFERS: torch.tensor([[0.3, 127.0]])}
-    arrived = wire("int8").up(Message(rows=rows | {"count": torch.tensor([3])}))
-    assert arrived.rows["mix"].tolist() == [[[127.0, 1.0], [-3.0, 0.0]]]
-    assert torch.equal(arrived.rows[BUFFERS], rows[BUFFERS])
-    assert arrived.rows["count"].tolist() == [3]
+    arrived = wire("int8").up(Message(per_client=rows | {"count": torch.tensor([3])}))
+    assert arrived.per_client["mix"].tolist() == [[[127.0, 1.0], [-3.0, 0.0]]]
+    assert torch.equal(arrived.per_client[BUFFERS], rows[BUFFERS])
+    assert arrived.per_client["count"].tolist() == [3]
     traffic = bytes_of(arrived)
     assert traffic.others["mix"].tolist() == [4 + 4]
     assert (traffic.buffers.tolist(), traffic.indices.tolist()) == ([8], [8])
@@ -157,15 +157,15 @@ def test_int8_sends_differences_to_what_was_received_up_and_numbers_down() -> No
     received = theta([1000.0] * P)
     trained = [1000.0, 1001.0, 1127.0, 1000.0, 1000.0, 873.0, 1000.25, 1000.75, 1000.0]
     arrived = wire("int8").up(theta(trained), received)
-    assert arrived.rows["theta"].tolist() == [[1000, 1001, 1127, 1000, 1000, 873, 1000, 1001, 1000]]
-    other_shape = Message(rows={"theta": torch.full((1, 2, P), 1000.0)})
+    assert arrived.per_client["theta"].tolist() == [[1000, 1001, 1127, 1000, 1000, 873, 1000, 1001, 1000]]
+    other_shape = Message(per_client={"theta": torch.full((1, 2, P), 1000.0)})
     with_itself = wire("int8").up(theta(trained), other_shape)
-    assert torch.equal(with_itself.rows["theta"], wire("int8").down(theta(trained)).rows["theta"])
+    assert torch.equal(with_itself.per_client["theta"], wire("int8").down(theta(trained)).per_client["theta"])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_layer_with_a_number_that_is_none_arrives_as_none_by_int8(bad: float) -> None:
-    arrived = wire("int8").up(theta([1.0, bad, 2.0, *[127.0] * 6])).rows["theta"][0]
+    arrived = wire("int8").up(theta([1.0, bad, 2.0, *[127.0] * 6])).per_client["theta"][0]
     assert arrived.isnan().tolist() == [True] * 3 + [False] * 6
 
 
@@ -175,14 +175,14 @@ def test_topk_sends_the_largest_of_each_layer_and_keeps_the_rest() -> None:
     # differences 3, -1, 2 | 1, -1 (a tie) | 0, 4, 0.5, -5: two, one and two of them
     trained = theta([4.0, 0.0, 3.0, 2.0, 0.0, 1.0, 5.0, 1.5, -4.0])
     arrived = link.up(trained, received)
-    assert arrived.rows["theta"].tolist() == [[4.0, 1.0, 3.0, 2.0, 1.0, 1.0, 5.0, 1.0, -4.0]]
+    assert arrived.per_client["theta"].tolist() == [[4.0, 1.0, 3.0, 2.0, 1.0, 1.0, 5.0, 1.0, -4.0]]
     assert link.state[f"{UNSENT}theta"].tolist() == [[0.0, -1.0, 0.0, 0.0, -1.0, 0.0, 0.0, 0.5, 0.0]]
     traffic = bytes_of(arrived)
     assert traffic.layers.tolist() == [[8, 4, 8]]
     assert traffic.indices.tolist() == [4 * (2 + 1 + 2)]
     # nothing new: what was left goes, and of zeros those in front
     again = link.up(received, received)
-    assert again.rows["theta"].tolist() == [[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.5, 1.0]]
+    assert again.per_client["theta"].tolist() == [[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.5, 1.0]]
     assert not link.state[f"{UNSENT}theta"].any()
 
 
@@ -190,10 +190,10 @@ def test_topk_without_memory_forgets_what_it_did_not_send() -> None:
     link = wire("topk", topk_ratio=0.5, error_feedback=False)
     received = theta([1.0] * P)
     trained = theta([4.0, 0.0, 3.0, 2.0, 0.0, 1.0, 5.0, 1.5, -4.0])
-    assert link.up(trained, received).rows["theta"].tolist() == [
+    assert link.up(trained, received).per_client["theta"].tolist() == [
         [4.0, 1.0, 3.0, 2.0, 1.0, 1.0, 5.0, 1.0, -4.0]
     ]
-    assert link.up(received, received).rows["theta"].tolist() == received.rows["theta"].tolist()
+    assert link.up(received, received).per_client["theta"].tolist() == received.per_client["theta"].tolist()
     assert link.state == {}
 
 
@@ -211,15 +211,15 @@ def test_topk_sends_what_has_no_counterpart_as_it_is() -> None:
     del received["theta"]
     link = wire("topk", 2)
     before = Message({"theta": random(2, P)}, received, num_clients=2)
-    arrived = link.up(Message(rows=rows, num_clients=2), before)
-    assert all(torch.equal(arrived.rows[name], tensor) for name, tensor in rows.items())
+    arrived = link.up(Message(per_client=rows, num_clients=2), before)
+    assert all(torch.equal(arrived.per_client[name], tensor) for name, tensor in rows.items())
     assert link.state == {}
 
 
 @pytest.mark.parametrize(("share", "sent"), [(1.0, 9), (0.5, 5), (0.34, 5), (1 / 3, 4), (0.01, 3)])
 def test_topk_sends_at_least_its_share_of_each_layer(share: float, sent: int) -> None:
     arrived = wire("topk", topk_ratio=share).up(theta([*range(1, 10)]), theta([0.0] * P))
-    assert arrived.rows["theta"].count_nonzero() == sent
+    assert arrived.per_client["theta"].count_nonzero() == sent
     assert bytes_of(arrived).indices.tolist() == [4 * sent]
 
 
@@ -241,7 +241,7 @@ def test_layers_that_do_not_travel_arrive_as_zero_and_cost_nothing(codec: str) -
     message = theta([3.0] * P, [5.0] * P, theta=keep)
     received = theta([1.0] * P, [1.0] * P)
     arrived = wire(codec, 2).up(message, received)
-    assert (arrived.rows["theta"] != 0).tolist() == [
+    assert (arrived.per_client["theta"] != 0).tolist() == [
         [True] * 3 + [False] * 2 + [True] * 4,
         [False] * 3 + [True] * 6,
     ]
@@ -254,7 +254,7 @@ def test_layers_that_do_not_travel_arrive_as_zero_and_cost_nothing(codec: str) -
     if codec != "topk":
         assert traffic.indices.tolist() == [0, 0]
         arrived = wire(codec, 2).down(message)
-        assert (arrived.rows["theta"] != 0).sum(dim=1).tolist() == [7, 6]
+        assert (arrived.per_client["theta"] != 0).sum(dim=1).tolist() == [7, 6]
 
 
 def test_layers_that_a_client_did_not_receive_travel_whole_by_topk() -> None:
@@ -264,7 +264,7 @@ def test_layers_that_a_client_did_not_receive_travel_whole_by_topk() -> None:
     link = wire("topk", 2, topk_ratio=0.25)
     link.state[f"{UNSENT}theta"] = torch.full((2, P), 0.5)
     arrived = link.up(trained, received)
-    assert arrived.rows["theta"].tolist() == [
+    assert arrived.per_client["theta"].tolist() == [
         [1.0, 1.0, 4.5, 5.0, 6.0, 1.0, 1.0, 1.0, 10.5],
         [1.0, 1.0, 4.5, 1.0, 6.5, 1.0, 1.0, 1.0, 10.5],
     ]
@@ -278,7 +278,7 @@ def test_layers_that_a_client_did_not_receive_travel_whole_by_topk() -> None:
 def test_layers_that_a_client_did_not_receive_count_as_zero_by_int8() -> None:
     received = theta([1000.0] * P, theta=torch.tensor([True, False, True]))
     arrived = wire("int8").up(theta([1127.0] * 3 + [127.0, 3.0] + [1127.0] * 4), received)
-    assert arrived.rows["theta"].tolist() == [[1127.0] * 3 + [127.0, 3.0] + [1127.0] * 4]
+    assert arrived.per_client["theta"].tolist() == [[1127.0] * 3 + [127.0, 3.0] + [1127.0] * 4]
 
 
 # What a run does with it
@@ -299,8 +299,8 @@ def test_what_was_sent_and_what_is_left_are_all_differences(share: float) -> Non
     sent, wanted = torch.zeros(4, P), torch.zeros(4, P)
     for number in range(50):
         base, trained = random(4, P, seed=2 * number), random(4, P, seed=2 * number + 1)
-        arrived = link.up(*(Message(rows={"theta": rows}, num_clients=4) for rows in (trained, base)))
-        sent += arrived.rows["theta"] - base
+        arrived = link.up(*(Message(per_client={"theta": rows}, num_clients=4) for rows in (trained, base)))
+        sent += arrived.per_client["theta"] - base
         wanted += trained - base
     torch.testing.assert_close(sent + link.state[f"{UNSENT}theta"], wanted, rtol=0, atol=1e-4)
     assert link.state[f"{UNSENT}theta"].abs().max() < 20
@@ -387,7 +387,7 @@ def test_the_server_works_with_what_clients_decoded(codec: str) -> None:
 
         def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
             assert up.sent is not None
-            known.extend(up.sent.rows["theta"])
+            known.extend(up.sent.per_client["theta"])
             super().aggregate(server, cohort, up)
 
     Run(f"comm.codec={codec}", kind=Watched)

@@ -92,7 +92,7 @@ def full_message(cohort: Cohort) -> Message:
             "ids": torch.tensor([2**40, -3]),
             "double": torch.tensor([[0.1], [1e300]], dtype=torch.float64),
         },
-        rows={
+        per_client={
             "theta": rows(cohort, P),
             "some": rows(cohort, P),
             "branches": rows(cohort, 2, P),
@@ -100,7 +100,7 @@ def full_message(cohort: Cohort) -> Message:
             "precise": rows(cohort, 2, dtype=torch.float64) + 0.1,
             "figure": rows(cohort),
         },
-        keep={
+        layer_mask={
             "part": torch.tensor([True, False, True]),
             "some": chosen(cohort),
             "branches": torch.tensor([False, True, True]),
@@ -134,8 +134,8 @@ def rows_of(message: Message, own: list[int]) -> Message:
     """Return the message of some of its clients."""
     if not own:
         return Message(num_clients=0)
-    keep = {name: mask if mask.dim() == 1 else mask[own] for name, mask in message.keep.items()}
-    return Message({}, {name: rows[own] for name, rows in message.rows.items()}, keep, len(own))
+    keep = {name: mask if mask.dim() == 1 else mask[own] for name, mask in message.layer_mask.items()}
+    return Message({}, {name: rows[own] for name, rows in message.per_client.items()}, keep, len(own))
 
 
 @pytest.mark.mpi
@@ -154,19 +154,19 @@ def test_down_brings_each_rank_the_rows_of_its_clients(
     assert received.num_clients == len(own)
     assert channel.own(cohort) == own
     assert list(received.shared) == list(sent.shared)
-    assert list(received.rows) == list(sent.rows)
-    expected_shared = sent.shared | {"part": masked(sent.shared["part"], sent.keep["part"])}
+    assert list(received.per_client) == list(sent.per_client)
+    expected_shared = sent.shared | {"part": masked(sent.shared["part"], sent.layer_mask["part"])}
     for name, tensor in expected_shared.items():
         assert received.shared[name].dtype == tensor.dtype
         assert torch.equal(received.shared[name], tensor)
         assert received[name].shape == (received.num_clients, *tensor.shape)
-    for name, tensor in sent.rows.items():
-        whole = masked(tensor, sent.keep[name]) if name in sent.keep else tensor
-        assert received.rows[name].dtype == tensor.dtype
-        assert torch.equal(received.rows[name], whole[own])
-    assert {name: keep.tolist() for name, keep in received.keep.items()} == {
+    for name, tensor in sent.per_client.items():
+        whole = masked(tensor, sent.layer_mask[name]) if name in sent.layer_mask else tensor
+        assert received.per_client[name].dtype == tensor.dtype
+        assert torch.equal(received.per_client[name], whole[own])
+    assert {name: keep.tolist() for name, keep in received.layer_mask.items()} == {
         "part": [True, False, True],
-        "some": sent.keep["some"][own].tolist(),
+        "some": sent.layer_mask["some"][own].tolist(),
         "branches": [False, True, True],
     }
     assert world.largest <= max_elements
@@ -182,7 +182,7 @@ def test_up_brings_the_server_all_rows_in_client_order(
     world, cohort = CountingWorld(max_elements), cohort_of(clients)
     cohort = place(cohort, world)
     whole = full_message(cohort)
-    whole.shared, whole.keep = {}, {name: whole.keep[name] for name in ("some", "branches")}
+    whole.shared, whole.layer_mask = {}, {name: whole.layer_mask[name] for name in ("some", "branches")}
     own = own_part(cohort, world)
     blocks = list(Channel(world, LAYERS, N).up(rows_of(whole, own), cohort))
     assert world.largest <= max_elements
@@ -191,15 +191,15 @@ def test_up_brings_the_server_all_rows_in_client_order(
         return
     positions = [position for part, _ in blocks for position in range(len(cohort))[part]]
     assert positions == list(range(len(cohort)))
-    numbers_a_client = sum(tensor[0].numel() for tensor in whole.rows.values())
+    numbers_a_client = sum(tensor[0].numel() for tensor in whole.per_client.values())
     most = max(1, max_elements // numbers_a_client)
     assert all(block.num_clients == part.stop - part.start <= most for part, block in blocks)
-    for name, tensor in whole.rows.items():
-        arrived = torch.cat([block.rows[name] for _, block in blocks])
+    for name, tensor in whole.per_client.items():
+        arrived = torch.cat([block.per_client[name] for _, block in blocks])
         assert arrived.dtype == tensor.dtype
-        assert torch.equal(arrived, masked(tensor, whole.keep[name]) if name in whole.keep else tensor)
-    assert torch.equal(torch.cat([block.keep["some"] for _, block in blocks]), whole.keep["some"])
-    assert all(block.keep["branches"].tolist() == [False, True, True] for _, block in blocks)
+        assert torch.equal(arrived, masked(tensor, whole.layer_mask[name]) if name in whole.layer_mask else tensor)
+    assert torch.equal(torch.cat([block.layer_mask["some"] for _, block in blocks]), whole.layer_mask["some"])
+    assert all(block.layer_mask["branches"].tolist() == [False, True, True] for _, block in blocks)
 
 
 @pytest.mark.mpi
@@ -211,7 +211,7 @@ def test_only_kept_layers_travel(clients: tuple[int, ...]) -> None:
     kept = int((keep["some"] * SIZES).sum()) + len(cohort) * 2 * 5
     channel = Channel(world, LAYERS, N)
     channel.down(whole if world.is_server else None, cohort)
-    assert world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.rows.values())
+    assert world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.per_client.values())
     assert world.moved["broadcast float32"] == 0
     own = own_part(cohort, world)
     channel.up(rows_of(whole, own), cohort).collect()
@@ -230,11 +230,11 @@ def test_empty_messages(clients: tuple[int, ...]) -> None:
     channel = Channel(world, LAYERS, N)
     own = own_part(cohort, world)
     received = channel.down(Message(num_clients=len(cohort)) if world.is_server else None, cohort)
-    assert (received.shared, received.rows, received.num_clients) == ({}, {}, len(own))
+    assert (received.shared, received.per_client, received.num_clients) == ({}, {}, len(own))
     blocks = list(channel.up(Message(num_clients=len(own)), cohort))
     if world.is_server:
         assert sum(block.num_clients for _, block in blocks) == len(cohort)
-        assert all(block.rows == {} for _, block in blocks)
+        assert all(block.per_client == {} for _, block in blocks)
     assert world.moved.total() == 0
 
 
@@ -254,7 +254,7 @@ def test_an_upload_read_halfway_can_be_drained() -> None:
     world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
     own = own_part(cohort, world)
     channel = Channel(world, LAYERS, N)
-    upload = channel.up(rows_of(Message(rows={"theta": rows(cohort, P)}), own), cohort)
+    upload = channel.up(rows_of(Message(per_client={"theta": rows(cohort, P)}), own), cohort)
     if world.is_server:
         assert next(iter(upload))[0] == slice(0, 1)
     upload.drain()
@@ -268,10 +268,10 @@ def test_each_tensor_of_an_upload_is_read_once_in_any_order() -> None:
     world, cohort = CountingWorld(2**20), cohort_of(COHORTS[0])
     own = own_part(cohort, world)
     tensors = {name: rows(cohort, P) + place for place, name in enumerate("abcd")}
-    whole = Message(rows=tensors, num_clients=len(cohort))
+    whole = Message(per_client=tensors, num_clients=len(cohort))
     upload = Channel(world, LAYERS, N).up(rows_of(whole, own), cohort)
     if world.is_server:
-        assert torch.equal(upload.collect("b")["b"], whole.rows["b"])
+        assert torch.equal(upload.collect("b")["b"], whole.per_client["b"])
         weighted_means(upload, {"c": cohort.num_samples})
         with pytest.raises(ValueError, match="b: not in this upload, or read before"):
             upload.collect("a", "b")
@@ -312,13 +312,13 @@ def test_means_over_ranks_have_the_bits_of_one_rank(clients: tuple[int, ...], pl
 
 def masked_message(message: Message) -> Message:
     """Return a message whose layers that do not travel are zero."""
-    kept = {name: masked(message.rows[name], keep) for name, keep in message.keep.items()}
-    return Message(message.shared, message.rows | kept, message.keep, message.num_clients)
+    kept = {name: masked(message.per_client[name], keep) for name, keep in message.layer_mask.items()}
+    return Message(message.shared, message.per_client | kept, message.layer_mask, message.num_clients)
 
 
 def blocks_of(tensor: Tensor, *cuts: int) -> Iterator[tuple[slice, Message]]:
     for start, stop in zip((0, *cuts), (*cuts, len(tensor)), strict=True):
-        yield slice(start, stop), Message(rows={"theta": tensor[start:stop]}, num_clients=stop - start)
+        yield slice(start, stop), Message(per_client={"theta": tensor[start:stop]}, num_clients=stop - start)
 
 
 def upload_of(tensor: Tensor, *cuts: int) -> Upload:
@@ -462,11 +462,11 @@ def test_bytes_of_a_shared_tensor_count_for_every_client() -> None:
 
 def test_bytes_of_layers_left_out_are_not_counted() -> None:
     keep = torch.tensor([[True, False, True], [False, False, True]])
-    message = Message(rows={"theta": torch.zeros(2, 2, P)}, keep={"theta": keep}, num_clients=2)
+    message = Message(per_client={"theta": torch.zeros(2, 2, P)}, layer_mask={"theta": keep}, num_clients=2)
     traffic = counted(message)
     assert traffic.layers.tolist() == [[24, 0, 32], [0, 0, 32]]
     assert traffic.indices.tolist() == [8, 16]
-    message.keep = {"theta": torch.tensor([False, True, True])}
+    message.layer_mask = {"theta": torch.tensor([False, True, True])}
     traffic = counted(message)
     assert traffic.layers.tolist() == [[0, 16, 32]] * 2
     assert traffic.indices.tolist() == [0, 0]
@@ -475,7 +475,7 @@ def test_bytes_of_layers_left_out_are_not_counted() -> None:
 def test_statistics_whole_numbers_and_other_tensors_have_columns_of_their_own() -> None:
     message = Message(
         shared={"routes": torch.zeros(3, dtype=torch.int64)},
-        rows={BUFFERS: torch.zeros(2, 6), "mix": torch.zeros(2, 5, dtype=torch.float64)},
+        per_client={BUFFERS: torch.zeros(2, 6), "mix": torch.zeros(2, 5, dtype=torch.float64)},
         num_clients=2,
     )
     traffic = counted(message)
@@ -492,8 +492,8 @@ def test_select_keeps_what_belongs_to_some_clients() -> None:
     assert part.num_clients == 2
     assert torch.equal(part["theta"], message["theta"][1:3])
     assert torch.equal(part["plain"], torch.arange(P).float().expand(2, P))
-    assert torch.equal(part.keep["some"], message.keep["some"][1:3])
-    assert torch.equal(part.keep["branches"], message.keep["branches"])
+    assert torch.equal(part.layer_mask["some"], message.layer_mask["some"][1:3])
+    assert torch.equal(part.layer_mask["branches"], message.layer_mask["branches"])
     assert "theta" in part
     assert "nothing" not in part
 

@@ -164,13 +164,13 @@ def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
     errors = []
     for delta in (0.04, 0.02, 0.01):
         free = Run(*common, f"method.delta={delta}").method
-        trained = MethodAdapter(free).work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+        trained = MethodAdapter(free).work(*sent_to(run, 0, 0, start)).per_client["theta"][0]
         errors.append(float((trained - (w - d) - 0.5 * product).norm()))
     # central differences: a quarter of the error for half the distance
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.1)
     assert errors[2] < 0.01 * float(0.5 * product.norm())
-    first_order = run.driver.work(*sent_to(run, 0, 0, start)).rows["theta"][0]
+    first_order = run.driver.work(*sent_to(run, 0, 0, start)).per_client["theta"][0]
     torch.testing.assert_close(first_order, w - d, rtol=0, atol=1e-12)
 
 

@@ -153,7 +153,7 @@ def test_scaffold_comes_to_rest_where_the_objective_has_its_minimum(weights: str
         change = (server["theta"] - y) / (steps * lr) - server["variate"]
         own = own + change
         rows = {"theta": y, "change": change}
-        blocks = iter([(slice(0, 2), Message(rows=rows, num_clients=2))])
+        blocks = iter([(slice(0, 2), Message(per_client=rows, num_clients=2))])
         method.aggregate(server, cohort, Upload(blocks))
     torch.testing.assert_close(server["theta"], torch.full_like(server["theta"], rest), rtol=0, atol=1e-5)
 

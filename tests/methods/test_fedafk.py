@@ -103,7 +103,7 @@ def test_the_fixed_head_never_travels_and_costs_nothing() -> None:
     # clients attach the head themselves, so the server's copy has no influence
     run.server["theta"][head] = torch.nan
     up, clients = work(run, 1)
-    assert up.rows["theta"][:, :BODY].isfinite().all()
+    assert up.per_client["theta"][:, :BODY].isfinite().all()
     assert clients["theta"].isfinite().all()
 
 

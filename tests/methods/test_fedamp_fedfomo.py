@@ -252,16 +252,16 @@ def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> N
         )
         images = shard.x.clone()
         for number in (3, 4):
-            weights = work(run, client, number)[0].rows["weights"]
+            weights = work(run, client, number)[0].per_client["weights"]
             assert weights.abs().min() > 0
             # other numbers in all samples that are trained on change no weight
             shard.x[rest] = 0
-            assert torch.equal(work(run, client, number)[0].rows["weights"], weights)
+            assert torch.equal(work(run, client, number)[0].per_client["weights"], weights)
             shard.x[:] = images
             # and no numbers in those that are not leave the training unharmed
             shard.x[held_out] = torch.nan
             up, clients = work(run, client, number)
-            assert (up.rows["weights"] == 0).all()
+            assert (up.per_client["weights"] == 0).all()
             assert clients["theta"].isfinite().all()
             tuned = run.method.finetune(ClientGroup(run.workplace, [client], number), Message(), 1)
             assert tuned["theta"].isfinite().all()
@@ -371,10 +371,10 @@ def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
     server["affinity"] += 10
     models, start = random(3, method.layout.size), server["models"].clone()
     weights = torch.tensor([[0.5, -2.0], [0.0, 1.0], [3.0, 4.0]])
-    sent = Message(rows={"ids": torch.tensor([[3, 1], [0, 2], [1, 0]])})
+    sent = Message(per_client={"ids": torch.tensor([[3, 1], [0, 2], [1, 0]])})
     blocks = iter(
         [
-            (part, Message(rows={"theta": models[part], "weights": weights[part]}))
+            (part, Message(per_client={"theta": models[part], "weights": weights[part]}))
             for part in (slice(0, 2), slice(2, 3))
         ]
     )

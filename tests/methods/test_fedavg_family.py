@@ -37,8 +37,8 @@ def test_fedavg_takes_the_mean_weighted_by_samples() -> None:
     layout = run.method.layout
     rows = torch.tensor([[1.0], [2.0], [8.0]]).expand(3, layout.size)
     blocks = [
-        (slice(0, 2), Message(rows={"theta": rows[:2]}, num_clients=2)),
-        (slice(2, 3), Message(rows={"theta": rows[2:]}, num_clients=1)),
+        (slice(0, 2), Message(per_client={"theta": rows[:2]}, num_clients=2)),
+        (slice(2, 3), Message(per_client={"theta": rows[2:]}, num_clients=1)),
     ]
     cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
     run.method.aggregate(run.server, cohort, Upload(iter(blocks)))

@@ -54,7 +54,7 @@ class Watched(FedMN):
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         models = super().model_after_training(clients, down, up)
-        self.local[clients.ids[0]] = dict(models.rows)
+        self.local[clients.ids[0]] = dict(models.per_client)
         return models
 
     def end_round(self, server: State, cohort: Cohort) -> None:
@@ -115,13 +115,13 @@ def uploads(
     asked = [
         MethodAdapter(method).ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)
     ]
-    requests = {"paths": torch.cat([message.rows["paths"] for message in asked])}
+    requests = {"paths": torch.cat([message.per_client["paths"] for message in asked])}
     sent = channel.down(MethodAdapter(method).answer(run.server, cohort, requests), cohort)
     more = down | sent
     order = list(zip(groups, parts, strict=True))
     trained = {}
     for group, part in reversed(order) if backwards else order:
-        trained[group.ids[0]] = MethodAdapter(method).work(group, more.select(part)).rows["theta"][0]
+        trained[group.ids[0]] = MethodAdapter(method).work(group, more.select(part)).per_client["theta"][0]
         group.commit()
     return trained
 
@@ -211,7 +211,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     sent = MethodAdapter(method).answer(server, cohort, {"paths": bits})
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
-    blocks = iter([(slice(0, 3), Message(rows={"theta": rows}, num_clients=3))])
+    blocks = iter([(slice(0, 3), Message(per_client={"theta": rows}, num_clients=3))])
     method.aggregate(server, cohort, Upload(blocks, sent))
     return method, before, rows, server["theta"]
 

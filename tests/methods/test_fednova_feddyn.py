@@ -96,7 +96,7 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
     left = (1 - 1e-3) ** steps.float().unsqueeze(1)
     for _ in range(1500):
         rows = {"theta": torch.lerp(wanted, server["theta"].expand_as(wanted), left), "steps": steps}
-        method.aggregate(server, cohort, Upload(iter([(slice(0, 2), Message(rows=rows, num_clients=2))])))
+        method.aggregate(server, cohort, Upload(iter([(slice(0, 2), Message(per_client=rows, num_clients=2))])))
     assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
 
 
@@ -167,7 +167,7 @@ def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
         w = server["theta"].expand_as(wanted)
         theta = ((wanted + slope + alpha * w) / (1 + alpha)).float()
         slope[members] = (slope - alpha * (theta - w)).float()[members]
-        message = Message(rows={"theta": theta[members]}, num_clients=len(members))
+        message = Message(per_client={"theta": theta[members]}, num_clients=len(members))
         cohort = Cohort(number, tuple(members), method.context.num_samples[members])
         method.aggregate(server, cohort, Upload(iter([(slice(0, len(members)), message)])))
     assert_close(server["theta"], torch.full_like(server["theta"], rest), atol=1e-4)

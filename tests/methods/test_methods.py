@@ -775,15 +775,15 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
                 down
                 | asked
                 | MethodAdapter(method).answer(
-                    run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.rows
+                    run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.per_client
                 )
             )
         up = MethodAdapter(method).work(clients, down)
-        end = copy.deepcopy((up.rows, clients.buffers, {name: clients[name] for name in state}))
+        end = copy.deepcopy((up.per_client, clients.buffers, {name: clients[name] for name in state}))
         trained = MethodAdapter(method).after_training(clients, down, up)
         after.append(loss_on_training_data(run, clients, trained))
         torch.testing.assert_close(
-            (up.rows, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
+            (up.per_client, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
         )
         if method.traits.eval_after == "training":
             clients.commit()
@@ -813,7 +813,7 @@ class Careless(FedAvg):
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         own = torch.tensor(clients.ids, dtype=down["theta"].dtype).view(-1, 1)
-        return Message(rows={"theta": down["theta"] + own})
+        return Message(per_client={"theta": down["theta"] + own})
 
 
 def test_models_of_each_client_s_own_are_saved_apart_whatever_the_base_class_shares(
@@ -835,10 +835,10 @@ def test_models_of_each_client_s_own_are_saved_apart_whatever_the_base_class_sha
         ("train", None, r"train returned a NoneType; return Message\("),
         (
             "train",
-            Message(rows={"theta": torch.zeros(2, 3)}),
+            Message(per_client={"theta": torch.zeros(2, 3)}),
             "train returned 2 rows of 'theta' for 1 clients",
         ),
-        ("download", Message(rows={"theta": torch.zeros(3, 3)}), "returned 3 rows of 'theta' for 4 clients"),
+        ("download", Message(per_client={"theta": torch.zeros(3, 3)}), "returned 3 rows of 'theta' for 4 clients"),
     ],
 )
 def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, said: str) -> None:
@@ -852,7 +852,7 @@ class Moody(FedAvg):
     """Sends a tensor of its own."""
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(rows=super().train(clients, down).rows | {"mood": torch.zeros(len(clients), 2)})
+        return Message(per_client=super().train(clients, down).per_client | {"mood": torch.zeros(len(clients), 2)})
 
 
 def test_a_tensor_of_ones_own_is_counted_by_its_name() -> None:

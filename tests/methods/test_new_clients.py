@@ -237,7 +237,7 @@ def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
     (cohort,) = run.simulation._federation.unseen(ROUNDS)
     message = run.method.new_client_download(server, cohort)
     if isinstance(run.method, FedFomo):
-        sent = message.rows["models"][0]
+        sent = message.per_client["models"][0]
         assert len(sent) == known.sum()
         assert all((model == server["models"][known]).all(dim=1).any() for model in sent)
     diverged = server["models"].clone()

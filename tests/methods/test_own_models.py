@@ -260,7 +260,7 @@ def test_pfedme_refuses_steps_that_diverge_and_warns_of_those_that_overshoot() -
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 3.25), (0.5, 6.625), (2.0, -3.5)])
 def test_the_servers_step_of_pfedme_worked_out(beta: float, expected: float) -> None:
     rows = torch.tensor([[1.0, 4.0], [2.0, 4.0], [8.0, 4.0]])
-    blocks = iter([(slice(0, 3), Message(rows={"theta": rows}, num_clients=3))])
+    blocks = iter([(slice(0, 3), Message(per_client={"theta": rows}, num_clients=3))])
     server = {"theta": torch.tensor([10.0, 4.0])}
     cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
     method_of(PFedMe, beta=beta).aggregate(server, cohort, Upload(blocks))

@@ -82,7 +82,7 @@ def cohort_of(run: Run, clients: Sequence[int], round: int = 0) -> Cohort:
 
 def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> None:
     """Take one round's deltas [S, P] to the server."""
-    blocks = iter([(slice(0, len(deltas)), Message(rows={"update": deltas}, num_clients=len(deltas)))])
+    blocks = iter([(slice(0, len(deltas)), Message(per_client={"update": deltas}, num_clients=len(deltas)))])
     run.driver.receive(server, cohort_of(run, clients), Upload(blocks))
 
 
@@ -188,7 +188,7 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
     server = MethodAdapter(method).initial_server()
     cohort = cohort_of(run, [2])
     down = Channel(Communicator(), method.layers, 4).down(MethodAdapter(method).send(server, cohort), cohort)
-    delta = MethodAdapter(method).work(ClientGroup(run.workplace, [2], 0), down).rows["update"]
+    delta = MethodAdapter(method).work(ClientGroup(run.workplace, [2], 0), down).per_client["update"]
     before = loss(server)
     for _ in range(3):
         answer(run, server, [2], delta)

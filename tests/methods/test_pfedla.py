@@ -45,7 +45,7 @@ def cohort_of(method: Method, clients: Sequence[int], round: int = 0) -> Cohort:
 def aggregate(method: Method, server: State, clients: Sequence[int], trained: Tensor) -> None:
     """Answer what the server sends these clients with trained models [S, P]."""
     cohort = cohort_of(method, clients)
-    message = Message(rows={"theta": trained}, num_clients=len(trained))
+    message = Message(per_client={"theta": trained}, num_clients=len(trained))
     blocks = iter([(slice(0, len(trained)), message)])
     method.aggregate(server, cohort, Upload(blocks, MethodAdapter(method).send(server, cohort)))
 
@@ -421,7 +421,7 @@ def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:
     for client in range(4):
         alone = ClientGroup(run.workplace, [client], 0)
         trained.append(
-            MethodAdapter(method).work(alone, sent.select(slice(client, client + 1))).rows["buffers"][0]
+            MethodAdapter(method).work(alone, sent.select(slice(client, client + 1))).per_client["buffers"][0]
         )
     expected = (torch.stack(trained) * samples.unsqueeze(1)).sum(dim=0) / samples.sum()
     torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)

@@ -34,7 +34,7 @@ def aggregate(run: Run, num_samples: Sequence[int], branches: Tensor, alpha: Ten
     rows = {FIRST: branches[:, 0], OTHERS: branches[:, 1:], "alpha": alpha}
     size = len(num_samples)
     cohort = Cohort(0, tuple(range(size)), torch.tensor(num_samples))
-    blocks = iter([(slice(0, size), Message(rows=rows, num_clients=size))])
+    blocks = iter([(slice(0, size), Message(per_client=rows, num_clients=size))])
     server = {"branches": run.server["branches"].clone()}
     run.method.aggregate(server, cohort, Upload(blocks))
     return server["branches"]
@@ -366,7 +366,7 @@ def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
     samples = run.method.context.num_samples
     run.workplace.state["logits"].zero_()
     after, run.server = run.server, start
-    uploads = [work(run, client)[0].rows for client in range(4)]
+    uploads = [work(run, client)[0].per_client for client in range(4)]
     run.server = after
     weights = (samples / samples.sum()).unsqueeze(1)
     own = torch.cat([rows[FIRST] for rows in uploads])[:, mask]

@@ -110,7 +110,7 @@ def test_a_class_that_nobody_holds_keeps_its_prototype() -> None:
     means = torch.tensor([[[4.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [[0.0, 8.0], [1.0, 2.0], [0.0, 0.0]]])
     counts = torch.tensor([[1, 0, 0], [3, 5, 0]], dtype=torch.int32)
     average_prototypes(
-        server, Upload([(slice(0, 2), Message(rows={"prototypes": means}, num_clients=2))]), counts
+        server, Upload([(slice(0, 2), Message(per_client={"prototypes": means}, num_clients=2))]), counts
     )
     assert server["prototypes"].tolist() == [[1.0, 6.0], [1.0, 2.0], [7.0, 8.0]]
     assert server["is_known"].tolist() == [1, 1, 0]
@@ -503,7 +503,7 @@ def test_clients_of_fedas_without_information_count_by_their_samples() -> None:
     rows = random(2, run.method.layout.size)
     cohort = Cohort(0, (0, 1), torch.tensor([1, 3]))
     for information, weights in (([0.0, 0.0], [0.25, 0.75]), ([6.0, 1.0], [2 / 3, 1 / 3])):
-        message = Message(rows={"theta": rows, "information": torch.tensor(information)}, num_clients=2)
+        message = Message(per_client={"theta": rows, "information": torch.tensor(information)}, num_clients=2)
         run.method.aggregate(run.server, cohort, Upload([(slice(0, 2), message)]))
         body = run.method.layout.body
         torch.testing.assert_close(run.server["theta"][body], torch.tensor(weights) @ rows[:, body])

@@ -62,7 +62,7 @@ def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) 
     """Answer with what each of some clients sends, tensors by name."""
     clients = sorted(rows)
     stacked = {name: torch.stack([rows[client][name] for client in clients]) for name in rows[clients[0]]}
-    blocks = iter([(slice(0, len(clients)), Message(rows=stacked, num_clients=len(clients)))])
+    blocks = iter([(slice(0, len(clients)), Message(per_client=stacked, num_clients=len(clients)))])
     cohort = Cohort(round, tuple(clients), run.method.context.num_samples[clients])
     run.driver.receive(server, cohort, Upload(blocks))
 
@@ -191,7 +191,7 @@ def test_ifca_chooses_by_the_loss_on_training_data(two_groups: tuple[str, ...]) 
     everyone, shard = range(6), run.workplace.shard
 
     def chosen() -> list[int]:
-        trained = [run.driver.work(*sent_to(run, [client], 4)).rows["cluster"] for client in everyone]
+        trained = [run.driver.work(*sent_to(run, [client], 4)).per_client["cluster"] for client in everyone]
         return torch.cat(trained).tolist()
 
     assert chosen() == chosen_by_hand(run, everyone) == [0, 1] * 3

@@ -338,7 +338,7 @@ class OwnRule(FedAvg):
 
     def eval_model(self, clients, down):
         model = super().eval_model(clients, down)
-        model.rows["sharpness"] = torch.full((len(clients), 1), 2.0)
+        model.per_client["sharpness"] = torch.full((len(clients), 1), 2.0)
         return model
 
     def predict(self, clients, model, position, x):

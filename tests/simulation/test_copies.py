@@ -83,7 +83,7 @@ def test_what_is_shared_goes_to_the_device_once_for_all_groups() -> None:
     run = Run("method.name=fedavg", "train.rounds=1")
     federation = run.simulation._federation
     federation.worker_context = replace(federation.worker_context, device=torch.device("meta"))
-    message = Message(shared={"theta": torch.ones(3)}, rows={"own": torch.ones(4, 2)}, num_clients=4)
+    message = Message(shared={"theta": torch.ones(3)}, per_client={"own": torch.ones(4, 2)}, num_clients=4)
     down = federation.on_device(federation.deliver(message, run.simulation.cohort(0)).received)
     assert (down["theta"].device.type, down["own"].device.type) == ("meta", "cpu")
     assert down.to(torch.device("meta")).shared["theta"] is down.shared["theta"]

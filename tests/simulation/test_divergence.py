@@ -43,11 +43,11 @@ class Poisoned(METHODS["{method}"]):
         up = super().train(clients, down)
         for number, client in enumerate(clients.ids):
             if client in WHO.get(clients.round, ()):
-                for name in up.rows:
+                for name in up.per_client:
                     if name != "paths":
-                        up.rows[name][number] = up.rows[name][number].clone()
-                        up.rows[name][number, :4] = torch.nan if client == 3 else -torch.inf
-                        up.rows[name][number, 7] = torch.inf
+                        up.per_client[name][number] = up.per_client[name][number].clone()
+                        up.per_client[name][number, :4] = torch.nan if client == 3 else -torch.inf
+                        up.per_client[name][number, 7] = torch.inf
                 for name in list(clients.kept):
                     if clients[name].is_floating_point():
                         clients[name][number] = torch.nan
@@ -195,7 +195,7 @@ def test_a_model_that_cannot_be_scored(
         "        tuned = super().finetune(clients, down, epochs)\n"
         "        for number, client in enumerate(clients.ids):\n"
         "            if clients.round >= 2 and client == 4:\n"
-        "                tuned.rows['theta'][number] *= float('nan')\n"
+        "                tuned.per_client['theta'][number] *= float('nan')\n"
         "        return tuned\n"
     )
     keys = [*settings, f"method.path={path}", "train.finetune_epochs=2", "train.rounds=2"]
@@ -234,11 +234,11 @@ def spoil(monkeypatch: pytest.MonkeyPatch, kind: type[Method], clients: Sequence
     def spoilt(self: Method, group: ClientGroup, down: Message) -> Message:
         up = train(self, group, down)
         places = [n for n, client in enumerate(group.ids) if group.round == round and client in clients]
-        for tensors in (up.rows, dict(group.kept)):
+        for tensors in (up.per_client, dict(group.kept)):
             for name, rows in tensors.items():
                 if places and rows.is_floating_point():
                     tensors[name] = rows.clone().index_fill_(0, torch.tensor(places), torch.nan)
-                    if tensors is not up.rows:
+                    if tensors is not up.per_client:
                         group[name] = tensors[name]
         return up
 
@@ -354,7 +354,7 @@ def test_a_number_whose_difference_to_another_overflows(
     def steep(self: Method, group: ClientGroup, down: Message) -> Message:
         up = train(self, group, down)
         if 4 in group.ids:
-            up.rows["theta"][group.ids.index(4), :2] = torch.tensor([1.5, -1.5]) * 2.0**127
+            up.per_client["theta"][group.ids.index(4), :2] = torch.tensor([1.5, -1.5]) * 2.0**127
         return up
 
     monkeypatch.setattr(METHODS["fedavg"], "train", steep)
@@ -406,7 +406,7 @@ def test_what_is_wrong_with_each_member() -> None:
     clients["own"] = torch.zeros(6, 2).index_fill(0, torch.tensor([2]), -1.5 * LARGEST)
     clients.loss_sum[3], clients.loss_sum[4] = torch.inf, torch.nan
     share = torch.tensor([1.0, 1.0, 1.0, 1.0, -torch.inf, 1.0])
-    up = Message(rows={"theta": theta, "share": share, "paths": torch.zeros(6, 1, dtype=torch.uint8)})
+    up = Message(per_client={"theta": theta, "share": share, "paths": torch.zeros(6, 1, dtype=torch.uint8)})
     figures = losses_and_extremes(clients, up)
     assert figures.shape == (2, 6)
     assert diverged_members(clients, up, figures) == {

@@ -325,7 +325,7 @@ class LooksThemUp(FedAvg):
         return {"theta": self.context.initial_parameters(range(self.context.num_clients))}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        return Message(rows={"theta": server["theta"][list(cohort.clients)]})
+        return Message(per_client={"theta": server["theta"][list(cohort.clients)]})
 
 
 def test_a_method_that_looks_them_up_is_told_before_the_first_round(

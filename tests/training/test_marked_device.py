@@ -84,7 +84,7 @@ class Forgetful(FedAvg):
             return torch.zeros(theta.shape) if self.place == "step" else torch.zeros_like(theta)
 
         theta = clients.sgd(down["theta"], extra_gradient=pull).theta
-        return Message(rows={"theta": theta + torch.zeros(1, 1) if self.place == "end" else theta})
+        return Message(per_client={"theta": theta + torch.zeros(1, 1) if self.place == "end" else theta})
 
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
@@ -124,7 +124,7 @@ def stops_between_steps(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list
 
 def real_numbers(message: Message) -> int:
     """Return how many numbers of float32 a message has."""
-    tensors = [*message.shared.values(), *message.rows.values()]
+    tensors = [*message.shared.values(), *message.per_client.values()]
     return sum(tensor.numel() for tensor in tensors if tensor.dtype == torch.float32)
 
 
@@ -352,7 +352,7 @@ def test_the_end_of_a_local_round_is_one_transfer(marked: Marked) -> None:
     place, theta, buffers = place_of([8, 8, 8])
     clients = ClientGroup(place, range(3), 0)
     clients.buffers = buffers
-    up = Message(rows={"theta": clients.sgd(theta).theta, BUFFERS: clients.buffers})
+    up = Message(per_client={"theta": clients.sgd(theta).theta, BUFFERS: clients.buffers})
     marked.transfers.clear()
     figures = losses_and_extremes(clients, up).cpu()
     assert diverged_members(clients, up, figures) == {}

@@ -46,10 +46,10 @@ def test_shared_and_own_models(
     )
     theta, buffers = spread(network, 4)
     theta, buffers = theta + 0.1 * torch.randn(theta.shape), buffers + torch.rand(buffers.shape)
-    own = Message(rows={"theta": theta, BUFFERS: buffers}, num_clients=4)
+    own = Message(per_client={"theta": theta, BUFFERS: buffers}, num_clients=4)
     common = Message(shared={"theta": theta[0], BUFFERS: buffers[0]}, num_clients=4)
     # such as FedAvg's, whose clients keep their running statistics
-    mixed = Message(shared={"theta": theta[0]}, rows={BUFFERS: buffers}, num_clients=4)
+    mixed = Message(shared={"theta": theta[0]}, per_client={BUFFERS: buffers}, num_clients=4)
     for model in (own, common, mixed):
         found = clients.scores(model, "train")
         assert found is not None
@@ -63,7 +63,7 @@ def test_a_diverged_client_spoils_no_other() -> None:
     scorer = BatchedScorer(network, ParameterLayout(network))
     theta, buffers = spread(network, 4)
     theta[1] = torch.nan
-    model = Message(rows={"theta": theta, BUFFERS: buffers}, num_clients=4)
+    model = Message(per_client={"theta": theta, BUFFERS: buffers}, num_clients=4)
     found = scorer.scores(model, place.shard, "train", range(4))
     assert found.isnan().any(dim=1).tolist() == [False, True, False, False]
 
