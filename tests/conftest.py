@@ -33,7 +33,7 @@ QUICK = {
     f"test_{name}"
     for name in (
         *("checkpoint", "client_files", "config", "figures", "file", "hypernetworks", "ledger", "lock"),
-        *("messages", "modular", "parameters", "partitions", "properties", "randomness", "rooms", "shard"),
+        *("messages", "modular", "parameters", "partitions", "randomness", "rooms", "shard"),
         *("curves", "sources", "stopping", "view"),
     )
 }
@@ -43,16 +43,7 @@ QUICK = {
 LONGEST = [
     f"test_{name}"
     for name in (
-        *(
-            "bits",
-            "docs",
-            "unseen",
-            "paper_figures",
-            "process_faults",
-            "jobs",
-            "marked_device",
-            "take_away",
-        ),
+        *("docs", "bits", "unseen", "paper_figures", "process_faults", "jobs", "marked_device", "take_away"),
         *("resume", "methods", "table", "under_mpirun", "sharded_runs", "divergence", "networks", "bench"),
         *("faults", "fedmn", "fedafk", "nodes", "slurm_nodes", "transports"),
     )

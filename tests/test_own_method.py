@@ -79,14 +79,13 @@ def test_a_new_aggregation_rule_runs_on_any_number_of_ranks_and_goes_on(
     assert (saved["name"], saved["left_out"], len(saved["code"])) == (trimmed.stem, 1, 16)
 
 
-@pytest.mark.parametrize(("codec", "share"), [("float16", 1 / 2), ("int8", 1 / 4), ("topk", 1 / 10)])
-def test_it_has_codecs_without_a_line(trimmed: Path, tmp_path: Path, codec: str, share: float) -> None:
+def test_it_has_codecs_without_a_line(trimmed: Path, tmp_path: Path) -> None:
     words = [f"method.path={trimmed}", *TINY, "--out"]
     assert main([*words, str(tmp_path / "plain")]) == FINISHED
-    assert main([*words, str(tmp_path / "coded"), f"comm.codec={codec}"]) == FINISHED
+    assert main([*words, str(tmp_path / "coded"), "comm.codec=topk"]) == FINISHED
     rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("plain", "coded")]
     plain, coded = (dict(zip(lines[0].split(","), lines[-1].split(","), strict=True)) for lines in rows)
-    assert int(coded["bytes_up"]) == pytest.approx(share * int(plain["bytes_up"]), rel=0.01)
+    assert int(coded["bytes_up"]) == pytest.approx(0.1 * int(plain["bytes_up"]), rel=0.01)
 
 
 def test_its_keys_are_checked_and_it_is_listed(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,17 +140,6 @@ def test_a_file_that_is_no_method_is_refused(
 def test_a_name_that_is_not_the_file_s_is_refused(trimmed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, f"method.path={trimmed}", "method.name=moon")
     assert f"method.name=moon does not go with method.path={trimmed}" in said
-
-
-def test_an_edited_file_is_another_run_in_another_process(
-    trimmed: Path, tmp_path: Path, mpirun: Mpirun
-) -> None:
-    words = [f"method.path={trimmed}", *TINY, "--out", str(tmp_path / "run")]
-    assert main(words) == FINISHED
-    trimmed.write_text(TRIMMED.replace("+ 1\n", "+ 2\n"))
-    again = mpirun(1, "-m", "hpcfl.main", *words, check=False, anew=True)
-    assert again.returncode == BAD_INPUT
-    assert "method.code: " in again.stderr
 
 
 def test_options_go_with_the_method_that_knows_them(trimmed: Path, tmp_path: Path) -> None:

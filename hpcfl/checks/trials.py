@@ -145,7 +145,7 @@ def _see_lock(folder: Path) -> Holder:
             if seen.owner:
                 return seen
         time.sleep(PAUSE_S)
-    return Holder("", False)
+    return Holder("", False, False)
 
 
 def check_data(world: Communicator, config: Config, found: Findings) -> None:

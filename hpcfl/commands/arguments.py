@@ -15,6 +15,7 @@ from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError
 
 SETTINGS_HELP = "CONFIG.yaml | key.sub=value"
+TABLE_HELP = "TABLE.yaml | key.sub=value"
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,6 +63,13 @@ class RunOptions:
 
 def parse_run(arguments: Sequence[str], description: str | None) -> RunOptions:
     """Read the words of a run. Raises UserError; SystemExit after `--help`."""
+    options = run_parser(description).parse_intermixed_args(list(arguments))
+    config, overrides = split_settings(options.settings)
+    return RunOptions(config, overrides, options.out, options.fresh, options.quiet)
+
+
+def run_parser(description: str | None) -> Parser:
+    """Return what reads the words of a run."""
     parser = Parser("hpcfl run", description)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
     parser.add_argument("--out", type=Path, metavar="DIR", help="run folder (default: runs/<name>)")
@@ -69,9 +77,7 @@ def parse_run(arguments: Sequence[str], description: str | None) -> RunOptions:
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     add_own_code(parser)
     parser.add_argument("--version", action="version", version=f"hpcfl {__version__}")
-    options = parser.parse_intermixed_args(list(arguments))
-    config, overrides = split_settings(options.settings)
-    return RunOptions(config, overrides, options.out, options.fresh, options.quiet)
+    return parser
 
 
 def split_settings(settings: Sequence[str]) -> tuple[Path | None, tuple[str, ...]]:

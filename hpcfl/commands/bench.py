@@ -30,14 +30,7 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds
     """
-    parser = Parser("hpcfl bench", run_bench.__doc__)
-    parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
-    parser.add_argument("--clients", default="100", help="clients of scale, such as 100,1000 (default: 100)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     parts = _parts(options, world)
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")
@@ -76,6 +69,18 @@ def _parts(options: Namespace, world: Communicator) -> list[str]:
                 "--parts nodes needs several ranks; type mpirun -n 4 python -m hpcfl.main bench --parts nodes"
             )
     return [part for part in PARTS if part in asked]
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl bench`."""
+    parser = Parser("hpcfl bench", run_bench.__doc__)
+    parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
+    parser.add_argument("--clients", default="100", help="clients of scale, such as 100,1000 (default: 100)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
+    parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
+    return parser
 
 
 def _earlier(options: Namespace, world: Communicator) -> dict[str, float]:

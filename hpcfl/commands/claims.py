@@ -28,12 +28,7 @@ def judge_claims(arguments: Sequence[str], world: Communicator) -> None:
             - {table: pfedla_table1, row: pFedLA, above: [Local]}   # also columns, at: after_training
           reason: ...              # if known, with evidence: the result file that it rests on
     """
-    parser = Parser("hpcfl claims", judge_claims.__doc__)
-    parser.add_argument(
-        "files", nargs="*", type=Path, metavar="CLAIMS.yaml", help=f"default: all of {FOLDER}"
-    )
-    parser.add_argument("--markdown", action="store_true", help="print Markdown")
-    options = parser.parse_intermixed_args(list(arguments))
+    options = parser().parse_intermixed_args(list(arguments))
     files = options.files or sorted(FOLDER.glob("*.yaml"))
     if not files:
         raise UserError(f"there is no claims file in {FOLDER}; name one, such as hpcfl claims CLAIMS.yaml")
@@ -46,3 +41,13 @@ def judge_claims(arguments: Sequence[str], world: Communicator) -> None:
             )
     as_words = as_markdown if options.markdown else as_text
     print("\n".join(as_words(document(claims)) for claims in many))
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl claims`."""
+    parser = Parser("hpcfl claims", judge_claims.__doc__)
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="CLAIMS.yaml", help=f"default: all of {FOLDER}"
+    )
+    parser.add_argument("--markdown", action="store_true", help="print Markdown")
+    return parser

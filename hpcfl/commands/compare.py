@@ -18,7 +18,12 @@ def compare_runs(arguments: Sequence[str], world: Communicator) -> None:
     seeds, such as A-s0 B-s0 A-s1 B-s1, are combined.
     A Python file that a run's config.yaml names runs only if --own-code names it too.
     """
+    print(compare([load_run(path) for path in parser().parse_args(arguments).runs]))
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl compare`."""
     parser = Parser("hpcfl compare", compare_runs.__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders of runs, two or more")
     add_own_code(parser)
-    print(compare([load_run(path) for path in parser.parse_args(arguments).runs]))
+    return parser

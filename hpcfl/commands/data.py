@@ -11,6 +11,12 @@ from hpcfl.data.sources import fetch
 
 def fetch_data(arguments: Sequence[str], world: Communicator) -> None:
     """Download a data set, on a machine with a network; runs never download."""
+    options = parser().parse_args(arguments)
+    print(f"{options.name} is in {fetch(options.name, options.root, options.split)}")
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl data`."""
     parser = Parser("hpcfl data", fetch_data.__doc__)
     parser.add_argument("action", choices=["fetch"])
     parser.add_argument("name", help="a source of `hpcfl list`")
@@ -18,5 +24,4 @@ def fetch_data(arguments: Sequence[str], world: Communicator) -> None:
         "--root", default="data", help="folder to put it in; a run's data.root (default: data)"
     )
     parser.add_argument("--split", default="mnist", help="EMNIST's split, to check its name (default: mnist)")
-    options = parser.parse_args(arguments)
-    print(f"{options.name} is in {fetch(options.name, options.root, options.split)}")
+    return parser

@@ -23,13 +23,7 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
 
     For example: mpirun -n 9 hpcfl doctor CONFIG.yaml --out /scratch/me/runs
     """
-    parser = Parser("hpcfl doctor", check_everything.__doc__)
-    parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", default=Path("runs"), help="where runs will be (default: runs)"
-    )
-    add_own_code(parser)
-    options = parser.parse_intermixed_args(list(arguments))
+    options = parser().parse_intermixed_args(list(arguments))
     config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
     found = Findings()
     check_ranks(world, config, found)
@@ -41,3 +35,14 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     if verdict.startswith(TO_FIX):
         raise UserError(verdict)
     print(verdict, flush=True)
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl doctor`."""
+    parser = Parser("hpcfl doctor", check_everything.__doc__)
+    parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", default=Path("runs"), help="where runs will be (default: runs)"
+    )
+    add_own_code(parser)
+    return parser

@@ -19,6 +19,14 @@ def export_models(arguments: Sequence[str], world: Communicator) -> None:
     FILE.pt or FILE.safetensors is one model. model.py builds the network and needs only PyTorch.
     A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
+    options = parser().parse_args(arguments)
+    client = client_of(options.client, GLOBAL, ALL)
+    for path in load_run(options.run).export(client, options.out):
+        print(path)
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl export`."""
     parser = Parser("hpcfl export", export_models.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
     parser.add_argument(
@@ -26,7 +34,4 @@ def export_models(arguments: Sequence[str], world: Communicator) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, help="a folder, FILE.pt or FILE.safetensors")
     add_own_code(parser)
-    options = parser.parse_args(arguments)
-    client = client_of(options.client, GLOBAL, ALL)
-    for path in load_run(options.run).export(client, options.out):
-        print(path)
+    return parser

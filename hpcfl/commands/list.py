@@ -32,13 +32,7 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
     With `keys`, print all configuration keys with allowed values, defaults and meanings, or only those
     whose name or group begins with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet
     """
-    parser = Parser("hpcfl list", list_everything.__doc__)
-    parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then names of keys or groups")
-    parser.add_argument("--describe", action="store_true", help="describe each in one line")
-    parser.add_argument("--markdown", action="store_true", help="print keys as Markdown tables")
-    for kind, (key, _) in OWN_FILES.items():
-        parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
-    options = parser.parse_intermixed_args(list(arguments))
+    options = parser().parse_intermixed_args(list(arguments))
     if options.words and options.words[0] != "keys":
         raise UserError(
             f"{options.words[0]} is not a list; type hpcfl list, or hpcfl list keys method.pfedla"
@@ -54,6 +48,17 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
         print("\n\n".join(map(_as_table if options.markdown else _as_lines, _by_group(found))))
     else:
         _print_names(options.describe)
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl list`."""
+    parser = Parser("hpcfl list", list_everything.__doc__)
+    parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then names of keys or groups")
+    parser.add_argument("--describe", action="store_true", help="describe each in one line")
+    parser.add_argument("--markdown", action="store_true", help="print keys as Markdown tables")
+    for kind, (key, _) in OWN_FILES.items():
+        parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
+    return parser
 
 
 def _print_names(describes: bool) -> None:

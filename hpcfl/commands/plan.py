@@ -50,18 +50,7 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     measures the network between rank 0 and the others; it prints its assumptions. For example, on the
     nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
     """
-    parser = Parser("hpcfl plan", show_plan.__doc__)
-    parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
-    parser.add_argument("--ranks", metavar="R", help="ranks of the run (default: those here, or 9)")
-    parser.add_argument(
-        "--ranks-per-node", metavar="R", help="(default: as here under mpirun, or a core each)"
-    )
-    parser.add_argument(
-        "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
-    )
-    parser.add_argument("--no-timing", action="store_true", help="skip the dry run, and all that needs it")
-    add_own_code(parser)
-    options = parser.parse_intermixed_args(list(arguments))
+    options = parser().parse_intermixed_args(list(arguments))
     ranks = _whole_number("--ranks", options.ranks, 9)
     per_node = _whole_number("--ranks-per-node", options.ranks_per_node, 32)
     if options.time is not None:
@@ -74,6 +63,22 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     config = load_config(*split_settings(options.settings))
     with report_out_of_memory(config, world):
         _tell(config, _usual_ranks(world) if ranks is None else ranks, network, options)
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl plan`."""
+    parser = Parser("hpcfl plan", show_plan.__doc__)
+    parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
+    parser.add_argument("--ranks", metavar="R", help="ranks of the run (default: those here, or 9)")
+    parser.add_argument(
+        "--ranks-per-node", metavar="R", help="(default: as here under mpirun, or a core each)"
+    )
+    parser.add_argument(
+        "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
+    )
+    parser.add_argument("--no-timing", action="store_true", help="skip the dry run, and all that needs it")
+    add_own_code(parser)
+    return parser
 
 
 def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> None:

@@ -24,20 +24,7 @@ def predict_images(arguments: Sequence[str], world: Communicator) -> None:
     Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with one line per image.
     A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
-    parser = Parser("hpcfl predict", predict_images.__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
-    parser.add_argument("images", type=Path, metavar="IMAGES.npz")
-    parser.add_argument("--client", required=True, help="a client's number, or global (the server's model)")
-    parser.add_argument(
-        "--layout",
-        choices=("NHWC", "NCHW"),
-        help="axis order of x (default: the one that fits; if both fit, the run's data.layout)",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"
-    )
-    add_own_code(parser)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     client = client_of(options.client, GLOBAL)
     out: Path = options.out
     if out.suffix not in (".npz", ".csv") or out.resolve() == options.images.resolve():
@@ -55,6 +42,24 @@ def predict_images(arguments: Sequence[str], world: Communicator) -> None:
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
     print(f"labels and probabilities of {len(labels)} images are in {out}")
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl predict`."""
+    parser = Parser("hpcfl predict", predict_images.__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
+    parser.add_argument("images", type=Path, metavar="IMAGES.npz")
+    parser.add_argument("--client", required=True, help="a client's number, or global (the server's model)")
+    parser.add_argument(
+        "--layout",
+        choices=("NHWC", "NCHW"),
+        help="axis order of x (default: the one that fits; if both fit, the run's data.layout)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"
+    )
+    add_own_code(parser)
+    return parser
 
 
 def _npz(labels: np.ndarray, probabilities: np.ndarray) -> bytes:

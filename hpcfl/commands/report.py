@@ -24,6 +24,19 @@ def make_report(arguments: Sequence[str], world: Communicator) -> None:
     For example:
       hpcfl report runs/pfedla-digits-s0-eea85792 runs/fedavg-digits-s0-f8e9fb8a --out both.html
     """
+    options = parser().parse_args(arguments)
+    if options.out and options.out.suffix != PAGE_SUFFIX:
+        page = options.out / REPORT_NAME if options.out.is_dir() else options.out.with_suffix(PAGE_SUFFIX)
+        raise UserError(f"--out {options.out} does not end in {PAGE_SUFFIX}; name a page, such as {page}")
+    folders = list({folder.resolve(): folder for folder in options.folders}.values())
+    runs = {run.path.resolve(): run for folder in folders for run in _runs_in(folder)}
+    out = options.out or (folders[0] if len(folders) == 1 else Path()) / REPORT_NAME
+    write_report(list(runs.values()), out)
+    print(f"the report of {len(runs)} run{'s' * (len(runs) > 1)} is in {out}")
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl report`."""
     parser = Parser("hpcfl report", make_report.__doc__)
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of runs")
     parser.add_argument(
@@ -33,15 +46,7 @@ def make_report(arguments: Sequence[str], world: Communicator) -> None:
         help=f"the page, NAME.html (default: {REPORT_NAME} in the folder; of several folders, in this one)",
     )
     add_own_code(parser)
-    options = parser.parse_args(arguments)
-    if options.out and options.out.suffix != PAGE_SUFFIX:
-        page = options.out / REPORT_NAME if options.out.is_dir() else options.out.with_suffix(PAGE_SUFFIX)
-        raise UserError(f"--out {options.out} does not end in {PAGE_SUFFIX}; name a page, such as {page}")
-    folders = list({folder.resolve(): folder for folder in options.folders}.values())
-    runs = {run.path.resolve(): run for folder in folders for run in _runs_in(folder)}
-    out = options.out or (folders[0] if len(folders) == 1 else Path()) / REPORT_NAME
-    write_report(list(runs.values()), out)
-    print(f"the report of {len(runs)} run{'s' * (len(runs) > 1)} is in {out}")
+    return parser
 
 
 def _runs_in(folder: Path) -> list[Run]:

@@ -7,12 +7,18 @@ import json
 import re
 import textwrap
 import time
-from argparse import SUPPRESS
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from hpcfl.commands.arguments import Parser, RunOptions, add_own_code, command_line, split_settings
+from hpcfl.commands.arguments import (
+    TABLE_HELP,
+    Parser,
+    RunOptions,
+    add_own_code,
+    command_line,
+    split_settings,
+)
 from hpcfl.commands.run import run
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import ForcedStop, StorageError, UserError
@@ -21,12 +27,10 @@ from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
-from hpcfl.tables.cells import Cell, Choice, Shrinking, Table
-from hpcfl.tables.dealing import methods_of
-from hpcfl.tables.hours import plan
-from hpcfl.tables.paper_figures import check_parts_not_there
-from hpcfl.tables.schema import QUANTITIES
-from hpcfl.tables.write_results import FromHistories, in_turn, write, write_from_histories, write_results
+from hpcfl.tables.cells import Cell, Table
+from hpcfl.tables.file import QUANTITIES
+from hpcfl.tables.plan import methods_of, plan
+from hpcfl.tables.write_results import in_turn, write, write_from_histories, write_results
 from hpcfl.terminal import print_warning
 
 A_CELL_NEEDS_S = 30
@@ -53,20 +57,82 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
       compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
     A row's settings lie over its column's; `tuned`: on validation samples; `at`: after_download or
-    after_training; `weighted: true` beside it: clients count with their samples; `figure`: heat_maps,
-    curves, bars or points, as in configs/tables/*_figure*.yaml.
+    after_training; `figure`: heat_maps, curves, bars or points, as in configs/tables/*_figure*.yaml.
     """
+    options = parser().parse_intermixed_args(list(arguments))
+    path, overrides = split_settings(options.settings)
+    if path is None:
+        raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
+    part, num_parts = options.part
+    say = _speech(options.quiet)
+    with ExitStack() as at_exit:
+        stop = StopFlag()
+        at_exit.callback(stop.restore)
+        table = run_collectively(
+            world,
+            lambda: Table(
+                path,
+                overrides,
+                options.out,
+                rounds=options.rounds,
+                seeds=options.seeds,
+                in_columns=options.column,
+                in_rows=options.row,
+            ),
+        )
+        if options.plan:
+            print(run_collectively(world, lambda: as_text(plan(table)) if world.is_server else ""))
+            return False
+        own = table.chosen[part - 1 :: num_parts]
+        pending = run_collectively(
+            world, lambda: _pending(table, own, options.fresh, world.num_workers) if world.is_server else []
+        )
+        pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
+        skipped = [cell for cell in own if _is_skipped(table, cell)]
+        finished = len(own) - len(pending) - len(skipped)
+        say(f"{finished} of {len(own)} cells are finished, in {table.folder}")
+        for label, reason in table.not_run.items():
+            say(f"{label}: not run: {reason}")
+        command = command_line(["table", *arguments], world.size)
+        stopped, failed = _run_cells(table, pending, world, stop, command, options.quiet)
+        text, drawn, missing = run_collectively(
+            world, lambda: _write_all(table) if world.is_server else ("", {}, [])
+        )
+        say(f"\n{text}\nin {table.folder}: table.md, table.tex and CSV files")
+        if any(drawn.values()):
+            say(f"drawn: {', '.join(file for files in drawn.values() for file in files)}")
+        for name in [name for name, files in drawn.items() if not files]:
+            say(f"{name} is not drawn: nothing that it shows is finished")
+        if options.write_results:
+            written = run_collectively(world, lambda: write_results(table) if world.is_server else [])
+            say(f"results: {', '.join(map(str, written))}")
+        if missing:
+            _say_missing(say, table, missing)
+        if stopped:
+            say(f"stopped early with a checkpoint; resume with\n  {command}")
+        elif missing:
+            rest = command_line(["table", *_without_part(arguments)], world.size)
+            say(f"if no other part is running them, resume with\n  {rest}")
+        if failed and not stopped:
+            raise _all_of(failed)
+        return stopped
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl table`."""
     quantities = textwrap.fill(f"show: {', '.join(QUANTITIES)}", 98, subsequent_indent="  ")
     parser = Parser("hpcfl table", f"{inspect.cleandoc(run_table.__doc__ or '')}\n{quantities}")
     parser.usage = "hpcfl table TABLE.yaml [key.sub=value ...] [options]"
-    parser.add_argument("settings", nargs="*", help=SUPPRESS)
+    parser.add_argument("settings", nargs="*", metavar=TABLE_HELP)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
     for name in ("column", "row"):
         named = f"run only this {name}, by its label or a part; repeatable"
         parser.add_argument(f"--{name}", action="append", default=[], metavar="LABEL", help=named)
-    parser.add_argument("--part", metavar="K/N", help="run only every N-th cell, from the K-th on")
-    parser.add_argument("--rounds", metavar="R", help="shrink: no cell has more rounds")
-    parser.add_argument("--seeds", metavar="0,1", help="shrink: only these of the table's seeds")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="run only every N-th cell, from the K-th on"
+    )
+    parser.add_argument("--rounds", type=_rounds, metavar="R", help="shrink: no cell has more rounds")
+    parser.add_argument("--seeds", type=_seeds, metavar="0,1", help="shrink: only these of the table's seeds")
     parser.add_argument(
         "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
     )
@@ -78,53 +144,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
     parser.add_argument("--fresh", action="store_true", help="start cells over whose settings have changed")
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     add_own_code(parser)
-    options = parser.parse_intermixed_args(list(arguments))
-    path, overrides = split_settings(options.settings)
-    if path is None:
-        raise UserError("give a table file, such as configs/tables/baselines.yaml; see hpcfl table --help")
-    part, num_parts = _part(options.part)
-    shrinking = _shrinking(options.rounds, options.seeds)
-    choice = Choice(tuple(options.column), tuple(options.row))
-    say = _speech(options.quiet)
-    with ExitStack() as at_exit:
-        stop = StopFlag()
-        at_exit.callback(stop.restore)
-        whole = run_collectively(world, lambda: Table(path, overrides, options.out, shrinking, choice))
-        if options.plan:
-            print(run_collectively(world, lambda: as_text(plan(whole)) if world.is_server else ""))
-            return False
-        own = whole.chosen[part - 1 :: num_parts]
-        pending = run_collectively(
-            world, lambda: _pending(whole, own, options.fresh, world) if world.is_server else []
-        )
-        pending = json.loads(world.broadcast_bytes(json.dumps(pending).encode()))
-
-        skipped = [number for number in own if _is_skipped(whole, number)]
-        finished = len(own) - len(pending) - len(skipped)
-        say(f"{finished} of {len(own)} cells are finished, in {whole.folder}")
-        for label, reason in whole.not_run.items():
-            say(f"{label}: not run: {reason}")
-        command = command_line(["table", *arguments], world.size)
-        stopped, failed = _run_cells(whole, pending, world, stop, command, options.quiet)
-        text, told, missing = run_collectively(
-            world, lambda: _write_all(whole) if world.is_server else ("", None, [])
-        )
-        say(f"\n{text}\nin {whole.folder}: table.md, table.tex and CSV files")
-        if told is not None:
-            _say_drawn(say, told)
-        if options.write_results:
-            written = run_collectively(world, lambda: write_results(whole, told) if told is not None else [])
-            say(f"results: {', '.join(map(str, written))}")
-        if missing:
-            _say_missing(say, whole, missing)
-        if stopped:
-            say(f"stopped early with a checkpoint; resume with\n  {command}")
-        elif missing:
-            rest = command_line(["table", *_without_part(arguments)], world.size)
-            say(f"if no other part is running them, resume with\n  {rest}")
-        if failed and not stopped:
-            raise _all_of(failed)
-        return stopped
+    return parser
 
 
 def _all_of(errors: Sequence[UserError]) -> UserError:
@@ -137,29 +157,28 @@ def _all_of(errors: Sequence[UserError]) -> UserError:
 
 
 def _run_cells(
-    whole: Table,
+    table: Table,
     pending: Sequence[tuple[int, bool]],
     world: Communicator,
     stop: StopFlag,
     command: str,
     quiet: bool,
 ) -> tuple[bool, list[UserError]]:
-    """Run cells, each a number and whether it starts over. Collective.
+    """Run cells, each its number among those chosen and whether it starts over. Collective.
 
     Returns whether they stopped early, and what went wrong with cells that could not be run.
     """
     began_s = time.monotonic()
     failed: list[UserError] = []
     for done, (number, fresh) in enumerate(pending):
-        cell = whole.cells[number]
+        cell = table.chosen[number]
         left = ""
         if done:
             if _must_stop(world, stop):
                 return True, failed
             left_s = (time.monotonic() - began_s) / done * (len(pending) - done)
             left = f"  time left {clock(left_s)}"
-        place = f"{whole.chosen.index(number) + 1}/{len(whole.chosen)}"
-        _speech(quiet)(f"cell {place}: {whole.name(cell)} seed {cell.seed}{left}")
+        _speech(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
         options = RunOptions(None, (), cell.folder, fresh, quiet)
         try:
             with _noted(cell, world):
@@ -172,7 +191,7 @@ def _run_cells(
         if outcome == "stopped":
             return True, failed
         if outcome is not None:
-            run_collectively(world, lambda: _write(whole) if world.is_server else None)
+            run_collectively(world, lambda: _write(table) if world.is_server else None)
     if world.is_server:
         tell_script("cell", "")
     return False, failed
@@ -189,51 +208,44 @@ def _noted(cell: Cell, world: Communicator) -> Iterator[None]:
     if not world.is_server:
         yield
         return
-    # a folder that cannot be written is told by the run itself
+    note = _note(cell)
+    # the run itself reports a folder that cannot be written
     with suppress(OSError):
-        cell.folder.parent.mkdir(parents=True, exist_ok=True)
-        _note(cell).touch()
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
     tell_script("cell", str(cell.folder))
+    is_fault = True
     try:
         yield
+        is_fault = False
     except (UserError, StorageError, ForcedStop, KeyboardInterrupt):
-        _forget(cell)
+        is_fault = False
         raise
-    _forget(cell)
+    finally:
+        if not is_fault:
+            with suppress(OSError):
+                note.unlink()
 
 
-def _forget(cell: Cell) -> None:
-    with suppress(OSError):
-        _note(cell).unlink()
-
-
-def _write(whole: Table) -> str:
+def _write(table: Table) -> str:
     """Write the table, while no other part does, and return it as text: the last part to end has seen all."""
-    with in_turn(whole.folder):
-        return write(whole)[0]
+    with in_turn(table.folder):
+        return write(table)
 
 
-def _write_all(whole: Table) -> tuple[str, FromHistories, list[Cell]]:
-    """Write the table and what is made of checkpoints, and return both and the chosen cells missing."""
-    with in_turn(whole.folder):
-        text, _ = write(whole)
-        chosen = (whole.cells[number] for number in whole.chosen)
-        return text, write_from_histories(whole), [cell for cell in chosen if cell.finished_run is None]
+def _write_all(table: Table) -> tuple[str, dict[str, list[str]], list[Cell]]:
+    """Write all files; return the table as text, the pictures by name, and the chosen cells missing."""
+    with in_turn(table.folder):
+        text, drawn = write(table), write_from_histories(table)
+        return text, drawn, [cell for cell in table.chosen if cell.finished_run is None]
 
 
-def _say_missing(say: Callable[[str], None], whole: Table, missing: Sequence[Cell]) -> None:
-    say(f"{len(missing)} of {len(whole.chosen)} cells are missing")
+def _say_missing(say: Callable[[str], None], table: Table, missing: Sequence[Cell]) -> None:
+    say(f"{len(missing)} of {len(table.chosen)} cells are missing")
     for cell in missing[:MAX_NAMED]:
-        say(f"  {whole.name(cell)} seed {cell.seed}, in {cell.folder}")
+        say(f"  {cell.name} seed {cell.seed}, in {cell.folder}")
     if len(missing) > MAX_NAMED:
         say(f"  and {len(missing) - MAX_NAMED} more")
-
-
-def _say_drawn(say: Callable[[str], None], told: FromHistories) -> None:
-    if told.pictures:
-        say(f"drawn: {', '.join(told.pictures)}")
-    for name in told.undrawn:
-        say(f"{name} is not drawn: nothing that it shows is finished")
 
 
 def _speech(quiet: bool) -> Callable[[str], None]:
@@ -247,13 +259,13 @@ def _must_stop(world: Communicator, stop: StopFlag) -> bool:
     return world.maximum(int(wanted)) == 1
 
 
-def _pending(whole: Table, own: Sequence[int], fresh: bool, world: Communicator) -> list[tuple[int, bool]]:
-    """Return the numbers of the cells to run, and whether each starts over; UserError for what cannot be.
+def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -> list[tuple[int, bool]]:
+    """Return the numbers of the cells to run among those chosen, and whether each starts over.
 
-    Cells of columns whose data cannot be read are left out (`Table.not_run`).
+    Cells of columns whose data cannot be read are left out (`Table.not_run`). UserError for what cannot run.
     """
     pending = []
-    for number, cell in enumerate(whole.cells):
+    for cell in table.cells:
         if cell.finished_run:
             continue
         folder = RunFolder(cell.folder, cell.config)
@@ -265,42 +277,41 @@ def _pending(whole: Table, own: Sequence[int], fresh: bool, world: Communicator)
                 raise UserError(f"{cell.place}: {error}") from error
             folder.check(fresh=True)
             starts_over = True
-        if number in own:
-            pending.append((number, starts_over))
+        if cell in own:
+            pending.append((cell, starts_over))
     # what ended the process last time may do so again, and is tried when the others are done
-    pending.sort(key=lambda entry: _note(whole.cells[entry[0]]).exists())
-    unfinished = {(whole.cells[number].row, whole.cells[number].column) for number, _ in pending}
-    firsts = [cell for cell in whole.firsts() if (cell.row, cell.column) in unfinished]
-    # each method is made once before the first cell runs: a mistake in the last is told now, not after hours
-    for cell, method, *_ in methods_of(whole, firsts, world.num_workers):
-        check_parts_not_there(whole, cell, method)
-    return [entry for entry in pending if not _is_skipped(whole, entry[0])]
+    pending.sort(key=lambda entry: _note(entry[0]).exists())
+    unfinished = {(cell.label, cell.column) for cell, _ in pending}
+    firsts = [cell for cell in table.firsts() if (cell.label, cell.column) in unfinished]
+    # each method is made once before the first cell runs: a mistake in the last is reported now
+    for cell, method, *_ in methods_of(table, firsts, num_workers):
+        table.check_figure(cell, [layer.name for layer in method.layers], method.context.num_clients)
+    return [(table.chosen.index(cell), over) for cell, over in pending if not _is_skipped(table, cell)]
 
 
-def _is_skipped(whole: Table, number: int) -> bool:
+def _is_skipped(table: Table, cell: Cell) -> bool:
     """Whether a cell is not finished, and not run as its column's data cannot be read."""
-    cell = whole.cells[number]
-    return whole.columns[cell.column] in whole.not_run and cell.finished_run is None
+    return cell.column in table.not_run and cell.finished_run is None
 
 
-def _part(text: str | None) -> tuple[int, int]:
-    """Read K/N; without it there is one part."""
-    if text is None:
-        return 1, 1
+def _part(text: str) -> tuple[int, int]:
+    """Read K/N."""
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise UserError(f"--part {text} is invalid; give K/N with K from 1 to N, such as --part 1/3")
     return int(found[1]), int(found[2])
 
 
-def _shrinking(rounds: str | None, seeds: str | None) -> Shrinking:
-    if rounds is not None and not re.fullmatch(r"[1-9]\d*", rounds):
-        raise UserError(f"--rounds {rounds} is invalid; give an integer from 1 on")
-    if seeds is not None and not re.fullmatch(r"\d+(,\d+)*", seeds):
-        raise UserError(f"--seeds {seeds} is invalid; give whole numbers such as --seeds 0,1")
-    return Shrinking(
-        None if rounds is None else int(rounds), None if seeds is None else tuple(map(int, seeds.split(",")))
-    )
+def _rounds(text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise UserError(f"--rounds {text} is invalid; give an integer from 1 on")
+    return int(text)
+
+
+def _seeds(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise UserError(f"--seeds {text} is invalid; give whole numbers such as --seeds 0,1")
+    return [int(seed) for seed in text.split(",")]
 
 
 def _without_part(arguments: Sequence[str]) -> list[str]:

@@ -33,11 +33,7 @@ def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
 
     On a terminal it continues until all have ended or Ctrl-C; elsewhere it prints one state.
     """
-    parser = Parser("hpcfl watch", watch_runs.__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/<name>")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default: 2)")
-    parser.add_argument("--once", action="store_true", help="show one state and end")
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     # not (>): also refuses nan
     if not options.every > 0:
         raise UserError(f"--every {options.every:g} is invalid; give seconds above 0, such as --every 2")
@@ -53,6 +49,15 @@ def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
             time.sleep(options.every)
             runs = [Run(path) for path in options.runs]
             live.update(_shown(runs, screen), refresh=True)
+
+
+def parser() -> Parser:
+    """Return what reads the words of `hpcfl watch`."""
+    parser = Parser("hpcfl watch", watch_runs.__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/<name>")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default: 2)")
+    parser.add_argument("--once", action="store_true", help="show one state and end")
+    return parser
 
 
 def _shown(runs: Sequence[Run], screen: Console) -> Text:

@@ -5,15 +5,65 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from hpcfl.config.keys import GROUPS
+from hpcfl.config.keys import GROUPS, Settings
 from hpcfl.config.registry import Registry
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean
+
+Keys = TypeVar("Keys", bound="FileKeys")
+
+
+class FileKeys(Settings):
+    """Keys of a file that is no configuration, such as a table."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                near = did_you_mean(str(key), cls.model_fields)
+                raise ValueError(f"{key} is an unknown key; allowed: {', '.join(cls.model_fields)}{near}")
+        return given
+
+
+def validate_file(path: Path, tree: Mapping[str, Any], kind: type[Keys]) -> Keys:
+    """Return a file's nested keys as an object; UserError for the first mistake, with its place."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(f"{path}{_first_mistake(error, tree)}") from error
+
+
+def _first_mistake(error: ValidationError, tree: Any) -> str:
+    """Say where the first mistake is, such as ", row 2 (FedAvg): published=-1 is invalid: ..."."""
+    first = error.errors()[0]
+    is_missing = first["type"] == "missing"
+    place: list[str] = []
+    for number, key in enumerate(first["loc"], 1):
+        if isinstance(tree, list) and isinstance(key, int):
+            tree = tree[key]
+            label = tree.get("label") if isinstance(tree, dict) else None
+            place[-1] = f"{place[-1].removesuffix('s')} {key + 1}" + (f" ({label})" if label else "")
+        # pydantic's path names the kinds of entries as well
+        elif isinstance(tree, dict) and (key in tree or (is_missing and number == len(first["loc"]))):
+            place.append(str(key))
+            tree = tree.get(key)
+    said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "union_tag_not_found":
+        place.append(first["ctx"]["discriminator"].strip("'"))
+        is_missing = True
+    if is_missing:
+        said = f"{place.pop()} is missing"
+    elif not isinstance(first["input"], dict):
+        said = f"{place.pop()}={first['input']!r} is invalid: {said}"
+    return "".join(f", {one}" for one in place) + f": {said}"
 
 
 def one_of(key: str, value: Any, names: Sequence[str]) -> str:

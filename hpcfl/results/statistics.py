@@ -67,22 +67,6 @@ def paired_difference(
     )
 
 
-def weighted_difference(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], samples: Sequence[Sequence[float]]
-) -> Interval:
-    """Compare two rows' accuracies [seeds][clients], at least one seed, over all samples of a seed together.
-
-    With n[s, c] samples of client c, the interval is that over seeds of sum_c n d / sum_c n, d as in
-    `PairedDifference`: the difference of the shares of samples that are classified correctly.
-    """
-    return interval(
-        [
-            statistics.fmean((one - other for one, other in zip(ones, others, strict=True)), weights=counts)
-            for ones, others, counts in zip(first, second, samples, strict=True)
-        ]
-    )
-
-
 def mean_and_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean of the values that are not nan and their sample standard deviation.
 

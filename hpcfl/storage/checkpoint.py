@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from hpcfl.errors import StorageError, UserError
 from hpcfl.storage.hdf5 import ForeignError, LoadedCheckpoint, find_damage, write_snapshot
@@ -25,6 +24,11 @@ class CheckpointStore:
         self._newest_is_good = False
         self.last_round: int | None = None
         """Rounds done in the last good checkpoint; None where there is none."""
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a checkpoint, good or not."""
+        return self._newest.exists() or self._previous.exists()
 
     @property
     def newest_bytes(self) -> int:
@@ -76,7 +80,7 @@ class CheckpointStore:
             UserError: no checkpoint is whole, or a newer hpcfl wrote it.
         """
         self._newest_is_good, self.last_round = False, None
-        if not self._newest.exists() and not self._previous.exists():
+        if not self.exists:
             return None
         complaints: list[str] = []
         for path in (self._newest, self._previous):
@@ -94,20 +98,6 @@ class CheckpointStore:
                 warnings.warn(f"{complaint}; resuming from {path}, round {loaded.header.round}", stacklevel=2)
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
-
-    def recorded_config(self) -> dict[str, Any] | None:
-        """Return the nested keys of the configuration in the newest whole checkpoint; None without one.
-
-        Raises UserError where a newer hpcfl wrote it.
-        """
-        for path in (self._newest, self._previous):
-            if find_damage(path):
-                continue
-            with suppress(ForeignError):
-                loaded = LoadedCheckpoint(path)
-                loaded.close()
-                return loaded.record
-        return None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -118,12 +118,12 @@ class LoadedCheckpoint:
     @cached_property
     def server(self) -> dict[str, torch.Tensor]:
         """The server's state, read when it is first asked for, before `close`."""
-        with self._told():
+        with self._reading():
             return {name: _read_tensor(data) for name, data in _datasets(self._file["server"]).items()}
 
     def newest(self, name: str) -> np.ndarray | None:
         """Read a quantity of the server, derived ones too, as the last round left it; None without it."""
-        with self._told():
+        with self._reading():
             return self._file["server"][name][()] if name in self._file["server"] else None
 
     @property
@@ -147,7 +147,7 @@ class LoadedCheckpoint:
             known = self.num_clients + self.num_unseen
             raise ValueError(f"{self.path} has models of {known} clients, asked for client {client}")
         parts = _datasets(self._file[group])
-        with self._told():
+        with self._reading():
             # a part that all clients share has one row
             return {
                 name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()
@@ -155,7 +155,7 @@ class LoadedCheckpoint:
 
     def shapes(self, group: str) -> dict[str, RowShape]:
         """Return rows, shape and type of what is in "server" or "clients", by name; reads no numbers."""
-        with self._told():
+        with self._reading():
             return {
                 name: RowShape(len(data), data.shape[1:], _torch_type(data))
                 for name, data in _datasets(self._file[group]).items()
@@ -171,11 +171,11 @@ class LoadedCheckpoint:
         for name, data in datasets.items():
             if not 0 <= start <= stop <= len(data):
                 raise ValueError(f"{self.path} has {len(data)} rows of {name!r}, asked for {start} to {stop}")
-        with self._told():
+        with self._reading():
             return {name: torch.from_numpy(data[start:stop]) for name, data in datasets.items()}
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         """Raise UserError where numbers cannot be read, though all that describes them could."""
         try:
             yield

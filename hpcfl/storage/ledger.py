@@ -198,11 +198,11 @@ class Ledger:
 
     def column(self, name: str) -> list[float]:
         """Return a column of all evaluations."""
-        return [row[METRICS.index(name)] for row in self.metrics]
+        return [row[self._columns.index(name)] for row in self.metrics]
 
     def last(self, name: str) -> float:
         """Return a column of the newest evaluation."""
-        return self.metrics[-1][self._columns.index(name)]
+        return self.column(name)[-1]
 
     def best(self) -> tuple[float, int]:
         """Return the highest mean accuracy and after which round it was first reached."""
@@ -280,25 +280,27 @@ class Ledger:
         Clients that take no part in training come last, with 1 in a column `unseen`, which is there only if
         they are. They have no bytes, no rounds that diverged, and no accuracy at the other moments.
         """
-        header = (*COLUMNS["clients.csv"], *(f"accuracy_{moment}" for moment in MOMENTS), "diverged")
-        *scores, of_download, of_training = (self.evaluated[name][-1] for name in OF_CLIENTS)
-        moments = [of_download, of_training]
-        of_bytes, diverged, is_unseen = list(self.client_bytes.T), self.diverged, []
+        newest = {name: entries[-1] for name, entries in self.evaluated.items()}
+        nothing = np.zeros(self._num_unseen, np.int64)
+        columns = {
+            "client": np.arange(len(num_train)),
+            "accuracy": np.append(newest["accuracy"], newest.get("accuracy_unseen", [])),
+            "loss": np.append(newest["loss"], newest.get("loss_unseen", [])),
+            "train_samples": num_train,
+            "evaluated_samples": num_evaluated,
+            "bytes_down": np.append(self.client_bytes[:, 0], nothing),
+            "bytes_up": np.append(self.client_bytes[:, 1], nothing),
+        }
+        for moment in MOMENTS:
+            columns[f"accuracy_{moment}"] = np.append(newest[f"accuracy_{moment}"], nothing + np.nan)
+        columns["diverged"] = np.append(self.diverged, nothing)
         if self._num_unseen:
-            header = (*header, "unseen")
-            nothing = np.zeros(self._num_unseen, np.int64)
-            of_unseen = [self.evaluated[name][-1] for name in OF_UNSEEN]
-            scores = [np.concatenate(both) for both in zip(scores, of_unseen, strict=True)]
-            of_bytes = [np.concatenate([numbers, nothing]) for numbers in of_bytes]
-            moments = [np.concatenate([of_clients, nothing + np.nan]) for of_clients in moments]
-            diverged = np.concatenate([diverged, nothing])
-            is_unseen = [np.repeat([0, 1], [len(self.client_bytes), self._num_unseen])]
-        columns = (*scores, num_train, num_evaluated, *of_bytes, *moments, diverged, *is_unseen)
-        rows = zip(range(len(num_train)), *(column.tolist() for column in columns), strict=True)
-        _write_whole(folder / "clients.csv", [header, *rows])
+            columns["unseen"] = np.append(np.zeros(len(self.diverged), np.int64), nothing + 1)
+        rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+        _write_whole(folder / "clients.csv", [list(columns), *rows])
 
 
-def goes_on_from(tables: Mapping[str, LedgerTable]) -> bool:
+def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
     """Whether a ledger can be restored from the tables of a checkpoint, perhaps of another version."""
     found = {name: tuple(table.columns) for name, table in tables.items()}
     return found.get("metrics") in (METRICS, (*METRICS, *UNSEEN_METRICS)) and found.get("pending") == PENDING

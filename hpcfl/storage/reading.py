@@ -38,7 +38,7 @@ COLUMNS = {
     "bytes.csv": ("round", "direction", "layer", "bytes"),
     "partition.csv": ("client", "class", "train_samples", "evaluated_samples"),
 }
-"""Columns that these files have in every run; the ledger writes them by these names."""
+"""Columns that these files have in every run."""
 
 
 def read_record(folder: Path, if_damaged: str = "name the folder of another run") -> dict[str, Any]:

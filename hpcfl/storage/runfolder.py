@@ -26,7 +26,7 @@ from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
-from hpcfl.storage.ledger import Ledger, goes_on_from, write_partition
+from hpcfl.storage.ledger import Ledger, can_restore, write_partition
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
 from hpcfl.storage.slurm import job
@@ -67,7 +67,6 @@ class RunFolder:
         self._config = config
         self._tracker: Tracker | None = None
         self._lock: FolderLock | None = None
-        self._record: dict[str, Any] | None = None
         self._log_is_refused = self._is_tight = False
 
     def check(self, fresh: bool) -> None:
@@ -91,10 +90,14 @@ class RunFolder:
             )
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Name the keys with which this run cannot resume one that was made with these."""
+        """Name the keys with which this run cannot resume one that was made with these.
+
+        It may have more rounds, unless its method depends on their number.
+        """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         changed = differences(there, self._config.tree())
-        if self._grows(there):
+        depends = METHODS[self._config.method.name].traits.uses_total_rounds
+        if not depends and there["train"]["rounds"] < self._config.train.rounds:
             changed = [line for line in changed if not line.startswith("train.rounds:")]
         return changed
 
@@ -126,7 +129,6 @@ class RunFolder:
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
             self._check_other_state(layout)
             self._write_record(ranks, command)
-            self._end_last_line_of_log()
         except OSError as error:
             told = f"cannot write the run folder {self.path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
@@ -135,7 +137,8 @@ class RunFolder:
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
-        if record is not None and record is not self._record and self._is_complete():
+        is_finished = self.store.last_round == self._config.train.rounds
+        if record is not None and is_finished:
             return
         environment = _environment(ranks, command)
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
@@ -156,26 +159,18 @@ class RunFolder:
                 f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); bring this run's "
                 f"own back, {over}"
             )
-        if found.schema < SCHEMA or not goes_on_from(found.ledger):
+        other = None
+        if found.schema < SCHEMA:
             other = f"schema {found.schema}, now {SCHEMA}"
-            if found.schema >= SCHEMA:
-                other = "other columns in its ledger"
-            told = f"{found.path} was written by another version of hpcfl ({other})"
-            if self._is_complete():
-                raise UserError(
-                    f"{told}, and its run is finished: hpcfl report, compare, export and predict read it; "
-                    f"name another folder with --out DIR, {over}"
-                )
-            raise UserError(f"{told}, and cannot be resumed; finish the run with that version, {over}")
-        if found.layout != LayoutRecord.of(layout):
+        elif not can_restore(found.ledger):
+            other = "other columns in its ledger"
+        elif found.layout != LayoutRecord.of(layout):
+            other = "a model of another structure"
+        if other:
             raise UserError(
-                f"{found.path} holds a model of another structure, written by another version of "
-                f"hpcfl; use that version to resume it, {over}"
+                f"{found.path} was written by another version of hpcfl ({other}) and cannot be resumed; "
+                f"finish the run with that version, {over}; report, compare, export and predict can read it"
             )
-
-    def _is_complete(self) -> bool:
-        """Whether the checkpoint is that of the last round."""
-        return self.checkpoint is not None and self.checkpoint.header.round == self._config.train.rounds
 
     def start_files(self, ledger: Ledger) -> None:
         """Rewrite the CSV files with all that is known, and start the tracker.
@@ -310,13 +305,6 @@ class RunFolder:
                     stacklevel=2,
                 )
 
-    def _end_last_line_of_log(self) -> None:
-        """End a line of the log that an earlier start could not write to its end."""
-        log = self.path / "log.txt"
-        if log.is_file() and log.stat().st_size and not log.read_bytes().endswith(b"\n"):
-            with log.open("a") as file:
-                file.write("\n")
-
     def _take(self, fresh: bool, at_exit: ExitStack) -> None:
         """Make the folder if need be, and lock it."""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -338,7 +326,7 @@ class RunFolder:
         return self._is_empty() or (self.path / "config.yaml").is_file()
 
     def _recorded(self) -> dict[str, Any] | None:
-        """Return what config.yaml says, None where there is none; a checkpoint's words where it is damaged.
+        """Return what config.yaml says, None where there is none, or a damaged one beside a checkpoint.
 
         Raises:
             UserError: config.yaml is damaged, and there is no checkpoint.
@@ -354,18 +342,11 @@ class RunFolder:
                 return record
             raise UserError(f"{path} is damaged; {if_damaged}")
         except UserError:
-            if self._record is None and (recorded := self.store.recorded_config()) is not None:
-                self._record = recorded
-                warnings.warn(f"{path} is damaged, and written anew from the checkpoint", stacklevel=2)
-            if self._record is None:
+            if not self.store.exists:
                 raise
-            return self._record
-
-    def _grows(self, there: Mapping[str, Any]) -> bool:
-        """Whether the run is asked for more rounds than before, and its method allows that."""
-        before, rounds = there.get("train", {}).get("rounds"), self._config.train.rounds
-        can_grow = not METHODS[self._config.method.name].traits.uses_total_rounds
-        return can_grow and isinstance(before, int) and before < rounds
+            # whose configuration is compared when it is loaded
+            warnings.warn(f"{path} is damaged, and written anew", stacklevel=1)
+            return None
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         for key in ("hpcfl", "torch", "processor", "workers"):

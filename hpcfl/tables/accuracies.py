@@ -12,13 +12,7 @@ import numpy as np
 
 from hpcfl.config import Config
 from hpcfl.results.run import Run, scored_when
-from hpcfl.results.statistics import (
-    Interval,
-    mean_and_deviation,
-    paired_difference,
-    weighted_difference,
-    worst_tenth,
-)
+from hpcfl.results.statistics import Interval, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import Pair, Row
 
@@ -40,11 +34,9 @@ the worst tenth of the clients. `accuracy_unseen` is the mean over clients that 
 COSTS = ("bytes_down", "bytes_up", "other_bytes_down", "other_bytes_up", "client_steps_per_s", "wall_s")
 """Bytes are per client and round; `other_bytes` are those of running statistics and indices."""
 
-Figures = dict[str, float]
-
 
 @dataclass(frozen=True)
-class Entry:
+class Result:
     """A row in a column: its finished cells, all seeds together."""
 
     row: Row
@@ -57,11 +49,11 @@ class Entry:
     """Seeds that are not finished."""
 
     @cached_property
-    def figures(self) -> dict[int, Figures]:
+    def figures(self) -> dict[int, dict[str, float]]:
         """What its runs gave and cost, by finished seed."""
         return {seed: _figures(run, self.config) for seed, run in self.runs.items()}
 
-    def of_clients(self, seed: int, name: str = "accuracy") -> list[float]:
+    def by_client(self, seed: int, name: str = "accuracy") -> list[float]:
         """Return a column of clients.csv of the clients in training.
 
         Of accuracies, it is nan where there was no model, or the run was not scored, at that moment.
@@ -85,7 +77,12 @@ class Entry:
     @property
     def published(self) -> float | None:
         """In %."""
-        return self.row.published.get(self.column)
+        return self.row.published.get(self.column) if self.row.published else None
+
+    @property
+    def published_bytes(self) -> float | None:
+        """Down and up together, of a client in a round."""
+        return self.row.published_bytes.get(self.column) if self.row.published_bytes else None
 
     @property
     def scored(self) -> str:
@@ -93,14 +90,14 @@ class Entry:
         return scored_when(self.config)
 
 
-def entries(table: Table) -> list[Entry]:
-    """Return the entries of a table, column by column, from the folders of its finished cells."""
+def read_results(table: Table) -> list[Result]:
+    """Return what is finished of each row in each column, column by column, from the cells' folders."""
     made = []
-    for column, column_label in enumerate(table.columns):
-        for number, row in enumerate(table.rows):
-            if cells := table.of(number, column):
+    for column in table.columns:
+        for row in table.rows:
+            if cells := table.cells_of(row.label, column):
                 runs = {cell.seed: run for cell in cells if (run := cell.finished_run)}
-                made.append(Entry(row, column_label, cells[0].config, runs, len(cells) - len(runs)))
+                made.append(Result(row, column, cells[0].config, runs, len(cells) - len(runs)))
     return made
 
 
@@ -112,21 +109,18 @@ class Difference:
     column: str
     moment: str
     """When the models are scored: one moment for both rows, or the first row's, then the second row's."""
-    is_weighted: bool
-    """Whether clients count with their samples, or all the same."""
     seeds: list[int]
     """Seeds that both rows have finished, in which some client has a model of both rows at the moment."""
     partitions: int
     """Number of partitions that these seeds have drawn; 1 where the table fixes data.seed."""
     over_seeds: Interval | None
-    """None if `seeds` is empty."""
+    """None if `seeds` is empty; so is `over_clients`."""
     over_clients: Interval | None
-    """None if `seeds` is empty, and of weighted differences."""
 
 
-def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
+def differences(table: Table, results: Sequence[Result]) -> list[Difference]:
     """Return the first minus the second row of each compared pair, in each of its columns."""
-    by_place = {(entry.row.label, entry.column): entry for entry in known}
+    by_place = {(result.row.label, result.column): result for result in results}
     return [
         _difference(pair, column, *(by_place[label, column] for label in pair.rows))
         for pair in table.compare
@@ -134,30 +128,32 @@ def differences(table: Table, known: Sequence[Entry]) -> list[Difference]:
     ]
 
 
-def _difference(pair: Pair, column: str, first: Entry, second: Entry) -> Difference:
+def _difference(pair: Pair, column: str, first: Result, second: Result) -> Difference:
     name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
     by_seed = {}
     for seed in [seed for seed in first.runs if seed in second.runs]:
-        of_both = (first.of_clients(seed, name), second.of_clients(seed, name))
-        samples = first.of_clients(seed, "evaluated_samples")
-        triples = [one for one in zip(*of_both, samples, strict=True) if not any(map(isnan, one))]
-        if triples:
-            by_seed[seed] = triples
-    ones, others, counts = ([[one[n] for one in triples] for triples in by_seed.values()] for n in range(3))
+        both = zip(first.by_client(seed, name), second.by_client(seed, name), strict=True)
+        if known := [one for one in both if not any(map(isnan, one))]:
+            by_seed[seed] = known
     over_seeds = over_clients = None
-    if by_seed and pair.weighted:
-        over_seeds = weighted_difference(ones, others, counts)
-    elif by_seed:
+    if by_seed:
+        ones, others = ([[one[n] for one in known] for known in by_seed.values()] for n in range(2))
         paired = paired_difference(ones, others)
         over_seeds, over_clients = paired.over_seeds, paired.over_clients
     moments = [pair.at.replace("_", " ")] if pair.at else [first.scored, second.scored]
-    moment = ", ".join(dict.fromkeys(moments))
     partitions = len(by_seed) if first.config.data.seed is None else min(1, len(by_seed))
-    seeds = list(by_seed)
-    return Difference(pair.rows, column, moment, pair.weighted, seeds, partitions, over_seeds, over_clients)
+    return Difference(
+        rows=(first.row.label, second.row.label),
+        column=column,
+        moment=", ".join(dict.fromkeys(moments)),
+        seeds=list(by_seed),
+        partitions=partitions,
+        over_seeds=over_seeds,
+        over_clients=over_clients,
+    )
 
 
-def _figures(run: Run, config: Config) -> Figures:
+def _figures(run: Run, config: Config) -> dict[str, float]:
     """Return what a finished run gave and cost."""
     metrics, accuracies = run.metrics, run.in_training["accuracy"].tolist()
     last = {name: float(values[-1]) for name, values in metrics.items()}

@@ -16,20 +16,19 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from hpcfl.config import read_yaml
+from hpcfl.config.messages import FileKeys, validate_file
 from hpcfl.errors import UserError
-from hpcfl.formatting import Document, Grid
+from hpcfl.formatting import Document, Grid, percent
 from hpcfl.results.statistics import interval
 from hpcfl.tables.cells import Table
-from hpcfl.tables.file import ONLY
-from hpcfl.tables.schema import Line, Moment
+from hpcfl.tables.file import ONLY, Moment, Text
 
 VERDICTS = ("shown", "seen", "not shown", "refuted", "not run")
 RULES = {"printed": "the paper's rule", "ours": "a rule of ours, which differs from a printed equation"}
@@ -40,23 +39,19 @@ TABLES = "tables"
 """Folder of the table files, beside that of the claims files."""
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
-class RunsEntry(_Entry):
+class Runs(FileKeys):
     """A table that tells of a claim: which row is above which."""
 
-    table: Line
+    table: Text
     """Name of a table file, without .yaml."""
-    row: Line
-    above: Annotated[list[Line] | list[float], BeforeValidator(_as_list)] = Field(min_length=1)
+    row: Text
+    above: Annotated[list[Text] | list[float], BeforeValidator(_as_list)] = Field(min_length=1)
     """Labels of other rows, or an accuracy in %."""
-    columns: list[Line] | None = None
+    columns: list[Text] = Field([])
     """Default: all in which the table compares these rows."""
     at: Moment | None = None
     """When models are scored; default: each row's own moment."""
@@ -64,37 +59,37 @@ class RunsEntry(_Entry):
     """Rounds of the paper, where the table has fewer."""
 
 
-class ClaimEntry(_Entry):
-    sentence: Line
-    where: Line
+class Claim(FileKeys):
+    sentence: Text
+    where: Text
     """Table or figure of the paper."""
     rule: Literal["printed", "ours"]
     """Whether the rows follow the paper's equations, or differ from one, as the method's file says."""
-    runs: list[RunsEntry] = Field(min_length=1)
-    reason: Line | None = None
+    runs: list[Runs] = Field(min_length=1)
+    reason: Text | None = None
     """Why the outcome is as it is, as far as it was found."""
-    evidence: Line | None = None
+    evidence: Text | None = None
     """Result file that the reason rests on; a reason has one."""
 
     @model_validator(mode="after")
-    def _reason_has_evidence(self) -> ClaimEntry:
+    def _reason_has_evidence(self) -> Claim:
         if (self.reason is None) != (self.evidence is None):
             raise ValueError("reason and evidence, the result file that it rests on, go together")
         return self
 
 
-class ClaimsEntry(_Entry):
-    paper: Line
-    tables: list[Line] = []
+class ClaimsFile(FileKeys):
+    paper: Text
+    tables: list[Text] = Field([])
     """Tables of the paper in full, of which each cell is listed beside ours."""
-    claims: list[ClaimEntry] = Field(min_length=1)
+    claims: list[Claim] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What one table says of a claim in one column; numbers are accuracies between 0 and 1."""
 
-    claim: ClaimEntry
+    claim: Claim
     table: str
     column: str
     pair: str
@@ -104,9 +99,8 @@ class Verdict:
     """When the models were scored."""
     seeds: int = 0
     difference: float | None = None
-    low: float | None = None
-    high: float | None = None
-    """Bounds of the 95 % interval over seeds; None without one."""
+    bounds: tuple[float, float] | None = None
+    """Of the 95 % interval over seeds; None without one."""
     is_of_one_partition: bool = False
     """Whether all seeds deal the same samples to the same clients."""
 
@@ -114,10 +108,10 @@ class Verdict:
     def word(self) -> str:
         if self.difference is None:
             return "not run"
-        if self.seeds >= ENOUGH_SEEDS and self.low is not None and self.high is not None:
-            if self.low > 0:
+        if self.seeds >= ENOUGH_SEEDS and self.bounds is not None:
+            if self.bounds[0] > 0:
                 return "shown"
-            if self.high < 0:
+            if self.bounds[1] < 0:
                 return "refuted"
         return "seen" if self.difference > 0 else "not shown"
 
@@ -126,42 +120,36 @@ class Verdict:
         """The difference in points, with its interval."""
         if self.difference is None:
             return ""
-        bounds = "" if self.low is None else f" [{100 * self.low:+.1f}, {100 * (self.high or 0):+.1f}]"
-        of_one = " of one partition" if bounds and self.is_of_one_partition else ""
-        return f"{100 * self.difference:+.1f}{bounds}{of_one}"
+        text = f"{100 * self.difference:+.1f}"
+        if self.bounds is not None:
+            text += f" [{100 * self.bounds[0]:+.1f}, {100 * self.bounds[1]:+.1f}]"
+            text += " of one partition" * self.is_of_one_partition
+        return text
 
 
-class Results:
+class ResultFiles:
     """A table file and its result files."""
 
     def __init__(self, path: Path, place: str) -> None:
         """Read the table file; UserError, which begins with `place`, where that is not possible."""
         if not path.is_file():
             raise UserError(f"{place}: there is no table file {path}; name one that is there")
-        self.table = Table(path, [], None)
+        self.table = Table(path)
         folder = path.parent / RESULTS
         # the table in full, or else the one that was shortened least
-        found = {
-            int(rounds[1]): file
+        shortened = {
+            int(rounds[1]): file.stem
             for file in folder.glob(f"{path.stem}-*rounds.csv")
             if (rounds := re.fullmatch(rf"{re.escape(path.stem)}-(\d+)rounds", file.stem))
         }
-        full = folder / f"{path.stem}.csv"
-        self.path = full if full.is_file() else found.get(max(found, default=0))
-        self.title = self.table.title
-
-    @cached_property
-    def lines(self) -> list[dict[str, str]]:
-        return [] if self.path is None else _lines(self.path)
-
-    @cached_property
-    def differences(self) -> list[dict[str, str]]:
-        file = None if self.path is None else self.path.with_name(f"{self.path.stem}_differences.csv")
-        return _lines(file) if file is not None and file.is_file() else []
+        is_full = (folder / f"{path.stem}.csv").is_file() or not shortened
+        stem = path.stem if is_full else shortened[max(shortened)]
+        self._lines = _read_csv(folder / f"{stem}.csv")
+        self.differences = _read_csv(folder / f"{stem}_differences.csv")
 
     def line(self, label: str, column: str) -> dict[str, str] | None:
         """Return the result of a row in a column, None where no seed is finished."""
-        found = (line for line in self.lines if (line["label"], line["column"]) == (label, column))
+        found = (line for line in self._lines if (line["label"], line["column"]) == (label, column))
         return next((line for line in found if line["seeds"] != "0"), None)
 
 
@@ -172,9 +160,9 @@ class Claims:
     path: Path
     paper: str
     verdicts: list[Verdict]
-    tables: list[Results]
+    tables: list[ResultFiles]
     """Of the paper in full."""
-    smaller: list[Results]
+    smaller: list[ResultFiles]
     """Other tables that tell of its claims; a cell of the same labels stands in for one that is not run."""
 
     @property
@@ -194,41 +182,25 @@ def read_claims(path: Path) -> Claims:
 
     Raises UserError for the first row, column, moment, pair, table or key that is not there.
     """
-    try:
-        entry = ClaimsEntry.model_validate(read_yaml(path))
-    except ValidationError as error:
-        raise UserError(f"{path}: {_mistake(error)}") from error
+    file = validate_file(path, read_yaml(path), ClaimsFile)
     folder = path.parent.parent / TABLES
-    known: dict[str, Results] = {}
+    known: dict[str, ResultFiles] = {}
 
-    def results(name: str, place: str) -> Results:
+    def results(name: str, place: str) -> ResultFiles:
         if name not in known:
-            known[name] = Results(folder / f"{name}.yaml", place)
+            known[name] = ResultFiles(folder / f"{name}.yaml", place)
         return known[name]
 
     verdicts: list[Verdict] = []
-    for number, claim in enumerate(entry.claims, 1):
+    for number, claim in enumerate(file.claims, 1):
         place = f"{path}, claim {number} ({claim.sentence})"
         if claim.evidence is not None and not (folder / RESULTS / claim.evidence).is_file():
             raise UserError(f"{place}: evidence={claim.evidence} is no file in {folder / RESULTS}")
         for runs in claim.runs:
             verdicts += _verdicts(claim, runs, results(runs.table, place), f"{place}, {runs.table}")
-    tables = [results(name, f"{path}, tables") for name in entry.tables]
-    smaller = [found for name, found in known.items() if name not in entry.tables]
-    return Claims(path, entry.paper, verdicts, tables, smaller)
-
-
-def _mistake(error: ValidationError) -> str:
-    first = error.errors()[0]
-    *above, key = map(str, first["loc"])
-    place = ".".join([*above, key])
-    if first["type"] == "missing":
-        return f"{place} is missing"
-    if first["type"] == "extra_forbidden":
-        kinds: dict[int, type[BaseModel]] = {0: ClaimsEntry, 2: ClaimEntry}
-        kind = kinds.get(len(above), RunsEntry)
-        return f"{place} is an unknown key; allowed: {', '.join(kind.model_fields)}"
-    return f"{place}={first['input']!r} is invalid: {first['msg'].removeprefix('Value error, ')}"
+    tables = [results(name, f"{path}, tables") for name in file.tables]
+    smaller = [found for name, found in known.items() if name not in file.tables]
+    return Claims(path, file.paper, verdicts, tables, smaller)
 
 
 def document(claims: Claims) -> Document:
@@ -248,31 +220,39 @@ def overview(many: Sequence[Claims]) -> Grid:
     for claims in many:
         for verdicts in claims.by_claim:
             claim, words = verdicts[0].claim, [verdict.word for verdict in verdicts]
-            told = ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
-            rows.append([claims.path.stem, claim.where, claim.sentence, claim.rule, told])
+            counts = ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
+            rows.append([claims.path.stem, claim.where, claim.sentence, claim.rule, counts])
     return Grid("", ["paper", "where", "claim", "rule", "comparisons"], rows)
 
 
-def _verdicts(claim: ClaimEntry, runs: RunsEntry, results: Results, place: str) -> Iterator[Verdict]:
+def _verdicts(claim: Claim, runs: Runs, results: ResultFiles, place: str) -> Iterator[Verdict]:
+    """Yield the verdicts by one table: over each other row or number, in each column."""
     table = results.table
     labels = [runs.row, *(label for label in runs.above if isinstance(label, str))]
-    for kind, names, there in (("row", labels, table.labels), ("column", runs.columns or [], table.columns)):
+    for kind, names, there in (("row", labels, table.labels), ("column", runs.columns, table.columns)):
         for name in names:
             if name not in there:
                 raise UserError(f"{place}: {kind} {name} is not there; there are: {' | '.join(there)}")
     for other in runs.above:
-        if isinstance(other, str):
-            yield from _above_row(claim, runs, other, results, place)
-        else:
-            yield from _above_number(claim, runs, other, results, place)
+        is_row = isinstance(other, str)
+        found = (
+            _over_row(runs, other, results, place) if is_row else _over_number(runs, other, results, place)
+        )
+        pair = f"{runs.row} - {other if is_row else f'{other:g} %'}"
+        for column, said in found:
+            line = results.line(runs.row, column)
+            rounds = "" if line is None else line["rounds"]
+            if rounds and runs.printed_rounds is not None:
+                rounds += f" of {runs.printed_rounds}"
+            yield Verdict(claim, table.path.stem, column, pair, rounds, **said)
 
 
-def _above_row(
-    claim: ClaimEntry, runs: RunsEntry, other: str, results: Results, place: str
-) -> Iterator[Verdict]:
-    both = ((runs.row, other), (other, runs.row))
-    pairs = [p for p in results.table.compare if p.rows in both and not p.weighted]
-    pair = next((p for p in pairs if p.at == runs.at), None)
+def _over_row(
+    runs: Runs, other: Any, results: ResultFiles, place: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield columns, and what a verdict says of the row's difference to another one; {} without a result."""
+    pairs = [pair for pair in results.table.compare if set(pair.rows) == {runs.row, other}]
+    pair = next((pair for pair in pairs if pair.at == runs.at), None)
     moment = "" if runs.at is None else f", at: {runs.at}"
     if pair is None:
         raise UserError(
@@ -280,78 +260,72 @@ def _above_row(
             f"{{rows: [{runs.row}, {other}]{moment}}} to its compare"
         )
     sign = 1 if pair.rows[0] == runs.row else -1
-    others = {p.at.replace("_", " ") for p in pairs if p.at is not None and p is not pair}
-    wanted = None if pair.at is None else pair.at.replace("_", " ")
+    # a pair without a moment has whatever moments its rows have
+    others = {one.at.replace("_", " ") for one in pairs if one.at is not None}
     for column in runs.columns or pair.columns:
         if column not in pair.columns:
             raise UserError(f"{place}: {runs.row} and {other} are not both in column {column}; drop it")
-        found = [
+        lines = [
             line
             for line in results.differences
-            if (line["first"], line["second"], line["column"]) == (*pair.rows, column)
+            if [line["first"], line["second"]] == pair.rows
+            and line["column"] == column
             and line["difference"]
-            and line.get("weighted") != "1"
         ]
-        own = [
-            line for line in found if (line["moment"] == wanted if wanted else line["moment"] not in others)
-        ]
-        line = next(iter(own if wanted else own or found), None)
-        verdict = _not_run(claim, results, runs, column, f"{runs.row} - {other}")
-        if line is not None:
-            bounds = [
-                sign * float(line[name]) for name in ("over_seeds_low", "over_seeds_high") if line[name]
-            ]
-            low, high = sorted(bounds) if bounds else (None, None)
-            verdict = replace(
-                verdict,
-                moment=line["moment"],
-                seeds=int(line["seeds"]),
-                difference=sign * float(line["difference"]),
-                low=low,
-                high=high,
-                # older files say so in words
-                is_of_one_partition=line.get("partitions") == "1" or "one partition" in line.get("size", ""),
-            )
-        yield verdict
+        if runs.at is None:
+            lines.sort(key=lambda line: line["moment"] in others)
+        else:
+            lines = [line for line in lines if line["moment"] == runs.at.replace("_", " ")]
+        if not lines:
+            yield column, {}
+            continue
+        line = lines[0]
+        low, high = (line[f"over_seeds_{end}"] for end in ("low", "high"))
+        ends = (float(low), float(high)) if low else None
+        # older files say so in words
+        of_one = line.get("partitions") == "1" or "one partition" in line.get("size", "")
+        yield (
+            column,
+            {
+                "moment": line["moment"],
+                "seeds": int(line["seeds"]),
+                "difference": sign * float(line["difference"]),
+                "bounds": ends if ends is None or sign > 0 else (-ends[1], -ends[0]),
+                "is_of_one_partition": of_one,
+            },
+        )
 
 
-def _above_number(
-    claim: ClaimEntry, runs: RunsEntry, percent: float, results: Results, place: str
-) -> Iterator[Verdict]:
+def _over_number(
+    runs: Runs, number: Any, results: ResultFiles, place: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield columns, and what a verdict says of the row's difference to a number; {} without a result."""
     if runs.at is not None:
         raise UserError(f"{place}: at={runs.at} goes with other rows; drop it beside a number")
     for column in runs.columns or results.table.columns:
         line = results.line(runs.row, column)
-        verdict = _not_run(claim, results, runs, column, f"{runs.row} - {percent:g} %")
-        if line is not None:
-            seeds = [float(v) for name, v in line.items() if name.startswith("accuracy_seed_") and v]
-            found = interval([accuracy - percent / 100 for accuracy in seeds])
-            bounds = (found.mean - found.half_width, found.mean + found.half_width)
-            low, high = bounds if len(seeds) > 1 else (None, None)
-            verdict = replace(
-                verdict, moment=line["scored"], seeds=len(seeds), difference=found.mean, low=low, high=high
-            )
-        yield verdict
-
-
-def _not_run(claim: ClaimEntry, results: Results, runs: RunsEntry, column: str, pair: str) -> Verdict:
-    return Verdict(claim, results.table.path.stem, column, pair, _rounds(results, runs, column))
-
-
-def _rounds(results: Results, runs: RunsEntry, column: str) -> str:
-    line = results.line(runs.row, column)
-    if line is None:
-        return ""
-    return line["rounds"] if runs.printed_rounds is None else f"{line['rounds']} of {runs.printed_rounds}"
+        if line is None:
+            yield column, {}
+            continue
+        seeds = [float(value) for name, value in line.items() if name.startswith("accuracy_seed_") and value]
+        found = interval([accuracy - number / 100 for accuracy in seeds])
+        bounds = (found.mean - found.half_width, found.mean + found.half_width)
+        yield (
+            column,
+            {
+                "moment": line["scored"],
+                "seeds": len(seeds),
+                "difference": found.mean,
+                "bounds": bounds if len(seeds) > 1 else None,
+            },
+        )
 
 
 def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     """Return the verdicts on one claim; columns in which a pair was not run share a line."""
     claim = verdicts[0].claim
     caption = f"{claim.where}: {claim.sentence} ({RULES[claim.rule]})"
-    note = ""
-    if claim.reason is not None:
-        note = f"Why: {claim.reason}" + (f" ({claim.evidence})." if claim.evidence else ".")
+    note = "" if claim.reason is None else f"Why: {claim.reason} ({claim.evidence})."
     header = ["rows", "column", "verdict", "difference", "scored", "seeds", "rounds", "table"]
     rows, not_run = [], dict[tuple[str, str], list[str]]()
     for verdict in verdicts:
@@ -361,40 +335,40 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
         figures = [verdict.word, verdict.text, verdict.moment, str(verdict.seeds), verdict.rounds]
         rows.append([verdict.pair, verdict.column, *figures, verdict.table])
     for (pair, table), columns in not_run.items():
-        told = columns[0] if len(columns) == 1 else f"{len(columns)} columns"
-        rows.append([pair, told, "not run", "", "", "", "", table])
+        where = columns[0] if len(columns) == 1 else f"{len(columns)} columns"
+        rows.append([pair, where, "not run", "", "", "", "", table])
     return Grid(caption, header, rows, note)
 
 
-def _beside(results: Results, smaller: Sequence[Results]) -> Grid:
+def _beside(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
     """Return the accuracy of each row and column beside the paper's, in %, with its seeds and rounds."""
     table = results.table
-    columns = [column for column in table.columns if any(column in row.published for row in table.rows)]
+    columns = [name for name in table.columns if any(name in (row.published or ()) for row in table.rows)]
+    same = [results, *(other for other in smaller if other.table.source == table.source)]
     rows = []
     for row in table.rows:
         cells = [row.label]
         for column in columns:
-            published = row.published.get(column)
-            same = [results, *(other for other in smaller if other.table.source == table.source)]
-            line = next((line for other in same if (line := other.line(row.label, column))), None)
-            if column in row.without:
+            if column in (row.without or ()):
                 cells.append("-")
                 continue
-            paper = "" if published is None else f" ({published:.2f})"
+            line = next((line for other in same if (line := other.line(row.label, column))), None)
             ours = "not run"
             if line is not None:
                 spread = line["accuracy_std_over_seeds"]
-                ours = f"{100 * float(line['accuracy_mean']):.1f}"
-                ours += f" ± {100 * float(spread):.1f}" if spread else ""
+                ours = percent(float(line["accuracy_mean"]), float(spread) if spread else None)
                 seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
                 ours += f", {seeds}, {line['rounds']} rounds"
-            cells.append(ours + paper)
+            published = (row.published or {}).get(column)
+            cells.append(ours if published is None else f"{ours} ({published:.2f})")
         rows.append(cells)
     names = ["accuracy, %" if column == ONLY else column for column in columns]
-    caption = f"{results.title}: ours, in brackets the paper's"
+    caption = f"{table.title}: ours, in brackets the paper's"
     return Grid(caption, ["method", *names], rows if columns else [])
 
 
-def _lines(path: Path) -> list[dict[str, str]]:
+def _read_csv(path: Path) -> list[dict[str, str]]:
+    if not path.is_file():
+        return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

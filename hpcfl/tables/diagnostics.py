@@ -1,24 +1,122 @@
-"""Means of a method's diagnostics over clients, at the first, the middle and the last evaluation."""
+"""What finished cells' checkpoints tell over rounds, and the means that diagnostics.csv has of it.
+
+Shapes: N clients, E evaluations, K classes.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from hpcfl.data.partitions import class_table
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
+from hpcfl.results.run import Run
 from hpcfl.tables.cells import Table
-from hpcfl.tables.dealing import Unread, dealt_cells
-from hpcfl.tables.histories import SUMMARISED, History, evaluations
+from hpcfl.tables.file import Curves, HeatMaps
 
-Line = dict[str, object]
+SUMMARISED = ("first", "middle", "last")
+"""Evaluations of which diagnostics.csv has lines."""
 
 
-def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
+@dataclass(frozen=True)
+class History:
+    """A cell's accuracy, and its method's diagnostics at the evaluations that something is made of."""
+
+    rounds: list[int]
+    """The rounds after which there was an evaluation [E]."""
+    accuracy: np.ndarray
+    """[E, N]."""
+    diagnostics: dict[str, dict[int, np.ndarray]]
+    """By name, then by the number of the evaluation, which counts from 0; axes: `Method.diagnostics`.
+
+    Of what is too large for a checkpoint's history there is the last evaluation alone.
+    """
+    layers: list[str]
+    """Names of the layers on the diagnostics' axes."""
+    common: np.ndarray | None
+    """Number of classes that two clients have in common [N, N]; None where the run does not say."""
+
+
+def read_histories(table: Table) -> dict[Path, History]:
+    """Return the histories of the finished cells by folder, of those of which something is made.
+
+    A cell without a checkpoint has none. Warns of checkpoints that cannot be read, and leaves them out.
+    Raises UserError if the figure names layers or clients that a cell does not have.
+    """
+    by_client = any(isinstance(one, Curves) and one.client is not None for one in table.drawings)
+    wanted = [SUMMARISED, *(one.rounds for one in table.drawings if isinstance(one, HeatMaps))]
+    found = {}
+    for cell in table.cells:
+        axes = axes_by_name(METHODS[cell.config.method.name].diagnostics)
+        if (by_client or axes) and (run := cell.finished_run):
+            try:
+                history = _read(run, axes, wanted)
+            except UserError as error:
+                warnings.warn(f"{cell.place}: no diagnostics and no figure: {error}", stacklevel=1)
+                continue
+            if history is not None:
+                table.check_figure(cell, history.layers, history.accuracy.shape[1])
+                found[cell.folder] = history
+    return found
+
+
+def evaluations(rounds: Sequence[int], wanted: Sequence[int | str]) -> list[int]:
+    """Return the numbers of chosen evaluations, ascending, each once.
+
+    Args:
+        rounds: the rounds after which there were evaluations.
+        wanted: "first", "middle", "last", or a round, which stands for the evaluation nearest to it.
+    """
+    named = {"first": 0, "middle": len(rounds) // 2, "last": len(rounds) - 1}
+    nearest = range(len(rounds))
+    return sorted(
+        {
+            named[one] if isinstance(one, str) else min(nearest, key=lambda at: abs(rounds[at] - one))
+            for one in wanted
+        }
+    )
+
+
+def _read(
+    run: Run, axes: Mapping[str, tuple[str, ...]], wanted: Sequence[Sequence[int | str]]
+) -> History | None:
+    """Read a run's newest checkpoint; None if there is none."""
+    if run.checkpoint is None:
+        return None
+    rounds = run.history_rounds.tolist()
+    kept = sorted({at for choice in wanted for at in evaluations(rounds, choice)})
+    known: dict[str, dict[int, np.ndarray]] = {}
+    num_layers = 0
+    for name in axes:
+        if (found := run.recorded(name)) is not None:
+            values, of_values = found
+            there = dict(zip(of_values.tolist(), values, strict=True))
+            known[name] = {at: there[rounds[at]].copy() for at in kept if rounds[at] in there}
+            num_layers = max(num_layers, values.shape[2] if "layer" in axes[name] else 0)
+    accuracy = run.history["accuracy"]
+    common = _common_classes(run, accuracy.shape[1])
+    history = History(rounds, accuracy, known, run.layers(num_layers), common)
+    run.close()
+    return history
+
+
+def _common_classes(run: Run, num_clients: int) -> np.ndarray | None:
+    """Return how many classes clients in training have in common [N, N]; None without partition.csv."""
+    if not run.partition:
+        return None
+    clients, classes = (run.partition[name].astype(int) for name in ("client", "class"))
+    owned = np.zeros((max(clients.max() + 1, num_clients), classes.max() + 1), dtype=np.int64)
+    owned[clients, classes] = 1
+    # clients that take no part in training come last
+    return owned[:num_clients] @ owned[:num_clients].T
+
+
+def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[dict[str, object]]:
     """Return lines of diagnostics.csv from the histories of the finished cells.
 
     The column `clients` says over what the value is a mean: each client with itself, pairs of clients with a
@@ -31,31 +129,24 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[Line]:
     - Diagnostics [client, layer] and [client] have means over all clients; but whole numbers [client] name
       groups. A pair has 1 if both are in the same group, and a client with itself if it is in one.
     - Diagnostics [client, path] have no lines.
-
-    Warns of columns whose data, which tell the classes, cannot be read, and leaves them out.
     """
-    lines: list[Line] = []
-    unread: dict[int, Unread] = {}
-    told = [cell for cell in table.cells if cell.folder in histories and histories[cell.folder].diagnostics]
-    for cell, arrays, parts in dealt_cells(told, unread):
+    lines: list[dict[str, object]] = []
+    for cell in table.cells:
+        history = histories.get(cell.folder)
+        if history is None or history.common is None:
+            continue
         axes = axes_by_name(METHODS[cell.config.method.name].diagnostics)
-        in_training = parts[: len(parts) - cell.config.data.num_unseen(len(parts))]
-        owned = class_table(arrays.y, in_training, arrays.num_classes) > 0
-        common = owned.astype(np.int64) @ owned.T
-        place = {"label": cell.label, "column": table.columns[cell.column], "seed": cell.seed}
-        history = histories[cell.folder]
+        place = {"label": cell.label, "column": cell.column, "seed": cell.seed}
         for moment in evaluations(history.rounds, SUMMARISED):
-            there = {name: by for name, by in history.diagnostics.items() if moment in by}
-            for name, values in there.items():
-                for layer, clients, value in _summary(axes[name], values[moment], common):
-                    lines.append(
+            for name, values in history.diagnostics.items():
+                if moment in values:
+                    lines += [
                         place
                         | {"round": history.rounds[moment], "quantity": name}
                         | {"layer": "" if layer is None else history.layers[layer], "clients": clients}
                         | {"value": float(f"{value:.6g}")}
-                    )
-    for found in unread.values():
-        warnings.warn(f"{found.cell.place}: no diagnostics of this column: {found.reason}", stacklevel=1)
+                        for layer, clients, value in _summary(axes[name], values[moment], history.common)
+                    ]
     return lines
 
 

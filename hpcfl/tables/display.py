@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from hpcfl.formatting import Document, Grid, half_width, percent
-from hpcfl.tables.accuracies import Difference, Entry
+from hpcfl.tables.accuracies import Difference, Result
 from hpcfl.tables.cells import Table
-from hpcfl.tables.file import ONLY
-from hpcfl.tables.schema import DEFAULT_SHOW, QUANTITIES
+from hpcfl.tables.file import DEFAULT_SHOW, ONLY, QUANTITIES
 
 MISSING = "missing"
 NO_CELL = "-"
@@ -16,81 +15,70 @@ ONLY_WHERE_THEY_DIFFER = ("finetune_epochs", "rounds")
 """Quantities of the default that are left out of a table where all rows have the same."""
 
 
-def document(table: Table, known: Sequence[Entry], compared: Sequence[Difference]) -> Document:
-    grids = []
-    if table.columns != [ONLY]:
-        grids.append(_overview(table, known))
+def document(table: Table, results: Sequence[Result], compared: Sequence[Difference]) -> Document:
+    """Return all that is printed of a table."""
+    grids = [] if table.columns == [ONLY] else [_overview(table, results)]
     for column in table.columns:
-        of_column = [entry for entry in known if entry.column == column]
+        of_column = [result for result in results if result.column == column]
         if of_column:
             grids.append(_details(table, column, of_column))
     if compared:
         grids.append(_comparison(table, compared))
     not_run = [f"{label}: not run: {reason}" for label, reason in table.not_run.items()]
-    notes = [*([table.size] if table.size else []), _setting(table), *not_run]
-    return Document(table.title, notes, grids)
+    return Document(table.title, [*([table.size] if table.size else []), _setting(table), *not_run], grids)
 
 
-def _overview(table: Table, known: Sequence[Entry]) -> Grid:
+def _overview(table: Table, results: Sequence[Result]) -> Grid:
     """Return rows by columns, the first shown quantity in each, the published number in brackets."""
-    by_place = {(entry.row.label, entry.column): entry for entry in known}
-    rows = []
-    for label in table.labels:
-        line = [label]
-        for column in table.columns:
-            entry = by_place.get((label, column))
-            text = NO_CELL if entry is None else _shown(table.show[0], entry, MISSING)
-            if entry is not None and entry.runs and entry.missing:
-                text += f", {entry.missing} seed{'s' if entry.missing > 1 else ''} missing"
-            if entry is not None and entry.published is not None:
-                text += f" ({entry.published:.2f})"
-            line.append(text)
-        rows.append(line)
-    published = f"; in brackets: published, {table.source}" if table.source else ""
-    if not table.source and any(entry.published is not None for entry in known):
-        published = "; in brackets: published"
-    return Grid(f"{QUANTITIES[table.show[0]]}{published}", ["method", *table.columns], rows)
+    by_place = {(result.row.label, result.column): result for result in results}
+
+    def text(label: str, column: str) -> str:
+        result = by_place.get((label, column))
+        if result is None:
+            return NO_CELL
+        seeds = f", {result.missing} seed{'s' if result.missing > 1 else ''} missing"
+        published = "" if result.published is None else f" ({result.published:.2f})"
+        has_some = bool(result.runs and result.missing)
+        return _shown(table.show[0], result, MISSING) + seeds * has_some + published
+
+    rows = [[label, *(text(label, column) for column in table.columns)] for label in table.labels]
+    caption = QUANTITIES[table.show[0]]
+    if table.source or any(result.published is not None for result in results):
+        caption += "; in brackets: published" + (f", {table.source}" if table.source else "")
+    return Grid(caption, ["method", *table.columns], rows)
 
 
-def _details(table: Table, column: str, known: Sequence[Entry]) -> Grid:
+def _details(table: Table, column: str, results: Sequence[Result]) -> Grid:
     """Return all shown quantities of the rows of a column."""
-    lines = {
-        name: [_shown(name, entry, "" if number else MISSING) for entry in known]
-        for number, name in enumerate(table.show)
-    }
-    if table.show == list(DEFAULT_SHOW):
-        for name, cells in list(lines.items()):
-            same = name in ONLY_WHERE_THEY_DIFFER and len(set(cells)) == 1
-            if same or not any(cells):
-                del lines[name]
-    header = ["method", *(QUANTITIES[name] for name in lines)]
-    rows = [
-        [entry.row.label, *(cells[number] for cells in lines.values())] for number, entry in enumerate(known)
-    ]
-    return Grid(column, header, rows)
+    shown = {}
+    for number, name in enumerate(table.show):
+        cells = [_shown(name, result, "" if number else MISSING) for result in results]
+        same = name in ONLY_WHERE_THEY_DIFFER and len(set(cells)) == 1
+        if table.show != DEFAULT_SHOW or (any(cells) and not same):
+            shown[name] = cells
+    labels = [result.row.label for result in results]
+    rows = [list(line) for line in zip(labels, *shown.values(), strict=True)]
+    return Grid(column, ["method", *(QUANTITIES[name] for name in shown)], rows)
 
 
 def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     """Return the paired differences with their intervals."""
-    has_columns = table.columns != [ONLY]
+    columns = ["column"] if table.columns != [ONLY] else []
     rows = []
     for difference in compared:
-        line = [f"{difference.rows[0]} - {difference.rows[1]}", *([difference.column] if has_columns else [])]
-        line.append(difference.moment + ", weighted by samples" * difference.is_weighted)
+        line = [" - ".join(difference.rows), *([difference.column] if columns else []), difference.moment]
         over_seeds, over_clients = difference.over_seeds, difference.over_clients
-        if over_seeds is None:
+        if over_seeds is None or over_clients is None:
             rows.append([*line, MISSING, "", "0", "", ""])
             continue
         of_one = " of one partition" if difference.partitions < over_seeds.count else ""
         width = half_width(over_seeds.mean, over_seeds.half_width, digits=1)
         line += [f"{100 * over_seeds.mean:+.1f}", width + of_one, str(over_seeds.count)]
-        of_clients = ["", ""]
-        if over_clients is not None:
-            of_clients = [half_width(over_clients.mean, over_clients.half_width, 1), str(over_clients.count)]
-        rows.append([*line, *of_clients])
-    header = ["rows", *(["column"] if has_columns else []), "scored", "difference, points", "95 % over seeds"]
+        width = half_width(over_clients.mean, over_clients.half_width, digits=1)
+        rows.append([*line, width, str(over_clients.count)])
     is_of_one = any(difference.partitions < len(difference.seeds) for difference in compared)
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
+    header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
     shown = sum(difference.over_seeds is not None for difference in compared)
     return Grid(
         "paired differences client by client, * where the 95 % interval excludes 0; conclude from that over "
@@ -101,11 +89,11 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     )
 
 
-def _shown(name: str, entry: Entry, missing: str) -> str:
-    """Return an entry's quantity as text; `missing` where only a finished run would tell it."""
+def _shown(name: str, result: Result, missing: str) -> str:
+    """Return a quantity as text; `missing` where only a finished run would tell it."""
     if name in _OF_RUNS:
-        return _OF_RUNS[name](entry) if entry.runs else missing
-    return _OF_SETTINGS[name](entry)
+        return _OF_RUNS[name](result) if result.runs else missing
+    return _OF_SETTINGS[name](result)
 
 
 def _setting(table: Table) -> str:
@@ -127,40 +115,30 @@ def _values(values: Iterable[object]) -> str:
     return " or ".join(dict.fromkeys(map(str, values)))
 
 
-def _accuracy(name: str) -> Callable[[Entry], str]:
-    def show(entry: Entry) -> str:
-        count, seeds = entry.count(name), len(entry.runs)
+def _accuracy(name: str) -> Callable[[Result], str]:
+    def show(result: Result) -> str:
+        count, seeds = result.count(name), len(result.runs)
         some = f" ({count} of {seeds} seeds)" if 0 < count < seeds else ""
-        return percent(entry.mean(name), entry.deviation(name)) + some
+        return percent(result.mean(name), result.deviation(name)) + some
 
     return show
 
 
-def _best(entry: Entry) -> str:
-    rounds = sorted({int(value) for value in entry.values("best_round")})
+def _best(result: Result) -> str:
+    rounds = sorted({int(value) for value in result.values("best_round")})
     span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
-    return f"{_accuracy('best_accuracy')(entry)} (round {span})"
+    return f"{_accuracy('best_accuracy')(result)} (round {span})"
 
 
-def _bytes(way: str) -> Callable[[Entry], str]:
-    def show(entry: Entry) -> str:
-        numbers, others = (round(entry.mean(f"{kind}bytes_{way}") or 0) for kind in ("", "other_"))
+def _bytes(way: str) -> Callable[[Result], str]:
+    def show(result: Result) -> str:
+        numbers, others = (round(result.mean(f"{kind}bytes_{way}") or 0) for kind in ("", "other_"))
         return f"{numbers:,}" + (f" + {others:,}" if others else "")
 
     return show
 
 
-def _round_s(entry: Entry) -> str:
-    """Return seconds of the whole run by its rounds, on as many processes as ran it."""
-    return f"{(entry.mean('wall_s') or 0) / entry.config.train.rounds:.2f}"
-
-
-def _published_bytes(entry: Entry) -> str:
-    known = entry.row.published_bytes.get(entry.column)
-    return "" if known is None else f"{known:,.0f}"
-
-
-_OF_RUNS: dict[str, Callable[[Entry], str]] = {
+_OF_RUNS: dict[str, Callable[[Result], str]] = {
     "accuracy": _accuracy("accuracy_mean"),
     "best": _best,
     "weighted": _accuracy("accuracy_weighted"),
@@ -169,21 +147,24 @@ _OF_RUNS: dict[str, Callable[[Entry], str]] = {
     "spread": _accuracy("spread_over_clients"),
     "worst_tenth": _accuracy("worst_tenth_accuracy"),
     "unseen": _accuracy("accuracy_unseen"),
-    "coverage": lambda entry: f"{100 * (entry.mean('coverage') or 0):.0f}",
+    "coverage": lambda result: f"{100 * (result.mean('coverage') or 0):.0f}",
     "bytes_down": _bytes("down"),
     "bytes_up": _bytes("up"),
-    "steps_per_s": lambda entry: f"{entry.mean('client_steps_per_s') or 0:.0f}",
-    "round_s": _round_s,
+    "steps_per_s": lambda result: f"{result.mean('client_steps_per_s') or 0:.0f}",
+    # of the whole run, on as many processes as ran it
+    "round_s": lambda result: f"{(result.mean('wall_s') or 0) / result.config.train.rounds:.2f}",
 }
-"""Of the quantities that are known after a run has finished: the text of an entry."""
+"""Of the quantities that are known after a run has finished: the text."""
 
-_OF_SETTINGS: dict[str, Callable[[Entry], str]] = {
-    "published": lambda entry: "" if entry.published is None else f"{entry.published:.2f}",
-    "scored": lambda entry: entry.scored,
-    "seeds": lambda entry: str(len(entry.runs)),
-    "published_bytes": _published_bytes,
-    "finetune_epochs": lambda entry: str(entry.config.train.finetune_epochs),
-    "rounds": lambda entry: str(entry.config.train.rounds),
-    "tuned": lambda entry: entry.row.tuned or "",
+_OF_SETTINGS: dict[str, Callable[[Result], str]] = {
+    "published": lambda result: "" if result.published is None else f"{result.published:.2f}",
+    "scored": lambda result: result.scored,
+    "seeds": lambda result: str(len(result.runs)),
+    "published_bytes": lambda result: (
+        "" if result.published_bytes is None else f"{result.published_bytes:,.0f}"
+    ),
+    "finetune_epochs": lambda result: str(result.config.train.finetune_epochs),
+    "rounds": lambda result: str(result.config.train.rounds),
+    "tuned": lambda result: result.row.tuned or "",
 }
 """Of all others."""

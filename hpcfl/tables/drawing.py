@@ -1,13 +1,14 @@
-"""Pictures of a paper's column as PNG and PDF: the only module that knows matplotlib."""
+"""The pictures of a table's figure as PNG and PDF: the only module that knows matplotlib."""
 
 from __future__ import annotations
 
 import io
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,7 +18,13 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.style import context
 from matplotlib.ticker import MaxNLocator
 
-from hpcfl.tables.paper_figures import Bars, Curves, HeatMap, HeatMaps, PaperFigure, Point, Points
+from hpcfl.formatting import percent
+from hpcfl.methods import METHODS
+from hpcfl.methods.diagnostics import axes_by_name
+from hpcfl.tables.accuracies import Result
+from hpcfl.tables.cells import Table
+from hpcfl.tables.diagnostics import History, evaluations
+from hpcfl.tables.file import Bars, Curves, Drawing, HeatMaps
 
 WITHOUT_CLOCK_AND_VERSION: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
@@ -32,6 +39,7 @@ MAX_INCH_A_CELL = 0.24
 """Largest height of a matrix' entry."""
 BAR_INCH = 0.09
 """Width of a bar of colours."""
+MAX_NAMED_TICKS = 12
 
 STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so that every machine draws the same
@@ -63,72 +71,59 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, 
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "oo", "++")
 
-_TITLE_CHARACTERS_AN_INCH, _NOTE_CHARACTERS_AN_INCH = 14.5, 19.5
-_TITLE_LINE_INCH, _NOTE_LINE_INCH = 0.14, 0.105
-_MAX_NAMED_TICKS = 12
+Histories = Mapping[Path, History]
 
 
-def draw(sheet: PaperFigure) -> dict[str, bytes]:
-    """Return a picture as the bytes of files by their ending; the same sheet gives the same bytes."""
+def draw(
+    table: Table, results: Sequence[Result], histories: Histories
+) -> Iterator[tuple[str, Figure | None]]:
+    """Yield the pictures of the table's figure by name; None where nothing of one is finished."""
+    for name, drawing in zip(table.figure_names, table.drawings, strict=True):
+        letter = name.removeprefix("figure").removeprefix("_")
+        title = f"{table.title} ({letter})" if letter else table.title
+        # a user's own style would change the bytes
+        with context(["default", STYLE]):
+            picture = _picture(table, drawing, title, results, histories)
+        yield name, picture
+
+
+def as_files(name: str, picture: Figure) -> dict[str, bytes]:
+    """Return a picture as the bytes of files by name; the same cells give the same bytes."""
     made = {}
-    # a user's own style would change the bytes
     with context(["default", STYLE]):
-        picture = figure(sheet)
         for ending, metadata in WITHOUT_CLOCK_AND_VERSION.items():
             file = io.BytesIO()
             picture.savefig(file, format=ending, dpi=DOTS_PER_INCH, metadata=metadata)
-            made[ending] = file.getvalue()
+            made[f"{name}.{ending}"] = file.getvalue()
     return made
 
 
-def figure(sheet: PaperFigure) -> Figure:
-    """Return a picture with its title above and its notes below."""
-    drawn = sheet.drawn
-    width, height = _size(drawn)
-    title = _wrapped(sheet.title, width * _TITLE_CHARACTERS_AN_INCH)
-    notes = [line for note in sheet.notes for line in _wrapped(note, width * _NOTE_CHARACTERS_AN_INCH)]
-    heights = [
-        0.06 + _TITLE_LINE_INCH * len(title),
-        height,
-        0.04 + _NOTE_LINE_INCH * len(notes),
-    ]
+def _picture(
+    table: Table, drawing: Drawing, title: str, results: Sequence[Result], histories: Histories
+) -> Figure | None:
+    size = [table.size] if table.size else []
+    if isinstance(drawing, HeatMaps):
+        return _heat_maps(table, drawing, title, size, results, histories)
+    notes = [*size, *_scored(results), *_missing(results)]
+    done = [result for result in results if result.runs]
+    if isinstance(drawing, Curves):
+        return _curves(table, drawing, title, notes, done, histories)
+    if isinstance(drawing, Bars):
+        return _bars(table, drawing, title, notes, done)
+    return _points(title, notes, done)
+
+
+def _page(title: str, notes: Sequence[str], width: float, height: float) -> tuple[Figure, SubFigure]:
+    """Return a picture with its title above and its notes below, and what is between; sizes in inches."""
+    heading = textwrap.wrap(title, int(14.5 * width))
+    lines = [line for note in notes for line in textwrap.wrap(note, int(19.5 * width))]
+    heights = [0.06 + 0.14 * len(heading), height, 0.04 + 0.105 * len(lines)]
     whole = Figure(figsize=(width, sum(heights)), layout=ConstrainedLayoutEngine(w_pad=0.03, h_pad=0.03))
     parts: Any = whole.subfigures(3, 1, height_ratios=heights)
     above, body, below = parts
-    above.text(0.02, 0.5, "\n".join(title), va="center", weight="bold", fontsize=8)
-    below.text(0.02, 0.95, "\n".join(notes), va="top", fontsize=6, color="#444444")
-    if isinstance(drawn, HeatMaps):
-        _draw_heat_maps(body, drawn)
-    elif isinstance(drawn, Curves):
-        _draw_curves(body, drawn)
-    elif isinstance(drawn, Bars):
-        _draw_bars(body, drawn)
-    else:
-        _draw_points(body, drawn)
-    return whole
-
-
-def _size(drawn: HeatMaps | Curves | Bars | Points) -> tuple[float, float]:
-    """Return the width and the height of what stands between title and notes, in inches."""
-    if isinstance(drawn, HeatMaps):
-        lines = _lines(drawn)
-        across = max(map(len, lines))
-        width = COLUMN_INCH if across < 4 else PAGE_INCH
-        of_panel = (width - 1.0) / across
-        most_columns = max(panel.values.shape[1] for line in lines for _, panel in line)
-        square = min(of_panel / most_columns, MAX_INCH_A_CELL)
-        return width, square * sum(_line_heights(lines)) + 0.3 * len(lines) + 0.2
-    if isinstance(drawn, Curves):
-        across, down = _grid(len(drawn.panels))
-        return (COLUMN_INCH if across == 1 else PAGE_INCH), 2.1 * down + 0.3
-    if isinstance(drawn, Bars):
-        bars = sum(map(len, drawn.series.values()))
-        return (COLUMN_INCH if bars <= 12 else PAGE_INCH), 2.4
-    return COLUMN_INCH, 2.6
-
-
-def _wrapped(text: str, characters: float) -> list[str]:
-    return textwrap.wrap(text, int(characters))
+    above.text(0.02, 0.5, "\n".join(heading), va="center", weight="bold", fontsize=8)
+    below.text(0.02, 0.95, "\n".join(lines), va="top", fontsize=6, color="#444444")
+    return whole, body
 
 
 def _grid(count: int) -> tuple[int, int]:
@@ -140,170 +135,256 @@ def _grid(count: int) -> tuple[int, int]:
 # Heat maps
 
 
-def _lines(drawn: HeatMaps) -> list[list[tuple[str, HeatMap]]]:
-    """Return panels with what stands beside their line; lines of one panel each become one line."""
-    lines = [[(title, panel) for panel in panels] for title, panels in drawn.lines.items()]
+class _Matrix(NamedTuple):
+    title: str
+    values: np.ndarray
+    """[rows, columns]."""
+    row_names: Sequence[str]
+    column_names: Sequence[str]
+
+
+def _heat_maps(
+    table: Table,
+    drawing: HeatMaps,
+    title: str,
+    notes: list[str],
+    results: Sequence[Result],
+    histories: Histories,
+) -> Figure | None:
+    """Draw a line of matrices for each row and column of the table; all are on one scale."""
+    name, axes = drawing.quantity, table.axes_of(drawing.quantity)
+    results = [result for result in results if _diagnostics(result).get(name) == axes]
+    lines: dict[str, list[_Matrix]] = {}
+    for result, side in zip(results, _short_names(results), strict=True):
+        known = {
+            cell.seed: histories[cell.folder]
+            for cell in table.cells_of(result.row.label, result.column)
+            if cell.folder in histories and name in histories[cell.folder].diagnostics
+        }
+        if known:
+            seed, history = next(iter(known.items()))
+            lines[side], said = _matrices(drawing, result.column, axes, history)
+            said.append(f"seed {seed}" + f" of {', '.join(map(str, table.seeds))}" * (len(table.seeds) > 1))
+            said.append(f"accuracy {percent(result.figures[seed]['accuracy_mean'])} %")
+            said += [] if result.published is None else [f"published {result.published:.2f} %"]
+            notes.append(f"{side}: {', '.join(said)}".removeprefix(": "))
+        elif result.runs:
+            notes.append(f"{side or result.row.label}: its checkpoint holds no {name}")
+    if not lines:
+        return None
+    of = name if drawing.client is None or len(axes) < 3 else f"{name} of client {drawing.client}"
+    drawn_axes = axes[1:] if of != name else (axes[0], axes[-1])
+    return _draw_matrices(title, [*notes, *_missing(results)], drawing, of, drawn_axes, lines)
+
+
+def _diagnostics(result: Result) -> dict[str, tuple[str, ...]]:
+    return axes_by_name(METHODS[result.config.method.name].diagnostics)
+
+
+def _matrices(
+    drawing: HeatMaps, column: str, axes: Sequence[str], history: History
+) -> tuple[list[_Matrix], list[str]]:
+    """Return the matrices of one run, by evaluation, and within it by layer; and what is said of them."""
+    layers = (drawing.layers_in(column) or history.layers) if "layer" in axes else []
+    numbers = [history.layers.index(layer) for layer in layers]
+    known = history.diagnostics[drawing.quantity]
+    wanted = evaluations(history.rounds, drawing.rounds)
+    # of very many clients there is the last alone
+    chosen = [at for at in wanted if at in known] or list(known)
+    made = []
+    for at in chosen:
+        values, moment = known[at], f"round {history.rounds[at]}" * (len(chosen) > 1)
+        if len(axes) == 2:
+            made.append(_matrix(moment, values, columns=layers))
+        elif drawing.client is not None:
+            made.append(_matrix(moment, values[drawing.client, numbers], rows=layers))
+        else:
+            for layer, number in zip(layers, numbers, strict=True):
+                made.append(_matrix(", ".join(filter(None, [layer, moment])), values[:, number]))
+    said = [f"round {history.rounds[chosen[0]]}"] if len(chosen) == 1 else []
+    if len(chosen) < len(wanted):
+        said.append(f"the newest {drawing.quantity} alone, as the history holds none")
+    return made, said
+
+
+def _matrix(title: str, values: np.ndarray, rows: Sequence[str] = (), columns: Sequence[str] = ()) -> _Matrix:
+    counted = [[str(number) for number in range(size)] for size in values.shape]
+    return _Matrix(title, values, rows or counted[0], columns or counted[1])
+
+
+def _draw_matrices(
+    title: str,
+    notes: Sequence[str],
+    drawing: HeatMaps,
+    of: str,
+    axes: Sequence[str],
+    by_side: Mapping[str, list[_Matrix]],
+) -> Figure:
+    sides, lines = list(by_side), list(by_side.values())
     if all(len(line) == 1 for line in lines):
         across, _ = _grid(len(lines))
-        panels = [line[0] for line in lines]
-        return [panels[start : start + across] for start in range(0, len(panels), across)]
-    return lines
-
-
-def _line_heights(lines: list[list[tuple[str, HeatMap]]]) -> list[int]:
-    """Return the largest number of matrix rows of each line."""
-    return [max(len(panel.values) for _, panel in line) for line in lines]
-
-
-def _draw_heat_maps(body: SubFigure, drawn: HeatMaps) -> None:
-    lines = _lines(drawn)
-    beside = max(map(len, drawn.lines.values())) > 1
+        flat = [
+            line[0]._replace(title=f"{side}\n{line[0].title}".strip())
+            for side, line in zip(sides, lines, strict=True)
+        ]
+        lines = [flat[start : start + across] for start in range(0, len(flat), across)]
+        sides = [""] * len(lines)
     across = max(map(len, lines))
-    grid = body.subplots(len(lines), across, squeeze=False, height_ratios=_line_heights(lines))
-    low, high = _ends(drawn)
-    colours = LogNorm(low, high) if drawn.is_log else Normalize(low, high)
-    image = None
+    heights = [max(len(matrix.values) for matrix in line) for line in lines]
+    width = COLUMN_INCH if across < 4 else PAGE_INCH
+    most_columns = max(matrix.values.shape[1] for line in lines for matrix in line)
+    square = min((width - 1.0) / across / most_columns, MAX_INCH_A_CELL)
+    height = square * sum(heights) + 0.3 * len(lines) + 0.2
+    whole, body = _page(title, notes, width, height)
+    grid = body.subplots(len(lines), across, squeeze=False, height_ratios=heights)
+    low, high = _ends(drawing, [matrix.values for line in lines for matrix in line])
+    colours = LogNorm(low, high) if drawing.scale == "log" else Normalize(low, high)
+    image: Any = None
     for at, line in enumerate(lines):
-        for number, axes in enumerate(grid[at]):
-            if number >= len(line):
-                axes.set_axis_off()
-                continue
-            title, panel = line[number]
+        below = lines[at + 1] if at + 1 < len(lines) else []
+        for panel in grid[at, len(line) :]:
+            panel.set_axis_off()
+        for number, (panel, matrix) in enumerate(zip(grid[at], line, strict=False)):
             # zero has no logarithm: it is as pale as the smallest
-            values = np.maximum(panel.values, low) if drawn.is_log else panel.values
-            image = axes.imshow(values, norm=colours, cmap=LARGE_IS_DARK, interpolation="none", aspect="auto")
-            axes.set_title(panel.title if beside else f"{title}\n{panel.title}".strip())
-            is_named = number == 0 or panel.row_names != line[0][1].row_names
-            _name_ticks(axes.yaxis, panel.row_names if is_named else [])
+            values = np.maximum(matrix.values, low) if drawing.scale == "log" else matrix.values
+            image = panel.imshow(
+                values, norm=colours, cmap=LARGE_IS_DARK, interpolation="none", aspect="auto"
+            )
+            panel.set_title(matrix.title)
+            is_first = number == 0 or matrix.row_names != line[0].row_names
+            _name_ticks(panel.yaxis, matrix.row_names if is_first else [])
             if number == 0:
-                side = f"{title}\n" if beside and title else ""
-                axes.set_ylabel(f"{side}{drawn.axes[0]}")
-            below = lines[at + 1][number : number + 1] if at + 1 < len(lines) else []
-            is_last = not below or below[0][1].column_names != panel.column_names
-            _name_ticks(axes.xaxis, panel.column_names if is_last else [])
+                panel.set_ylabel(f"{sides[at]}\n{axes[0]}".strip())
+            is_last = number >= len(below) or below[number].column_names != matrix.column_names
+            _name_ticks(panel.xaxis, matrix.column_names if is_last else [])
             if is_last:
-                axes.set_xlabel("for client" if drawn.axes[1] == "client" else drawn.axes[1])
-    assert image is not None
-    _, height = _size(drawn)
+                panel.set_xlabel("for client" if axes[1] == "client" else axes[1])
     bar = body.colorbar(image, ax=grid, fraction=0.05, pad=0.01, aspect=height / BAR_INCH)
-    bar.set_label(drawn.of)
+    bar.set_label(of)
+    return whole
 
 
-def _ends(drawn: HeatMaps) -> tuple[float, float]:
+def _ends(drawing: HeatMaps, matrices: Sequence[np.ndarray]) -> tuple[float, float]:
     """Return the values of the palest and of the darkest colour."""
-    values = np.concatenate([panel.values.ravel() for line in drawn.lines.values() for panel in line])
+    values = np.concatenate([matrix.ravel() for matrix in matrices])
     high = float(values.max())
-    if drawn.is_log:
-        low = drawn.low or float(min(values[values > 0], default=1.0))
+    if drawing.scale == "log":
+        low = drawing.low or float(min(values[values > 0], default=1.0))
         return low, max(high, 10 * low)
-    low = min(0.0, float(values.min())) if drawn.low is None else drawn.low
+    low = min(0.0, float(values.min())) if drawing.low is None else drawing.low
     return low, high if high > low else low + 1
 
 
 def _name_ticks(axis: Any, names: Sequence[str]) -> None:
     # all layers are named, of many clients some
     is_counted = bool(names) and names[0].isdigit()
-    numbers = range(0, len(names), math.ceil(len(names) / _MAX_NAMED_TICKS) if is_counted else 1)
+    numbers = range(0, len(names), math.ceil(len(names) / MAX_NAMED_TICKS) if is_counted else 1)
     axis.set_ticks(list(numbers), [names[number] for number in numbers])
 
 
 # Accuracies
 
 
-def _draw_curves(body: SubFigure, drawn: Curves) -> None:
-    across, down = _grid(len(drawn.panels))
+def _curves(
+    table: Table,
+    drawing: Curves,
+    title: str,
+    notes: Sequence[str],
+    results: Sequence[Result],
+    histories: Histories,
+) -> Figure | None:
+    """Draw a panel for each column, in it a line for each row."""
+    by_result = [(result, *_over_rounds(table, drawing, result, histories)) for result in results]
+    by_result = [(result, rounds, by_seed) for result, rounds, by_seed in by_result if len(by_seed)]
+    columns = list(dict.fromkeys(result.column for result, *_ in by_result))
+    if not columns:
+        return None
+    across, down = _grid(len(columns))
+    whole, body = _page(title, notes, COLUMN_INCH if across == 1 else PAGE_INCH, 2.1 * down + 0.3)
     grid = body.subplots(down, across, squeeze=False, sharey=True).ravel()
-    labels = list(dict.fromkeys(curve.label for curves in drawn.panels.values() for curve in curves))
+    labels = dict.fromkeys(result.row.label for result, *_ in by_result)
     looks = dict(zip(labels, zip(cycle(COLOURS), cycle(LINES), cycle(MARKS), strict=False), strict=False))
-    for axes, (title, curves) in zip(grid, drawn.panels.items(), strict=False):
-        for curve in curves:
-            colour, line, mark = looks[curve.label]
-            percent = 100 * curve.by_seed
-            axes.plot(
-                curve.rounds,
-                percent.mean(axis=0),
-                color=colour,
-                linestyle=line,
-                marker=mark,
-                markevery=max(1, len(curve.rounds) // 6),
-                label=curve.label,
-            )
-            if len(percent) > 1:
-                low, high = percent.min(axis=0), percent.max(axis=0)
-                axes.fill_between(curve.rounds, low, high, color=colour, alpha=0.2, linewidth=0)
-            if curve.published is not None:
-                axes.axhline(
-                    100 * curve.published,
-                    color=colour,
-                    linestyle=(0, (1, 3)),
-                    linewidth=0.8,
-                    label=f"{curve.label}, published",
-                )
-        axes.set_title(title)
+    for result, rounds, by_seed in by_result:
+        axes = grid[columns.index(result.column)]
+        label = result.row.label
+        colour, line, mark = looks[label]
+        every = max(1, len(rounds) // 6)
+        mean = by_seed.mean(axis=0)
+        axes.plot(rounds, mean, color=colour, linestyle=line, marker=mark, markevery=every, label=label)
+        if len(by_seed) > 1:
+            axes.fill_between(rounds, by_seed.min(0), by_seed.max(0), color=colour, alpha=0.2, linewidth=0)
+        if result.published is not None and drawing.client is None:
+            name = f"{label}, published"
+            axes.axhline(result.published, color=colour, linestyle=(0, (1, 3)), linewidth=0.8, label=name)
+    for column, axes in zip(columns, grid, strict=False):
+        axes.set_title(column)
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.grid(axis="y", linewidth=0.3, color="#cccccc")
-    for axes in grid[len(drawn.panels) :]:
+    for axes in grid[len(columns) :]:
         axes.set_axis_off()
+    of = "mean over clients" if drawing.client is None else f"client {drawing.client}"
     for axes in grid[::across]:
-        axes.set_ylabel(f"accuracy, %, {drawn.of}")
+        axes.set_ylabel(f"accuracy, %, {of}")
     _legend(body, grid)
+    return whole
 
 
-def _draw_bars(body: SubFigure, drawn: Bars) -> None:
+def _over_rounds(
+    table: Table, drawing: Curves, result: Result, histories: Histories
+) -> tuple[list[int], np.ndarray]:
+    """Return the rounds of the evaluations, and the accuracies in % [seeds, rounds]."""
+    rounds: list[int] = []
+    by_seed: list[np.ndarray] = []
+    for cell in table.cells_of(result.row.label, result.column):
+        if drawing.client is None and cell.seed in result.runs:
+            metrics = result.runs[cell.seed].metrics
+            rounds = metrics["round"].astype(int).tolist()
+            by_seed.append(metrics["accuracy_mean"])
+        elif drawing.client is not None and cell.folder in histories:
+            history = histories[cell.folder]
+            rounds = history.rounds
+            by_seed.append(history.accuracy[:, drawing.client])
+    return rounds, 100 * np.array(by_seed)
+
+
+def _bars(
+    table: Table, drawing: Bars, title: str, notes: Sequence[str], results: Sequence[Result]
+) -> Figure | None:
+    """Draw a group of bars for each column, in it a bar for each row."""
+    columns = [column for column in table.columns if any(one.column == column for one in results)]
+    if not columns:
+        return None
+    whole, body = _page(title, notes, COLUMN_INCH if len(results) <= 12 else PAGE_INCH, 2.4)
     axes = body.subplots()
-    key, groups = _common_key(drawn.groups)
-    if len(drawn.groups) == 1:
-        # one bar a row needs no legend
-        series = {"": [of_row[drawn.groups[0]] for of_row in drawn.series.values()]}
-        places = {"": np.arange(len(drawn.series), dtype=float)}
-        groups, key, width = list(drawn.series), "", 0.7
-    else:
-        width = 0.8 / len(drawn.series)
-        series, places = {}, {}
-        for number, (label, of_row) in enumerate(drawn.series.items()):
-            series[label] = list(of_row.values())
-            offset = (number - (len(drawn.series) - 1) / 2) * width
-            places[label] = np.array([drawn.groups.index(column) + offset for column in of_row])
-    for number, (label, bars) in enumerate(series.items()):
-        means = [100 * bar.mean for bar in bars]
-        deviations = [100 * (bar.deviation or 0) for bar in bars]
-        axes.bar(
-            places[label],
-            means,
-            width,
-            label=label or None,
-            color=COLOURS[number % len(COLOURS)],
-            hatch=HATCHES[number % len(HATCHES)],
-            edgecolor="white",
-            linewidth=0.3,
-        )
-        spread = [(at, mean, by) for at, mean, by in zip(places[label], means, deviations, strict=True) if by]
-        if spread:
-            at, mean, by = zip(*spread, strict=True)
-            axes.errorbar(at, mean, by, fmt="none", ecolor="black", elinewidth=0.8, capsize=1.5)
-        known = [
-            (at, 100 * bar.published) for at, bar in zip(places[label], bars, strict=True) if bar.published
-        ]
-        if known:
-            at, published = zip(*known, strict=True)
-            axes.plot(
-                at,
-                published,
-                "D",
-                color="white",
-                markeredgecolor="black",
-                markeredgewidth=0.8,
-                label="published",
-            )
+    rows = list(dict.fromkeys(result.row.label for result in results))
+    width = 0.8 / len(rows)
+    name = "best_accuracy" if drawing.accuracy == "best" else "accuracy_mean"
+    for number, row in enumerate(rows):
+        of_row = [result for result in results if result.row.label == row]
+        at = [columns.index(result.column) + (number - (len(rows) - 1) / 2) * width for result in of_row]
+        means = [100 * (result.mean(name) or 0) for result in of_row]
+        look: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)],
+            "hatch": HATCHES[number % len(HATCHES)],
+        }
+        axes.bar(at, means, width, label=row, edgecolor="white", linewidth=0.3, **look)
+        # nan is not drawn
+        spreads = [100 * (result.deviation(name) or math.nan) for result in of_row]
+        axes.errorbar(at, means, spreads, fmt="none", ecolor="black", elinewidth=0.8, capsize=1.5)
+        published = [math.nan if result.published is None else result.published for result in of_row]
+        if not np.isnan(published).all():
+            axes.plot(at, published, "D", label="published", color="white", mec="black", mew=0.8)
+    key, groups = _common_key(columns)
     axes.set_xticks(range(len(groups)), groups)
     if max(map(len, groups)) * len(groups) > 45:
         axes.tick_params(axis="x", rotation=30)
         for text in axes.get_xticklabels():
             text.set(horizontalalignment="right", rotation_mode="anchor")
     axes.set_xlabel(key)
-    axes.set_ylabel(f"accuracy, %, {drawn.of}")
+    axes.set_ylabel(f"accuracy, %, {drawing.accuracy} round")
     _legend(body, [axes])
+    return whole
 
 
 def _common_key(labels: Sequence[str]) -> tuple[str, list[str]]:
@@ -314,53 +395,40 @@ def _common_key(labels: Sequence[str]) -> tuple[str, list[str]]:
     return keys.pop(), [label.rpartition(" = ")[2] for label in labels]
 
 
-def _draw_points(body: SubFigure, drawn: Points) -> None:
+def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figure | None:
+    """Draw a point for each row and column; those whose names are the same before a comma look the same."""
+    if not results:
+        return None
+    whole, body = _page(title, notes, COLUMN_INCH, 2.6)
     axes = body.subplots()
-    looks = zip(cycle(COLOURS), cycle(MARKS), strict=False)
-    for (group, points), (colour, mark) in zip(drawn.groups.items(), looks, strict=False):
-        axes.errorbar(
-            [point.gigabytes for point in points],
-            [100 * point.accuracy for point in points],
-            [100 * (point.deviation or 0) for point in points],
-            fmt=mark,
-            color=colour,
-            elinewidth=0.6,
-            label=group,
+    names = _short_names(results)
+    groups = list(dict.fromkeys(name.partition(", ")[0] for name in names))
+    gigabytes = [_gigabytes(result) for result in results]
+    for number, (result, name, at) in enumerate(zip(results, names, gigabytes, strict=True)):
+        group, _, detail = name.partition(", ")
+        look = groups.index(group) % len(MARKS)
+        accuracy, spread = (
+            100 * (value or 0) for value in (result.mean("accuracy_mean"), result.deviation("accuracy_mean"))
         )
+        axes.errorbar(at, accuracy, spread, fmt=MARKS[look], color=COLOURS[look], elinewidth=0.6, label=group)
+        # towards the middle, and in turn above and below
+        side = "right" if at > (min(gigabytes) + max(gigabytes)) / 2 else "left"
+        shift = (-3 if side == "right" else 3, -6 if number % 2 else 2)
+        axes.annotate(detail or name, (at, accuracy), shift, textcoords="offset points", fontsize=5, ha=side)
     axes.set_xlabel("GB down and up, all rounds and clients")
     axes.set_ylabel("accuracy, %")
     axes.margins(0.2, 0.12)
     axes.xaxis.set_major_locator(MaxNLocator(6))
-    _label_points(axes, [point for points in drawn.groups.values() for point in points])
     axes.grid(linewidth=0.3, color="#cccccc")
     _legend(body, [axes])
+    return whole
 
 
-def _label_points(axes: Axes, points: Sequence[Point]) -> None:
-    """Write each point's label beside it, where the fewest others are, in a fixed order."""
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
-    places = [
-        np.array([(point.gigabytes - left) / (right - left), (100 * point.accuracy - low) / (high - low)])
-        for point in points
-    ]
-    taken = [(place - 0.015, place + 0.015) for place in places]
-    for point, place in zip(points, places, strict=True):
-        # as shares of the axes: right of the point, above, below, and left of it
-        size = np.array([0.0165 * len(point.label), 0.035])
-        shifts = (
-            (0.02, -size[1] / 2),
-            (-size[0] / 2, 0.025),
-            (-size[0] / 2, -0.025 - size[1]),
-            (-0.02 - size[0], -size[1] / 2),
-        )
-        corners = [place + shift for shift in shifts]
-        crossed = [
-            sum(bool((corner < end).all() and (corner + size > start).all()) for start, end in taken)
-            for corner in corners
-        ]
-        best = corners[crossed.index(min(crossed))]
-        taken.append((best, best + size))
-        axes.text(best[0], best[1], point.label, transform=axes.transAxes, fontsize=5, va="bottom")
+def _gigabytes(result: Result) -> float:
+    """Return 10^9 bytes of trainable numbers, down and up, of all rounds and clients."""
+    num_clients = len(next(iter(result.runs.values())).in_training["client"])
+    turns = result.config.train.rounds * result.config.train.cohort_size(num_clients)
+    return sum(result.mean(f"bytes_{way}") or 0 for way in ("down", "up")) * turns / 1e9
 
 
 def _legend(body: SubFigure, grid: Iterable[Axes]) -> None:
@@ -374,3 +442,36 @@ def _legend(body: SubFigure, grid: Iterable[Axes]) -> None:
         width = body.figure.get_figwidth()
         across = max(1, min(len(named), int(width * 16 / (longest + 6))))
         body.legend(named.values(), named.keys(), loc="outside upper center", ncols=across)
+
+
+# Words
+
+
+def _short_names(results: Sequence[Result]) -> list[str]:
+    """Return names of results by what tells them apart: their rows, their columns, or both."""
+    rows, columns = {result.row.label for result in results}, {result.column for result in results}
+    return [
+        ", ".join([result.row.label] * (len(rows) > 1) + [result.column] * (len(columns) > 1))
+        for result in results
+    ]
+
+
+def _scored(results: Sequence[Result]) -> list[str]:
+    """Say when models are scored, where rows differ in it."""
+    rows: dict[str, dict[str, None]] = {}
+    for result in results:
+        if result.runs:
+            rows.setdefault(result.scored, {})[result.row.label] = None
+    said = [f"{moment}: {', '.join(labels)}" for moment, labels in sorted(rows.items())]
+    return [f"scored {'; '.join(said)}"] if len(said) > 1 else []
+
+
+def _missing(results: Sequence[Result]) -> list[str]:
+    """Say which of the cells that would be drawn are not finished."""
+    lacking = []
+    for result, name in zip(results, _short_names(results), strict=True):
+        if result.missing:
+            total = result.missing + len(result.runs)
+            seeds = f" ({result.missing} of {total} seeds)" if result.runs else ""
+            lacking.append(f"{name or result.row.label}{seeds}")
+    return [f"missing: {'; '.join(lacking)}"] if lacking else []

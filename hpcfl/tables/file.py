@@ -1,325 +1,376 @@
-"""A table file with all that it extends: labels, settings by row and column, published numbers."""
+"""Table files: what one may hold, and how it changes the file that it extends."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, StrictInt, StrictStr
 
-from hpcfl.config import DEFAULT_METHOD, ENVIRONMENT, read_yaml
+from hpcfl.config import DEFAULT_METHOD, GROUPS, read_yaml
+from hpcfl.config.messages import FileKeys, validate_file
 from hpcfl.errors import UserError, printable
 from hpcfl.formatting import did_you_mean
-from hpcfl.tables.schema import (
-    DEFAULT_SHOW,
-    QUANTITIES,
-    ColumnEntry,
-    FigureEntry,
-    HeatMapsEntry,
-    Moment,
-    RowEntry,
-    TableEntry,
-    mistake,
-    place_of,
-)
+from hpcfl.registries import merge
 
 ONLY = ""
 """Label of the column of a table that names none."""
+MAX_CHARACTERS = 1000
+
+QUANTITIES = {
+    "accuracy": "accuracy, %",
+    "published": "published, %",
+    "scored": "scored",
+    "best": "best, %",
+    "weighted": "weighted by samples, %",
+    "after_download": "after download, %",
+    "after_training": "after training, %",
+    "spread": "spread over clients, %",
+    "worst_tenth": "worst tenth of clients, %",
+    "unseen": "unseen clients, %",
+    "coverage": "clients reached, %",
+    "seeds": "seeds",
+    "bytes_down": "bytes down",
+    "bytes_up": "bytes up",
+    "published_bytes": "published bytes down and up",
+    "finetune_epochs": "fine-tuning epochs",
+    "steps_per_s": "client steps/s",
+    "round_s": "seconds a round",
+    "rounds": "rounds",
+    "tuned": "tuned on validation samples",
+}
+"""What `show` of a table file may list, with the header of each; `display` prints them."""
+
+DEFAULT_SHOW = [
+    *("accuracy", "published", "scored", "after_download", "after_training", "worst_tenth", "seeds"),
+    *("bytes_down", "bytes_up", "finetune_epochs", "steps_per_s", "rounds", "tuned"),
+]
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of an outline."""
-
-    label: str
-    place: str
-    """Where it is, for errors."""
-    tuned: str | None = None
-    without: tuple[str, ...] = ()
-    published: dict[str, float] = field(default_factory=dict)
-    """In %, by column."""
-    published_bytes: dict[str, float] = field(default_factory=dict)
-    """Down and up together, of a client in a round, by column."""
+def _one_line(text: str) -> str:
+    if text != printable(text) or not text.strip() or len(text) > MAX_CHARACTERS:
+        raise ValueError(f"it must be one line of text, of at most {MAX_CHARACTERS} characters")
+    return text.strip()
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two rows whose difference, first minus second, is shown in some columns."""
+def _unique(seeds: list[int]) -> list[int]:
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("a seed is there twice; drop one")
+    return seeds
 
-    rows: tuple[str, str]
-    columns: list[str]
+
+def _quantity(name: str) -> str:
+    if name not in QUANTITIES:
+        raise ValueError(_unknown(name, "quantities", QUANTITIES))
+    return name
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, dict):
+        raise ValueError("it must be a number, true, false, text, or a list")
+    return value
+
+
+def _published(largest: float) -> AfterValidator:
+    """Check numbers from 0 to `largest`: of the only column, of each in turn, or by column."""
+
+    def check(value: Any) -> Any:
+        numbers = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            numbers = list(value.values())
+        for number in numbers:
+            is_number = isinstance(number, int | float) and not isinstance(number, bool)
+            if not (is_number and 0 <= number <= largest) and not (number is None and numbers is value):
+                bound = "on" if math.isinf(largest) else f"to {largest:g}"
+                raise ValueError(
+                    f"it must be numbers from 0 {bound}, one for each column in a list (null where there is "
+                    "none), or column: number"
+                )
+        return value
+
+    return AfterValidator(check)
+
+
+Text = Annotated[StrictStr, AfterValidator(_one_line)]
+Moment = Literal["after_download", "after_training"]
+
+
+class PartialConfig(FileKeys):
+    """Some keys of a configuration, validated when the cells are resolved."""
+
+    method: Any = None
+    data: Any = None
+    model: Any = None
+    train: Any = None
+    server: Any = None
+    comm: Any = None
+    run: Any = None
+
+    def tree(self) -> dict[str, Any]:
+        return self.model_dump(include=set(GROUPS), exclude_none=True)
+
+
+class Sweep(FileKeys):
+    """A short way to write columns that differ in one key."""
+
+    key: Text
+    values: list[Annotated[Any, AfterValidator(_plain)]] = Field(min_length=1)
+
+
+class _Labelled(PartialConfig):
+    label: Text = ""
+    _is_choice: bool = False
+    """Whether the file has a bare label, which chooses from the extended file."""
+
+
+class Column(_Labelled):
+    config: Text | None = None
+    """Configuration file under all other settings, relative to the table file."""
+    sweep: Sweep | None = None
+
+
+class Row(_Labelled):
+    """Its label is by default the method's name."""
+
+    tuned: Text | None = None
+    """Which keys were chosen on a validation split, and among what; the table repeats it."""
+    without: list[Text] | None = None
+    """Columns in which the row has no cell."""
+    published: Annotated[Any, _published(100)] = None
+    """Accuracy that the source names, in %: of the only column, of each in turn, or by column.
+
+    By column once the file is read; also `published_bytes`.
+    """
+    published_bytes: Annotated[Any, _published(math.inf)] = None
+    """Bytes down and up together of a client in a round that the source names."""
+
+
+class Pair(FileKeys):
+    """Two rows whose difference, first minus second, is shown with its interval."""
+
+    rows: list[Text] = Field(min_length=2, max_length=2)
+    columns: list[Text] = Field([])
+    """Default: all in which both rows have a cell."""
     at: Moment | None = None
-    """When both are scored; None: each at its own moment."""
-    weighted: bool = False
-    """Whether clients count with their samples."""
+    """When both rows' models are scored; default: each row's own moment."""
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Settings of one file: those of all cells, those of each column and those of each row, by label."""
+class HeatMaps(FileKeys):
+    """A diagnostic of a method as matrices, dark where it is large; of each row's first finished seed."""
 
-    settings: dict[str, Any]
-    columns: dict[str, dict[str, Any]]
-    rows: dict[str, dict[str, Any]]
+    draw: Literal["heat_maps"]
+    quantity: Text
+    """A diagnostic of the rows' methods; rows of other methods are not drawn."""
+    client: Annotated[StrictInt, Field(ge=0)] | None = None
+    """One client's matrix of layers; default: a matrix of all clients for each layer."""
+    layers: list[Text] | dict[str, list[Text]] | None = None
+    """Which layers, in all columns or by column; default: all."""
+    rounds: list[Annotated[StrictInt, Field(ge=1)] | Literal["first", "middle", "last"]] = Field(
+        ["last"], min_length=1
+    )
+    """Evaluations: of a number the one nearest to that round."""
+    scale: Literal["linear", "log"] = "linear"
+    low: float | None = Field(None, gt=0)
+    """Value of the palest colour; default: 0, or with `scale: log` the smallest that is drawn."""
 
+    @property
+    def columns(self) -> list[str]:
+        """Columns that it names layers of."""
+        return list(self.layers) if isinstance(self.layers, dict) else []
 
-@dataclass(frozen=True)
-class Outline:
-    """A table file with all that it extends, its labels checked; no configuration is resolved yet."""
-
-    title: str
-    size: str | None
-    source: str | None
-    seeds: list[int]
-    columns: list[str]
-    """Labels; [ONLY] of a table without columns."""
-    rows: list[Row]
-    configs: dict[str, dict[str, Any]]
-    """Configuration trees by column, which all layers override."""
-    layers: list[Layer]
-    """Settings by file; a later layer overrides all settings of an earlier one."""
-    compare: list[Pair]
-    show: list[str]
-    drawings: list[FigureEntry]
-
-
-_EMPTY = Outline("", None, None, [], [ONLY], [], {ONLY: {}}, [], [], list(DEFAULT_SHOW), [])
+    def layers_in(self, column: str) -> list[str] | None:
+        """Return the layers that are drawn in a column; None for all."""
+        return self.layers.get(column) if isinstance(self.layers, dict) else self.layers
 
 
-def read_outline(path: Path, seen: Sequence[Path] = ()) -> Outline:
-    """Read a table file and what it extends; UserError for the first mistake."""
-    tree = read_yaml(path)
-    base = None
-    if isinstance(tree.get("extends"), str):
-        if (name := tree["extends"]) != printable(name):
-            raise UserError(f"{path}: extends={printable(name)} is no file's name; name a table file")
-        below = path.parent / name
-        if below.resolve() in {file.resolve() for file in (path, *seen)}:
-            raise UserError(f"{path}: extends={tree['extends']} leads back to this file; name another")
-        # unlike Path's, False of a name that no file can have
-        if not os.path.isfile(below):
-            raise UserError(
-                f"{path}: extends={tree['extends']}: there is no file {below}; name one that is there"
-            )
-        base = read_outline(below, [*seen, path])
-        tree = _with_choices(path, tree, base)
-    try:
-        file = TableEntry.model_validate(tree)
-    except ValidationError as error:
-        raise UserError(mistake(path, tree, error)) from error
-    return _Reader(path, file, base or _EMPTY, base is not None).outline()
+class Curves(FileKeys):
+    """Accuracy over rounds, a line a row: the mean over seeds in a band from the lowest to the highest."""
+
+    draw: Literal["curves"]
+    client: Annotated[StrictInt, Field(ge=0)] | None = None
+    """Whose accuracy; default: the mean over clients."""
 
 
-def _with_choices(path: Path, tree: dict[str, Any], base: Outline) -> dict[str, Any]:
-    """Replace bare labels among rows and columns, which choose from the extended file, by entries."""
-    known = {"columns": base.columns, "rows": [row.label for row in base.rows]}
-    changed = dict(tree)
-    for kind, labels in known.items():
-        entries = tree.get(kind)
-        if isinstance(entries, list):
-            for entry in entries:
-                if isinstance(entry, str) and entry not in labels:
-                    raise UserError(f"{path}: {_unknown(kind, entry, labels)}")
-            changed[kind] = [{"label": entry} if isinstance(entry, str) else entry for entry in entries]
-    return changed
+class Bars(FileKeys):
+    """Accuracy by row and column, with the published one."""
+
+    draw: Literal["bars"]
+    accuracy: Literal["last", "best"] = "last"
+    """After the last round, or after the best."""
 
 
-class _Reader:
-    """Puts one file on top of what it extends."""
+class Points(FileKeys):
+    """Accuracy over the bytes of all rounds and clients, a point a row."""
 
-    def __init__(self, path: Path, file: TableEntry, base: Outline, extends: bool) -> None:
-        self._path, self._file, self._base, self._extends = path, file, base, extends
+    draw: Literal["points"]
 
-    def outline(self) -> Outline:
-        file, base = self._file, self._base
+
+Drawing = Annotated[HeatMaps | Curves | Bars | Points, Field(discriminator="draw")]
+
+
+def _choice(kind: type[_Labelled], label: str) -> Any:
+    """Return the entry that a bare label stands for."""
+    made = kind.model_construct(label=label)
+    made._is_choice = True
+    return made
+
+
+def _or_label(kind: type[_Labelled]) -> BeforeValidator:
+    return BeforeValidator(lambda entry: _choice(kind, entry) if isinstance(entry, str) else entry)
+
+
+_as_pair = BeforeValidator(lambda entry: {"rows": entry} if isinstance(entry, list) else entry)
+_as_list = BeforeValidator(lambda entry: [entry] if isinstance(entry, dict) else entry)
+
+
+class TableFile(FileKeys):
+    """A table file; once read, with all that it extends but for settings, which are its own alone."""
+
+    extends: Text | None = None
+    """Table file, relative to this one, of which this one says only what differs."""
+    title: Text = ""
+    size: Text | None = None
+    """How the table differs in size from what it stands for; printed above every output."""
+    source: Text | None = None
+    """Where the published numbers stand."""
+    seeds: Annotated[list[Annotated[StrictInt, Field(ge=0)]], AfterValidator(_unique)] = Field(
+        [], min_length=1
+    )
+    config: Text | None = None
+    """Configuration file, as in a column, for all columns that name none."""
+    settings: PartialConfig = PartialConfig()
+    """What all cells have in common."""
+    columns: list[Annotated[Column, _or_label(Column)]] = Field([], min_length=1)
+    sweep: Sweep | None = None
+    """In place of columns."""
+    rows: list[Annotated[Row, _or_label(Row)]] = Field([], min_length=1)
+    compare: list[Annotated[Pair, _as_pair]] | None = None
+    show: list[Annotated[StrictStr, AfterValidator(_quantity)]] = Field([], min_length=1)
+    """Which quantities stand in the printed table."""
+    figure: Annotated[list[Drawing], _as_list] | None = Field(None, max_length=26)
+    """What is drawn of the cells: one drawing, or a list of them; default: what the extended file draws."""
+
+
+def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
+    """Return a table file as the last of all that it extends; UserError for the first mistake.
+
+    The last file's settings of all cells, of a column and of a row override all those of the files before it.
+    Its `columns` and `rows` are entries with labels, in which those of the extended file are filled in.
+    """
+    file = validate_file(path, read_yaml(path), TableFile)
+    layers: list[TableFile] = []
+    if file.extends is not None:
+        below = path.parent / file.extends
+        if below.resolve() in {one.resolve() for one in (path, *above)}:
+            raise UserError(f"{path}: extends={file.extends} leads back to this file; name another")
+        layers = read_table(below, [*above, path])
+    else:
         for name in ("title", "seeds", "rows"):
-            if not self._extends and getattr(file, name) is None:
+            if not getattr(file, name):
+                raise UserError(f"{path}: {name} is missing; a table has {', '.join(TableFile.model_fields)}")
+    nothing = TableFile.model_construct(columns=[Column()], show=DEFAULT_SHOW, figure=[])
+    base = layers[-1] if layers else nothing
+    inherited = {
+        name: getattr(base, name)
+        for name in ("title", "size", "source", "seeds", "show", "figure")
+        if getattr(file, name) == TableFile.model_fields[name].default
+    }
+    columns = _columns(path, file, base)
+    labels = [column.label for column in columns]
+    rows = _rows(path, file, [nothing, *layers], labels)
+    for drawing in file.figure or ():
+        for name in drawing.columns if isinstance(drawing, HeatMaps) else ():
+            if name not in labels:
+                raise UserError(f"{path}, figure: layers: {_unknown(name, 'columns', labels)}")
+    read = {"columns": columns, "rows": rows, "compare": _pairs(path, file, base, labels, rows)}
+    return [*layers, file.model_copy(update=inherited | read)]
+
+
+def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
+    """Return the file's columns, one for each value of a sweep, with their configuration files."""
+    before = {column.label: column for column in base.columns}
+    if file.columns and file.sweep is not None:
+        raise UserError(f"{path}: sweep stands in place of columns; put it into one of them")
+    entries = file.columns or [_choice(Column, label) for label in before]
+    columns: dict[str, Column] = {}
+    for number, entry in enumerate(entries if file.sweep is None else [Column(sweep=file.sweep)]):
+        place = f"{path}, {place_of('column', number, entry.label)}"
+        if entry._is_choice and entry.label not in before:
+            raise UserError(f"{path}: {_unknown(entry.label, 'columns', before)}")
+        if not entry.label and entry.sweep is None and not entry._is_choice:
+            raise UserError(f"{place}: label is missing; a column without a sweep has one")
+        own = entry.config or file.config
+        for column in _swept(place, entry):
+            if column.label in columns:
                 raise UserError(
-                    f"{self._path}: {name} is missing; a table has {', '.join(TableEntry.model_fields)}"
+                    f"{place}: another column is called {column.label}; give each a label of its own"
                 )
-        if file.seeds is not None and len(set(file.seeds)) < len(file.seeds):
-            raise UserError(f"{self._path}: seeds={file.seeds} is invalid: a seed is there twice; drop one")
-        columns, column_trees, configs = self._columns()
-        rows, row_trees = self._rows(columns)
-        made = Outline(
-            title=file.title or base.title,
-            size=file.size or base.size,
-            source=file.source or base.source,
-            seeds=file.seeds or base.seeds,
-            columns=columns,
-            rows=rows,
-            configs=configs,
-            layers=[*base.layers, Layer(file.settings.tree(), column_trees, row_trees)],
-            compare=self._comparisons(columns, rows),
-            show=self._show(),
-            drawings=self._drawings(columns),
-        )
-        return made
+            config = before[column.label].config if column.label in before else None
+            config = config if own is None else str(path.parent / own)
+            columns[column.label] = column.model_copy(update={"config": config})
+    return list(columns.values())
 
-    def _columns(self) -> tuple[list[str], dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-        """Return the columns' labels, and by label their settings here and their configuration files'."""
-        file, base = self._file, self._base
-        if file.columns is not None and file.sweep is not None:
-            raise UserError(f"{self._path}: sweep stands in place of columns; put it into one of them")
-        entries = file.columns
-        if file.sweep is not None:
-            entries = [ColumnEntry(sweep=file.sweep)]
-        common = {} if file.config is None else self._config(str(self._path), file.config)
-        if entries is None:
-            return base.columns, {}, {label: common or base.configs[label] for label in base.columns}
-        trees: dict[str, dict[str, Any]] = {}
-        configs: dict[str, dict[str, Any]] = {}
-        for number, entry in enumerate(entries):
-            place = f"{self._path}, {place_of('column', number, entry.label)}"
-            for label, tree in self._written_columns(place, entry):
-                if label in trees:
-                    raise UserError(
-                        f"{place}: another column is called {label}; give each a label of its own"
-                    )
-                trees[label] = tree
-                own = common if entry.config is None else self._config(place, entry.config)
-                configs[label] = own or base.configs.get(label, {})
-        return list(trees), trees, configs
 
-    def _written_columns(self, place: str, entry: ColumnEntry) -> list[tuple[str, dict[str, Any]]]:
-        """Return the label and the settings of the columns that an entry stands for."""
-        if entry.sweep is None:
-            if entry.label is None:
-                raise UserError(f"{place}: label is missing; a column without a sweep has one")
-            return [(entry.label, entry.tree())]
-        prefix = "" if entry.label is None else f"{entry.label}, "
-        return [(prefix + label, _laid(entry.tree(), tree)) for label, tree in entry.sweep.columns()]
-
-    def _config(self, place: str, name: str) -> dict[str, Any]:
+def _swept(place: str, column: Column) -> list[Column]:
+    """Return the columns that an entry stands for."""
+    if column.sweep is None:
+        return [column]
+    made = []
+    for value in column.sweep.values:
+        shown = str(value).lower() if isinstance(value, bool) else value
+        label = f"{column.sweep.key.rpartition('.')[2]} = {shown}"
         try:
-            tree = read_yaml(self._path.parent / name)
+            tree = merge(column.tree(), {column.sweep.key: value})
         except UserError as error:
-            raise UserError(f"{place}: config={name}: {error}") from error
-        tree.pop(ENVIRONMENT, None)
-        return tree
+            raise UserError(f"{place}: {error}") from error
+        label = f"{column.label}, {label}" if column.label else label
+        made.append(Column.model_construct(label=label, **tree))
+    return made
 
-    def _rows(self, columns: Sequence[str]) -> tuple[list[Row], dict[str, dict[str, Any]]]:
-        """Return the rows, and their settings here by label."""
-        file, base = self._file, self._base
-        before = {row.label: row for row in base.rows}
-        if file.rows is None:
-            return [_in_columns(row, columns) for row in base.rows], {}
-        rows: dict[str, Row] = {}
-        trees: dict[str, dict[str, Any]] = {}
-        for number, entry in enumerate(file.rows):
-            label = entry.label or self._method_name(entry)
-            place = f"{self._path}, {place_of('row', number, label)}"
-            if label in rows:
-                first = list(rows).index(label)
+
+def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Sequence[str]) -> list[Row]:
+    """Return the file's rows, with what the extended file says of them and of these columns."""
+    before = {row.label: row for row in layers[-1].rows}
+    settings = [layer.settings for layer in (file, *reversed(layers))]
+    rows: dict[str, Row] = {}
+    for number, row in enumerate(file.rows or [_choice(Row, label) for label in before]):
+        if row._is_choice and row.label not in before:
+            raise UserError(f"{path}: {_unknown(row.label, 'rows', before)}")
+        label = row.label or _method_name([row, *settings])
+        place = f"{path}, {place_of('row', number, label)}"
+        if label in rows:
+            raise UserError(f"{place}: another row is called {label}; give each a label of its own")
+        old = before.get(label, Row())
+        without = [name for name in old.without or () if name in columns]
+        without = without if row.without is None else row.without
+        update: dict[str, Any] = {"label": label, "tuned": row.tuned or old.tuned, "without": without}
+        named = [("without", name) for name in without]
+        for key in ("published", "published_bytes"):
+            given = _by_column(place, key, getattr(row, key), columns)
+            inherited = getattr(old, key) or {}
+            update[key] = {name: value for name, value in inherited.items() if name in columns} | given
+            named += [(key, name) for name in given]
+        for key, name in named:
+            if name not in columns:
+                raise UserError(f"{place}: {key}: {_unknown(name, 'columns', columns)}")
+            if key != "without" and name in without:
                 raise UserError(
-                    f"{place}: row {first + 1} ({label}) has the same label or makes the same folder; "
-                    "give each a label of its own"
+                    f"{place}: {key} names column {name}, in which the row has no cell (`without`)"
                 )
-            old = before.get(label, Row(label, place))
-            published = {
-                key: _by_column(place, key, getattr(entry, key), columns)
-                for key in ("published", "published_bytes")
-            }
-            for key, names in {"without": entry.without or (), **published}.items():
-                for name in names:
-                    if name not in columns:
-                        raise UserError(f"{place}: {key}: {_unknown('columns', name, columns)}")
-            row = _in_columns(
-                replace(
-                    old,
-                    place=place,
-                    tuned=entry.tuned or old.tuned,
-                    without=old.without if entry.without is None else tuple(entry.without),
-                    published=old.published | published["published"],
-                    published_bytes=old.published_bytes | published["published_bytes"],
-                ),
-                columns,
-            )
-            for key, numbers in published.items():
-                for name in set(numbers) & set(row.without):
-                    raise UserError(
-                        f"{place}: {key} names column {name}, in which `without` leaves the row no cell; "
-                        "drop one of the two"
-                    )
-            rows[label], trees[label] = row, entry.tree()
-        return list(rows.values()), trees
-
-    def _method_name(self, entry: RowEntry) -> str:
-        """Return the label of a row that has none: its method, or that of all cells."""
-        under = [layer.settings.get("method") for layer in reversed(self._base.layers)]
-        for method in (entry.method, self._file.settings.method, *under):
-            if isinstance(method, dict) and "name" in method:
-                return str(method["name"])
-            if isinstance(method, dict) and "path" in method:
-                return Path(str(method["path"])).stem
-        return DEFAULT_METHOD
-
-    def _comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Pair]:
-        """Return the pairs of rows, each with the columns in which both have a cell."""
-        if self._file.compare is None:
-            return self._inherited_comparisons(columns, rows)
-        by_label = {row.label: row for row in rows}
-        chosen = []
-        for entry in self._file.compare:
-            place = f"{self._path}, compare {entry.rows[0]} with {entry.rows[1]}"
-            for label in entry.rows:
-                if label not in by_label:
-                    raise UserError(f"{place}: {_unknown('rows', label, by_label)}")
-            if entry.rows[0] == entry.rows[1]:
-                raise UserError(f"{place}: a row differs from itself by nothing; name two")
-            named = list(entry.columns or columns)
-            pair = Pair((entry.rows[0], entry.rows[1]), named, entry.at, entry.weighted)
-            both = _with_both(pair, columns, by_label)
-            for name in entry.columns or ():
-                if name not in columns:
-                    raise UserError(f"{place}: {_unknown('columns', name, columns)}")
-                if name not in both.columns:
-                    raise UserError(f"{place}: column {name} has no cell of both rows; drop it")
-            if not both.columns:
-                raise UserError(f"{place}: no column has a cell of both rows; drop the pair")
-            chosen.append(both)
-        return chosen
-
-    def _inherited_comparisons(self, columns: Sequence[str], rows: Sequence[Row]) -> list[Pair]:
-        """Return what is left of the extended file's pairs."""
-        by_label = {row.label: row for row in rows}
-        pairs = [pair for pair in self._base.compare if all(label in by_label for label in pair.rows)]
-        left = [_with_both(pair, columns, by_label) for pair in pairs]
-        return [pair for pair in left if pair.columns]
-
-    def _show(self) -> list[str]:
-        show = self._file.show
-        for name in show or ():
-            if name not in QUANTITIES:
-                raise UserError(f"{self._path}: show: {_unknown('quantities', name, QUANTITIES)}")
-        return show or self._base.show
-
-    def _drawings(self, columns: Sequence[str]) -> list[FigureEntry]:
-        """Return what the figure draws; what an extended file says of columns that are gone is dropped."""
-        if self._file.figure is None:
-            return [_of_columns(drawing, columns) for drawing in self._base.drawings]
-        for drawing in self._file.figure:
-            if isinstance(drawing, HeatMapsEntry) and isinstance(drawing.layers, dict):
-                for name in drawing.layers:
-                    if name not in columns:
-                        raise UserError(f"{self._path}, figure: layers: {_unknown('columns', name, columns)}")
-        return self._file.figure
+        rows[label] = row.model_copy(update=update)
+    return list(rows.values())
 
 
-def _of_columns(drawing: FigureEntry, columns: Sequence[str]) -> FigureEntry:
-    if not isinstance(drawing, HeatMapsEntry) or not isinstance(drawing.layers, dict):
-        return drawing
-    layers = {name: layers for name, layers in drawing.layers.items() if name in columns}
-    return drawing.model_copy(update={"layers": layers})
-
-
-def _with_both(pair: Pair, columns: Sequence[str], by_label: Mapping[str, Row]) -> Pair:
-    """Return a pair in those of its columns that are there and have a cell of both rows."""
-    without = {name for label in pair.rows for name in by_label[label].without}
-    return replace(pair, columns=[name for name in columns if name in pair.columns and name not in without])
+def _method_name(settings: Iterable[PartialConfig]) -> str:
+    """Return the label of a row that has none: its method's name, in the first settings that name one."""
+    for one in settings:
+        if isinstance(one.method, dict) and "name" in one.method:
+            return str(one.method["name"])
+        if isinstance(one.method, dict) and "path" in one.method:
+            return Path(str(one.method["path"])).stem
+    return DEFAULT_METHOD
 
 
 def _by_column(place: str, key: str, given: Any, columns: Sequence[str]) -> dict[str, float]:
@@ -328,43 +379,47 @@ def _by_column(place: str, key: str, given: Any, columns: Sequence[str]) -> dict
         return {}
     if isinstance(given, dict):
         return {str(label): float(value) for label, value in given.items()}
-    if isinstance(given, list):
-        if len(given) != len(columns):
-            raise UserError(
-                f"{place}: {key} has {len(given)} numbers for {len(columns)} columns; give one a column, and "
-                "null where there is none"
-            )
-        pairs = zip(columns, given, strict=True)
-        return {label: float(value) for label, value in pairs if value is not None}
-    if len(columns) > 1:
+    numbers = given if isinstance(given, list) else [given]
+    if len(numbers) != len(columns):
         raise UserError(
-            f"{place}: {key}={given} does not say of which column; write {key}: {{{columns[0]}: {given}}}"
+            f"{place}: {key}: {len(numbers)} given for {len(columns)} columns; give one a column, and null "
+            f"where there is none, or {{{columns[0] or 'column'}: number}}"
         )
-    return {columns[0]: float(given)}
+    return {label: float(value) for label, value in zip(columns, numbers, strict=True) if value is not None}
 
 
-def _in_columns(row: Row, columns: Sequence[str]) -> Row:
-    """Return a row without what it says of columns that are not there."""
-    return replace(
-        row,
-        without=tuple(name for name in row.without if name in columns),
-        published={name: value for name, value in row.published.items() if name in columns},
-        published_bytes={name: value for name, value in row.published_bytes.items() if name in columns},
-    )
+def _pairs(
+    path: Path, file: TableFile, base: TableFile, columns: Sequence[str], rows: Sequence[Row]
+) -> list[Pair]:
+    """Return the pairs of rows, with their columns; of an extended file's pairs those that are left."""
+    without = {row.label: row.without or () for row in rows}
+    pairs = []
+    for pair in base.compare or () if file.compare is None else file.compare:
+        place = f"{path}, compare {pair.rows[0]} with {pair.rows[1]}"
+        mistakes = [_unknown(label, "rows", without) for label in pair.rows if label not in without]
+        both = [name for name in columns if all(name not in without.get(label, ()) for label in pair.rows)]
+        wanted = pair.columns or both
+        mistakes += [_unknown(name, "columns", columns) for name in wanted if name not in columns]
+        mistakes += [
+            f"column {name} has no cell of both rows; drop it" for name in wanted if name not in both
+        ]
+        if not both:
+            mistakes.append("no column has a cell of both rows; drop the pair")
+        if file.compare is not None and mistakes:
+            raise UserError(f"{place}: {mistakes[0]}")
+        left = [name for name in both if name in wanted]
+        if left and all(label in without for label in pair.rows):
+            pairs.append(pair.model_copy(update={"columns": left}))
+    return pairs
 
 
-def _laid(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Return nested keys with others put in."""
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        both = isinstance(below, dict) and isinstance(value, dict)
-        merged[key] = _laid(below, value) if both else value  # type: ignore[arg-type]
-    return merged
+def place_of(kind: str, number: int, label: str) -> str:
+    """Return where an entry of a list is, such as "row 2 (FedAvg)"."""
+    return f"{kind} {number + 1}" + (f" ({label})" if label else "")
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def _unknown(name: str, kind: str, known: Iterable[str]) -> str:
     names = [label for label in known if label != ONLY]
     # labels may hold commas
-    there = " | ".join(names) or "none, as the table has one column without a name"
+    there = " | ".join(names) or "none"
     return f"{name} is none of the {kind}; there are: {there}{did_you_mean(name, names)}"

@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpcfl.config import Config
@@ -19,17 +18,13 @@ from hpcfl.results.statistics import Interval
 from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.storage.lock import FolderLock
-from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Entry, differences, entries
+from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Result, differences, read_results
 from hpcfl.tables.cells import Table
-from hpcfl.tables.diagnostics import Line, diagnostics
+from hpcfl.tables.diagnostics import diagnostics, read_histories
 from hpcfl.tables.display import document
-from hpcfl.tables.histories import histories
-from hpcfl.tables.paper_figures import sheets
 
 MAX_CLIENT_LINES = 20_000
 """Largest number of lines (about 800 kB) for which `write_results` writes every client's accuracy."""
-
-
 LONGEST_TURN_S = 120
 """How long a part of a table waits for another one that is writing."""
 
@@ -60,102 +55,76 @@ def in_turn(folder: Path) -> Iterator[None]:
         yield
 
 
-def write(table: Table) -> tuple[str, int]:
+def write(table: Table) -> str:
     """Write table.md, table.tex, table.csv and differences.csv from the folders of the finished cells.
 
-    differences.csv is written only if the table compares rows. Returns the table as text and the number of
-    missing cells. Raises UserError if the files cannot be written.
+    differences.csv is written only if the table compares rows. Returns the table as text. Raises UserError if
+    the files cannot be written.
     """
-    known = entries(table)
-    compared = differences(table, known)
-    made = document(table, known, compared)
-    files = {f"{name}.csv": text for name, text in _csv_files(table, known, compared).items()}
-    files |= {"table.md": as_markdown(made), "table.tex": as_latex(made)}
+    results = read_results(table)
+    compared = differences(table, results)
+    made = document(table, results, compared)
+    files: dict[str, str | bytes] = {"table.md": as_markdown(made), "table.tex": as_latex(made)}
+    files["table.csv"] = _csv([_line(table, result) for result in results])
+    if compared:
+        files["differences.csv"] = _csv([_difference_line(table, one) for one in compared])
     _write_files(table.folder, files)
-    return as_text(made), sum(entry.missing for entry in known)
+    return as_text(made)
 
 
-@dataclass(frozen=True)
-class FromHistories:
-    """What is made of the cells' checkpoints."""
-
-    diagnostics: list[Line]
-    """Lines of diagnostics.csv."""
-    pictures: dict[str, bytes]
-    """PNG and PDF files by name."""
-    undrawn: list[str]
-    """Names, without ending, of pictures of which nothing is finished."""
-
-
-def write_from_histories(table: Table) -> FromHistories:
+def write_from_histories(table: Table) -> dict[str, list[str]]:
     """Write diagnostics.csv and the figure's pictures beside the table, where there is something to tell.
 
-    If a column's data cannot be read any more, warns and writes no diagnostics of it. Raises UserError if the
-    figure names layers or clients that the cells do not have.
+    Returns the files of each picture by its name without ending, none where nothing of it is finished. Raises
+    UserError if the figure names layers or clients that the cells do not have.
     """
-    found = histories(table)
-    try:
-        lines = diagnostics(table, found)
-    except UserError as error:
-        warnings.warn(f"no diagnostics.csv: {error}", stacklevel=1)
-        lines = []
-    pictures: dict[str, bytes] = {}
-    undrawn = []
+    histories = read_histories(table)
+    lines = diagnostics(table, histories)
+    files: dict[str, str | bytes] = {"diagnostics.csv": _csv(lines)} if lines else {}
+    drawn = {}
     if table.drawings:
         # a run that draws nothing need not wait for matplotlib
-        from hpcfl.tables.drawing import draw
+        from hpcfl.tables.drawing import as_files, draw
 
-        for name, sheet in sheets(table, entries(table), found).items():
-            if sheet is None:
-                undrawn.append(name)
-            else:
-                pictures |= {f"{name}.{ending}": content for ending, content in draw(sheet).items()}
-    stale = {path for name in undrawn for path in table.folder.glob(f"{name}.*")}
-    for path in (*stale, table.folder / "diagnostics.csv"):
-        path.unlink(missing_ok=True)
-    files: dict[str, str | bytes] = {**pictures}
-    if lines:
-        files["diagnostics.csv"] = _csv(lines)
+        for name, picture in draw(table, read_results(table), histories):
+            made = {} if picture is None else as_files(name, picture)
+            drawn[name] = list(made)
+            files |= made
+    for stale in (*(f"{name}.*" for name in drawn), "diagnostics.csv"):
+        for path in table.folder.glob(stale):
+            if path.name not in files:
+                path.unlink()
     _write_files(table.folder, files)
-    return FromHistories(lines, pictures, undrawn)
+    return drawn
 
 
-def write_results(table: Table, told: FromHistories) -> list[Path]:
-    """Write the table's results in the folder results/ beside the table file; return the files.
+def write_results(table: Table) -> list[Path]:
+    """Copy what is written of a table into the folder results/ beside the table file; return the files.
 
-    <name>.csv holds the lines of table.csv, <name>_differences.csv the compared rows if there are any,
-    <name>_diagnostics.csv the diagnostics if there are any, <name>_clients.csv the accuracy of every client
-    if these are at most MAX_CLIENT_LINES lines, and <name>_figure.png the figure if it is drawn.
+    <name>.csv is table.csv, <name>_differences.csv and <name>_diagnostics.csv are what is called so and
+    <name>_figure.png is the figure, each if it is there. <name>_clients.csv has the accuracy of every client
+    if these are at most MAX_CLIENT_LINES lines.
     """
-    known = entries(table)
-    texts = _csv_files(table, known, differences(table, known))
-    lines = [
-        {"label": entry.row.label, "column": entry.column, "seed": seed}
-        | {"client": client, "accuracy": round(accuracy, 4)}
-        for entry in known
-        for seed in entry.runs
-        for client, accuracy in enumerate(entry.of_clients(seed))
-    ]
-    if 0 < len(lines) <= MAX_CLIENT_LINES:
-        texts["clients"] = _csv(lines)
-    if told.diagnostics:
-        texts["diagnostics"] = _csv(told.diagnostics)
+    names = ["table.csv", *["differences.csv"] * bool(table.compare)]
+    names += ["diagnostics.csv", *(f"{name}.png" for name in table.figure_names)]
+    found = [table.folder / name for name in names if (table.folder / name).exists()]
     stem = table.result_name
     files: dict[str, str | bytes] = {
-        f"{stem}.csv" if kind == "table" else f"{stem}_{kind}.csv": text for kind, text in texts.items()
+        f"{stem}.csv" if path.name == "table.csv" else f"{stem}_{path.name}": path.read_bytes()
+        for path in found
     }
-    files |= {f"{stem}_{name}": data for name, data in told.pictures.items() if name.endswith(".png")}
+    lines = [
+        {"label": result.row.label, "column": result.column, "seed": seed}
+        | {"client": client, "accuracy": round(accuracy, 4)}
+        for result in read_results(table)
+        for seed in result.runs
+        for client, accuracy in enumerate(result.by_client(seed))
+    ]
+    if 0 < len(lines) <= MAX_CLIENT_LINES:
+        files[f"{stem}_clients.csv"] = _csv(lines)
     folder = table.path.parent / "results"
     _write_files(folder, files)
     return [folder / name for name in files]
-
-
-def _csv_files(table: Table, known: Sequence[Entry], compared: Sequence[Difference]) -> dict[str, str]:
-    """Return table.csv, and where rows are compared differences.csv, by their names without `.csv`."""
-    texts = {"table": _csv([_line(table, entry) for entry in known])}
-    if compared:
-        texts["differences"] = _csv([_difference_line(table, difference) for difference in compared])
-    return texts
 
 
 def _csv(lines: Sequence[Mapping[str, object]]) -> str:
@@ -167,36 +136,36 @@ def _csv(lines: Sequence[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def _line(table: Table, entry: Entry) -> dict[str, object]:
+def _line(table: Table, result: Result) -> dict[str, object]:
     """Return a line of table.csv.
 
     Accuracies are fractions. `seeds_after_download` and `seeds_after_training` are how many of the seeds were
     scored at that moment.
     """
-    config = entry.config
+    config = result.config
     line: dict[str, object] = {
-        "label": entry.row.label,
-        "column": entry.column,
+        "label": result.row.label,
+        "column": result.column,
         "method": config.method.name,
         "settings": settings(config),
-        "accuracy_mean": entry.mean("accuracy_mean"),
-        "accuracy_std_over_seeds": entry.deviation("accuracy_mean"),
-        "published_accuracy": None if entry.published is None else round(entry.published / 100, 6),
-        "published_bytes": entry.row.published_bytes.get(entry.column),
+        "accuracy_mean": result.mean("accuracy_mean"),
+        "accuracy_std_over_seeds": result.deviation("accuracy_mean"),
+        "published_accuracy": None if result.published is None else round(result.published / 100, 6),
+        "published_bytes": result.published_bytes,
     }
     for name in ACCURACIES[1:]:
-        line |= {name: entry.mean(name), f"{name}_std_over_seeds": entry.deviation(name)}
-    line |= {"best_round": entry.mean("best_round"), "scored": entry.scored}
-    line |= {"coverage": entry.mean("coverage"), "seeds": len(entry.runs), "missing_seeds": entry.missing}
-    line |= {f"seeds_{moment}": entry.count(f"accuracy_{moment}") for moment in MOMENTS}
+        line |= {name: result.mean(name), f"{name}_std_over_seeds": result.deviation(name)}
+    line |= {"best_round": result.mean("best_round"), "scored": result.scored}
+    line |= {"coverage": result.mean("coverage"), "seeds": len(result.runs), "missing_seeds": result.missing}
+    line |= {f"seeds_{moment}": result.count(f"accuracy_{moment}") for moment in MOMENTS}
     line |= {"rounds": config.train.rounds, "eval_split": config.run.eval_split}
     for name in COSTS:
-        mean = entry.mean(name)
+        mean = result.mean(name)
         line[name] = round(mean) if mean is not None and "bytes" in name else mean
-    line |= {"finetune_epochs": config.train.finetune_epochs, "tuned": entry.row.tuned}
+    line |= {"finetune_epochs": config.train.finetune_epochs, "tuned": result.row.tuned}
     line |= {"title": table.title, "size": table.size}
     for seed in table.seeds:
-        line[f"accuracy_seed_{seed}"] = entry.figures[seed]["accuracy_mean"] if seed in entry.runs else None
+        line[f"accuracy_seed_{seed}"] = result.figures[seed]["accuracy_mean"] if seed in result.runs else None
     return line
 
 
@@ -212,7 +181,6 @@ def settings(config: Config) -> str:
 def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
     """Return a line of differences.csv, of fractions; a bound is empty where there is no interval.
 
-    `weighted` is 1 where clients count with their samples, which leaves the columns of clients empty;
     `partitions` is how many the seeds have drawn.
     """
     over_seeds, over_clients = difference.over_seeds, difference.over_clients
@@ -221,7 +189,6 @@ def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
         "second": difference.rows[1],
         "column": difference.column,
         "moment": difference.moment,
-        "weighted": int(difference.is_weighted),
         "difference": over_seeds and over_seeds.mean,
         **_bounds("over_seeds", over_seeds),
         "seeds": len(difference.seeds),

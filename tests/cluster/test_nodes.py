@@ -16,9 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bits import MEETS_ALL_SOON, completed_rounds, differing, run_here, tiny_settings, write_digits
-from launches import Launch
 from nodes import Node, Nodes, played
-from processes import REPOSITORY, run_tree
+from processes import REPOSITORY, Launch, run_tree
 
 from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 

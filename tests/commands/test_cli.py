@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pty
@@ -17,7 +16,6 @@ from collections.abc import Iterable
 from fcntl import ioctl
 from pathlib import Path
 
-import h5py
 import pytest
 from processes import REPOSITORY, Mpirun, clean_environment, read_all, run_forked
 
@@ -32,7 +30,6 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.registries import load_config
-from hpcfl.storage.lock import FolderLock
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 Contents = dict[str, tuple[bytes, int]]
@@ -71,19 +68,13 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 MISTAKES = [
     (["train.round=3"], "nearest known one is train.rounds"),
-    (["train.rounds=many"], "train.rounds=many is invalid; allowed: an integer >= 1"),
     (["method.name=fedavgg"], "allowed: " + ", ".join(METHODS)),
     (["data.source=imagenet"], "allowed: " + ", ".join(SOURCES)),
     (["data.partition.name=sorted"], "allowed: " + ", ".join(PARTITIONS)),
     (["model.name=vgg"], "allowed: " + ", ".join(MODELS)),
-    (["optimiser.lr=1"], "optimiser.lr=1 is an unknown key"),
     (["data.partition.classes_per_client=11"], "the data has 10 classes; allowed: 1..10"),
     (["data.per_client=1000"], "the data allows at most 172"),
     (["data.partition.name=given"], "this data.source has no clients; allowed: classes, "),
-    (
-        ["data.subset_fraction=0"],
-        "data.subset_fraction=0 is invalid; allowed: a number or null > 0 and <= 1",
-    ),
     (["data.subset_fraction=0.0001"], "data.subset_fraction=0.0001 leaves none of 1797 samples"),
     (
         ["data.subset_fraction=0.5", "data.subset_per_class=9"],
@@ -94,46 +85,28 @@ MISTAKES = [
         "data.subset_fraction=0.5 does not go with partition given",
     ),
     (["data.partition.name=pairs", "data.clients=7"], "cannot divide 10 classes; allowed: 2, 4, 10, 20"),
-    (
-        ["data.partition.name=mixture", "data.partition.beta=0"],
-        "beta=0 is invalid; allowed: a number > 0",
-    ),
-    (["train.participation=0"], "train.participation=0 is invalid; allowed: a number > 0 and <= 1"),
-    (["train.participation=1.5"], "train.participation=1.5 is invalid"),
     (["method.name=heurpfedla", "method.k=5"], "method.k=5 is more than the model's 4 layers"),
-    (
-        ["method.name=pfedmb", "method.branches=0"],
-        "method.branches=0 is invalid; allowed: an integer >= 1 (default: 5)",
-    ),
-    (
-        ["method.name=pfedmb", "method.alpha_lr=-1"],
-        "method.alpha_lr=-1 is invalid; allowed: a number >= 0 (default: 1.0)",
-    ),
-    (
-        ["method.name=fedafk", "method.coefficient=1.5"],
-        "method.coefficient=1.5 is invalid; allowed: a number >= 0 and <= 1 (default: 0.5)",
-    ),
     (
         ["method.name=fedafk", "model.name=mlp", "model.hidden=[]"],
         "method.name=fedafk tells a feature extractor from a head, and model.name=mlp has no layers before",
     ),
     (["run.max_elements=100"], "run.max_elements=100 is too small"),
     (["no_such_file.yaml"], "cannot read configuration file no_such_file.yaml"),
-    (["data.source=cifar10"], "hpcfl data fetch cifar10 --root data"),
     (["data.source=mnist", "data.root=my sets"], "hpcfl data fetch mnist --root 'my sets'"),
     (["damaged.yaml"], "damaged.yaml is not YAML"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),
-    (["--qui"], "unrecognized arguments: --qui"),
-    (["plan", "train.round=3"], "nearest known one is train.rounds"),
-    (["plan", "one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
+    (
+        ["plan", "model.name=mlp", "model.hidden=[2000000000]"],
+        "GB of memory are free; choose a smaller model",
+    ),
+    (["plan", "data.clients=1000000000000"], "data.clients=1000000000000 are more than 10000000; lower it"),
     (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
     (["run", "train.round=3"], "nearest known one is train.rounds"),
     (["list", "methods"], "methods is not a list; type hpcfl list, or hpcfl list keys"),
     (["data", "fetch", "imagenet"], "allowed: " + ", ".join(SOURCES)),
-    (["bench", "--colour"], "unrecognized arguments: --colour; see hpcfl bench --help"),
     (["data"], "the following arguments are required: action, name; see hpcfl data --help"),
 ]
 IS_COMMAND = ("reprot", "zzz", "plan", "list", "data", "bench")
@@ -157,13 +130,17 @@ def test_a_mistake_is_one_line_and_touches_nothing(
     assert [path.name for path in finished.parent.iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("words", [["run", *TINY], ["run", "tiny.yaml"], ["tiny.yaml"], ["tiny"]])
-def test_all_ways_to_type_a_run_are_the_same_run(words: list[str], finished: Path, tmp_path: Path) -> None:
+def test_all_ways_to_type_a_run_are_the_same_run(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("tiny.yaml", "tiny"):
         (tmp_path / name).write_text(
             "data: {clients: 4, per_client: 20}\ntrain: {local_epochs: 1, rounds: 2}\n"
         )
-    typed = [sys.executable, "-m", "hpcfl", *words, "--out", str(finished)]
+    for words in (["run", *TINY], ["run", "tiny.yaml"], ["tiny.yaml"]):
+        assert main([*words, "--out", str(finished)]) == FINISHED
+        assert "finished" in capsys.readouterr().out
+    typed = [sys.executable, "-m", "hpcfl", "tiny", "--out", str(finished)]
     done = subprocess.run(typed, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == FINISHED
     assert "finished" in done.stdout
@@ -224,34 +201,6 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
     assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"
 
 
-def test_a_checkpoint_of_a_newer_hpcfl_is_refused(
-    finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    path = folder / "checkpoint.h5"
-    with h5py.File(path, "r+") as file:
-        file.attrs["schema"] = 99
-    content = path.read_bytes()
-    digest = hashlib.sha256(content[512:]).hexdigest()
-    path.write_bytes(f"hpcfl checkpoint sha256 {digest}\n".encode().ljust(512, b"\0") + content[512:])
-    before = {name: what for name, what in contents(folder).items() if not name.endswith(".lock")}
-    message = refused(capsys, *TINY, "train.rounds=3", "--out", folder)
-    assert "checkpoint schema 99" in message
-    assert "upgrade hpcfl, or start over: the run's command with --fresh" in message
-    assert {name: what for name, what in contents(folder).items() if not name.endswith(".lock")} == before
-
-
-def test_a_folder_in_use_is_refused(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with FolderLock(finished):
-        before = contents(finished)
-        for fresh in ([], ["--fresh"]):
-            message = refused(capsys, *TINY, *fresh, "--out", finished)
-            assert f"{finished} is in use by" in message
-            assert "--out DIR" in message
-        assert contents(finished) == before
-
-
 HOLDER = """
 import sys
 from pathlib import Path
@@ -265,6 +214,7 @@ with FolderLock(Path(sys.argv[1])):
 def test_a_folder_in_use_by_another_process_is_refused(
     finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Nor is it moved aside."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(finished)],
         stdin=subprocess.PIPE,
@@ -274,12 +224,17 @@ def test_a_folder_in_use_by_another_process_is_refused(
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
         before = contents(finished)
-        assert f"in use by pid {holder.pid} on " in refused(capsys, *TINY, "--out", finished)
+        for fresh in ([], ["--fresh"]):
+            message = refused(capsys, *TINY, *fresh, "--out", finished)
+            assert f"{finished} is in use by pid {holder.pid} on " in message
+            assert "--out DIR" in message
         assert contents(finished) == before
         holder.communicate()
 
 
-@pytest.mark.parametrize("launcher", [{"SLURM_STEP_NUM_TASKS": "4"}, {"PMI_SIZE": "4"}])
+@pytest.mark.parametrize(
+    "launcher", [{"SLURM_STEP_NUM_TASKS": "4"}, {"PMI_SIZE": "4"}, {"OMPI_COMM_WORLD_SIZE": "4"}]
+)
 def test_one_of_several_single_worlds_is_refused(launcher: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("mpi4py")
     done = run_forked([*TINY, "--out", str(tmp_path / "run")], env=launcher, check=False, timeout=60)
@@ -312,7 +267,7 @@ def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
     before = contents(finished)
     done = mpirun(
         3,
-        REPOSITORY / "tests" / "world_commands.py",
+        REPOSITORY / "tests" / "helpers" / "world_commands.py",
         json.dumps([*mistakes, *good]),
         cwd=tmp_path,
         timeout=60,

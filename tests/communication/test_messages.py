@@ -250,18 +250,6 @@ def test_figures_arrive_in_client_order(place: Place) -> None:
 
 
 @pytest.mark.mpi
-def test_a_serial_world_gets_copies() -> None:
-    world, cohort = CountingWorld(2**20), cohort_of(COHORTS[0])
-    sent = full_message(cohort)
-    received = Channel(world, LAYERS, N).down(sent if world.is_server else None, cohort)
-    for tensor in (*received.shared.values(), *received.rows.values()):
-        tensor.fill_(0)
-    expected = full_message(cohort)
-    assert all(torch.equal(tensor, expected.shared[name]) for name, tensor in sent.shared.items())
-    assert all(torch.equal(tensor, expected.rows[name]) for name, tensor in sent.rows.items())
-
-
-@pytest.mark.mpi
 def test_an_upload_read_halfway_can_be_drained() -> None:
     world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
     own = own_part(cohort, world)
@@ -273,19 +261,6 @@ def test_an_upload_read_halfway_can_be_drained() -> None:
     upload.drain()
     assert world.maximum(world.rank) == world.size - 1
     assert world.moved["gather float32"] == N * P
-
-
-@pytest.mark.mpi
-def test_an_upload_read_halfway_refuses_to_be_read_otherwise() -> None:
-    world, cohort = CountingWorld(P), cohort_of(COHORTS[0])
-    whole = Message(rows={name: rows(cohort, P) for name in "ab"})
-    upload = Channel(world, LAYERS, N).up(rows_of(whole, own_part(cohort, world)), cohort)
-    if world.is_server:
-        next(upload.blocks("a"))
-        with pytest.raises(RuntimeError, match="read the blocks of an upload to the end"):
-            upload.collect("b")
-    upload.drain()
-    assert world.maximum(world.rank) == world.size - 1
 
 
 @pytest.mark.mpi
@@ -423,15 +398,6 @@ def test_weights_that_are_no_numbers_give_no_numbers(wrong: float) -> None:
     assert (of_layers[3:] == 1).all()
 
 
-def test_sums_may_be_of_shares_of_any_size() -> None:
-    shares = {"theta": torch.full((1, 30), 2.0**30)}
-    assert upload_of(torch.ones(30, 2)).sums(shares)["theta"].tolist() == [[30 * 2.0**30] * 2]
-
-
-def test_whole_numbers_are_rounded() -> None:
-    assert weighted_mean(upload_of(torch.full((3, 2), 7)), "theta", torch.ones(3)).tolist() == [7, 7]
-
-
 def layer_mean(tensor: Tensor, weights: Tensor, old: Tensor, total: Tensor | None = None) -> Tensor:
     return layer_means(upload_of(tensor), {"theta": weights}, LAYERS, {"theta": old}, total)["theta"]
 
@@ -464,16 +430,6 @@ def test_numbers_without_a_weight_stay_out_of_a_layer_mean_even_if_they_are_none
     old = torch.tensor([torch.nan] * 5 + [torch.inf] * 4)
     mean = layer_mean(torch.tensor([[1.0] * 5 + [torch.nan] * 4]), torch.tensor([[1, 1, 0]]), old)
     assert mean.tolist() == [1.0] * 5 + [torch.inf] * 4
-
-
-def test_a_layer_mean_with_the_same_weights_for_all_layers_is_the_weighted_mean_to_the_bit() -> None:
-    layers = (Layer("a", 0, 333, 0, 0), Layer("b", 333, 334, 0, 0), Layer("c", 334, 1001, 0, 0))
-    tensor = torch.randn(7, 1001, generator=torch.Generator().manual_seed(0))
-    plain = weighted_mean(upload_of(tensor), "theta", WEIGHTS)
-    of_layers = {"theta": WEIGHTS.unsqueeze(1).expand(7, L)}
-    old = {"theta": torch.ones(1001)}
-    for cuts in ((), (1,), (3, 5)):
-        assert torch.equal(layer_means(upload_of(tensor, *cuts), of_layers, layers, old)["theta"], plain)
 
 
 def test_means_of_clusters_worked_out_and_of_one_cluster_the_weighted_mean_to_the_bit() -> None:
@@ -540,3 +496,7 @@ def test_select_keeps_what_belongs_to_some_clients() -> None:
     assert torch.equal(part.keep["branches"], message.keep["branches"])
     assert "theta" in part
     assert "nothing" not in part
+
+
+def test_whole_numbers_are_rounded() -> None:
+    assert weighted_mean(upload_of(torch.full((3, 2), 7)), "theta", torch.ones(3)).tolist() == [7, 7]

@@ -15,7 +15,7 @@ from processes import REPOSITORY, run_tree
 
 NETWORKS = [name for name in TRANSPORTS if name != "shared-memory"]
 
-COLLECTIVE = ["communication/test_under_mpirun.py::test_collective_tests_pass[3-True]"]
+COLLECTIVE = ["communication/test_under_mpirun.py::test_collective_tests_pass[3]"]
 SILENT = ["simulation/test_process_faults.py::test_a_rank_that_stops_answering_is_named[2-0]"]
 AMONG_NINE_RANKS = ["simulation/test_bits.py", "-k", "same_bits and 9-"]
 

@@ -205,11 +205,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
     ("override", "said"),
     [
         ("train.round=3", "train.round=3 is an unknown key; the nearest known one is train.rounds"),
-        ("train.round=3", "; see hpcfl list keys train"),
-        ("trian.rounds=3", "trian.rounds=3 is an unknown key; the nearest known one is train.rounds"),
         ("rounds=3", "rounds=3 is an unknown key; the nearest known one is train.rounds"),
-        ("trian=3", "trian=3 is an unknown key; the nearest known one is train"),
-        ("run.treads=1", "run.treads=1 is an unknown key; the nearest known one is run.threads"),
         (
             "method.k=1",
             "method.k=1 is an unknown key; the nearest known one is method.k of method.name=heurpfedla",
@@ -222,68 +218,17 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
             "data.partition.classes_per_client",
         ),
         ("train.rounds=abc", "train.rounds=abc is invalid; allowed: an integer >= 1 (default: 30)"),
-        ("train.rounds=1.5", "train.rounds=1.5 is invalid; allowed: an integer >= 1 (default: 30)"),
-        (
-            "train.rounds=true",
-            "train.rounds=true is invalid; allowed: an integer >= 1 (default: 30)",
-        ),
-        ("train.rounds=[3]", "train.rounds=[3] is invalid"),
         ("train.rounds.x=3", "train.rounds={'x': 3} is invalid"),
-        ("model.batchnorm=3", "model.batchnorm=3 is invalid; allowed: true or false (default: false)"),
-        (
-            "model.hidden=[3]",
-            "model.hidden=[3] is an unknown key; the nearest known one is model.hidden of model.name=mlp; "
-            "allowed: model.name, model.path, model.batchnorm",
-        ),
-        (
-            "model.weights=a.pt",
-            "the nearest known one is model.weights of model.name=resnet18 or model.name=",
-        ),
-        (
-            "train.participation=0",
-            "train.participation=0 is invalid; allowed: a number > 0 and <= 1 (default: 1.0)",
-        ),
-        ("train.participation=1.01", "allowed: a number > 0 and <= 1"),
         ("train.lr=.inf", "train.lr=inf is invalid; allowed: a number > 0 (default: 0.05)"),
-        ("train.lr=.nan", "train.lr=nan is invalid"),
-        (
-            "data.clients=0",
-            "data.clients=0 is invalid; allowed: an integer or null >= 1 (default: null)",
-        ),
         ("data.layout=HWC", "data.layout=HWC is invalid; allowed: NHWC, NCHW or null (default: null)"),
         ("method.weights=max", "method.weights=max is invalid; allowed: softmax, relu"),
-        ("method.name=pfedl", f"method.name=pfedl is unknown; allowed: {', '.join(METHODS)}"),
         ("method.name=pfedl", "did you mean pfedla?"),
-        (
-            "data.source=mnits",
-            "allowed: digits, mnist, fashionmnist, emnist, cifar10, cifar100, npz, femnist, pfllib; did you",
-        ),
-        (
-            "data.partition.name=x",
-            "data.partition.name=x is unknown; allowed: classes, dominant, neighbours, target,",
-        ),
-        ("model.name=x", "model.name=x is unknown; allowed: digits_cnn, lenet, lenet_small, fedavgcnn"),
         ("method=fedavg", "method='fedavg' must be a group of keys, such as method.name=..."),
-        ("data=mnist", "data='mnist' must be a group of keys, such as data.source=..."),
-        ("data.partition=iid", "data.partition='iid' must be a group of keys, such as data.partition.name="),
         ("=3", "'=3' names no key; settings are key=value, such as train.rounds=50"),
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
         (
-            "comm.codec=zip",
-            "comm.codec=zip is invalid; allowed: none, float16, int8, topk (default: none)",
-        ),
-        ("comm=int8", "comm='int8' must be a group of keys, such as comm.codec=..."),
-        (
-            "comm.topk_ratio=1.5",
-            "comm.topk_ratio=1.5 is invalid; allowed: a number or null > 0 and <= 1 (default: null)",
-        ),
-        (
             "comm.topk_ratio=0.1",
             "comm.topk_ratio=0.1 is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
-        ),
-        (
-            "comm.error_feedback=false",
-            "comm.error_feedback=false is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
         ),
         ("comm.directions=up", "comm.directions=up needs a codec: set comm.codec=float16, int8 or topk, or"),
         ("data.path=a.npz", "data.path=a.npz is only for data.source=npz or femnist or pfllib, not digits"),

@@ -24,7 +24,7 @@ from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
 from hpcfl.registries import load_config
 from hpcfl.setup.experiment import deal, make_method
-from hpcfl.tables.cells import Cell, Shrinking, Table
+from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.write_results import settings
 
 FOLDER = REPOSITORY / "configs"
@@ -163,7 +163,7 @@ def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name:
 
 
 def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
-    cells = Table(FOLDER / "tables" / "baselines.yaml", [], None).cells
+    cells = Table(FOLDER / "tables" / "baselines.yaml").cells
     assert {cell.config.method.name for cell in cells} == set(METHODS)
     assert {cell.config.run.seed for cell in cells} == {0, 1, 2}
     assert len({cell.folder for cell in cells}) == len(cells)
@@ -179,12 +179,13 @@ def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
 
 def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_table_says_so() -> None:
     names = ("baselines", "baselines_tuning")
-    baselines, tuning = (Table(FOLDER / "tables" / f"{name}.yaml", [], None) for name in names)
+    baselines, tuning = (Table(FOLDER / "tables" / f"{name}.yaml") for name in names)
 
     def choices(cell: Cell) -> tuple[object, ...]:
         return cell.config.method.name, cell.config.method.options, cell.config.train.lr
 
     tried = [choices(cell) for cell in tuning.cells]
+    tuned = {row.label: row.tuned for row in baselines.rows}
     for cell in tuning.cells:
         assert cell.config.run.eval_split == "val"
         assert cell.config.data.val_fraction == 0.2
@@ -192,7 +193,7 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
         assert cell.config.run.eval_split == "test"
         assert cell.config.data.val_fraction == 0
         method, params, lr = choices(cell)
-        if baselines.tuned[cell.row] is None:
+        if tuned[cell.label] is None:
             assert (params, lr) == (METHODS[cell.config.method.name].Params(), 0.05)
         else:
             assert (method, params, lr) in tried
@@ -214,17 +215,16 @@ def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_t
     ],
 )
 def test_what_an_evening_s_table_calls_tuned_was_tried(name: str, tuning: str) -> None:
-    table, tried = (Table(FOLDER / "tables" / f"{one}.yaml", [], None) for one in (name, tuning))
+    table, tried = (Table(FOLDER / "tables" / f"{one}.yaml") for one in (name, tuning))
     assert {cell.config.run.eval_split for cell in tried.cells} == {"val"}
+    tuned = {row.label: row.tuned for row in table.rows}
     known = {
         (cell.config.method.name, str(cell.config.method.options), cell.config.train.lr)
         for cell in tried.cells
     }
     for cell in table.cells:
-        text = table.rows[cell.row].tuned or "none"
-        of_another_column = (
-            text.startswith("with Dirichlet") and "Dirichlet" not in table.columns[cell.column]
-        )
+        text = tuned[cell.label] or "none"
+        of_another_column = text.startswith("with Dirichlet") and "Dirichlet" not in cell.column
         if not text.startswith("none") and not of_another_column:
             assert (
                 cell.config.method.name,
@@ -235,8 +235,8 @@ def test_what_an_evening_s_table_calls_tuned_was_tried(name: str, tuning: str) -
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_with_tuned_rows_names_the_file_that_tried_them(name: str) -> None:
-    table = Table(FOLDER / name, [], None)
-    if any(text and not text.startswith("none") for text in table.tuned):
+    table = Table(FOLDER / name)
+    if any(row.tuned and not row.tuned.startswith("none") for row in table.rows):
         tunings = re.findall(r"\w+_tuning\.yaml", comments(name))
         assert tunings
         assert all((FOLDER / "tables" / tuning).is_file() for tuning in tunings)
@@ -249,7 +249,7 @@ def paper_table(name: str) -> Table:
 @pytest.mark.parametrize("name", PAPERS)
 def test_a_paper_s_table_has_its_columns_rows_and_published_numbers(name: str) -> None:
     table = paper_table(name)
-    published = [row.published for row in table.rows]
+    published = [row.published or {} for row in table.rows]
     assert (len(table.columns), len(table.rows), sum(map(len, published))) == PAPERS[name]
     assert (table.source is not None) == any(published)
     assert table.size is None
@@ -262,7 +262,7 @@ def test_a_paper_s_table_has_its_columns_rows_and_published_numbers(name: str) -
 @pytest.mark.parametrize("name", PAPERS)
 def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
     table = paper_table(name)
-    of_column: dict[int, tuple[Arrays, list[ClientIndices]]] = {}
+    of_column: dict[str, tuple[Arrays, list[ClientIndices]]] = {}
     for cell in table.cells[: len(table.cells) // len(table.seeds)]:
         if cell.column not in of_column:
             arrays = pool(cell.config)
@@ -336,8 +336,7 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
     found = re.fullmatch(r"(\w+)(?:-(\d+)rounds)?", path.stem)
     assert found is not None
     name, rounds = found.groups()
-    shrinking = Shrinking(None if rounds is None else int(rounds))
-    table = Table(FOLDER / "tables" / f"{name}.yaml", [], None, shrinking)
+    table = Table(FOLDER / "tables" / f"{name}.yaml", rounds=None if rounds is None else int(rounds))
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
     # some results are of runs that a fixed data.seed gave one partition, and say so
@@ -347,7 +346,8 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
     assert [name for name in lines[0] if name.startswith("accuracy_seed_")] == [
         f"accuracy_seed_{seed}" for seed in table.seeds
     ]
-    of_table = {(cell.label, table.columns[cell.column]): cell for cell in reversed(table.cells)}
+    of_table = {(cell.label, cell.column): cell for cell in reversed(table.cells)}
+    tuned = {row.label: row.tuned for row in table.rows}
     changed = CHANGED.get(name, set())
     assert changed <= {line["label"] for line in lines}
     kept = [line for line in lines if line["label"] not in changed]
@@ -367,4 +367,4 @@ def test_results_are_those_of_the_table_file_beside_them(path: Path) -> None:
         assert int(line["rounds"]) == config.train.rounds
         assert int(line["finetune_epochs"]) == config.train.finetune_epochs
         assert line["eval_split"] == config.run.eval_split
-        assert line["tuned"] == (table.rows[cell.row].tuned or "")
+        assert line["tuned"] == (tuned[cell.label] or "")

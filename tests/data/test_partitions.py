@@ -80,7 +80,7 @@ def same(one: list[ClientIndices], other: list[ClientIndices]) -> bool:
     ("clients", "classes", "per_client"),
     [(10, 10, 4), (100, 10, 4), (10, 10, 9), (7, 10, 10), (13, 7, 5), (3, 100, 12), (5, 3, 1)],
 )
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_deal_is_balanced_and_gives_no_client_a_class_twice(
     clients: int, classes: int, per_client: int, seed: int
 ) -> None:
@@ -173,22 +173,10 @@ def test_dominant_sizes_of_pfedla() -> None:
     assert {(len(part.train), len(part.test)) for part in parts} == {(420, 180)}
 
 
-def test_dominant_takes_the_largest_amount_by_default() -> None:
-    # 10 clients, 2 of 10 classes dominant: a class serves 2 clients with 6q and 8 with q, 20q <= 600.
-    table = class_table(TEN_CLASSES, deal("dominant"), 10)
-    assert [sorted(row) for row in table] == [[30] * 8 + [180] * 2] * 10
-
-
 def test_dominant_rounds_the_dominant_amount_half_up() -> None:
     # q = 7: round(10.5) = 11, and 2 * 11 + 8 * 7 = 78.
     table = class_table(TEN_CLASSES, deal("dominant", {"ratio": 1.5}, clients=2, per_client=78), 10)
     assert [sorted(row) for row in table] == [[7] * 8 + [11] * 2] * 2
-
-
-def test_dirichlet_gives_every_client_its_least_number_of_samples() -> None:
-    sizes = class_table(TEN_CLASSES, deal("dirichlet", {"beta": 0.1, "min_samples": 100}), 10).sum(axis=1)
-    assert sizes.min() >= 100
-    assert sizes.sum() == 6000
 
 
 def test_dirichlet_beta_sets_how_uneven_the_classes_are() -> None:
@@ -293,12 +281,6 @@ def test_target_and_those_like_it(seed: int) -> None:
     assert free[3:].any(axis=0).all()
 
 
-def test_target_with_other_numbers() -> None:
-    options = {"classes_per_client": 3, "similar_classes": 1}
-    owned = table_of("target", options, clients=3) > 0
-    assert (owned & owned[0]).sum(axis=1).tolist() == [3, 3, 1]
-
-
 def test_random_classes_divides_a_class_equally_among_those_who_drew_it() -> None:
     y = np.repeat(np.arange(10), np.arange(600, 700, 10))
     table = table_of("random_classes", y=y, clients=15)
@@ -357,26 +339,6 @@ def test_pathological_balanced_gives_the_rest_to_the_last() -> None:
     ]
 
 
-def test_pathological_where_the_groups_do_not_divide_the_clients() -> None:
-    # 3 of 10 clients a class: groups of three take three classes each, and the last class goes to client 9.
-    owned = table_of("pathological", {"classes_per_client": 3}) > 0
-    assert [np.flatnonzero(row).tolist() for row in owned] == [
-        *[[0, 1, 2]] * 3,
-        *[[3, 4, 5]] * 3,
-        *[[6, 7, 8]] * 3,
-        [9],
-    ]
-
-
-def test_pathological_smallest_share_follows_the_batch() -> None:
-    # least = min(250 / 0.5, 600 / 2) = 300, over 10 classes 30; the mean's tenth is only 15.
-    for seed in range(5):
-        options = {"batch_size": 250, "classes_per_client": 4}
-        table = table_of("pathological", options, test_fraction=0.5, seed=seed)
-        drawn = np.delete(table, [3, 7], axis=0)
-        assert drawn[drawn > 0].min() >= 30
-
-
 @pytest.mark.parametrize(
     ("total", "clients", "test_fraction", "batch_size", "least"),
     [(60_000, 20, 0.25, 10, 40), (6000, 100, 0.25, 10, 30), (6000, 10, 0.3, 10, 33), (6000, 10, 0.1, 7, 70)],
@@ -416,16 +378,6 @@ def test_mixture_labels_are_iid_inside_a_group() -> None:
         counts = table[:, list(group)]
         expected = counts.mean(axis=1, keepdims=True)
         assert (np.abs(counts - expected) <= 5 * np.sqrt(expected) + 1).all()
-
-
-def test_mixture_of_one_group_and_of_each_class_its_own() -> None:
-    one = table_of("mixture", {"components": 1, "beta": 1000.0})
-    assert np.abs(one - 60).max() < 60
-    assert one.sum(axis=0).tolist() == [600] * 10
-    own = table_of("mixture", {"components": -1})
-    assert np.array_equal(own, table_of("mixture", {"components": 10}))
-    share = own / 600
-    assert (np.abs(share[:, :, None] - share[:, None, :]).max(axis=0) < 0.05).sum() == 10
 
 
 def test_mixture_draws_until_every_client_has_enough() -> None:
@@ -505,13 +457,6 @@ def test_pachinko_is_drawn_one_by_one(seed: int) -> None:
     assert (table[1:][gone[:-1]] == 0).all()
 
 
-def test_pachinko_honours_the_client_size_and_tiny_concentrations() -> None:
-    options = {"coarse_classes": 5, "coarse_beta": 0.001, "fine_beta": 0.001}
-    table = table_of("pachinko", options, per_client=550)
-    assert table.sum(axis=1).tolist() == [550] * 10
-    assert table.sum(axis=0).max() == 600
-
-
 def test_given_takes_the_clients_and_the_split_of_the_source() -> None:
     owner = np.array([0, 0, 0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2])
     is_test = np.array([0, 1, 0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0], dtype=bool)
@@ -523,16 +468,6 @@ def test_given_takes_the_clients_and_the_split_of_the_source() -> None:
     assert same(parts, deal("given", clients=3, **known))
     cut = deal("given", clients=None, val_fraction=0.4, **{**known, "owner": owner // 2})
     assert [(len(part.train), len(part.val), len(part.test)) for part in cut] == [(2, 2, 3), (3, 2, 1)]
-
-
-def test_given_splits_by_fraction_where_the_source_does_not() -> None:
-    parts = deal("given", clients=None, val_fraction=0.2)
-    for client, part in enumerate(parts):
-        whole = np.concatenate([part.train, part.val, part.test])
-        client_samples = np.flatnonzero(client == TEN_OWNERS)
-        assert sorted(whole) == client_samples.tolist()
-        assert whole.tolist() != sorted(whole)
-        assert len(part.test) == len(whole) - int(np.floor(0.7 * len(whole) + 0.5 + 1e-9))
 
 
 def test_given_draws_some_of_the_clients_and_leaves_them_as_they_are() -> None:
@@ -555,10 +490,8 @@ def test_other_partitions_pool_the_samples_of_a_source_with_clients() -> None:
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("random", {}, {}, "data.partition.name=random: unknown; allowed: " + ", ".join(PARTITIONS)),
     ("classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .* allowed: 1..10"),
-    ("classes", {"classes_per_client": 0}, {}, "data.partition.classes_per_client=0: .*"),
     ("classes", {"beta": 0.5}, {}, "data.partition.beta=0.5: .*options: classes_per_client"),
     ("classes", {}, {"per_client": 604}, "data.per_client=604: the data allows at most 600"),
-    ("classes", {}, {"per_client": 42}, "data.per_client=42: .*classes_per_client=4, at most 600"),
     (
         "classes",
         {},
@@ -569,13 +502,9 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("classes", {}, {"test_fraction": 1.0}, "client 0 would have no training samples of its 600"),
     ("classes", {}, {"val_fraction": 0.001}, "client 0 would have no validation samples of its 600"),
     ("dominant", {"dominant_classes": 10}, {}, "data.partition.dominant_classes=10: .* allowed: 1..9"),
-    ("dominant", {"ratio": 0.5}, {}, "data.partition.ratio=0.5: .*"),
-    ("dominant", {}, {"per_client": 620}, "data.per_client=620: the data allows at most 600"),
     ("dominant", {}, {"per_client": 599}, "data.per_client=599: .*nearest: 580 and 600"),
-    ("dominant", {}, {"per_client": 7}, "data.per_client=7: .*nearest: 20"),
     ("dominant", {}, {"clients": 500}, "data.clients=500: class 0 has 600 samples .* at least 1000"),
     ("dirichlet", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("dirichlet", {"beta": 0}, {}, "data.partition.beta=0: .*"),
     ("dirichlet", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* allow at most 600"),
     (
         "dirichlet",
@@ -583,7 +512,6 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"y": np.zeros(100_000, dtype=np.int64), "num_classes": 1, "clients": 2},
         "data.partition.beta=0.5: none of 2000 draws .*min_samples=50000 samples; raise",
     ),
-    ("dirichlet", {}, {"test_fraction": 0.001}, "client 0 would have no test samples .*min_samples"),
     ("neighbours", {"classes_per_client": 10}, {}, "data.partition.classes_per_client=10: .* allowed: 1..9"),
     (
         "neighbours",
@@ -591,7 +519,6 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {},
         "data.partition.changed_classes=3: .*classes_per_client=8; allowed: 1..2",
     ),
-    ("neighbours", {}, {"per_client": 42}, "data.per_client=42: .*classes_per_client=4, at most 600"),
     ("target", {"classes_per_client": 6}, {}, "data.partition.classes_per_client=6: .* allowed: 1..5"),
     ("target", {"others_from": "none"}, {}, "data.partition.others_from=none: .*'rest' or 'all'"),
     ("target", {"similar_classes": 5}, {}, "data.partition.similar_classes=5: .*allowed: 0..4"),
@@ -602,21 +529,13 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "data.partition.similar_classes=1: .*classes_per_client=6; allowed: 2..6",
     ),
     ("target", {}, {"clients": 2}, "data.clients=2: .*3 or more"),
-    ("random_classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .*1..10"),
-    ("random_classes", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("random_classes", {}, {"clients": 4000}, "data.clients=4000: class 0 has 600 samples"),
     ("pairs", {}, {"clients": 7}, "data.clients=7: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
-    ("pairs", {}, {"clients": 8}, "data.clients=8: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
-    ("pairs", {}, {"clients": 1}, "data.clients=1: pairs cannot divide 10 classes; allowed: 2, 4, 10, 20"),
-    ("pairs", {}, {"per_client": 602}, "data.per_client=602: the data allows at most 600"),
     (
         "pairs",
         {},
         {"per_client": 31},
         "data.per_client=31: .*multiple of the 2 classes of a pair, at most 600",
     ),
-    ("pathological", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .*1..10"),
-    ("pathological", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
     ("pathological", {}, {"clients": 4000}, "data.clients=4000: class 0 has 600 samples for 800 clients"),
     (
         "pathological",
@@ -624,26 +543,14 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         {"clients": 4000},
         "data.clients=4000: class 0 has 600 samples for 800 clients of at least 1",
     ),
-    ("dirichlet_pfllib", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("dirichlet_pfllib", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* at most 600"),
-    ("dirichlet_pfllib", {"beta": -1}, {}, "data.partition.beta=-1: .*"),
     ("mixture", {"components": 11}, {}, "data.partition.components=11: .*allowed: 1..10, or -1"),
-    ("mixture", {"components": 0}, {}, "data.partition.components=0: .*allowed: 1..10, or -1"),
-    ("mixture", {"beta": 0}, {}, "data.partition.beta=0: .*"),
-    ("mixture", {"min_samples": 601}, {}, "data.partition.min_samples=601: .* allow at most 600"),
-    ("mixture", {}, {"per_client": 100}, "data.per_client=100: .*data.per_client=null"),
-    ("mixture", {}, {"test_fraction": 0.001}, "client [0-9] would have no test samples .*min_samples"),
     ("pachinko", {}, {}, "data.partition.coarse_classes=null: .* 10 classes; allowed: 1..10"),
-    ("pachinko", {"coarse_classes": 11}, {}, "data.partition.coarse_classes=11: .* allowed: 1..10"),
-    ("pachinko", {"coarse_beta": 0}, {}, "data.partition.coarse_beta=0: .*"),
     ("pachinko", {"coarse_classes": 5}, {"per_client": 601}, "data.per_client=601: .* at most 600"),
     ("given", {}, {"clients": 11}, "data.clients=11: the source has 10 clients; allowed: 1..10"),
     ("given", {}, {"per_client": 20}, "data.per_client=20: .*data.per_client=null"),
-    ("given", {"beta": 1}, {}, "data.partition.beta=1: .*options: none"),
     ("given", {}, {"is_test": TEN_OWNERS != 3}, "client 0 would have no training samples"),
     ("iid", {}, {"clients": 6001}, "data.clients=6001: the data has 6000 samples"),
     ("iid", {}, {"per_client": 601}, "data.per_client=601: the data allows at most 600"),
-    ("iid", {"beta": 1}, {}, "data.partition.beta=1: .*options: none"),
 ]
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
-import h5py
-import numpy as np
 import pytest
 import torch
+from by_hand import batches_of, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -19,17 +17,11 @@ from torch.nn.utils import parameters_to_vector
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.messages import Cohort, Message
-from hpcfl.errors import FINISHED
-from hpcfl.main import main
-from hpcfl.methods.base import Context, State
-from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK, FedAFKParams
+from hpcfl.communication.messages import Cohort
+from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK
 from hpcfl.models import MODELS, build_network
 from hpcfl.parameters import ParameterLayout, Tensors
-from hpcfl.randomness import torch_stream
-from hpcfl.training.batches import Batch, minibatches
 from hpcfl.training.client_group import ClientGroup
-from hpcfl.training.losses import cross_entropy_loss
 
 OURS = "method.name=fedafk"
 BODY, HEAD, BATCHNORM = 13_056, 650, 96
@@ -38,12 +30,6 @@ BODY, HEAD, BATCHNORM = 13_056, 650, 96
 
 def cohort_of(run: Run, *clients: int) -> Cohort:
     return Cohort(0, clients, run.method.context.num_samples[list(clients)])
-
-
-def work(run: Run, client: int) -> tuple[Message, ClientGroup]:
-    """Train one client in round 0 from its state and the server's as they are now."""
-    clients = ClientGroup(run.workplace, [client], 0)
-    return run.driver.work(clients, run.driver.send(run.server, cohort_of(run, client))), clients
 
 
 def fixed_head(run: Run) -> Tensor:
@@ -81,38 +67,10 @@ def test_uploads_are_the_body_trained_against_the_fixed_head(keys: tuple[str, ..
     assert (theta - run.method.context.initial_parameters())[layout.body].abs().max() > 1e-3
 
 
-def test_the_upload_is_neither_the_local_nor_the_mixed_extractor() -> None:
-    run = Run(OURS, "train.rounds=2")
-    body = run.method.layout.body
-    up, clients = work(run, 0)
-    sent, mixed = up.rows["theta"][0, body], clients["theta"][0, body]
-    coefficient = clients["coefficient"]
-    local = (mixed - (1 - coefficient) * sent) / coefficient
-    assert 0.1 < float(coefficient) < 0.9
-    assert all((a - b).abs().max() > 1e-3 for a, b in ((sent, mixed), (sent, local), (mixed, local)))
-    assert up.keep["theta"].tolist() == [True, True, True, False]
-
-
 def test_the_transfer_term_gives_the_global_extractor_no_gradient() -> None:
     without, with_transfer = (Run(OURS, "train.rounds=2", f"method.transfer={factor}") for factor in (0, 5))
     assert torch.equal(without.server["theta"], with_transfer.server["theta"])
     assert (without.clients["theta"] - with_transfer.clients["theta"]).abs().max() > 1e-3
-
-
-class ZeroFixedHead(FedAFK):
-    """h_0 is zero, so that the global extractor has gradient zero."""
-
-    def __init__(self, context: Context, params: FedAFKParams) -> None:
-        super().__init__(context, params)
-        self._fixed_head = torch.zeros_like(self._fixed_head)
-
-
-def test_a_lone_client_without_global_steps_leaves_the_global_extractor_as_it_was() -> None:
-    run = Run(OURS, "data.clients=1", "data.partition.name=iid", kind=ZeroFixedHead)
-    start = run.driver.initial_server()["theta"]
-    assert torch.equal(run.server["theta"], start)
-    moved = run.clients["theta"][0] - start
-    assert moved[run.method.layout.body].abs().max() > 1e-3
 
 
 # The fixed head
@@ -156,41 +114,7 @@ def test_bytes_of_the_papers_networks(shape: tuple[int, int, int], num_bytes: in
     assert 4 * layout.body.stop == num_bytes
 
 
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-def test_bytes_are_the_bodys_each_way(batchnorm: str) -> None:
-    run = Run(OURS, "train.rounds=2", f"model.batchnorm={batchnorm}", "train.participation=0.5")
-    body = BODY + (BATCHNORM if batchnorm == "true" else 0)
-    rounds = torch.zeros(4, dtype=torch.int64)
-    for number in range(2):
-        rounds[list(run.simulation.cohort(number).clients)] += 1
-    assert torch.equal(run.bytes_by_client, 4 * body * rounds.unsqueeze(1).expand(-1, 2))
-    assert run.simulation.ledger.client_bytes.sum() == 2 * 2 * 2 * 4 * body
-
-
 # The coefficient
-
-
-def test_a_coefficient_of_one_and_no_transfer_is_alternating_local_training() -> None:
-    run = Run(OURS, "method.coefficient=1", "method.coefficient_lr=0", "method.transfer=0", *UNEQUAL_FEW)
-    layout = run.method.layout
-    theta = run.method.context.initial_parameters(range(4))
-    for client in range(4):
-        own = theta[client : client + 1]
-        for number in range(3):
-            clients = ClientGroup(run.workplace, [client], number)
-            own = clients.sgd(own, trained=layout.body).theta
-            own = clients.sgd(own, trained=layout.head, epochs=1, purpose="head").theta
-        torch.testing.assert_close(run.clients["theta"][client], own[0], rtol=1e-5, atol=1e-6)
-    assert torch.equal(run.evaluated()["theta"], run.clients["theta"])
-    assert torch.equal(run.clients["coefficient"], torch.ones(4))
-
-
-def test_a_coefficient_of_zero_makes_the_global_extractor_the_local_one() -> None:
-    run = Run(OURS, "method.coefficient=0", "method.coefficient_lr=0", "train.rounds=2")
-    for client in range(4):
-        up, clients = work(run, client)
-        assert torch.equal(clients["theta"][:, :BODY], up.rows["theta"][:, :BODY])
-        assert (clients["theta"][0, BODY:] - fixed_head(run)).abs().mean() > 0.01
 
 
 def test_without_mixing_the_coefficient_is_one_for_ever() -> None:
@@ -214,46 +138,6 @@ def test_the_coefficient_settles_where_the_pull_outweighs_the_slope(pull: str, s
     keys = (OURS, "method.coefficient_lr=0.3", f"method.coefficient_pull={pull}", "train.rounds=10")
     coefficient = Run(*keys, kind=ConstantSlope).clients["coefficient"]
     torch.testing.assert_close(coefficient, torch.full((4,), settled), rtol=0, atol=1e-4)
-
-
-def test_by_default_the_coefficient_stays_inside_and_is_the_clients_own() -> None:
-    """Ten times the step size stands for ten times the rounds, and forty times for forty."""
-    coefficient = Run(OURS, "method.coefficient_lr=0.1", "train.rounds=40").clients["coefficient"]
-    assert 0.1 < coefficient.min() < coefficient.max() - 0.1 < 0.88
-    unpulled = Run(OURS, "method.coefficient_lr=0.4", "train.rounds=10", "method.coefficient_pull=0")
-    assert torch.equal(unpulled.clients["coefficient"], torch.ones(4))
-
-
-def test_the_coefficient_never_leaves_the_interval() -> None:
-    run = Run(OURS, "method.coefficient_lr=1e6", "train.rounds=2")
-    known = torch.cat([run.clients["coefficient"], *(work(run, c)[1]["coefficient"] for c in range(4))])
-    assert known.min() >= 0
-    assert known.max() <= 1
-    assert set(known.tolist()) & {0.0, 1.0}
-
-
-@pytest.mark.usefixtures("double")
-def test_the_coefficients_gradient_is_a_finite_difference() -> None:
-    run = Run(OURS, "train.rounds=2", "model.batchnorm=true")
-    method, engine = run.method, run.workplace.engine
-    x, y = run.workplace.shard.samples("train", 0)
-    batch = Batch(slice(None), x.unsqueeze(0), y.unsqueeze(0), torch.arange(len(y)).unsqueeze(0))
-    up, clients = work(run, 0)
-    local, shared = clients["theta"], up.rows["theta"]
-
-    def loss_and_gradient(coefficient: float) -> tuple[float, Tensor]:
-        mixed = method.mix(torch.tensor([coefficient]), local, shared)
-        gradients, loss = engine.gradient(
-            cross_entropy_loss, {"theta": mixed}, clients.buffers.clone(), batch
-        )
-        return float(loss), gradients["theta"].clone()
-
-    for coefficient in (0.2, 0.7):
-        slope = method.coefficient_gradient(loss_and_gradient(coefficient)[1], local, shared)
-        above, below = (loss_and_gradient(coefficient + step)[0] for step in (1e-5, -1e-5))
-        assert slope.shape == (1,)
-        assert abs(float(slope)) > 1e-3
-        assert float(slope) == pytest.approx((above - below) / 2e-5, rel=1e-5)
 
 
 # The transfer term
@@ -295,14 +179,6 @@ class SlowTwin:
         self.shared.head.load_state_dict(context.build_network(FIXED_HEAD).head.state_dict())
         start = self.params.coefficient if self.params.mixing else 1.0
         self.coefficient = [torch.tensor(start) for _ in range(run.num_clients)]
-
-    def epochs(self, client: int, round: int, purpose: str, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-        x, y = self.run.workplace.shard.samples("train", client)
-        stream = torch_stream(self.run.config.run.seed, purpose, round, client)
-        for _ in range(count):
-            order = torch.randperm(len(y), generator=stream)
-            for start, stop in minibatches(len(y), self.train.batch_size):
-                yield x[order[start:stop]], y[order[start:stop]]
 
     def optimiser(self, module: nn.Module) -> torch.optim.SGD:
         train = self.train
@@ -349,17 +225,17 @@ class SlowTwin:
         updates: list[Callable[[Tensor, Tensor], None]] = [update_shared, update_local]
         updates += [update_coefficient] if self.params.mixing else []
         if self.params.schedule == "interleaved":
-            for x, y in self.epochs(client, round, "batches", self.train.local_epochs):
+            for x, y in batches_of(self.run, client, round):
                 for update in updates:
                     update(x, y)
         else:
             for purpose, update in zip(("batches", "batches1", "batches2"), updates, strict=False):
-                for x, y in self.epochs(client, round, purpose, self.train.local_epochs):
+                for x, y in batches_of(self.run, client, round, purpose):
                     update(x, y)
         mixed = self.mixed(self.coefficient[client], local, shared)
         local.load_state_dict(mixed, strict=False)
         of_head = self.optimiser(local.head)
-        for x, y in self.epochs(client, round, "head", self.params.head_epochs):
+        for x, y in batches_of(self.run, client, round, "head", self.params.head_epochs):
             of_head.zero_grad()
             cross_entropy(local(x), y).backward()
             of_head.step()
@@ -416,77 +292,3 @@ def test_each_schedule_takes_its_epochs_of_each_update() -> None:
         OURS, "train.rounds=1", "method.schedule=sequential", "method.mixing=false", "method.head_epochs=0"
     )
     assert int(work(run, 0)[1].steps) == 2 * 4
-
-
-@pytest.mark.parametrize("schedule", ["interleaved", "sequential"])
-def test_running_statistics_are_those_of_the_local_and_the_heads_passes(schedule: str) -> None:
-    keys = ("model.batchnorm=true", "train.rounds=1", "method.transfer=0", f"method.schedule={schedule}")
-    run = Run(OURS, *keys, "method.coefficient=1", "method.coefficient_lr=0")
-    assert "buffers" not in run.server
-    layout, purpose = run.method.layout, "batches" if schedule == "interleaved" else "batches1"
-    for client in range(4):
-        alone = ClientGroup(run.workplace, [client], 0)
-        alone.buffers = run.method.initial_buffers([client])
-        own = alone.sgd(
-            run.method.context.initial_parameters([client]), trained=layout.body, purpose=purpose
-        ).theta
-        alone.sgd(own, trained=layout.head, purpose="head")
-        torch.testing.assert_close(run.clients["buffers"][client], alone.buffers[0], rtol=1e-5, atol=1e-6)
-
-
-def test_unsampled_clients_are_unchanged_to_the_bit() -> None:
-    keys = (OURS, "train.participation=0.5", "model.batchnorm=true")
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    sampled = list(three.simulation.cohort(2).clients)
-    rest = sorted(set(range(4)) - set(sampled))
-    assert len(sampled) == 2
-    assert set(three.clients) == {"theta", "coefficient", "buffers"}
-    earlier = two.evaluated()
-    for name, value in three.evaluated().items():
-        assert torch.equal(value[rest], earlier[name][rest])
-    for name, tensor in three.clients.items():
-        assert torch.equal(tensor[rest], two.clients[name][rest])
-        assert (tensor != two.clients[name]).view(4, -1).any(dim=1)[sampled].all()
-
-
-def test_what_arrives_is_the_global_extractor_under_the_own_head_and_what_is_trained_its_own() -> None:
-    run = Run(OURS, "train.rounds=2", "model.batchnorm=true")
-    body = run.method.layout.body
-    channel, cohort = Channel(Communicator(), run.method.layers, 4), cohort_of(run, 2)
-    down = channel.down(run.driver.send(run.server, cohort), cohort)
-    clients = ClientGroup(run.workplace, [2], 2)
-    arrived = run.driver.after_download(clients, down)
-    assert torch.equal(arrived["theta"][0, body], run.server["theta"][body])
-    assert torch.equal(arrived["theta"][0, body.stop :], run.clients["theta"][2, body.stop :])
-    assert torch.equal(arrived["buffers"][0], run.clients["buffers"][2])
-    assert torch.equal(clients["theta"][0], run.clients["theta"][2])
-    up = run.driver.work(clients, down)
-    trained = run.driver.after_training(clients, down, up)
-    assert torch.equal(trained["theta"], clients["theta"])
-    assert (trained["theta"][0] - run.clients["theta"][2]).abs().max() > 1e-3
-    assert (trained["theta"] - up.rows["theta"]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
-    keys = (*UNEQUAL_FEW, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "method.coefficient_lr=1")
-    loop = Run(*keys, "run.engine=loop")
-    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    assert batched.workplace.engine.clients_at_once == 3
-    states: tuple[tuple[State, State], ...] = ((batched.server, loop.server), (batched.clients, loop.clients))
-    for ours, theirs in states:
-        assert set(ours) == set(theirs)
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
-    assert (loop.clients["coefficient"] - 0.5).abs().min() > 1e-4
-
-
-def test_a_checkpoint_has_the_coefficients_at_every_evaluation(tmp_path: Path) -> None:
-    words = [OURS, "data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=3"]
-    assert main([*words, "run.eval_every=2", "--quiet", "--out", str(tmp_path / "run")]) == FINISHED
-    with h5py.File(tmp_path / "run" / "checkpoint.h5") as file:
-        history, newest = file["history/coefficient"][()], file["clients/coefficient"][()]
-    assert history.shape == (2, 4)
-    np.testing.assert_array_equal(history[-1], newest)
-    assert (history[0] != history[1]).all()

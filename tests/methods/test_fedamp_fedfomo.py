@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from by_hand import gradient, loss, method_of, step_size, work
+from by_hand import batches_of, gradient, loss, method_of, step_size, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
-from torch.nn.functional import cross_entropy
-from torch_twins import batches_of, network_with
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
@@ -61,17 +59,6 @@ def test_distance_weights_worked_out(scale: str, mean: float) -> None:
     near, middle, far = (0.25 * math.exp(-squared / mean / 2) for squared in (1, 4, 9))
     expected = [[1 - near - far, near, far], [far, middle, 1 - far - middle]]
     assert_close(found, torch.tensor(expected), atol=1e-6)
-
-
-def test_scaled_weights_do_not_see_a_factor_on_all_distances() -> None:
-    models = random(4, 50)
-    scaled, plain = (method_of(FedAMP, scale=scale) for scale in ("mean", "none"))
-    everyone = (0, 1, 2, 3)
-    assert_close(
-        scaled.attention(1000 * models, everyone, ALL), scaled.attention(models, everyone, ALL), atol=1e-6
-    )
-    near, far = (plain.attention(factor * models, everyone, ALL) for factor in (0.1, 1.0))
-    assert (near - far).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(("self_weight", "own"), [(None, 1 / 3), (0.6, 0.6), (1, 1.0)])
@@ -163,26 +150,6 @@ def test_fedamps_rounds_by_hand(keys: tuple[str, ...]) -> None:
     assert_close(run.evaluated()["theta"], models)
 
 
-def test_what_weights_and_pull_are_changes_what_is_trained() -> None:
-    """Guard against a pull without a gradient, which makes FedAMP local training."""
-    common = (FEDAMP, *MLP, "train.rounds=2")
-    runs = [
-        Run(*common, *keys).clients["theta"]
-        for keys in (
-            (),
-            ("method.sigma=0.2",),
-            ("method.alpha=0.05",),
-            ("method.pull=0",),
-            ("method.weights=cosine",),
-            ("method.weights=cosine", "method.self_weight=0.6"),
-        )
-    ]
-    runs.append(Run(*MLP, "train.rounds=2", "method.name=local").clients["theta"])
-    for position, one in enumerate(runs):
-        for other in runs[:position]:
-            assert (one - other).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize("weights", ["distance", "cosine"])
 def test_a_client_that_never_uploaded_is_nobodys_neighbour(weights: str) -> None:
     method = method_of(FedAMP, weights=weights)
@@ -236,15 +203,6 @@ def test_sigma_suits_the_weights_by_default() -> None:
         default, chosen = method_of(FedAMP, weights=weights), method_of(FedAMP, weights=weights, sigma=sigma)
         everyone = range(4)
         assert torch.equal(default.attention(models, everyone, ALL), chosen.attention(models, everyone, ALL))
-
-
-@pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_far_apart_models_train_alone_without_a_scale(participation: float) -> None:
-    common = (*MLP, *UNEQUAL_FEW, f"train.participation={participation}")
-    run = Run(FEDAMP, *common, "method.scale=none", "method.sigma=1e-6", "method.pull=0")
-    local = Run(*common, "method.name=local")
-    assert torch.equal(run.clients["theta"], local.clients["theta"])
-    assert torch.equal(run.server["models"], local.clients["theta"])
 
 
 @pytest.mark.parametrize("weights", ["distance", "cosine"])
@@ -313,32 +271,6 @@ def test_held_out_samples_are_judged_on_and_never_trained_on_in_any_round() -> N
 
 
 # FedFomo's weights
-
-
-def test_weights_are_gains_on_held_out_samples_by_distance() -> None:
-    run = Run(FEDFOMO, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=2", "method.models=3")
-    for client in (0, 3):
-        previous, buffers = (run.clients[name][client].clone() for name in ("previous", "buffers"))
-        own = run.clients["theta"][client].clone()
-        up, clients = work(run, client, 2)
-        x, y = run.workplace.shard.samples("train", client)
-        samples = held_out_and_rest(run, client)[0]
-
-        def judged(theta: Tensor) -> float:
-            with torch.no_grad():
-                network = network_with(run, theta, buffers).eval()  # noqa: B023
-                return float(cross_entropy(network(x[samples]), y[samples]))  # noqa: B023
-
-        ids = run.method.chosen(run.server["affinity"][client], ALL, client, 2)
-        candidates = [own, *run.server["models"][ids]]
-        gains = torch.tensor([judged(previous) - judged(theta) for theta in candidates])
-        distances = torch.stack([(theta - previous).square().sum().sqrt() for theta in candidates])
-        expected = gains / distances
-        torch.testing.assert_close(up.rows["weights"][0], expected[1:], rtol=1e-3, atol=1e-5)
-        assert expected.max() > 0
-        positive = expected.clamp(min=0) / expected.clamp(min=0).sum()
-        start = sum((w * theta for w, theta in zip(positive, candidates, strict=True)), torch.zeros(()))
-        torch.testing.assert_close(clients["previous"][0], start, rtol=0, atol=1e-5)
 
 
 def test_combining_worked_out() -> None:
@@ -497,20 +429,6 @@ def test_random_models_are_sent_with_probability_epsilon_which_decays() -> None:
     # two of three random picks are not the best: 400 * 2 / 3 * (0.9, 0.9 - 6 * 0.1, nothing)
     for round, expected in ((0, 240), (6, 80), (9, 0), (50, 0)):
         assert 400 - picks(0.9, round, decay=0.1)[3] == pytest.approx(expected, abs=35 if expected else 0)
-
-
-def test_each_of_the_models_is_random_by_a_draw_of_its_own() -> None:
-    method = method_of(FedFomo, 7, models=3, epsilon=0.5, epsilon_decay=0)
-    affinity, known = torch.tensor([6.0, 5, 4, 0, 3, 2, 1]), torch.ones(7, dtype=torch.bool)
-    hits = Counter[int]()
-    for seed in range(400):
-        method.context.seed = seed
-        ids = method.chosen(affinity, known, 3, 0).tolist()
-        assert len(set(ids)) == 3
-        assert 3 not in ids
-        hits[sum(got == best for got, best in zip(ids, [0, 1, 2], strict=True))] += 1
-    # one draw for all three would leave 1 or 2 hits to chance alone
-    assert hits[1] + hits[2] > 150
 
 
 def test_a_model_that_was_never_trained_is_not_sent() -> None:

@@ -65,17 +65,6 @@ def test_a_round_of_fedavg_is_the_mean_of_what_clients_trained(batchnorm: str) -
     assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
-def test_fedavg_normalises_over_the_sampled_clients_only() -> None:
-    run = Run("method.name=fedavg", "train.rounds=1", "train.participation=0.5")
-    clients = list(run.simulation.cohort(0).clients)
-    assert len(clients) == 2
-    models, _ = trained_from(run, run.method.context.initial_parameters(range(4)), torch.empty(4, 0))
-    torch.testing.assert_close(run.server["theta"], models[clients].mean(dim=0), rtol=1e-5, atol=1e-6)
-    counted = run.bytes_by_client
-    assert counted[clients].tolist() == [[4 * 13_706] * 2] * 2
-    assert counted.sum() == 4 * 4 * 13_706
-
-
 def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
     averaged = Run("method.name=fedavg", "model.batchnorm=true")
     assert averaged.server["buffers"].shape == (STATISTICS,)
@@ -90,34 +79,6 @@ def test_statistics_of_fedavg_are_averaged_or_stay_with_the_client() -> None:
         UserError, match=r"train\.buffers=mixed does not go with method\.name=fedavg; allowed"
     ):
         Run("method.name=fedavg", "train.buffers=mixed")
-
-
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-def test_fedavg_ft_trains_as_fedavg_and_evaluates_a_tuned_copy(batchnorm: str) -> None:
-    keys = ("train.rounds=2", "run.eval_every=1", f"model.batchnorm={batchnorm}")
-    fedavg = Run("method.name=fedavg", *keys)
-    ours = Run("method.name=fedavg_ft", *keys)
-    assert ours.config.train.finetune_epochs == 1
-    assert set(ours.server) == set(fedavg.server)
-    assert all(torch.equal(ours.server[name], tensor) for name, tensor in fedavg.server.items())
-    assert ours.clients == fedavg.clients == {}
-    tuned, again = ours.evaluated(), ours.evaluated()
-    assert (tuned["theta"] - ours.server["theta"]).abs().amax(dim=1).min() > 1e-3
-    assert all(torch.equal(tuned[name], again[name]) for name in tuned)
-    assert torch.equal(ours.server["theta"], fedavg.server["theta"])
-    for client in range(4):
-        alone = ClientGroup(ours.workplace, [client], 2)
-        if batchnorm == "true":
-            alone.buffers = ours.server["buffers"].unsqueeze(0).clone()
-        by_hand = alone.sgd(ours.server["theta"].unsqueeze(0), epochs=1, purpose="finetune").theta
-        assert torch.equal(tuned["theta"][client], by_hand[0])
-        if batchnorm == "true":
-            assert torch.equal(tuned["buffers"][client], alone.buffers[0])
-
-
-def test_fedavg_ft_without_epochs_evaluates_the_global_model() -> None:
-    run = Run("method.name=fedavg_ft", "train.finetune_epochs=0", "train.rounds=1")
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"].expand(4, -1))
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])

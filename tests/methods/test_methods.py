@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from harness import SMALL, OneClient, Run
+from by_hand import OneClient, batches_of, network_with, train_by_torch
+from harness import SMALL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
-from torch_twins import batches_of, network_with, train_by_torch
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
@@ -656,18 +656,6 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
 def assert_same_model(one: Message, other: Message) -> None:
     assert set(one.names) == set(other.names)
     assert all(torch.equal(one[name], other[name]) for name in other.names)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("double")
-def test_scores_of_all_rounds_change_no_state_and_no_bytes(
-    finished: Callable[[str, str], Run], settings: list[str], case: str
-) -> None:
-    once = finished(case, "loop")
-    always = Run("data.per_client=null", *settings, *keys_of(case), "run.eval_every=1")
-    assert torch.equal(always.bytes_by_client, once.bytes_by_client)
-    for one, other in ((always.server, once.server), (always.clients, once.clients)):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 # Methods of others, written without care

@@ -10,10 +10,10 @@ from functools import cache
 
 import pytest
 import torch
+from by_hand import SLIPPERY, SOME, network_with, torchs_sgd
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch_twins import SLIPPERY, SOME, network_with, torchs_sgd
 
 from hpcfl.methods.fedfomo import FedFomo
 from hpcfl.models import Network

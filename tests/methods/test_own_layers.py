@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 from harness import UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
-from torch_twins import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.traffic import count_bytes
-from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import BAD_INPUT, UserError
 from hpcfl.main import main
-from hpcfl.methods import METHODS, Context, Params
-from hpcfl.methods.fedbn import FedBN
-from hpcfl.models import MODELS
+from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 from hpcfl.training.client_group import ClientGroup
 
@@ -158,24 +152,6 @@ def test_what_stays_is_neither_counted_nor_read_from_the_server(name: str, stays
     assert torch.equal(evaluated[:, ~mask], run.server["theta"][~mask].expand(4, -1))
 
 
-@pytest.mark.parametrize(("name", "stays"), OWN_LAYERS.items())
-def test_own_layers_move_when_their_client_is_sampled_and_only_then(name: str, stays: Names) -> None:
-    keys = (*SOME, "train.participation=0.25", f"method.name={name}")
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    part, mask = three.method.own_part, numbers(three, stays)
-    statistics = {"buffers"} if name in ("lg_fedavg", "fedbn") else set()
-    assert set(three.clients) == {part} | statistics
-    (sampled,) = three.simulation.cohort(2).clients
-    rest = [client for client in range(4) if client != sampled]
-    assert torch.equal(three.clients[part][rest], two.clients[part][rest])
-    assert (three.clients[part][sampled] != two.clients[part][sampled]).any()
-    assert torch.equal(three.evaluated()["theta"][:, mask], three.clients[part])
-    never = (rounds_of(three) == 0).nonzero().flatten()
-    initial = three.method.context.initial_parameters()[mask]
-    assert len(never) > 0
-    assert torch.equal(three.clients[part][never], initial.expand(len(never), -1))
-
-
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.traits.needs_body])
 def test_a_model_that_is_nothing_but_a_head_is_refused(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -190,11 +166,6 @@ def test_a_model_that_is_nothing_but_a_head_is_refused(
     assert err.count("\n") == 1
 
 
-def test_methods_that_need_a_body_say_so() -> None:
-    named = {"fedafk", "fedbabu", "fedper", "fedphp", "fedrep", "fedrod", "moon"}
-    assert {name for name, method in METHODS.items() if method.traits.needs_body} >= named
-
-
 # FedBN
 
 
@@ -206,43 +177,6 @@ def test_fedbn_without_batchnorm_is_fedavg_to_the_bit_and_says_so() -> None:
     assert torch.equal(ours.server["theta"], fedavg.server["theta"])
     assert torch.equal(ours.evaluated()["theta"], fedavg.evaluated()["theta"])
     assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
-
-
-def test_fedbn_keeps_batchnorm_with_the_client_and_sends_the_rest() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run = Run("method.name=fedbn", "model.batchnorm=true", "train.participation=0.5")
-    everyone = Cohort(0, tuple(range(4)), run.method.context.num_samples)
-    names = [layer.name for layer in run.method.layers]
-    counted = count_bytes(run.driver.send(run.server, everyone), run.method.layers)
-    assert dict(zip(names, counted.layers[0].tolist(), strict=True)) == {
-        "conv1": 4 * 160,
-        "bn1": 0,
-        "conv2": 4 * 4640,
-        "bn2": 0,
-        "fc1": 4 * 8256,
-        "fc2": 4 * 650,
-    }
-    assert counted.buffers.tolist() == counted.indices.tolist() == [0] * 4
-    assert run.clients["batchnorm"].shape == run.clients["buffers"].shape == (4, BATCHNORM)
-    assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
-
-
-@pytest.mark.parametrize(
-    ("model", "without_bn_in_its_name", "size"),
-    [("resnet18", "layer2.0.downsample.1", 9600), ("mobilenetv2", "features.1.conv.0.1", 34_112)],
-)
-def test_fedbn_knows_batchnorm_by_its_type(model: str, without_bn_in_its_name: str, size: int) -> None:
-    options = MODELS[model].options()
-    samples = torch.tensor([2, 2])
-    context = Context(model, options, (3, 32, 32), 10, samples, TrainConfig.model_validate({}), 0)
-    method = FedBN(context, Params())
-    batchnorm = [m for m in context.network.modules() if isinstance(m, nn.BatchNorm2d)]
-    stays = [layer for layer, travels in zip(method.layers, method.travels, strict=True) if not travels]
-    assert len(stays) == len(batchnorm)
-    assert without_bn_in_its_name in {layer.name for layer in stays}
-    assert sum(p.numel() for m in batchnorm for p in m.parameters()) == size
-    assert sum(layer.size for layer in stays) == method.is_own.sum() == size
 
 
 # LG-FedAvg
@@ -273,48 +207,6 @@ def test_lg_fedavg_with_more_layers_than_there_are_is_refused(
 # FedRep
 
 
-@pytest.mark.parametrize("policy", ["average", "local"])
-def test_fedrep_without_head_epochs_trains_as_fedbabu_to_the_bit(policy: str) -> None:
-    keys = (*SOME, *SLIPPERY, "train.local_epochs=2", "train.finetune_epochs=0", f"train.buffers={policy}")
-    fedrep = Run(*keys, "method.name=fedrep", "method.head_epochs=0", "method.body_epochs=2")
-    fedbabu = Run(*keys, "method.name=fedbabu")
-    assert set(fedrep.server) == set(fedbabu.server)
-    assert all(torch.equal(fedrep.server[name], tensor) for name, tensor in fedbabu.server.items())
-    expected = fedbabu.evaluated()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in fedrep.evaluated().items())
-    assert torch.equal(fedrep.bytes_by_client, fedbabu.bytes_by_client)
-
-
-@pytest.mark.parametrize("trained", ["head", "body"])
-def test_a_phase_of_fedrep_leaves_the_other_part_as_it_is(trained: str) -> None:
-    epochs = {"head": 0, "body": 0} | {trained: 2}
-    # one client a round: the mean of its body is its body, to the bit
-    run = Run(
-        *SOME,
-        *SLIPPERY,
-        "train.participation=0.25",
-        "method.name=fedrep",
-        f"method.head_epochs={epochs['head']}",
-        f"method.body_epochs={epochs['body']}",
-    )
-    start, mask = run.method.context.initial_parameters(), numbers(run, in_head)
-    heads_moved = (run.clients["head"] != start[mask]).any(dim=1)
-    body_moved = (run.server["theta"] != start)[~mask]
-    if trained == "head":
-        assert torch.equal(heads_moved, rounds_of(run) > 0)
-        assert not body_moved.any()
-    else:
-        assert not heads_moved.any()
-        assert body_moved.float().mean() > 0.5
-
-
-def test_fedreps_epochs_are_those_of_both_phases() -> None:
-    run = Run("method.name=fedrep", "method.head_epochs=3", "method.body_epochs=2", "train.rounds=1")
-    pending = run.simulation.ledger.tables()["pending"]
-    # 28 samples are four mini-batches of at most eight, for each of four clients
-    assert pending.values[0, pending.columns.index("steps")] == 5 * 4 * 4
-
-
 def test_fedreps_body_gets_the_epochs_that_its_head_leaves() -> None:
     keys = (*SOME, "method.name=fedrep", "method.head_epochs=1", "train.local_epochs=3", "train.rounds=1")
     rest, two = (Run(*keys, f"method.body_epochs={epochs}") for epochs in ("null", 2))
@@ -326,20 +218,6 @@ def test_fedreps_body_gets_the_epochs_that_its_head_leaves() -> None:
 
 
 # FedBABU
-
-
-def test_fedbabus_head_is_the_initial_one_for_ever_and_for_everybody() -> None:
-    run = Run(*SOME, *SLIPPERY, "method.name=fedbabu", "train.finetune_epochs=0")
-    mask, start = numbers(run, in_head), run.method.context.initial_parameters()
-    evaluated = run.evaluated()["theta"]
-    assert torch.equal(evaluated[:, mask], start[mask].expand(4, -1))
-    assert torch.equal(evaluated, evaluated[:1].expand(4, -1))
-    assert (run.server["theta"] != start)[~mask].float().mean() > 0.5
-    assert run.clients == {}
-    for client in range(4):
-        down, up = work(run, client)
-        assert torch.equal(up.rows["theta"][0, mask], start[mask])
-        assert (up.rows["theta"][0, ~mask] != down["theta"][0, ~mask]).any()
 
 
 def test_fedbabu_tunes_five_epochs_by_default() -> None:
@@ -473,15 +351,6 @@ def test_rounds_of_fedrod_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
         torch.testing.assert_close(ours, twin.probabilities(client, x), rtol=0, atol=1e-9)
 
 
-def test_fedrods_generic_model_does_not_know_of_personal_heads() -> None:
-    run = Run(*SOME, *SLIPPERY, "method.name=fedrod")
-    _, usual = work(run, 0)
-    run.clients["head"] *= -3
-    _, other = work(run, 0)
-    assert set(usual.rows) == {"theta", "buffers"}
-    assert all(torch.equal(other.rows[name], rows) for name, rows in usual.rows.items())
-
-
 def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite() -> None:
     run = Run("method.name=fedrod")
     assert all(tensor.isfinite().all() for tensor in (*run.server.values(), *run.clients.values()))
@@ -493,43 +362,3 @@ def test_a_class_without_samples_leaves_its_generic_weights_and_all_else_finite(
         for old, new in zip(before.parameters(), after.parameters(), strict=True):
             moved = (old != new).view(10, -1).any(dim=1)
             assert moved.logical_not().nonzero().flatten().tolist() == absent
-
-
-def test_a_client_with_one_class_returns_fedrods_generic_model_as_it_came() -> None:
-    run = Run("method.name=fedrod", "train.rounds=1")
-    _, y = run.workplace.shard.samples("train", 2)
-    y.fill_(3)
-    down, up = work(run, 2)
-    assert torch.equal(up["theta"], down["theta"])
-    # its personal head learns all the same
-    clients = ClientGroup(run.workplace, [2], 0)
-    before = clients["head"].clone()
-    run.method.train(clients, down)
-    assert (clients["head"] != before).any()
-
-
-def test_fedrod_sends_the_generic_model_and_the_maker_of_heads_both_ways() -> None:
-    # 10 class shares to 7 hidden numbers to the 650 of a head, with biases
-    hyper = 10 * 7 + 7 + 7 * HEAD + HEAD
-    heads = Run("method.name=fedrod", "train.rounds=1")
-    made = Run("method.name=fedrod", "method.hyper_head=true", "method.hidden=7", "train.rounds=1")
-    assert heads.bytes_by_client.tolist() == [[4 * DIGITS_CNN] * 2] * 4
-    assert made.bytes_by_client.tolist() == [[4 * (DIGITS_CNN + hyper)] * 2] * 4
-    assert (set(made.server), set(made.clients)) == ({"theta", "hypernetwork"}, set())
-    assert (set(heads.server), set(heads.clients)) == ({"theta"}, {"head"})
-    first = made.driver.initial_server()["hypernetwork"].abs()
-    for numbers_drawn, inputs in ((first[: 10 * 7 + 7], 10), (first[10 * 7 + 7 :], 7)):
-        assert 0.9 < numbers_drawn.max() * math.sqrt(inputs) <= 1
-    evaluated = made.evaluated()["theta"]
-    assert len({tuple(row.tolist()) for row in evaluated[:, numbers(made, in_head)]}) == 4
-
-
-def test_fedrods_personal_heads_start_as_the_generic_one_and_stay_with_their_client() -> None:
-    keys = ("method.name=fedrod", "train.participation=0.25")
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    start = three.method.context.initial_parameters()[numbers(three, in_head)]
-    (sampled,) = three.simulation.cohort(2).clients
-    for client in range(4):
-        head = three.clients["head"][client]
-        assert torch.equal(head, start) == (rounds_of(three)[client] == 0)
-        assert torch.equal(head, two.clients["head"][client]) == (client != sampled)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import UNEQUAL_FEW, Run, random
+from harness import Run, random
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
@@ -137,23 +136,6 @@ def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> 
     assert not any(tensor.requires_grad for tensor in state.values())
 
 
-def test_a_drawn_generator_has_pytorchs_ranges_and_depends_on_the_seed() -> None:
-    shape = Generator(num_clients=40, outputs=300, embedding=11, hidden=100, hidden_layers=3)
-    state = shape.initial(seed=1)
-    assert list(state) == list(shape.shapes())
-    for name, tensor in state.items():
-        assert tensor.shape == shape.shapes()[name]
-        if name == "embedding":
-            assert tensor.std() == pytest.approx(1, abs=0.1)
-            continue
-        bound = (11 if name.startswith("trunk1.") else 100) ** -0.5
-        assert 0.9 * bound < tensor.abs().max() <= bound
-        assert abs(tensor.mean()) < 0.15 * bound
-    again, other = shape.initial(seed=1), shape.initial(seed=2)
-    assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
-    assert not any(torch.equal(other[name], tensor) for name, tensor in state.items())
-
-
 # Starts
 
 
@@ -214,28 +196,6 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
     server = MethodAdapter(method).initial_server()
     answer(run, server, [2], -delta)
     assert loss(server) > before
-
-
-def test_clients_send_what_they_started_from_less_what_they_came_to() -> None:
-    run = Run(OURS, *SMALL_ONE, "train.rounds=1", *UNEQUAL_FEW)
-    server = run.driver.initial_server()
-    for client in range(4):
-        clients = ClientGroup(run.workplace, [client], 0)
-        down = run.driver.send(server, cohort_of(run, [client]))
-        trained = ClientGroup(run.workplace, [client], 0).sgd(down["theta"]).theta
-        assert torch.equal(run.driver.work(clients, down).rows["update"], down["theta"] - trained)
-
-
-@pytest.mark.parametrize("opposed", [False, True])
-@pytest.mark.usefixtures("double")
-def test_the_length_is_that_of_all_gradients(opposed: bool) -> None:
-    shape = Generator(num_clients=5, outputs=17, embedding=3, hidden=6, hidden_layers=1)
-    state = {name: random(*size, seed=number) for number, (name, size) in enumerate(shape.shapes().items())}
-    clients, slopes = [4, 0, 2], random(3, 17, seed=9)
-    if opposed:
-        clients, slopes = [4, 4], torch.stack([slopes[0], -slopes[0]])
-    gradients = shape.gradients(state, clients, slopes)
-    torch.testing.assert_close(gradients.norm(), length_of(whole(gradients)), rtol=1e-9, atol=1e-6)
 
 
 class Sizes(TorchDispatchMode):
@@ -350,13 +310,6 @@ def test_a_step_is_no_longer_than_clip_and_keeps_its_direction(length: float) ->
         torch.testing.assert_close(moved, gradient * min(length, 2) / norm, rtol=1e-9, atol=1e-12)
 
 
-def test_a_delta_of_zero_moves_nothing_without_weight_decay() -> None:
-    run, server = method_of("method.hypernetwork_weight_decay=0")
-    before = part(server)
-    answer(run, server, [0, 1], torch.zeros(2, MODEL))
-    close(part(server), before)
-
-
 def test_unsampled_clients_keep_their_embeddings_to_the_bit_while_their_models_change() -> None:
     run = Run(OURS, "train.rounds=2", "train.participation=0.25")
     sampled = {client for number in range(2) for client in run.simulation.cohort(number).clients}
@@ -390,38 +343,6 @@ def test_statistics_stay_with_the_client() -> None:
     assert torch.equal(run.evaluated()["buffers"], run.clients["buffers"])
     with pytest.raises(UserError, match=r"train\.buffers=average does not go with method\.name=pfedhn"):
         Run(OURS, "train.buffers=average")
-
-
-def test_a_private_head_stays_with_its_client_and_never_travels() -> None:
-    run = Run(OURS, "method.private_head=true", "train.rounds=2", "train.participation=0.5")
-    method, layout = run.method, run.method.layout
-    assert layout.head == slice(BODY, DIGITS_CNN)
-    assert method.generator.outputs == BODY
-    rounds = torch.zeros(4, dtype=torch.int64)
-    for number in range(2):
-        rounds[list(run.simulation.cohort(number).clients)] += 1
-    assert torch.equal(run.bytes_by_client, 4 * BODY * rounds.unsqueeze(1).expand(-1, 2))
-    initial = method.context.initial_parameters()[layout.head]
-    for client, head in enumerate(run.clients["head"]):
-        assert torch.equal(head, initial) == (rounds[client] == 0)
-    evaluated = run.evaluated()["theta"]
-    assert torch.equal(evaluated[:, layout.head], run.clients["head"])
-    assert torch.equal(evaluated[:, layout.body], method.generator.generate(part(run.server), range(4)))
-
-    cohort, channel = cohort_of(run, [1, 2], 2), Channel(Communicator(), method.layers, 4)
-    down = channel.down(MethodAdapter(method).send(run.server, cohort), cohort)
-    assert down["theta"][:, layout.head].count_nonzero() == 0
-    alone = ClientGroup(run.workplace, [1], 2)
-    start = torch.cat([down["theta"][:1, layout.body], run.clients["head"][1:2]], dim=1)
-    trained = ClientGroup(run.workplace, [1], 2).sgd(start).theta
-    up = MethodAdapter(method).work(alone, down.select(slice(0, 1)))
-    received = channel.up(up, cohort_of(run, [1], 2)).collect()["update"]
-    assert torch.equal(received[:, layout.body], (start - trained)[:, layout.body])
-    assert received[:, layout.head].count_nonzero() == 0
-    assert torch.equal(alone["head"], trained[:, layout.head])
-    counted = count_bytes(up, method.layers)
-    assert counted.of_numbers.sum() == 4 * BODY
-    assert counted.indices.tolist() == [0]
 
 
 def test_a_private_head_needs_a_body() -> None:

@@ -10,39 +10,23 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from by_hand import batches_of, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
-from hpcfl.communication.channel import Channel
-from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
-from hpcfl.methods.base import State
-from hpcfl.methods.pfedmb import FIRST, OTHERS, PFedMB, project_to_simplex
-from hpcfl.randomness import torch_stream
-from hpcfl.registries import load_config
-from hpcfl.setup.experiment import build
-from hpcfl.torchvision_parts import torchvision_part
-from hpcfl.training.batches import Batch, minibatches
-from hpcfl.training.client_group import ClientGroup
+from hpcfl.methods.pfedmb import FIRST, OTHERS, project_to_simplex
+from hpcfl.training.batches import Batch
 from hpcfl.training.losses import cross_entropy_loss
 
 OURS = "method.name=pfedmb"
 DIGITS_CNN, LAYERS, BATCHNORM = 13_706, 4, 96
-
-
-def work(run: Run, client: int, server: State | None = None) -> tuple[Message, ClientGroup]:
-    """Train one client in round 0 from a server's state, by default as it is now."""
-    cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
-    clients = ClientGroup(run.workplace, [client], 0)
-    channel = Channel(Communicator(), run.method.layers, run.num_clients)
-    down = channel.down(run.driver.send(server or run.server, cohort), cohort)
-    return run.driver.work(clients, down), clients
 
 
 def aggregate(run: Run, num_samples: Sequence[int], branches: Tensor, alpha: Tensor) -> Tensor:
@@ -67,9 +51,7 @@ def alpha_of(run: Run) -> Tensor:
 @pytest.mark.parametrize(
     "keys",
     [
-        (),
-        ("method.constraint=simplex", "train.participation=0.5", "train.lr_decay=0.9"),
-        ("model.batchnorm=true", "train.momentum=0.9", "method.shared_alpha=true"),
+        ("train.lr_decay=0.9", "method.shared_alpha=true"),
         (
             "method.constraint=simplex",
             "model.batchnorm=true",
@@ -202,23 +184,17 @@ class SlowTwin:
         momentum = 0.0 if of_alpha else self.train.momentum
         decays = 0.0 if of_alpha else self.train.weight_decay
         optimiser = torch.optim.SGD([leaf], lr=lr, momentum=momentum, weight_decay=decays)
-        x, y = self.run.workplace.shard.samples("train", client)
-        stream = torch_stream(self.run.config.run.seed, purpose, round, client)
-        for _ in range(self.train.local_epochs):
-            order = torch.randperm(len(y), generator=stream)
-            for start, stop in minibatches(len(y), self.train.batch_size):
-                chosen = order[start:stop]
-                optimiser.zero_grad()
-                model = self.run.method.layout.views(self.mixed(kept, branches))
-                logits = functional_call(self.run.method.context.network, model, x[chosen])
-                cross_entropy(logits, y[chosen]).backward()
-                if not of_alpha and self.params.step == "mixture":
-                    assert leaf.grad is not None
-                    for layer, alpha in zip(self.run.method.layers, self.alpha(kept), strict=True):
-                        leaf.grad[:, layer.start : layer.stop] /= (alpha**2).sum()
-                optimiser.step()
-                if of_alpha and self.params.constraint == "simplex":
-                    leaf.data = torch.stack([nearest_on_simplex(row) for row in leaf.detach()])
+        for x, y in batches_of(self.run, client, round, purpose):
+            optimiser.zero_grad()
+            model = self.run.method.layout.views(self.mixed(kept, branches))
+            cross_entropy(functional_call(self.run.method.context.network, model, x), y).backward()
+            if not of_alpha and self.params.step == "mixture":
+                assert leaf.grad is not None
+                for layer, alpha in zip(self.run.method.layers, self.alpha(kept), strict=True):
+                    leaf.grad[:, layer.start : layer.stop] /= (alpha**2).sum()
+            optimiser.step()
+            if of_alpha and self.params.constraint == "simplex":
+                leaf.data = torch.stack([nearest_on_simplex(row) for row in leaf.detach()])
         return leaf.detach()
 
     def round(self, number: int) -> None:
@@ -262,23 +238,6 @@ def test_rounds_equal_a_slow_twin_with_autograd_through_the_sum(keys: tuple[str,
     assert (alpha_of(run) - 1 / run.config.method.options.branches).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("batchnorm", ["false", "true"])
-@pytest.mark.usefixtures("double")
-def test_engines_agree_in_float64_after_a_round(batchnorm: str) -> None:
-    keys = (*UNEQUAL_FEW, OURS, "train.rounds=1", f"model.batchnorm={batchnorm}", "train.finetune_epochs=1")
-    loop = Run(*keys, "run.engine=loop")
-    batched = Run(*keys, "run.engine=batched", "run.clients_at_once=3")
-    assert batched.workplace.engine.clients_at_once == 3
-    for ours, theirs in (
-        (batched.server, loop.server),
-        (batched.clients, loop.clients),
-        (batched.evaluated(), loop.evaluated()),
-    ):
-        assert set(ours) == set(theirs)
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-9)
-
-
 # The server's mean
 
 
@@ -304,87 +263,7 @@ def test_eq_5_worked_out_and_an_empty_branch_keeps_its_value_to_the_bit() -> Non
                 torch.testing.assert_close(numbers, torch.full_like(numbers, value))
 
 
-def test_clients_of_one_mind_make_eq_5_the_plain_mean_of_every_branch_that_has_a_weight() -> None:
-    runs = [
-        Run(OURS, "method.branches=3", "train.rounds=1", f"method.aggregation={kind}")
-        for kind in ("alpha", "plain")
-    ]
-    trained = random(3, 3, DIGITS_CNN)
-    alpha = torch.tensor([0.25, 0.75, 0.0]).expand(3, LAYERS, 3)
-    weighted, plain = (aggregate(run, [10, 20, 5], trained, alpha) for run in runs)
-    torch.testing.assert_close(weighted[:2], plain[:2], rtol=0, atol=1e-6)
-    assert torch.equal(weighted[2], runs[0].server["branches"][2])
-    expected = (trained * torch.tensor([10.0, 20.0, 5.0]).view(3, 1, 1)).sum(dim=0) / 35
-    torch.testing.assert_close(plain, expected, rtol=0, atol=1e-6)
-
-
-def test_the_mean_takes_alpha_from_after_its_step() -> None:
-    run = Run(OURS, *UNEQUAL_FEW, "train.rounds=1", "method.alpha_lr=20")
-    start = run.driver.initial_server()
-    uploads = []
-    for client in range(4):
-        run.workplace.state["logits"].zero_()
-        up, clients = work(run, client, start)
-        assert torch.equal(up.rows["alpha"], run.method.alpha(clients["logits"]))
-        assert (up.rows["alpha"] - 0.2).abs().max() > 0.01
-        uploads.append(up)
-    branches = torch.cat([torch.cat([up.rows[FIRST].unsqueeze(1), up.rows[OTHERS]], dim=1) for up in uploads])
-    alpha = torch.cat([up.rows["alpha"] for up in uploads])
-    samples = run.method.context.num_samples.tolist()
-    assert torch.equal(aggregate(run, samples, branches, alpha), run.server["branches"])
-    before = aggregate(run, samples, branches, torch.full_like(alpha, 0.2))
-    assert (before - run.server["branches"]).abs().max() > 1e-4
-
-
 # Clients' weights
-
-
-def test_every_client_keeps_weights_of_its_own_and_the_server_none() -> None:
-    keys = (OURS, "train.participation=0.5")
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    assert set(three.server) == {"branches"}
-    assert set(three.clients) == {"logits"}
-    sampled = list(three.simulation.cohort(2).clients)
-    rest = sorted(set(range(4)) - set(sampled))
-    assert len(sampled) == 2
-    assert torch.equal(three.clients["logits"][rest], two.clients["logits"][rest])
-    moved = (three.clients["logits"] != two.clients["logits"]).flatten(1).any(dim=1)
-    assert moved[sampled].all()
-    cohort = Cohort(3, tuple(range(4)), three.method.context.num_samples)
-    sent = three.driver.send(three.server, cohort)
-    assert (set(sent.shared), set(sent.rows)) == ({FIRST, OTHERS}, set())
-    everyone = Run(OURS)
-    assert len({tuple(row.flatten().tolist()) for row in everyone.clients["logits"]}) == 4
-
-
-@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
-@pytest.mark.parametrize("shared", ["false", "true"])
-def test_weights_are_not_negative_and_sum_to_one(constraint: str, shared: str) -> None:
-    keys = (f"method.constraint={constraint}", f"method.shared_alpha={shared}", "method.alpha_lr=1")
-    run = Run(OURS, *keys, "train.rounds=2")
-    alpha = alpha_of(run)
-    assert alpha.shape == (4, LAYERS, 5)
-    torch.testing.assert_close(alpha.sum(dim=-1), torch.ones(4, LAYERS), rtol=0, atol=1e-6)
-    assert alpha.min() >= 0
-    assert ((alpha == 0).sum() > 0) == (constraint == "simplex")
-    assert run.clients[run.method.kept].shape == (4, 1 if shared == "true" else LAYERS, 5)
-    same = torch.equal(alpha, alpha[:, :1].expand_as(alpha))
-    assert same == (shared == "true")
-
-
-class EqualBranches(PFedMB):
-    """All branches start as the first."""
-
-    def server_state(self) -> State:
-        branches = super().server_state()["branches"]
-        return {"branches": branches[:1].expand_as(branches).clone()}
-
-
-@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
-def test_equal_branches_would_never_move_the_weights_and_ours_are_not_equal(constraint: str) -> None:
-    keys = (OURS, f"method.constraint={constraint}", "method.alpha_lr=1")
-    assert (alpha_of(Run(*keys, kind=EqualBranches)) - 0.2).abs().max() < 1e-5
-    assert (alpha_of(Run(*keys)) - 0.2).abs().max() > 0.02
 
 
 @pytest.mark.parametrize("num_branches", [2, 5, 10])
@@ -429,18 +308,6 @@ def test_branches_differ_by_as_much_as_the_common_model_varies(difference: float
     assert not torch.equal(apart, start - common)
 
 
-def test_given_weights_are_the_uniform_mixture(tmp_path: Path) -> None:
-    torch.save(torchvision_part("models").mobilenet_v2().state_dict(), tmp_path / "weights.pt")
-    images = np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), np.uint8)
-    np.savez(tmp_path / "images.npz", x=images, y=np.arange(20) % 10)
-    words = ["data.source=npz", "data.layout=NHWC", f"data.path={tmp_path / 'images.npz'}", "data.clients=2"]
-    words += ["model.name=mobilenetv2", f"model.weights={tmp_path / 'weights.pt'}", "method.branches=2"]
-    method = build(load_config(None, [OURS, *words]), Communicator()).method
-    start = method.server_state()["branches"]
-    torch.testing.assert_close(start.mean(dim=0), method.context.initial_parameters(), rtol=0, atol=1e-6)
-    assert (start[0] - start[1]).abs().mean() > 0.01
-
-
 @pytest.mark.parametrize("num_branches", [2, 5])
 @pytest.mark.usefixtures("double")
 def test_weights_that_never_move_are_fedavg_whatever_the_number_of_branches(num_branches: int) -> None:
@@ -449,12 +316,6 @@ def test_weights_that_never_move_are_fedavg_whatever_the_number_of_branches(num_
     run = Run(*keys, OURS, f"method.branches={num_branches}", "method.alpha_lr=0")
     torch.testing.assert_close(run.server["branches"].mean(dim=0), fedavg, rtol=0, atol=1e-9)
     assert (fedavg - run.method.context.initial_parameters()).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("constraint", ["softmax", "simplex"])
-def test_without_a_step_size_all_branches_weigh_the_same(constraint: str) -> None:
-    run = Run(OURS, f"method.constraint={constraint}", "method.alpha_lr=0", "method.branches=4")
-    assert torch.equal(alpha_of(run), torch.full((4, LAYERS, 4), 0.25))
 
 
 # Projection
@@ -504,7 +365,9 @@ def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
     mask, start = run.method.layout.is_batchnorm(), run.driver.initial_server()
     samples = run.method.context.num_samples
     run.workplace.state["logits"].zero_()
-    uploads = [work(run, client, start)[0].rows for client in range(4)]
+    after, run.server = run.server, start
+    uploads = [work(run, client)[0].rows for client in range(4)]
+    run.server = after
     weights = (samples / samples.sum()).unsqueeze(1)
     own = torch.cat([rows[FIRST] for rows in uploads])[:, mask]
     torch.testing.assert_close(
@@ -529,28 +392,6 @@ def test_the_weights_step_leaves_running_statistics_alone() -> None:
 
 
 # Traffic, fine-tuning, history
-
-
-@pytest.mark.usefixtures("double")
-def test_the_model_after_training_is_the_clients_mixture_of_trained_branches() -> None:
-    run = Run(OURS, "train.rounds=1", "method.branches=3")
-    cohort = Cohort(0, (1,), run.method.context.num_samples[[1]])
-    clients = ClientGroup(run.workplace, [1], 1)
-    down = Channel(Communicator(), run.method.layers, run.num_clients).down(
-        run.driver.send(run.server, cohort), cohort
-    )
-    up = run.driver.work(clients, down)
-    trained = run.driver.after_training(clients, down, up)["theta"]
-    expected = sum(
-        up.rows["alpha"][..., b].repeat_interleave(torch.tensor([x.size for x in run.method.layers]), dim=1)
-        * branch
-        for b, branch in enumerate([up.rows[FIRST], *up.rows[OTHERS].unbind(1)])
-    )
-    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
-    # the weights' phase is plain SGD on the mixture
-    alone = ClientGroup(run.workplace, [1], 1)
-    start = run.method.eval_model(clients, down)["theta"]
-    torch.testing.assert_close(trained, alone.sgd(start).theta, rtol=0, atol=1e-9)
 
 
 def test_bytes_of_the_papers_network_and_five_branches(tmp_path: Path) -> None:

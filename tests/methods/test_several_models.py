@@ -19,7 +19,6 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.data.sources import load_arrays
 from hpcfl.errors import UserError
@@ -96,9 +95,8 @@ MIRRORED_AND_SWAPPED = [6, 5, 4, 9, 8, 7, *MIRRORED[6:]]
 @pytest.mark.parametrize(
     "keys",
     [
-        ("train.participation=0.5", "train.lr_decay=0.9"),
+        ("train.participation=0.5", "train.lr_decay=0.9", "train.weight_decay=0.01"),
         ("model.batchnorm=true", "train.momentum=0.9", "train.finetune_epochs=1"),
-        ("model.batchnorm=true", "train.weight_decay=0.01", "train.participation=0.75"),
     ],
 )
 def test_one_model_is_fedavg_to_the_bit(one: tuple[str, str], keys: tuple[str, ...]) -> None:
@@ -112,14 +110,6 @@ def test_one_model_is_fedavg_to_the_bit(one: tuple[str, str], keys: tuple[str, .
         assert torch.equal(evaluated[name].view_as(tensor), tensor), name
     assert torch.equal(ours.bytes_by_client, fedavg.bytes_by_client)
     assert (ours.server["theta"] - ours.method.context.initial_parameters()).abs().max() > 0.01
-
-
-def test_one_cluster_of_ifca_with_statistics_of_the_clients_is_fedavg_to_the_bit() -> None:
-    keys = (*UNEQUAL_FEW, "model.batchnorm=true", "train.buffers=local", "train.participation=0.5")
-    fedavg, ours = Run(*keys, "method.name=fedavg"), Run(*keys, IFCA, "method.clusters=1")
-    assert torch.equal(ours.server["theta"][0], fedavg.server["theta"])
-    assert torch.equal(ours.clients["buffers"], fedavg.clients["buffers"])
-    assert torch.equal(ours.evaluated()["buffers"], fedavg.evaluated()["buffers"])
 
 
 @pytest.mark.usefixtures("double")
@@ -194,13 +184,6 @@ def chosen_by_hand(run: Run, clients: Sequence[int]) -> list[int]:
 def two_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Six clients, three of each group, alternating."""
     return planted(tmp_path_factory.mktemp("two"), [PLAIN, MIRRORED] * 3)
-
-
-def test_ifca_finds_two_planted_groups(two_groups: tuple[str, ...]) -> None:
-    run = Run(*two_groups, IFCA, "train.rounds=4")
-    assert run.server["theta"].shape == (2, 650)
-    evaluated = run.evaluated()["theta"]
-    assert all(torch.equal(evaluated[client], run.server["theta"][client % 2]) for client in range(6))
 
 
 def test_ifca_chooses_by_the_loss_on_training_data(two_groups: tuple[str, ...]) -> None:
@@ -306,21 +289,6 @@ def test_ifca_tells_which_model_each_client_chose_last() -> None:
     receive(run, server, {1: {"theta": theta, "cluster": torch.tensor(1)}})
     receive(run, server, {c: {"theta": theta, "cluster": torch.tensor(0)} for c in (1, 3)}, round=1)
     assert run.method.server_diagnostics(server)["cluster"].tolist() == [-1, 0, -1, 0]
-
-
-def test_traffic_of_several_models() -> None:
-    keys = ("train.rounds=1", "model.batchnorm=true")
-    ifca = Run(IFCA, *keys, "method.clusters=3")
-    fedem = Run(FEDEM, *keys, "method.components=4")
-    model = 4 * (DIGITS_CNN + 96)
-    assert ifca.bytes_by_client.tolist() == [[3 * model, model]] * 4
-    assert fedem.bytes_by_client.tolist() == [[4 * model, 4 * model]] * 4
-    for run, statistics_down, statistics_up, number in ((ifca, 3, 1, 8), (fedem, 4, 4, 0)):
-        clients, down = sent_to(run, [2], 1)
-        counted = count_bytes(down, run.method.layers)
-        assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_down * 4 * 96], [0])
-        counted = count_bytes(run.driver.work(clients, down), run.method.layers)
-        assert (counted.buffers.tolist(), counted.indices.tolist()) == ([statistics_up * 4 * 96], [number])
 
 
 # Clustered FL
@@ -552,13 +520,6 @@ def test_single_linkage_has_the_least_largest_similarity_across_the_parts() -> N
         assert torch.equal(bipartition(vectors, "single"), best)
 
 
-def test_clustered_fl_finds_two_planted_groups_in_one_split(two_groups: tuple[str, ...]) -> None:
-    splits = ("method.eps_1=0.27", "method.eps_2=0.45", "method.first_round=2")
-    run = Run(*two_groups, CLUSTERED, *splits, "train.rounds=9")
-    assert run.server["cluster"].tolist() == [0, 1] * 3
-    assert torch.equal(run.evaluated()["theta"], run.server["theta"][[0, 1] * 3])
-
-
 def test_clustered_fl_finds_three_planted_groups_in_two_splits(tmp_path: Path) -> None:
     keys = planted(tmp_path, [PLAIN, MIRRORED, MIRRORED_AND_SWAPPED] * 3)
     splits = ("method.eps_1=0.27", "method.eps_2=0.47", "method.first_round=2")
@@ -677,39 +638,6 @@ def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
     torch.testing.assert_close(clients.loss_sum / clients.steps, expected.reshape(1), rtol=0, atol=1e-12)
 
 
-@pytest.mark.usefixtures("double")
-def test_a_step_of_fedem_is_that_of_everybody_divided_by_the_components() -> None:
-    keys = (
-        FEDEM,
-        *LINEAR,
-        "data.clients=1",
-        "data.partition.name=iid",
-        "train.rounds=1",
-        "train.batch_size=100",
-    )
-    moved = []
-    for count in (1, 4):
-        run = Run(*keys, f"method.components={count}", "train.lr=0.1", kind=EqualComponents)
-        moved.append(run.server["theta"][0] - run.method.context.initial_parameters())
-    torch.testing.assert_close(4 * moved[1], moved[0], rtol=1e-4, atol=1e-7)
-    assert load_config(None, [FEDEM]).train.lr == pytest.approx(3 * load_config(None, []).train.lr)
-
-
-@pytest.mark.usefixtures("double")
-def test_weights_of_components_worked_out() -> None:
-    run = Run(*LINEAR, FEDEM, "method.components=2", "train.rounds=1", kind=ByNumbers)
-    run.server = run.driver.initial_server()
-    _, y = run.workplace.shard.samples("train", 1)
-    # 0.75 * 0.5 to 0.25 * 0.9 for class 0, 0.75 * 0.5 / 9 to 0.25 * 0.1 / 9 for the others
-    zero, other = torch.tensor([0.375, 0.225]) / 0.6, torch.tensor([0.375, 0.025]) / 0.4
-    expected = torch.where((y == 0).unsqueeze(1), zero, other)
-    run.clients["weights"][1] = torch.tensor([0.75, 0.25])
-    clients, down = sent_to(run, [1], 0)
-    run.driver.work(clients, down)
-    torch.testing.assert_close(clients["weights"], expected.mean(dim=0, keepdim=True), rtol=0, atol=1e-12)
-    assert 0 < (y == 0).sum() < len(y)
-
-
 def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
     run = Run(FEDEM, "model.batchnorm=true", "train.rounds=1")
     # components that are sure of themselves
@@ -726,20 +654,6 @@ def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     of_logits = torch.einsum("m,mnk->nk", weights, outputs).softmax(dim=-1)
     assert (found - of_logits).abs().max() > 1e-3
-
-
-def test_clients_keep_their_weights_until_they_are_sampled_again() -> None:
-    keys = (FEDEM, "train.participation=0.5", "train.finetune_epochs=1", *LINEAR)
-    two, three = (Run(*keys, f"train.rounds={rounds}") for rounds in (2, 3))
-    sampled = list(three.simulation.cohort(2).clients)
-    kept = (three.clients["weights"] == two.clients["weights"]).all(dim=1)
-    assert kept.tolist() == [client not in sampled for client in range(4)]
-    weights, components = three.clients["weights"].clone(), three.server["theta"].clone()
-    tuned = three.evaluated()
-    assert torch.equal(tuned["weights"], weights)
-    assert torch.equal(three.clients["weights"], weights)
-    assert torch.equal(three.server["theta"], components)
-    assert (tuned["theta"] - components).abs().flatten(1).amax(dim=1).min() > 1e-3
 
 
 def test_a_client_that_never_trained_finds_its_weights_by_the_newest_components() -> None:
@@ -759,18 +673,3 @@ def test_a_client_that_never_trained_finds_its_weights_by_the_newest_components(
     everyone = run.evaluated()["weights"]
     for client in run.simulation.cohort(0).clients:
         assert torch.equal(everyone[client], run.clients["weights"][client])
-
-
-class EqualComponents(FedEM):
-    """All components start as the first."""
-
-    def server_state(self) -> State:
-        theta = super().server_state()["theta"]
-        return {"theta": theta[:1].expand_as(theta).clone()}
-
-
-def test_equal_components_would_never_part() -> None:
-    equal, ours = (Run(FEDEM, *LINEAR, kind=kind) for kind in (EqualComponents, FedEM))
-    assert torch.pdist(equal.server["theta"]).max() < 1e-5
-    assert (equal.clients["weights"] - 1 / 3).abs().max() < 1e-6
-    assert torch.pdist(ours.server["theta"]).min() > 0.1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import paths_by_hand
+from by_hand import paths_by_hand
 from torch import Tensor
 
 from hpcfl.models import MODELS, build_network

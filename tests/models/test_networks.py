@@ -58,21 +58,14 @@ def refusal(name: str, weights: Path, shape: tuple[int, int, int] = CIFAR) -> st
         ("lenet", CIFAR, 10, {}, 121_182),
         ("lenet", CIFAR, 10, {"batchnorm": True}, 121_278),
         ("lenet", CIFAR, 100, {}, 128_832),
-        ("lenet", CIFAR, 100, {"batchnorm": True}, 128_928),
         ("lenet", MNIST, 10, {}, 85_822),
-        ("lenet", MNIST, 62, {}, 90_242),
         ("lenet_small", CIFAR, 10, {}, 62_006),
-        ("lenet_small", CIFAR, 100, {}, 69_656),
         ("lenet_small", MNIST, 10, {}, 44_426),
-        ("lenet_small", MNIST, 62, {}, 48_846),
         ("fedavgcnn", MNIST, 10, {}, 582_026),
         ("fedavgcnn", CIFAR, 10, {}, 878_538),
-        ("fedavgcnn", CIFAR, 100, {}, 924_708),
         ("femnist_cnn", MNIST, 62, {}, 2_278_334),
         ("resnet18", CIFAR, 10, {}, 11_181_642),
-        ("resnet18", CIFAR, 100, {}, 11_227_812),
         ("mobilenetv2", CIFAR, 10, {}, 2_236_682),
-        ("mobilenetv2", CIFAR, 100, {}, 2_351_972),
         # 784 * 256 + 256 + 256 * 10 + 10
         ("mlp", MNIST, 10, {}, 203_530),
         # 64 * 5 + 5 + 5 * 3 + 3 + 3 * 2 + 2
@@ -98,18 +91,6 @@ def test_parameter_counts(
 )
 def test_layer_sizes(name: str, shape: tuple[int, int, int], sizes: dict[str, int]) -> None:
     assert {layer.name: layer.size for layer in layout_of(name, shape, 10).layers()} == sizes
-
-
-@pytest.mark.parametrize(("classes", "size"), [(10, 850), (26, 2210), (47, 3995), (62, 5270), (100, 8500)])
-def test_lenets_classifier_grows_with_the_classes(classes: int, size: int) -> None:
-    assert layout_of("lenet", MNIST, classes).layers()[-1].size == size
-
-
-@pytest.mark.parametrize(("shape", "size"), [(MNIST, 576_896), (CIFAR, 873_408)])
-def test_fedavgcnns_extractor_is_all_but_the_last_layer(shape: tuple[int, int, int], size: int) -> None:
-    layout = layout_of("fedavgcnn", shape, 10)
-    assert layout.body == slice(0, size)
-    assert layout.head == slice(size, size + 5130)
 
 
 @pytest.mark.parametrize(

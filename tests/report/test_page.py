@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import browser_program, opened_browser, opened_page
+from made_runs import LAYERS, make_run, rising
 from playwright.sync_api import Browser, Page
-from report.made_runs import LAYERS, make_run, rising
 
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import Diagnostic

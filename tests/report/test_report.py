@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_runs import make_run, rising
 from processes import REPOSITORY
-from report.made_runs import make_run, rising
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
@@ -215,21 +215,6 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert (folder / "clients.csv").read_bytes() == clients
     (folder / "clients.csv").unlink()
     assert "has no finished run" in refusal(capsys, tmp_path / "runs")
-
-
-@pytest.mark.filterwarnings("default")
-def test_a_damaged_checkpoint_falls_back_or_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = make_run(tmp_path / "fedavg", rising(2, 3), ["method.name=fedavg"])
-    newest = folder / "checkpoint.h5"
-    (folder / "checkpoint.prev.h5").write_bytes(newest.read_bytes())
-    newest.write_bytes(newest.read_bytes()[:-100])
-    assert main(["report", str(folder)]) == FINISHED
-    assert f"{newest} is damaged" in capsys.readouterr().err
-    assert data_of(folder / "report.html")["runs"][0]["bands"]["round"] == [1, 2]
-    (folder / "checkpoint.prev.h5").unlink()
-    assert "is damaged" in refusal(capsys, folder)
 
 
 OWN = '''"""FedAvg that remembers how often it met each client."""

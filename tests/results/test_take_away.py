@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
 import shutil
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -27,7 +25,6 @@ from hpcfl.methods import METHODS
 from hpcfl.registries import load_config
 from hpcfl.results.run import Run
 from hpcfl.setup.experiment import load_data
-from hpcfl.storage.checkpoint import CheckpointStore
 
 CASES = [*METHODS, *VARIANTS]
 NUM_CLIENTS = 7
@@ -198,18 +195,6 @@ def test_the_recipe_says_what_is_needed_beside_and_inside(place: Place, tmp_path
     assert plain == recipe
     saved = run.models.saved(2)
     assert torch.equal(weights["weights"], saved["weights"])
-
-
-def test_a_models_tensors_are_those_of_the_checkpoint(place: Place) -> None:
-    run = place.run("ditto")
-    with h5py.File(run.path / "checkpoint.h5", locking=False) as file:
-        theta, buffers = (torch.from_numpy(file[f"personalised/{name}"][4]) for name in ("theta", "buffers"))
-    found = run.model(4)
-    trained = [tensor.flatten() for name, tensor in found.items() if "running" not in name]
-    running = [tensor.flatten() for name, tensor in found.items() if "running" in name]
-    assert torch.equal(torch.cat(trained), theta)
-    assert torch.equal(torch.cat(running), buffers)
-    assert run.network(4).load_state_dict(found)
 
 
 def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) -> None:
@@ -483,30 +468,6 @@ def test_a_run_that_goes_on_has_no_personalised_models(
     assert "has no checkpoint yet, and so no models: they are saved after the last of its 3 rounds" in error
 
 
-@pytest.mark.filterwarnings("default")
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(
-    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = [*tiny_settings(place.digits), "method.name=fedavg", "run.checkpoint_every=1"]
-    assert run_here(tmp_path / "run", settings) == FINISHED
-    cut(tmp_path / "run" / "checkpoint.h5")
-    assert (
-        main(["export", str(tmp_path / "run"), "--client", "1", "--out", str(tmp_path / "out")]) == BAD_INPUT
-    )
-    found = capsys.readouterr().err
-    assert "checkpoint.h5 is damaged" in found
-    assert "checkpoint.prev.h5 is of round 2 of 3 and has no personalised models yet" in found
-    # two checkpoints with models, the newest damaged
-    assert run_here(tmp_path / "two", [*settings, "train.rounds=1"]) == FINISHED
-    newest = tmp_path / "two" / "checkpoint.h5"
-    (tmp_path / "two" / "checkpoint.prev.h5").write_bytes(newest.read_bytes())
-    cut(newest)
-    assert (
-        main(["export", str(tmp_path / "two"), "--client", "1", "--out", str(tmp_path / "out")]) == FINISHED
-    )
-    assert "resuming from" in capsys.readouterr().err
-
-
 def test_damaged_files_are_named_with_their_line(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -647,5 +608,3 @@ def test_reading_leaves_a_run_folder_as_it_is(place: Place, tmp_path: Path) -> N
     run.export("all", tmp_path)
     run.predict(0, raw_tests(run)[0][0])
     assert {path.name: path.stat().st_mtime_ns for path in run.path.iterdir()} == before
-    assert CheckpointStore(run.path).load() is not None
-    assert io.StringIO(str(hpcfl.compare(run, place.run("fedprox")))).readline().startswith("run")

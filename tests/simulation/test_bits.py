@@ -18,11 +18,11 @@ from bits import (
     losses_of,
     method_settings,
     run_here,
-    run_in_one_world,
     saved_models,
     tiny_settings,
     write_digits,
 )
+from processes import run_in_one_world
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
@@ -38,7 +38,9 @@ AMONG_MANY_RANKS = ("fedavg", "fedfomo", "local", "pfedla")
 SMALL_BLOCKS_RANKS = 3
 """The rank count that sends the fewest clients a block, and does all methods' cases and the variants."""
 PARTICIPATION = {2: "-all", 5: "-some"}
-"""The other rank counts have one case of each method: all clients on one worker, some on more workers."""
+"""The other rank counts have one case of a method: all clients on one worker, some on more workers."""
+KINDS = ("fedavg", "fedem", "fedfomo", "fedmn", "heurpfedla", "ifca", "local", "pfedhn", "pfedmb", "scaffold")
+"""Methods that these do, which differ in what is sent, kept and asked for."""
 PARTS = {"fedmn": ["decision"], "fedem": ["weights"]}
 """What evaluated models consist of beside theta and running statistics."""
 
@@ -89,7 +91,8 @@ def cases_of(ranks: int) -> dict[str, list[str]]:
         return {name: case for name, case in common_cases().items() if name.split("-")[0] in AMONG_MANY_RANKS}
     if ranks == SMALL_BLOCKS_RANKS:
         return {name: case for name, case in SERIAL_CASES.items() if name not in CHAIN}
-    cases = {name: case for name, case in common_cases().items() if name.endswith(PARTICIPATION[ranks])}
+    names = [f"{method}{PARTICIPATION[ranks]}" for method in KINDS]
+    cases = {name: case for name, case in common_cases().items() if name in names}
     return cases | CHAIN if ranks == 2 else cases
 
 
@@ -102,12 +105,13 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def serial(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Return a function from a case to its folder, run on one rank without mpirun, with a page."""
+    """Return a function from a case to its folder, run on one rank without mpirun; one of them has a page."""
     base = tmp_path_factory.mktemp("serial")
 
     @cache
     def folder(case: str) -> Path:
-        assert run_here(base / case, [*settings, *SERIAL_CASES[case], "run.report=true"]) == 0
+        page = ["run.report=true"] * (case == "pfedla-some")
+        assert run_here(base / case, [*settings, *SERIAL_CASES[case], *page]) == 0
         return base / case
 
     return folder

@@ -10,9 +10,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from bits import contents, differing, method_settings, run_here, run_in_one_world, tiny_settings, write_digits
+from bits import contents, differing, method_settings, run_here, tiny_settings, write_digits
 from harness import make_network, make_place
-from processes import Mpirun
+from processes import Mpirun, run_in_one_world
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.config.keys import TrainConfig
@@ -20,7 +20,7 @@ from hpcfl.errors import DIVERGED, FINISHED, STOPPED
 from hpcfl.main import main
 from hpcfl.methods import METHODS, Method
 from hpcfl.results.run import load_run
-from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, named, not_finite
+from hpcfl.simulation.divergence import LARGEST, diverged_members, losses_and_extremes, not_finite
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.training.client_group import ClientGroup
@@ -425,19 +425,6 @@ def test_what_is_wrong_with_the_server() -> None:
     spoilt = {name: torch.tensor([1.0, torch.nan, -torch.inf]) for name in "abcde"}
     each = "has 1 nan and 1 infinite numbers"
     assert not_finite({"theta": large} | spoilt) == f"a {each}; b {each}; c {each}; 2 more"
-
-
-@pytest.mark.parametrize(
-    ("clients", "told"),
-    [
-        ([7], "client 7"),
-        ([1, 7], "clients 1 and 7"),
-        ([1, 7, 9], "clients 1, 7 and 9"),
-        (range(9), "clients 0, 1, 2 and 6 more"),
-    ],
-)
-def test_some_are_named(clients: Sequence[int], told: str) -> None:
-    assert named(clients) == told
 
 
 def test_a_table_says_which_cell(

@@ -41,7 +41,7 @@ def test_fedavg_with_1000_clients(mpirun: Mpirun, tmp_path: Path) -> None:
     ]
     serial = build(load_config(None, settings), Communicator())
     assert serial.method.layout.size == PARAMETERS
-    script = REPOSITORY / "tests" / "memory_run.py"
+    script = REPOSITORY / "tests" / "helpers" / "memory_run.py"
     measured = json.loads(mpirun(3, script, tmp_path / "run", *settings, timeout=300, anew=True).stdout)
 
     state_bytes = 4 * (PARAMETERS + serial.method.layout.buffer_size)

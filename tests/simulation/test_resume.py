@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 import weakref
 from collections.abc import Callable
@@ -199,12 +198,6 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[random.Random(0).randrange(len(content))] ^= 1
-    path.write_bytes(content)
-
-
 @pytest.fixture
 def stopped_run(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of a pFedLA run with checkpoints after rounds 1 and 2 of 3."""
@@ -215,7 +208,7 @@ def stopped_run(settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize("damage", [truncate, Path.unlink])
 @pytest.mark.filterwarnings("always:.*resuming from")
 def test_a_damaged_checkpoint_falls_back_to_the_previous(
     undisturbed: Callable[[str], Path],
@@ -231,18 +224,3 @@ def test_a_damaged_checkpoint_falls_back_to_the_previous(
     assert f"resuming from {stopped_run / 'checkpoint.prev.h5'}, round 1" in warning
     assert warning.count("\n") == 1
     assert not differing(undisturbed("pfedla"), stopped_run)
-
-
-def test_two_damaged_checkpoints_are_refused(
-    settings: list[str], stopped_run: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    damaged = {stopped_run / "checkpoint.h5": truncate, stopped_run / "checkpoint.prev.h5": flip_a_bit}
-    for path, damage in damaged.items():
-        damage(path)
-    before = {path: path.read_bytes() for path in damaged}
-    assert run_here(stopped_run, [*settings, *short("pfedla")]) == BAD_INPUT
-    error = capfd.readouterr().err
-    assert error.startswith("hpcfl: error: ")
-    assert error.count("\n") == 1
-    assert all(str(path) in error for path in damaged)
-    assert before == {path: path.read_bytes() for path in damaged}

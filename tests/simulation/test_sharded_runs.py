@@ -7,15 +7,17 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import sharded_matrix
 import torch
-from bits import differing, run_here, run_in_one_world, tiny_settings, write_digits
+from bits import differing, run_here, tiny_settings, write_digits
 from harness import Run
+from processes import run_in_one_world
 
 from hpcfl.communication import sharded
 from hpcfl.errors import FINISHED, STOPPED
 
-RANKS = (2, 3, 5)
+RANKS = (2, 5)
+BLOCKS = (4, 3)
+"""Clients of a block, and members at once: shards of few clients have several."""
 NUM_CLIENTS = 37
 MODEL_NUMBERS = 13_802
 ROUNDS = 3
@@ -31,8 +33,8 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "BLOCK_CLIENTS", sharded_matrix.BLOCK_CLIENTS)
-    monkeypatch.setattr(sharded, "MEMBERS_AT_ONCE", sharded_matrix.MEMBERS_AT_ONCE)
+    monkeypatch.setattr(sharded, "BLOCK_CLIENTS", BLOCKS[0])
+    monkeypatch.setattr(sharded, "MEMBERS_AT_ONCE", BLOCKS[1])
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def parallel(
         folder = tmp_path_factory.mktemp(f"ranks{ranks}")
         more = [f"run.max_elements={MODEL_NUMBERS}"] if ranks == max(RANKS) else []
         runs = {folder / name: [*settings, *case, *more] for name, case in CASES.items()}
-        run_in_one_world(mpirun_command, ranks, runs, "sharded_matrix.py")
+        run_in_one_world(mpirun_command, ranks, runs, BLOCKS)
         folders[ranks] = folder
     return folders
 

@@ -6,11 +6,8 @@ import functools
 import hashlib
 import itertools
 import os
-import random
-import resource
 import signal
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -145,14 +142,6 @@ def sign(path: Path) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path)
-
-
-@pytest.fixture
-def file_size_limit() -> Iterator[Callable[[int], None]]:
-    """Make writes past some bytes of any file fail, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda limit_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointStore) -> None:
@@ -375,23 +364,6 @@ def test_newest_and_previous_hold_the_last_two_rounds(tmp_path: Path, store: Che
     assert round_of(tmp_path / "checkpoint.prev.h5") == 3
 
 
-def test_every_flipped_byte_is_noticed(tmp_path: Path, store: CheckpointStore) -> None:
-    store.save(snapshot_of(1))
-    path = tmp_path / "checkpoint.h5"
-    whole = path.read_bytes()
-    chance = random.Random(0)
-    positions = [0, 24, 87, 88, 89, 511, *(chance.randrange(512) for _ in range(10))]
-    positions += [512, len(whole) - 1, *(chance.randrange(512, len(whole)) for _ in range(50))]
-    for position in positions:
-        flipped = bytearray(whole)
-        flipped[position] ^= chance.randrange(1, 256)
-        path.write_bytes(flipped)
-        with pytest.raises(UserError, match="damaged"):
-            store.load()
-    path.write_bytes(whole)
-    assert rounds_in(load(tmp_path)) == {1}
-
-
 def test_every_truncation_and_extension_is_noticed(tmp_path: Path, store: CheckpointStore) -> None:
     store.save(snapshot_of(1))
     path = tmp_path / "checkpoint.h5"
@@ -426,17 +398,6 @@ def test_the_previous_checkpoint_takes_over_with_a_warning(
     assert round_of(tmp_path / "checkpoint.h5") == 3
     assert round_of(tmp_path / "checkpoint.prev.h5") == 1
     assert rounds_in(load(tmp_path)) == {3}
-
-
-def test_a_newest_file_of_unknown_state_never_becomes_the_previous(
-    tmp_path: Path, store: CheckpointStore
-) -> None:
-    store.save(snapshot_of(1))
-    store.save(snapshot_of(2))
-    damage(tmp_path / "checkpoint.h5")
-    CheckpointStore(tmp_path).save(snapshot_of(3))
-    assert round_of(tmp_path / "checkpoint.h5") == 3
-    assert round_of(tmp_path / "checkpoint.prev.h5") == 1
 
 
 def test_two_damaged_checkpoints_name_the_way_out(tmp_path: Path, store: CheckpointStore) -> None:
@@ -477,35 +438,6 @@ def test_a_newer_schema_is_refused_without_falling_back(tmp_path: Path, store: C
     assert "--fresh" in message
 
 
-def test_a_full_disk_leaves_the_old_checkpoints(
-    tmp_path: Path, store: CheckpointStore, file_size_limit: Callable[[int], None]
-) -> None:
-    store.save(snapshot_of(1))
-    store.save(snapshot_of(2))
-    before = {name: (tmp_path / name).read_bytes() for name in names_of(tmp_path)}
-    full_size = len(before["checkpoint.h5"])
-    for limit_bytes in (0, 100, 512, 600, *range(1024, full_size, full_size // 12), full_size - 1):
-        file_size_limit(limit_bytes)
-        with pytest.raises(OSError, match="too large"):
-            store.save(snapshot_of(3))
-        file_size_limit(full_size)
-        assert {name: (tmp_path / name).read_bytes() for name in names_of(tmp_path)} == before
-    store.save(snapshot_of(3))
-    assert round_of(tmp_path / "checkpoint.prev.h5") == 2
-    assert rounds_in(load(tmp_path)) == {3}
-
-
-def test_a_full_disk_is_noticed_at_the_block_that_meets_it(
-    store: CheckpointStore, file_size_limit: Callable[[int], None]
-) -> None:
-    tensors = {"x": torch.ones(100, 10_000)}
-    blocks = blocks_of(tensors, *([client] for client in range(100)))
-    file_size_limit(1_000_000)
-    with pytest.raises(OSError, match="too large"):
-        store.save(replace(snapshot_of(1), clients=replace(rows_of(tensors), blocks=blocks)))
-    assert len(list(blocks)) > 50
-
-
 def test_a_failing_block_leaves_the_old_checkpoint(tmp_path: Path, store: CheckpointStore) -> None:
     store.save(snapshot_of(1))
 
@@ -519,19 +451,9 @@ def test_a_failing_block_leaves_the_old_checkpoint(tmp_path: Path, store: Checkp
     assert rounds_in(load(tmp_path)) == {1}
 
 
-def killed(work: Callable[[], None], delay_s: float = 0.0, mark: Path | None = None) -> bool:
-    """Run `work` in a process of its own; return whether a SIGKILL ended it.
-
-    With a file that the work fills as a mark, send the signal `delay_s` after that.
-    """
-    child = forked(work)
-    if mark is not None:
-        deadline_s = time.monotonic() + 60
-        while not mark.read_text() and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        time.sleep(delay_s)
-        os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
+def killed(work: Callable[[], None]) -> bool:
+    """Run `work` in a process of its own; return whether a SIGKILL ended it."""
+    _, status = os.waitpid(forked(work), 0)
     assert status in (0, signal.SIGKILL)
     return status == signal.SIGKILL
 
@@ -573,17 +495,6 @@ def save_and_die_at(folder: Path, event_to_die_at: int) -> None:
     store.save(snapshot_of(loaded.header.round + 1))
 
 
-def save_on_and_on(folder: Path) -> None:
-    """Save round after round, and note each round that is safe."""
-    # a kill between two renames is what the next one is warned of
-    store = CheckpointStore(folder)
-    loaded = store.load()
-    assert loaded is not None
-    for round_ in range(loaded.header.round + 1, loaded.header.round + 2000):
-        store.save(snapshot_of(round_))
-        (folder / "safe").write_text(str(round_))
-
-
 def kill_at_each_step(folder: Path) -> int:
     """Kill a saving process at one of its steps after the other; return how many there are."""
     store = CheckpointStore(folder)
@@ -602,28 +513,9 @@ def kill_at_each_step(folder: Path) -> int:
     raise AssertionError
 
 
-def kill_while_saving(folder: Path) -> int:
-    """Kill processes that save on and on; return how many were in the midst of writing."""
-    CheckpointStore(folder).save(snapshot_of(0))
-    chance = random.Random(0)
-    num_midst = 0
-    for _ in range(10):
-        (folder / "safe").write_text("")
-        killed(functools.partial(save_on_and_on, folder), chance.uniform(0.0, 0.03), folder / "safe")
-        num_midst += (folder / "checkpoint.tmp.h5").exists()
-        loaded = load(folder)
-        [round_] = rounds_in(loaded)
-        assert round_ >= int((folder / "safe").read_text() or 0)
-        loaded.close()
-    return num_midst
-
-
 @pytest.mark.filterwarnings("ignore:.*resuming from")
 def test_a_killed_run_leaves_a_complete_state(tmp_path: Path) -> None:
-    for name in ("steps", "random"):
-        (tmp_path / name).mkdir()
-    assert kill_at_each_step(tmp_path / "steps") >= 6
-    assert kill_while_saving(tmp_path / "random") >= 1
+    assert kill_at_each_step(tmp_path) >= 6
 
 
 def test_a_bad_disk_leaves_a_complete_state(tmp_path: Path) -> None:

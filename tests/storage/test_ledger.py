@@ -173,15 +173,6 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
     assert restored.diverged.tolist() == [4, 2, 2]
 
 
-def test_tables_are_copies_of_nothing_that_restoring_would_share(ledger: Ledger) -> None:
-    restored = Ledger(3, LAYERS)
-    restored.restore(ledger.tables(), ledger.history())
-    before = ledger.client_bytes.copy(), ledger.diverged.copy()
-    play(restored)
-    assert np.array_equal(ledger.client_bytes, before[0])
-    assert np.array_equal(ledger.diverged, before[1])
-
-
 def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
     empty, restored = Ledger(3, LAYERS), Ledger(3, LAYERS)
     restored.restore(empty.tables(), empty.history())

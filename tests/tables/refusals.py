@@ -15,7 +15,7 @@ from hpcfl.tables.cells import Table
 def refused(path: Path, overrides: Sequence[str] = (), **more: Any) -> str:
     """Return what is said of a table file, behind its name; `more` goes to Table."""
     with pytest.raises(UserError) as error:
-        Table(path, [*overrides], None, **more)
+        Table(path, overrides, **more)
     assert str(error.value).startswith(str(path))
     return str(error.value).removeprefix(str(path))
 

@@ -170,13 +170,6 @@ def test_seeds_of_one_partition_are_told(folder: Folder) -> None:
     assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
 
 
-def test_differences_weighted_by_samples_are_left_out(folder: Folder) -> None:
-    folder.result("full.csv", "ours", 0.6)
-    line = difference("ours", "alone", "after download, after training", 0.03, seeds=1)
-    folder.write("full_differences.csv", [line | {"weighted": 1}, line | {"weighted": 0, "difference": 0.01}])
-    assert folder.words()[0] == ("few", "seen", "+1.0")
-
-
 def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,7 +207,7 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
         ("above: alone", "above: 60, at: after_training", "at=after_training goes with other rows"),
         ("{table: full", "{table: none", "there is no table file"),
         ("tables: [full]", "tables: [none]", "there is no table file"),
-        ("    where: table 1\n", "", "claims.0.where is missing"),
+        ("    where: table 1\n", "", "claim 1: where is missing"),
         ("paper: A paper", "paper: A paper\npapers: 1", "papers is an unknown key; allowed: paper, tables"),
         ("    runs:", "    reason: so\n    evidence: none.csv\n    runs:", "evidence=none.csv is no file in"),
         (

@@ -6,7 +6,6 @@ import csv
 import math
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,13 @@ from hpcfl.results.statistics import (
     interval,
     mean_and_deviation,
     paired_difference,
-    weighted_difference,
     worst_tenth,
 )
 from hpcfl.storage.ledger import METRICS
-from hpcfl.tables.accuracies import entries
-from hpcfl.tables.cells import Cell, Shrinking, Table
-from hpcfl.tables.schema import QUANTITIES
-from hpcfl.tables.write_results import MAX_CLIENT_LINES, FromHistories, write, write_results
+from hpcfl.tables.accuracies import read_results
+from hpcfl.tables.cells import Cell, Table
+from hpcfl.tables.file import QUANTITIES
+from hpcfl.tables.write_results import MAX_CLIENT_LINES, write, write_results
 
 TABLE = """
 title: Two & two
@@ -107,7 +105,7 @@ def table(tmp_path: Path) -> Table:
     path.write_text(TABLE)
     made = Table(path, [], tmp_path / "out")
     for cell in made.cells:
-        if cell.label in ACCURACIES and cell.column == 0:
+        if cell.label in ACCURACIES and cell.column == "easy":
             finish(cell, ACCURACIES[cell.label][cell.seed])
     return made
 
@@ -150,18 +148,6 @@ def test_a_paired_difference_is_of_seeds_and_of_clients() -> None:
     assert found.over_clients.half_width == pytest.approx(2.570582 * deviation / 6**0.5, rel=1e-5)
 
 
-def test_a_weighted_difference_counts_samples() -> None:
-    # of 30 + 10 samples 3 more are right, then 2 + 30 of 10 + 30
-    found = weighted_difference([[0.5, 0.7], [0.4, 0.9]], [[0.4, 0.7], [0.2, -0.1]], [[30, 10], [10, 30]])
-    assert found.mean == pytest.approx((3 / 40 + 32 / 40) / 2)
-    # deviation 29 / 40 / sqrt 2, t(1) = 12.7062
-    assert found.half_width == pytest.approx(12.7062 * 29 / 40 / 2, rel=1e-5)
-    assert found.count == 2
-    first, second = [[0.5, 0.7], [0.4, 0.9]], [[0.4, 0.7], [0.2, 0.8]]
-    alike = weighted_difference(first, second, [[7, 7], [7, 7]])
-    assert alike.mean == pytest.approx(paired_difference(first, second).over_seeds.mean)
-
-
 def test_what_both_rows_share_cancels() -> None:
     hard_or_easy = np.random.default_rng(0).uniform(size=(3, 50))
     found = paired_difference((hard_or_easy + 0.01).tolist(), hard_or_easy.tolist())
@@ -175,8 +161,7 @@ def test_what_both_rows_share_cancels() -> None:
 
 
 def test_every_figure_stands_in_the_csv(table: Table) -> None:
-    _, missing = write(table)
-    assert missing == 9
+    write(table)
     ours, theirs, alone, *hard = read_csv(table.folder / "table.csv")
     assert [(row["label"], row["column"]) for row in hard] == [("ours_1", "hard"), ("alone", "hard")]
     means = [0.65, 0.7, 0.75]
@@ -220,7 +205,7 @@ def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
     assert (against_theirs["seeds"], against_theirs["clients_and_seeds"]) == ("3", "12")
     # ditto's models come to be by training, and the other row's are fine-tuned
     assert against_theirs["moment"] == "after training, after fine-tuning"
-    assert (against_theirs["weighted"], against_theirs["partitions"]) == ("0", "3")
+    assert against_theirs["partitions"] == "3"
     for row in (against_alone, hard):
         assert (row["difference"], row["over_seeds_low"], row["seeds"], row["partitions"]) == (
             "",
@@ -231,7 +216,7 @@ def test_differences_have_a_line_a_pair_and_column(table: Table) -> None:
 
 
 def test_the_number_of_differences_stands_below_them(table: Table) -> None:
-    text, _ = write(table)
+    text = write(table)
     _, below = text.split("ours_1 - alone     hard")
     said = "Differences shown: 1; their 95 % intervals are not corrected for this number."
     assert below.splitlines()[1:] == ["", said]
@@ -241,48 +226,14 @@ def test_the_number_of_differences_stands_below_them(table: Table) -> None:
     assert (table.folder / "table.tex").read_text().endswith(f"\\noindent {latex}\\par\n")
 
 
-def test_a_pair_weighted_by_samples_has_no_interval_over_clients(table: Table) -> None:
-    samples = (12, 24, 12, 52)
-    for row in (0, 1):
-        for cell in table.of(row, 0):
-            lines = read_csv(cell.folder / "clients.csv")
-            with_samples = zip(lines, samples, strict=True)
-            write_csv(
-                cell.folder / "clients.csv", [line | {"evaluated_samples": n} for line, n in with_samples]
-            )
-    pair = replace(table.compare[0], weighted=True)
-    table.compare = [pair, replace(pair, at="after_training"), table.compare[0]]
-    text, _ = write(table)
-    own_moment, trained, plain = read_csv(table.folder / "differences.csv")
-    assert [line["weighted"] for line in (own_moment, trained, plain)] == ["1", "1", "0"]
-    ours, theirs = (np.array(list(of.values())) for of in ACCURACIES.values())
-    by_seed = (ours - theirs) @ samples / 100
-    expected = interval(by_seed.tolist())
-    assert float(own_moment["difference"]) == pytest.approx(expected.mean)
-    assert float(own_moment["over_seeds_high"]) == pytest.approx(expected.mean + expected.half_width)
-    # client 0 has no model after training, and the others half their accuracy
-    of_known = (ours - theirs)[:, 1:] @ samples[1:] / 2 / 88
-    assert float(trained["difference"]) == pytest.approx(of_known.mean())
-    for line in (own_moment, trained):
-        assert (line["over_clients_low"], line["over_clients_high"], line["clients_and_seeds"]) == (
-            "",
-            "",
-            "",
-        )
-        assert (line["seeds"], line["partitions"]) == ("3", "3")
-    assert plain["clients_and_seeds"] == "12"
-    shown = r"ours_1 - theirs +easy +after training, weighted by samples +\+\d\.\d +± \d+\.\d( \*)? +3$"
-    assert re.search(shown, text, re.MULTILINE)
-
-
 def test_seeds_of_one_partition_say_so(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(TABLE.replace("{data: {clients: 4}", "{data: {clients: 4, seed: 7}"))
     table = Table(path, [], tmp_path / "out")
-    for row, of in enumerate(ACCURACIES.values()):
-        for cell in table.of(row, 0):
+    for label, of in ACCURACIES.items():
+        for cell in table.cells_of(label, "easy"):
             finish(cell, of[cell.seed])
-    text, _ = write(table)
+    text = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["seeds"], line["partitions"]) == ("3", "1")
     assert "where it is over seeds of one partition, for this partition only" in " ".join(text.split())
@@ -290,10 +241,10 @@ def test_seeds_of_one_partition_say_so(tmp_path: Path) -> None:
 
 
 def test_seeds_are_counted_by_moment(table: Table) -> None:
-    for cell in table.of(0, 0)[1:]:
+    for cell in table.cells_of("ours_1", "easy")[1:]:
         shutil.rmtree(cell.folder)
         finish(cell, ACCURACIES["ours_1"][cell.seed], accuracy_after_training=math.nan)
-    text, _ = write(table)
+    text = write(table)
     ours, theirs, alone, *_ = read_csv(table.folder / "table.csv")
     counted = [
         (row["seeds"], row["seeds_after_download"], row["seeds_after_training"]) for row in (ours, theirs)
@@ -306,14 +257,14 @@ def test_seeds_are_counted_by_moment(table: Table) -> None:
 
 
 def test_runs_that_were_not_scored_at_a_moment_are_missing_there(table: Table) -> None:
-    for cell in table.of(1, 0):
+    for cell in table.cells_of("theirs", "easy"):
         for name in ("metrics.csv", "clients.csv"):
             lines = read_csv(cell.folder / name)
             for line in lines:
                 del line["accuracy_after_training"], line["accuracy_after_download"]
             write_csv(cell.folder / name, lines)
-    table.compare = [replace(table.compare[0], at="after_training")]
-    text, _ = write(table)
+    table.compare = [table.compare[0].model_copy(update={"at": "after_training"})]
+    text = write(table)
     assert read_csv(table.folder / "table.csv")[1]["seeds_after_training"] == "0"
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["difference"], line["seeds"], line["clients_and_seeds"]) == ("", "0", "")
@@ -322,8 +273,10 @@ def test_runs_that_were_not_scored_at_a_moment_are_missing_there(table: Table) -
 
 
 def test_a_pair_is_compared_at_the_moment_that_it_names(table: Table) -> None:
-    table.compare = [replace(table.compare[0], at=at) for at in ("after_training", "after_download")]
-    text, _ = write(table)
+    table.compare = [
+        table.compare[0].model_copy(update={"at": at}) for at in ("after_training", "after_download")
+    ]
+    text = write(table)
     trained, downloaded = read_csv(table.folder / "differences.csv")
     # client 0 has no model after training
     halved = [[[value / 2 for value in row[1:]] for row in of.values()] for of in ACCURACIES.values()]
@@ -336,23 +289,23 @@ def test_a_pair_is_compared_at_the_moment_that_it_names(table: Table) -> None:
 
 
 def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
-    (table.of(1, 0)[1].folder / "clients.csv").unlink()
-    text, _ = write(table)
+    (table.cells_of("theirs", "easy")[1].folder / "clients.csv").unlink()
+    text = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["seeds"], line["clients_and_seeds"]) == ("2", "8")
     of_first = [np.mean(ACCURACIES["ours_1"][seed]) - np.mean(ACCURACIES["theirs"][seed]) for seed in (0, 2)]
     assert float(line["difference"]) == pytest.approx(np.mean(of_first))
     assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +± 0\.0 \* +2 ", text)
     assert re.search(r"^theirs +60\.0 ± 7\.1, 1 seed missing +-$", text, re.MULTILINE)
-    (table.of(1, 0)[2].folder / "clients.csv").unlink()
-    text, _ = write(table)
+    (table.cells_of("theirs", "easy")[2].folder / "clients.csv").unlink()
+    text = write(table)
     line = read_csv(table.folder / "differences.csv")[0]
     assert (line["seeds"], line["over_seeds_low"], line["clients_and_seeds"]) == ("1", "", "4")
     assert re.search(r"ours_1 - theirs +easy +after training, after \S+ +\+10\.0 +- +1 ", text)
 
 
 def test_the_printed_table(table: Table) -> None:
-    text, _ = write(table)
+    text = write(table)
     lines = text.splitlines()
     assert lines[0] == "# Two & two"
     assert lines[2] == "tiny: 4 clients"
@@ -378,7 +331,7 @@ def test_the_printed_table(table: Table) -> None:
 
 def test_a_file_chooses_what_is_shown(table: Table) -> None:
     table.show = ["best", "coverage", "spread", "weighted", "published_bytes"]
-    text, _ = write(table)
+    text = write(table)
     assert re.search(r"^ours_1 .* 1,200$", text, re.MULTILINE)
     assert "best, %; in brackets" in text
     assert "71.0 ± 5.0 (round 4)" in text
@@ -391,8 +344,10 @@ def test_a_file_chooses_what_is_shown(table: Table) -> None:
 
 def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Table) -> None:
     accuracies = ACCURACIES["ours_1"][0]
-    (cell,) = [cell for cell in table.cells if (cell.label, cell.seed, cell.column) == ("ours_1", 0, 0)]
-    (without,) = [entry for entry in entries(table) if entry.row.label == "ours_1" and entry.column == "easy"]
+    (cell,) = [cell for cell in table.cells if (cell.label, cell.seed, cell.column) == ("ours_1", 0, "easy")]
+    (without,) = [
+        result for result in read_results(table) if result.row.label == "ours_1" and result.column == "easy"
+    ]
     assert without.mean("accuracy_unseen") is None
     shutil.rmtree(cell.folder)
     finish(cell, accuracies, accuracy_unseen=0.25)
@@ -400,19 +355,21 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
     counts = dict.fromkeys(("train_samples", "evaluated_samples", "bytes_down", "bytes_up"), 0)
     new: dict[str, Any] = counts | {"client": 4, "accuracy": 0.25, "unseen": 1}
     write_csv(cell.folder / "clients.csv", [*rows, dict.fromkeys(rows[0], math.nan) | new])
-    (entry,) = [entry for entry in entries(table) if entry.row.label == "ours_1" and entry.column == "easy"]
-    assert entry.of_clients(0) == without.of_clients(0) == accuracies
+    (result,) = [
+        result for result in read_results(table) if result.row.label == "ours_1" and result.column == "easy"
+    ]
+    assert result.by_client(0) == without.by_client(0) == accuracies
     expected = without.figures[0] | {"accuracy_unseen": 0.25}
-    assert entry.figures[0] == pytest.approx(expected, rel=0, nan_ok=True)
+    assert result.figures[0] == pytest.approx(expected, rel=0, nan_ok=True)
     table.show = ["unseen"]
-    assert re.search(r"^ours_1 +25\.0 \(1 of 3 seeds\)$", write(table)[0], re.MULTILINE)
+    assert re.search(r"^ours_1 +25\.0 \(1 of 3 seeds\)$", write(table), re.MULTILINE)
     line = read_csv(table.folder / "table.csv")[0]
     assert (line["label"], float(line["accuracy_unseen"])) == ("ours_1", 0.25)
 
 
 def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_path: Path) -> None:
     write(table)
-    written = write_results(table, FromHistories([], {}, []))
+    written = write_results(table)
     names = ["two.csv", "two_differences.csv", "two_clients.csv"]
     assert written == [tmp_path / "results" / name for name in names]
     for name, original in zip(names, ("table.csv", "differences.csv"), strict=False):
@@ -426,10 +383,10 @@ def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_p
 def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(TABLE)
-    table = Table(path, [], tmp_path / "out", Shrinking(rounds=3, seeds=(1,)))
+    table = Table(path, [], tmp_path / "out", rounds=3, seeds=[1])
     finish(table.cells[0], [0.25] * 4, rounds=3)
     write(table)
-    assert write_results(table, FromHistories([], {}, []))[0].name == "two-3rounds-seeds1.csv"
+    assert write_results(table)[0].name == "two-3rounds-seeds1.csv"
     line = read_csv(tmp_path / "results" / "two-3rounds-seeds1.csv")[0]
     shrunk = "Two & two (shrunk: at most 3 rounds instead of 8, seeds 1 of 0, 1, 2)"
     assert (line["title"], line["rounds"], line["accuracy_seed_1"]) == (shrunk, "3", "0.25")

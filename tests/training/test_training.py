@@ -21,7 +21,7 @@ from hpcfl.setup import validate
 from hpcfl.setup.experiment import build
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.client_group import ClientGroup, WorkerContext
-from hpcfl.training.engines import BatchedEngine, LoopEngine
+from hpcfl.training.engines import LoopEngine
 from hpcfl.training.forward import Forward
 from hpcfl.training.losses import cross_entropy_loss, sample_losses
 
@@ -212,21 +212,6 @@ def test_batches_go_through_given_samples_only() -> None:
     assert seen[0][6:] == samples[0][torch.randperm(6, generator=stream)].tolist()
 
 
-def test_training_on_given_samples_sees_no_others() -> None:
-    network = make_network()
-    place, theta = make_place(network, [8], settings()), spread(network, 1)[0]
-    chosen = [torch.tensor([1, 6, 3])]
-    trained = ClientGroup(place, [0], 0).sgd(theta, samples=chosen)
-    assert trained.steps.tolist() == [3]
-    x, y = place.shard.samples("train", 0)
-    for sample in (0, 2, 4, 5, 7):
-        x[sample].neg_()
-        y[sample] = 9 - y[sample]
-    assert torch.equal(ClientGroup(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
-    x[6].neg_()
-    assert not torch.equal(ClientGroup(place, [0], 0).sgd(theta, samples=chosen).theta, trained.theta)
-
-
 @pytest.mark.parametrize(
     ("share", "fewest", "sizes"),
     [
@@ -356,17 +341,6 @@ def test_engines_agree_in_float64_on_torchvisions_networks(name: str, side: int)
     assert trained.steps.tolist() == alone[2].tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("hidden", [[], [16, 12]])
-def test_engines_agree_in_float64_on_multilayer_perceptrons(hidden: list[int]) -> None:
-    network = make_network("mlp", hidden=hidden).double()
-    theta, buffers = spread(network, 5)
-    loop = one_by_one(make_place(network, SIZES, settings()), theta, buffers)
-    together = everyone(make_place(network, SIZES, settings(), clients_at_once=5), buffers=buffers)
-    trained = together.sgd(theta).theta
-    torch.testing.assert_close(trained, loop[0], rtol=0, atol=1e-9)
-    assert (trained - theta).abs().amax(dim=1).min() > 0.01
-
-
 def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None:
     network = make_network(batchnorm=True).double()
     start, buffers = spread(network, 5)
@@ -392,36 +366,6 @@ def test_engines_agree_in_float64_on_a_general_loss_over_a_local_round() -> None
             ours, torch.cat(parts), rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
         )
     assert (together[1] - torch.linspace(0.5, 1.5, 5)).abs().min() > 0.1
-
-
-@pytest.mark.parametrize("general", [False, True])
-@pytest.mark.parametrize("batchnorm", [False, True])
-def test_engines_agree_in_float32_on_one_gradient(general: bool, batchnorm: bool) -> None:
-    network = make_network(batchnorm=batchnorm)
-    layout = ParameterLayout(network)
-    theta, buffers = spread(network, 3)
-    x, y = torch.randn(3, 6, 1, 8, 8), torch.randint(10, (3, 6))
-    index = torch.arange(6).expand(3, 6)
-    tensors = {"theta": theta} | ({"scale": torch.tensor([0.5, 1.0, 1.5])} if general else {})
-    loss = general_loss if general else cross_entropy_loss
-    statistics = buffers.clone()
-    batched, losses = BatchedEngine(network, layout, 3).gradient(
-        loss, tensors, statistics, Batch(slice(None), x, y, index)
-    )
-    loop = LoopEngine(network, layout)
-    for client in range(3):
-        one = slice(client, client + 1)
-        own = buffers[one].clone()
-        gradients, value = loop.gradient(
-            loss,
-            {name: t[one] for name, t in tensors.items()},
-            own,
-            Batch(slice(None), x[one], y[one], index[one]),
-        )
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(batched[name][one], gradient, rtol=0, atol=1e-5)
-        torch.testing.assert_close(losses[one], value, rtol=0, atol=1e-5)
-        torch.testing.assert_close(statistics[one], own, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -474,27 +418,6 @@ def test_loop_engine_is_a_module_trained_by_torchs_sgd(
         torch.testing.assert_close(trained[client], expected, rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(statistics[client], expected_statistics, rtol=1e-9, atol=1e-12)
         assert steps[client] == taken
-
-
-def test_general_and_aliased_path_of_the_loop_engine_give_the_same_gradient() -> None:
-    network = make_network(batchnorm=True)
-    engine = LoopEngine(network, ParameterLayout(network))
-    theta, buffers = spread(network, 1)
-    batch = Batch(
-        slice(None), torch.randn(1, 6, 1, 8, 8), torch.randint(10, (1, 6)), torch.arange(6).view(1, 6)
-    )
-
-    def same_loss(forward: Forward, tensors: Tensors, one: Batch) -> Tensor:
-        return cross_entropy_loss(forward, tensors, one)
-
-    fast_statistics, general_statistics = buffers.clone(), buffers.clone()
-    fast, value = engine.gradient(cross_entropy_loss, {"theta": theta}, fast_statistics, batch)
-    kept = fast["theta"].clone()
-    general, other = engine.gradient(same_loss, {"theta": theta}, general_statistics, batch)
-    torch.testing.assert_close(general["theta"], kept, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(other, value)
-    torch.testing.assert_close(general_statistics, fast_statistics)
-    assert not torch.equal(fast_statistics, buffers)
 
 
 @pytest.mark.parametrize("general", [False, True])
@@ -618,25 +541,6 @@ def test_training_leaves_its_input_as_it_was_and_counts_steps_and_losses(batched
     clients.sgd(theta[ids], epochs=1)
     assert clients.steps.tolist() == [8, 4][: len(ids)]
     assert (clients.loss_sum / clients.steps - torch.log(torch.tensor(10.0))).abs().max() < 1.0
-
-
-def test_a_model_shared_by_all_rows_is_trained_for_each_client_by_itself() -> None:
-    network = make_network()
-    place = make_place(network, [8, 8], settings(), clients_at_once=2)
-    theta, _ = spread(network, 1)
-    trained = everyone(place, buffers=torch.empty(2, 0)).sgd(theta[0].expand(2, -1)).theta
-    assert not torch.equal(trained[0], trained[1])
-
-
-def test_each_training_pass_starts_its_own_stream() -> None:
-    network = make_network()
-    place = make_place(network, [9], settings())
-    theta, _ = spread(network, 1)
-    clients = ClientGroup(place, [0], 4)
-    first = clients.sgd(theta).theta
-    assert torch.equal(clients.sgd(theta).theta, first)
-    assert not torch.equal(clients.sgd(theta, purpose="personal").theta, first)
-    assert not torch.equal(ClientGroup(place, [0], 5).sgd(theta).theta, first)
 
 
 def test_the_step_size_decays_by_round() -> None:

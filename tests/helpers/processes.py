@@ -1,4 +1,7 @@
-"""Starting processes as the tests do: in a clean environment, under mpirun, as copies of this one."""
+"""The one home of processes and ranks that tests start: anew, under mpirun, as copies of this process.
+
+See README.md for which function is for what.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ from typing import Any
 import pytest
 
 from hpcfl.main import main
+from hpcfl.storage.lock import holder
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+HELPERS = Path(__file__).resolve().parent
+REPOSITORY = HELPERS.parents[1]
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MPI_", "MV2_", "HYDRA", "HYDI_", "SLURM_")
 
 PROGRAMS: dict[str, Callable[[list[str]], int]] = {"hpcfl.main": main, "pytest": pytest.main}
@@ -33,6 +38,9 @@ PROGRAMS: dict[str, Callable[[list[str]], int]] = {"hpcfl.main": main, "pytest":
 
 Mpirun = Callable[..., subprocess.CompletedProcess[str]]
 """What the fixture `mpirun` returns."""
+
+PATIENCE_S, WORLD_S, GONE_WITHIN_S = 120, 600, 10
+"""Longest waits: for what a launch does, for a world of many runs, and for dead processes to be gone."""
 
 
 def clean_environment() -> dict[str, str]:
@@ -134,7 +142,7 @@ def run_ranks(
     if anew or "--oversubscribe" in mpirun_command:
         return run_tree([*command, *words], timeout=timeout, check=check, cwd=cwd, env=env)
     name = f"hpcfl-{os.getpid()}-{time.monotonic_ns()}"
-    command += ["-I", "-S", str(REPOSITORY / "tests" / "forked_rank.py"), name]
+    command += ["-I", "-S", str(HELPERS / "forked_rank.py"), name]
     places: dict[int, socket.socket] = {}
     give_up_s = time.monotonic() + timeout
     with (
@@ -175,6 +183,21 @@ def run_ranks(
         told = "\n".join([f"{failure}: {ranks} ranks, {' '.join(words)}", *texts])
         pytest.fail(told, pytrace=False)
     return subprocess.CompletedProcess([*command, *words], launcher.returncode, *texts)
+
+
+def run_in_one_world(
+    mpirun_command: list[str], ranks: int, runs: Mapping[Path, Sequence[str]], blocks: Sequence[int] = ()
+) -> None:
+    """Run settings, by run folder, one after the other on so many ranks; `blocks` as in world_commands.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "commands.json")
+        words = [["--quiet", "--out", str(run), *settings] for run, settings in runs.items()]
+        file.write_text(json.dumps(words))
+        program = (HELPERS / "world_commands.py", file, *map(str, blocks))
+        run_ranks(mpirun_command, ranks, *program, timeout=WORLD_S, cwd=Path(folder))
+        codes = json.loads(Path(folder, "codes0.json").read_text())
+    failed = [str(run) for run, code in zip(runs, codes, strict=True) if code]
+    assert not failed, f"{len(failed)} of {len(runs)} runs failed: {failed}"
 
 
 def _forked_rank(words: Sequence[str], place: socket.socket) -> int:
@@ -303,3 +326,67 @@ def kill_tree(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
     for child in children:
         kill_tree(child)
+
+
+class Launch:
+    """A run under mpirun that goes on in the background."""
+
+    def __init__(self, command: list[str], folder: Path) -> None:
+        self._folder, self._metrics = folder, folder / "metrics.csv"
+        self._metrics.unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=REPOSITORY,
+            env=clean_environment(),
+        )
+
+    def wait_for_rounds(self, count: int) -> None:
+        """Wait until metrics.csv has at least `count` rows; the run must not end before."""
+        self._wait_until(lambda: self.rows() >= count, f"{count} rounds")
+
+    def wait_for(self, mark: Path) -> None:
+        """Wait until a strike has made its mark; the run must not end before."""
+        self._wait_until(mark.exists, mark.name)
+
+    def _wait_until(self, has_come: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not has_come():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                pytest.fail(f"{what} did not come in {self.rows()} rounds:\n{self.end()}")
+            time.sleep(0.01)
+
+    def end(self) -> str:
+        """Wait for the end of all that writes to the terminal and return what was printed."""
+        try:
+            return self.process.communicate(timeout=PATIENCE_S)[0]
+        except subprocess.TimeoutExpired:
+            kill_tree(self.process.pid)
+            left = self.pids()
+            pytest.fail(f"no end after {PATIENCE_S} s, left are {left}:\n{self.process.communicate()[0]}")
+
+    def pids(self) -> list[int]:
+        """Return all processes that have the run folder in their command line, mpirun and ranks."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = file.read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if os.fsencode(self._folder) in words:
+                found.append(int(file.parent.name))
+        return found
+
+    def is_gone(self) -> bool:
+        """Whether none of its processes is left a few seconds from now: dying takes a moment."""
+        deadline_s = time.monotonic() + GONE_WITHIN_S
+        # one that dies has lost its command line before it loses its lock
+        while (self.pids() or holder(self._folder).is_seen) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        return not (self.pids() or holder(self._folder).is_seen)
+
+    def rows(self) -> int:
+        return self._metrics.read_text().count("\n") - 1 if self._metrics.exists() else 0

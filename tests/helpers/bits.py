@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import signal
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import torch
-from processes import REPOSITORY, forked, run_ranks
+from processes import forked
 from torch import Tensor, nn
 from torch.nn.functional import nll_loss
 
@@ -24,8 +22,6 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.registries import load_config
 from hpcfl.storage.ledger import SECONDS
 from hpcfl.training.client_group import ClientGroup, WorkerContext
-
-PATIENCE_S = 600
 
 CLOCK_COLUMNS = SECONDS | {"steps_s"}
 
@@ -129,16 +125,6 @@ def start_run(folder: Path, settings: Sequence[str], prepare: Callable[[], None]
         return run_here(folder, settings)
 
     return forked(program)
-
-
-def run_in_one_world(
-    mpirun_command: list[str], ranks: int, runs: Mapping[Path, Sequence[str]], script: str = "run_matrix.py"
-) -> None:
-    """Run settings, by run folder, one after the other on so many ranks."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump({str(folder): list(settings) for folder, settings in runs.items()}, file)
-        file.flush()
-        run_ranks(mpirun_command, ranks, REPOSITORY / "tests" / script, file.name, timeout=PATIENCE_S)
 
 
 def run_killed_in_round(number: int, folder: Path, settings: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The tables of docs/results.md and of docs/papers, made from result files.
 
-    python tests/results_tables.py        writes them
+    python tests/helpers/results_tables.py        writes them
 
 A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
 <!-- results/pfedmb_table1_evening_differences.csv --> or
@@ -21,7 +21,7 @@ from hpcfl.formatting import Document
 from hpcfl.formatting import as_markdown as document_as_markdown
 from hpcfl.tables.claims import document, overview, read_claims
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 CLAIMS = sorted((REPOSITORY / "configs" / "claims").glob("*.yaml"))
 RESULTS = REPOSITORY / "configs" / "tables" / "results"
 PAPERS = tuple(REPOSITORY / "docs" / "papers" / f"{path.stem}.md" for path in CLAIMS)

@@ -1,6 +1,6 @@
 """The pages of docs/ that are made from the code: a page a method, and the reference of keys.
 
-    python tests/docs_pages.py        writes them
+    python tests/helpers/docs_pages.py        writes them
 
 A method's page is the docstring of its file, its keys, and what it sent in its golden run.
 """
@@ -19,7 +19,7 @@ from textwrap import dedent
 from hpcfl.commands.reference import Key, about, citation, keys
 from hpcfl.methods import METHODS
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
 PAPERS = ("pfedla", "heurpfedla", "pfedmb", "fedmn", "fedafk")
 """The methods that the project was built around; they come first."""

@@ -1,8 +1,8 @@
 """Golden numbers: what tiny runs of every method, partitions and networks gave when they were last looked at.
 
-    python tests/golden.py write                 makes golden.json anew (a change of numbers says why)
-    python tests/golden.py compare A [B]         names what differs between two commits, to the bit, on this
-                                                 machine; without B: between A and this checkout
+    python tests/helpers/golden.py write          makes golden.json anew (a change of numbers says why)
+    python tests/helpers/golden.py compare A [B]  names what differs between two commits, to the bit, on this
+                                                  machine; without B: between A and this checkout
 
 A number in golden.json holds on every machine, within the tolerances of test_golden.py.
 """
@@ -29,8 +29,8 @@ from hpcfl.data.partitions import PARTITIONS, class_table, partition
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS, build_network
 
-HERE = Path(__file__).resolve().parent
-FILE = HERE / "golden.json"
+TESTS = Path(__file__).resolve().parents[1]
+FILE = TESTS / "golden.json"
 
 COLOUR = "fedavg-colour"
 """FedAvg on images of three channels, which take another way through a CPU's convolutions."""
@@ -153,7 +153,7 @@ def digests_of(commit: str, folder: Path) -> dict[str, dict[str, str]]:
     """Return the digests that a commit's own golden.py makes; those of this checkout for an empty name."""
     with checkout(commit, folder) as root:
         environment = os.environ | {"PYTHONPATH": str(root)}
-        command = [sys.executable, str(root / "tests" / "golden.py"), "digests"]
+        command = [sys.executable, str(next((root / "tests").rglob("golden.py"))), "digests"]
         done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{commit or 'this checkout'} cannot be run:\n{done.stderr}")
@@ -165,9 +165,9 @@ def digests_of(commit: str, folder: Path) -> dict[str, dict[str, str]]:
 def checkout(commit: str, folder: Path) -> Iterator[Path]:
     """Give a folder with a commit's files, or the repository itself for an empty name."""
     if not commit:
-        yield HERE.parent
+        yield TESTS.parent
         return
-    git = ["git", "-C", str(HERE.parent), "worktree"]
+    git = ["git", "-C", str(TESTS.parent), "worktree"]
     subprocess.run([*git, "add", "--detach", "--quiet", str(folder), commit], check=True)
     try:
         yield folder

@@ -17,8 +17,6 @@ from hpcfl.data.shard import Shard
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
 from hpcfl.models import MODELS, build_network
-from hpcfl.models.hypernetworks import Hypernetworks
-from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import ParameterLayout
 from hpcfl.registries import load_config
 from hpcfl.setup.experiment import build
@@ -163,88 +161,3 @@ def spread(network: nn.Module, num_clients: int) -> tuple[Tensor, Tensor]:
     stream = torch.Generator().manual_seed(8)
     noise = torch.randn(num_clients, len(theta), generator=stream, dtype=torch.float64).to(theta.dtype)
     return theta + 0.01 * noise, buffers.expand(num_clients, -1).clone()
-
-
-class OneClient(nn.Module):
-    """The hypernetwork of one client as plain torch modules, with the weights of one row of a state."""
-
-    def __init__(self, shape: Hypernetworks, state: State, client: int) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(state["embedding"][client].clone())
-        trunk: list[nn.Module] = []
-        inputs = shape.embedding
-        for number in range(1, shape.hidden_layers + 1):
-            trunk += [
-                _linear(state[f"trunk{number}.weight"][client], state[f"trunk{number}.bias"][client]),
-                nn.ReLU(),
-            ]
-            inputs = shape.hidden
-        self.trunk = nn.Sequential(*trunk)
-        weights, biases = state["heads.weight"][client], state["heads.bias"][client]
-        assert weights.shape == (shape.num_layers, shape.num_clients, inputs)
-        self.heads = nn.ModuleList(
-            _linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)
-        )
-
-    def forward(self) -> Tensor:
-        hidden = self.trunk(self.embedding)
-        return torch.stack([head(hidden) for head in self.heads])
-
-    def tensors(self, shape: Hypernetworks, *, gradients: bool = False) -> State:
-        """Return the weights (or their gradients) under the names of the stacked state."""
-
-        def value(parameter: Tensor) -> Tensor:
-            found = parameter.grad if gradients else parameter.detach()
-            assert found is not None
-            return found
-
-        state = {"embedding": value(self.embedding)}
-        for number in range(shape.hidden_layers):
-            linear = self.trunk[2 * number]
-            state[f"trunk{number + 1}.weight"] = value(linear.weight)
-            state[f"trunk{number + 1}.bias"] = value(linear.bias)
-        state["heads.weight"] = torch.stack([value(head.weight) for head in self.heads])
-        state["heads.bias"] = torch.stack([value(head.bias) for head in self.heads])
-        return state
-
-
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
-    with torch.no_grad():
-        linear.weight.copy_(weight)
-        linear.bias.copy_(bias)
-    return linear
-
-
-def paths_by_hand(network: ModularNetwork, x: Tensor, decision: Sequence[Any]) -> tuple[Tensor, list[str]]:
-    """Follow equation 13 of FedMN block by block; return the logits and the names of the active blocks."""
-    sizes = network.sizes
-    entries = iter(decision)
-    outputs = {k: network.get_submodule(f"encoder{k + 1}")(x) for k in range(sizes[0])}
-    names: list[str] = []
-
-    def mean(weights: dict[int, Any]) -> Tensor | None:
-        """Average outputs over the open paths that lead from blocks with an input."""
-        weights = {k: torch.as_tensor(w) for k, w in weights.items() if k in outputs}
-        if not any(w > 0 for w in weights.values()):
-            return None
-        total = torch.stack(list(weights.values())).sum()
-        # a closed path adds nothing but, where it stands for a probability, its derivative
-        return torch.stack([w * outputs[k] for k, w in weights.items()]).sum(dim=0) / total
-
-    for layer in range(2, len(sizes) + 1):
-        matrix = [[next(entries) for _ in range(sizes[layer - 1])] for _ in range(sizes[layer - 2])]
-        following = {}
-        for j in range(sizes[layer - 1]):
-            block_input = mean({k: row[j] for k, row in enumerate(matrix)})
-            if block_input is not None:
-                names.append(f"block{layer}_{j + 1}")
-                output = network.get_submodule(names[-1])(block_input)
-                following[j] = output if layer == len(sizes) else output.relu()
-        outputs = following
-    logits = mean(dict(enumerate(entries)))
-    if logits is None:
-        blocks = [m for name, m in network.named_children() if name.startswith(f"block{len(sizes)}")]
-        assert isinstance(blocks[0], nn.Linear)
-        logits = x.new_zeros(len(x), blocks[0].out_features)
-    return logits, names

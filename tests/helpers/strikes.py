@@ -1,6 +1,6 @@
 """Faults that strike a run at a counted call of a point in it: at the same moment each time.
 
-python tests/strikes.py '{"fault": "kill", "point": "gather", "count": 40, "rank": 1}' ARGUMENTS OF hpcfl
+python tests/helpers/strikes.py '{"fault": "kill", "point": "gather", "count": 40, "rank": 1}' HPCFL_ARGUMENTS
 """
 
 from __future__ import annotations

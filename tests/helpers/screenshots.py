@@ -1,6 +1,6 @@
 """The pictures of the README, from the page of the quickstart's run in a browser.
 
-python tests/screenshots.py [OUT]
+python tests/helpers/screenshots.py [OUT]
 
 runs the quickstart serially (half a minute), which gives the same bits as any number of ranks, and writes
 report.png, the top of its page, and report_weights.png, the weights between the clients, into the folder OUT
@@ -23,7 +23,7 @@ from hpcfl.main import main
 from hpcfl.registries import load_config
 from hpcfl.report.page import REPORT_NAME
 
-RESULTS = Path(__file__).resolve().parents[1] / "configs" / "tables" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "configs" / "tables" / "results"
 WIDTH = 1000
 """Of the browser's window and of the first picture, in pixels."""
 MAX_BYTES = 100_000

@@ -1,0 +1,82 @@
+"""Which cells of a table can be run, and how long they take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hpcfl.communication.network import Network
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.sources import Arrays
+from hpcfl.errors import UserError
+from hpcfl.formatting import Document, Grid
+from hpcfl.methods.base import Method
+from hpcfl.planning.dry_run import dry_run
+from hpcfl.planning.estimate import Planner
+from hpcfl.setup.experiment import deal, make_method, read_source
+from hpcfl.setup.validate import check_chain
+from hpcfl.tables.cells import Cell, Table
+
+
+def methods_of(
+    table: Table, cells: Sequence[Cell], num_workers: int
+) -> Iterator[tuple[Cell, Method, Arrays, list[ClientIndices]]]:
+    """Yield cells, their methods and data, but those of columns whose data cannot be read (`Table.not_run`).
+
+    Data are loaded once for cells in a row that share them. Raises UserError, with the cell's place, for what
+    cannot be run, and where no chosen column has data.
+    """
+    table.not_run = {}
+    data: object = None
+    arrays, parts = None, None
+    for cell in cells:
+        if cell.column in table.not_run:
+            continue
+        of_cell = (cell.config.tree()["data"], cell.config.data_seed)
+        if arrays is None or of_cell != data:
+            try:
+                arrays, parts = read_source(cell.config), None
+            except UserError as error:
+                table.not_run[cell.column] = str(error)
+                continue
+        try:
+            data, parts = of_cell, parts or deal(cell.config, arrays)
+            method = make_method(cell.config, arrays, parts)
+            check_chain(method, num_workers)
+        except UserError as error:
+            raise UserError(f"{cell.place}: {error}") from error
+        yield cell, method, arrays, parts
+    if table.not_run.keys() == {cell.column for cell in table.chosen}:
+        column, reason = next(iter(table.not_run.items()))
+        raise UserError(f"{table.path}, column {column}: {reason}" if column else f"{table.path}: {reason}")
+
+
+def plan(table: Table) -> Document:
+    """Return how long the cells take that are not finished; writes nothing. Call it on one rank only.
+
+    UserError as `methods_of`.
+    """
+    header = ["method", "cells", "finished", "rounds", "hours left"]
+    rows: dict[str, list[list[str]]] = {column: [] for column in table.columns}
+    count, hours = 0, 0.0
+    for cell, method, arrays, parts in methods_of(table, table.firsts(), num_workers=1):
+        cells = table.cells_of(cell.label, cell.column)
+        finished = sum(one.finished_run is not None for one in cells)
+        left = 0.0
+        if finished < len(cells):
+            planner = Planner(cell.config, method, parts, dry_run(cell.config, arrays, parts), Network(1))
+            left = (len(cells) - finished) * planner.on(1).total_s / 3600
+        numbers = (len(cells), finished, cell.config.train.rounds)
+        rows[cell.column].append([cell.label, *map(str, numbers), f"{left:.2f}"])
+        count, hours = count + len(cells), hours + left
+    grids = []
+    for column in table.columns:
+        if rows[column]:
+            grids.append(Grid(column, header, rows[column]))
+        if column in table.not_run:
+            grids.append(Grid(column, [f"not run: {table.not_run[column]}"], []))
+    notes = [
+        *([table.size] if table.size else []),
+        f"{count} cells, {hours:.1f} hours of one process on this machine for what is not finished, by a dry "
+        "run of one cell of each row in each column.",
+    ]
+    return Document(table.title, notes, grids)

@@ -1,0 +1,201 @@
+"""What methods and networks are compared with: training, gradients and networks in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from harness import UNEQUAL_FEW, Run
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from hpcfl.communication.channel import Channel
+from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.config.keys import TrainConfig
+from hpcfl.methods import Context, Method
+from hpcfl.methods.base import State
+from hpcfl.models import MODELS, Network
+from hpcfl.models.hypernetworks import Hypernetworks
+from hpcfl.models.modular import ModularNetwork
+from hpcfl.randomness import torch_stream
+from hpcfl.training.batches import minibatches
+from hpcfl.training.client_group import ClientGroup
+
+SOME = (*UNEQUAL_FEW, "train.participation=0.75", "model.batchnorm=true")
+"""Unequal clients, three of four in a round."""
+
+SLIPPERY = ("train.momentum=0.9", "train.weight_decay=0.01", "train.lr_decay=0.9")
+"""Settings under which numbers that should stand still drift if they are not left out of the optimiser."""
+
+
+def network_with(run: Run, theta: Tensor, buffers: Tensor) -> Network:
+    """Return the run's network with weights [P] and running statistics [U] of its own, in training mode."""
+    network: Network = copy.deepcopy(run.method.context.network).train()
+    layout = run.method.layout
+    network.load_state_dict(layout.views(theta) | layout.buffer_views(buffers), strict=False)
+    return network
+
+
+def batches_of(
+    run: Run, client: int, round: int, purpose: str = "batches", epochs: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one client's mini-batches (x, y) of a training pass."""
+    x, y = run.workplace.shard.samples("train", client)
+    stream = torch_stream(run.config.run.seed, purpose, round, client)
+    for _ in range(run.config.train.local_epochs if epochs is None else epochs):
+        order = torch.randperm(len(y), generator=stream)
+        for start, stop in minibatches(len(y), run.config.train.batch_size):
+            yield x[order[start:stop]], y[order[start:stop]]
+
+
+def torchs_sgd(run: Run, parameters: Sequence[nn.Parameter], round: int) -> torch.optim.SGD:
+    """Return torch's optimiser with the settings of a round."""
+    train = run.config.train
+    lr = train.lr * train.lr_decay**round
+    return torch.optim.SGD(parameters, lr, momentum=train.momentum, weight_decay=train.weight_decay)
+
+
+def train_by_torch(
+    run: Run,
+    client: int,
+    round: int,
+    network: Network,
+    *,
+    part: str = "",
+    purpose: str = "batches",
+    epochs: int | None = None,
+) -> None:
+    """Train the parameters whose names begin with `part` on cross-entropy."""
+    optimiser = torchs_sgd(run, [p for name, p in network.named_parameters() if name.startswith(part)], round)
+    for x, y in batches_of(run, client, round, purpose, epochs):
+        network.zero_grad()
+        cross_entropy(network(x), y).backward()
+        optimiser.step()
+
+
+def mean_by_samples(run: Run, clients: Sequence[int], rows: Tensor) -> Tensor:
+    """Return the mean of rows [S, ...] of some clients, weighted by their training samples."""
+    samples = run.method.context.num_samples[list(clients)]
+    return torch.tensordot(samples / samples.sum(), rows, dims=1)
+
+
+def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:
+    """Return a method for so many clients and a small network, without data or a run."""
+    network = MODELS["mlp"].options.model_validate({"hidden": [16]})
+    sizes = torch.full((clients,), 20)
+    context = Context("mlp", network, (1, 8, 8), 10, sizes, TrainConfig(), 0)
+    return kind(context, kind.Params.model_validate(params))
+
+
+def work(run: Run, client: int, round: int = 0) -> tuple[Message, ClientGroup]:
+    """Train one client from its state and the server's as they are now; return its upload."""
+    cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
+    clients = ClientGroup(run.workplace, [client], round)
+    channel = Channel(Communicator(), run.method.layers, run.num_clients)
+    return run.driver.work(clients, channel.down(run.driver.send(run.server, cohort), cohort)), clients
+
+
+def step_size(run: Run, round: int) -> float:
+    """Return the step size of a round."""
+    return float(run.config.train.lr * run.config.train.lr_decay**round)
+
+
+def loss(run: Run, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the cross-entropy of a model [P] without BatchNorm, which autograd can differentiate."""
+    logits = functional_call(run.method.context.network, run.method.layout.views(theta), x)
+    return cross_entropy(logits, y)
+
+
+def gradient(run: Run, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Return the gradient [P] of the cross-entropy of a model [P] without BatchNorm."""
+    leaf = theta.clone().requires_grad_()
+    return torch.autograd.grad(loss(run, leaf, x, y), leaf)[0]
+
+
+class OneClient(nn.Module):
+    """The hypernetwork of one client as plain torch modules, with the weights of one row of a state."""
+
+    def __init__(self, shape: Hypernetworks, state: State, client: int) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(state["embedding"][client].clone())
+        trunk: list[nn.Module] = []
+        inputs = shape.embedding
+        for number in range(1, shape.hidden_layers + 1):
+            trunk += [
+                _linear(state[f"trunk{number}.weight"][client], state[f"trunk{number}.bias"][client]),
+                nn.ReLU(),
+            ]
+            inputs = shape.hidden
+        self.trunk = nn.Sequential(*trunk)
+        weights, biases = state["heads.weight"][client], state["heads.bias"][client]
+        assert weights.shape == (shape.num_layers, shape.num_clients, inputs)
+        self.heads = nn.ModuleList(
+            _linear(weight, bias) for weight, bias in zip(weights, biases, strict=True)
+        )
+
+    def forward(self) -> Tensor:
+        hidden = self.trunk(self.embedding)
+        return torch.stack([head(hidden) for head in self.heads])
+
+    def tensors(self, shape: Hypernetworks, *, gradients: bool = False) -> State:
+        """Return the weights (or their gradients) under the names of the stacked state."""
+
+        def value(parameter: Tensor) -> Tensor:
+            found = parameter.grad if gradients else parameter.detach()
+            assert found is not None
+            return found
+
+        state = {"embedding": value(self.embedding)}
+        for number in range(shape.hidden_layers):
+            linear = self.trunk[2 * number]
+            state[f"trunk{number + 1}.weight"] = value(linear.weight)
+            state[f"trunk{number + 1}.bias"] = value(linear.bias)
+        state["heads.weight"] = torch.stack([value(head.weight) for head in self.heads])
+        state["heads.bias"] = torch.stack([value(head.bias) for head in self.heads])
+        return state
+
+
+def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], dtype=weight.dtype)
+    with torch.no_grad():
+        linear.weight.copy_(weight)
+        linear.bias.copy_(bias)
+    return linear
+
+
+def paths_by_hand(network: ModularNetwork, x: Tensor, decision: Sequence[Any]) -> tuple[Tensor, list[str]]:
+    """Follow equation 13 of FedMN block by block; return the logits and the names of the active blocks."""
+    sizes = network.sizes
+    entries = iter(decision)
+    outputs = {k: network.get_submodule(f"encoder{k + 1}")(x) for k in range(sizes[0])}
+    names: list[str] = []
+
+    def mean(weights: dict[int, Any]) -> Tensor | None:
+        """Average outputs over the open paths that lead from blocks with an input."""
+        weights = {k: torch.as_tensor(w) for k, w in weights.items() if k in outputs}
+        if not any(w > 0 for w in weights.values()):
+            return None
+        total = torch.stack(list(weights.values())).sum()
+        # a closed path adds nothing but, where it stands for a probability, its derivative
+        return torch.stack([w * outputs[k] for k, w in weights.items()]).sum(dim=0) / total
+
+    for layer in range(2, len(sizes) + 1):
+        matrix = [[next(entries) for _ in range(sizes[layer - 1])] for _ in range(sizes[layer - 2])]
+        following = {}
+        for j in range(sizes[layer - 1]):
+            block_input = mean({k: row[j] for k, row in enumerate(matrix)})
+            if block_input is not None:
+                names.append(f"block{layer}_{j + 1}")
+                output = network.get_submodule(names[-1])(block_input)
+                following[j] = output if layer == len(sizes) else output.relu()
+        outputs = following
+    logits = mean(dict(enumerate(entries)))
+    if logits is None:
+        blocks = [m for name, m in network.named_children() if name.startswith(f"block{len(sizes)}")]
+        assert isinstance(blocks[0], nn.Linear)
+        logits = x.new_zeros(len(x), blocks[0].out_features)
+    return logits, names

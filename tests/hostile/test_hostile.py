@@ -1,0 +1,630 @@
+"""Files of strangers: read or refused with one line, whatever is in them, and none of their code is run.
+
+A run folder and its checkpoint, npz, LEAF, PFLlib, configurations and table files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import yaml
+from bits import run_here
+from mutations import (
+    NUMBERS,
+    VALUES,
+    Read,
+    assert_refused_or_read,
+    code_or_refusal,
+    damaged_bytes,
+    damaged_tree,
+)
+
+from hpcfl import load_run
+from hpcfl.config import own_code
+from hpcfl.data.client_files import read_leaf, read_pfllib
+from hpcfl.data.npz import read_npz
+from hpcfl.errors import BAD_INPUT, FINISHED, MAX_CHARACTERS, UserError, for_terminal
+from hpcfl.main import main
+from hpcfl.methods import METHODS
+from hpcfl.registries import load_config
+from hpcfl.storage.checkpoint import CheckpointStore
+from hpcfl.tables.cells import Table
+
+FEW = (
+    *("model.name=mlp", "model.hidden=[3]", "data.clients=3", "data.per_client=20", "train.rounds=2"),
+    *("train.local_epochs=1", "run.device=cpu", "run.report=false"),
+)
+SMALL = ("method.name=pfedla", "method.hidden=4", "method.embedding=3", *FEW)
+"""The smallest run that has all parts of a checkpoint."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile") / "made"
+    assert run_here(folder, SMALL) == FINISHED
+    return folder
+
+
+@pytest.fixture
+def copied(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def one_line(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Return the one line with which a command is refused."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# Seeded damage
+
+
+def zipped(members: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+def npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+LABELS = np.arange(6) % 3
+MEMBERS = {"x.npy": npy(np.arange(96, dtype=np.uint8).reshape(6, 4, 4)), "y.npy": npy(LABELS)}
+
+
+def npz_reader(folder: Path) -> Read:
+    def read(draw: random.Random) -> object:
+        members, name = dict(MEMBERS), draw.choice(list(MEMBERS))
+        kind = draw.randrange(3)
+        if kind == 1:
+            # the checksum is right for what is damaged
+            members[name] = damaged_bytes(members[name], draw)
+        elif kind == 2:
+            members[draw.choice(("x", "../x.npy", "x.npy", "y.npy.npy"))] = members.pop(name)
+        whole = zipped(members)
+        (folder / "x.npz").write_bytes(damaged_bytes(whole, draw) if kind == 0 else whole)
+        return read_npz(str(folder / "x.npz"), "NCHW")
+
+    return read
+
+
+IMAGE = [0.0, 0.25, 1, 0.5] * 196
+LEAF = {
+    "users": ["a", "b"],
+    "num_samples": [2, 1],
+    "user_data": {"a": {"x": [IMAGE, IMAGE], "y": [0, 61]}, "b": {"x": [IMAGE], "y": [5]}},
+    "hierarchies": [],
+}
+
+
+def leaf_reader(folder: Path) -> Read:
+    def read(draw: random.Random) -> object:
+        text = json.dumps(damaged_tree(LEAF, draw), default=str).encode()
+        if draw.random() < 0.3:
+            text = damaged_bytes(json.dumps(LEAF).encode(), draw)
+        (folder / "all_data_0.json").write_bytes(text)
+        return read_leaf(str(folder))
+
+    return read
+
+
+PART = {"x": np.linspace(0, 1, 96, dtype=np.float32).reshape(2, 3, 4, 4), "y": np.array([0, 1])}
+PART_VALUES = (
+    *(*VALUES, (), PART["x"], PART["y"], np.array(["a"]), np.array([None]), np.zeros((0, 10**9))),
+    *(np.array([1j]), np.array([(1, 2.0)], dtype="i4,f4"), PART["x"].astype(">f2"), np.array([np.nan, 0.0])),
+)
+
+
+def of_pickle(content: bytes) -> bytes:
+    """Return an npz file whose array `data` of one object is this pickle."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|O", "fortran_order": False, "shape": ()})
+    return zipped({"data.npy": head.getvalue() + content})
+
+
+def pfllib_reader(folder: Path) -> Read:
+    whole = pickle.dumps(np.array(PART, dtype=object), 4)
+    for part in ("train", "test"):
+        (folder / part).mkdir()
+        (folder / part / "0.npz").write_bytes(of_pickle(whole))
+
+    def read(draw: random.Random) -> object:
+        content = pickle.dumps(np.array(damaged_tree(PART, draw, PART_VALUES), dtype=object), 4)
+        kind = draw.randrange(3)
+        npz = of_pickle(damaged_bytes(whole, draw) if kind == 1 else content)
+        (folder / "train" / "0.npz").write_bytes(damaged_bytes(npz, draw) if kind == 2 else npz)
+        return read_pfllib(str(folder))
+
+    return read
+
+
+CONFIG = load_config(None, ["data.clients=3", "method.name=pfedla"]).tree()
+TABLE: dict[str, Any] = {
+    "title": "A small table",
+    "size": "small",
+    "source": "nowhere",
+    "seeds": [0, 1],
+    "config": "base.yaml",
+    "settings": {"train": {"rounds": 2}},
+    "columns": [
+        {"label": "few", "data": {"clients": 3}},
+        {"sweep": {"key": "train.lr", "values": [0.1, 0.2]}},
+    ],
+    "rows": [
+        {"method": {"name": "pfedla"}, "published": {"few": 61.4}, "tuned": "train.lr"},
+        {"label": "alone", "method": {"name": "local"}, "without": ["lr = 0.2"]},
+    ],
+    "compare": [
+        ["pfedla", "alone"],
+        {"rows": ["pfedla", "alone"], "columns": ["few"], "at": "after_training"},
+    ],
+    "show": ["accuracy"],
+    "figure": [
+        {"draw": "heat_maps", "quantity": "alpha", "layers": {"few": ["conv1"]}, "rounds": [1, "last"]}
+    ],
+}
+TEXTS = (
+    *("a: !!python/object/apply:os.system [touch created]", "a: !!bool x", "a: !!int ''", "a: 2001-99-99"),
+    *("a: 1e99999", "a: &a {<<: *a}", "[" * 3000, "%YAML 9.9\n---\na: 1", "--- a\n--- b", "a: b: c", "\x00"),
+)
+
+
+def hostile_yaml(tree: dict[str, Any], draw: random.Random) -> bytes:
+    kind = draw.randrange(10)
+    if kind == 0:
+        return draw.choice(TEXTS).encode()
+    made = tree if kind <= 2 else damaged_tree(tree, draw)
+    text = yaml.safe_dump(made, sort_keys=False, default_flow_style=draw.random() < 0.2).encode()
+    return damaged_bytes(text, draw) if kind <= 2 else text
+
+
+def config_reader(folder: Path) -> Read:
+    def read(draw: random.Random) -> object:
+        (folder / "config.yaml").write_bytes(hostile_yaml(CONFIG, draw))
+        config = load_config(folder / "config.yaml", [])
+        return config.yaml(), config.run_name()
+
+    return read
+
+
+def table_reader(folder: Path) -> Read:
+    (folder / "base.yaml").write_text("data: {clients: 4}\n")
+    (folder / "under.yaml").write_text(yaml.safe_dump(TABLE))
+    above = {"extends": "under.yaml", "rows": ["alone", *TABLE["rows"][:1]]}
+
+    def read(draw: random.Random) -> object:
+        (folder / "table.yaml").write_bytes(hostile_yaml(above if draw.random() < 0.2 else TABLE, draw))
+        table = Table(folder / "table.yaml", [], folder / "runs")
+        for cell in table.cells:
+            assert (folder / "runs") in cell.folder.parents, cell.folder
+            assert ".." not in cell.folder.relative_to(folder).parts
+        return table
+
+    return read
+
+
+TABLES = ("metrics.csv", "clients.csv", "bytes.csv", "partition.csv")
+CELLS = ("", "nan", "-inf", "-1", "0", "1e308", "0.5", "1_0", " 1", "\u0661", "a", '"', "\x1b[2J", "1" * 400)
+
+
+def hostile_table(whole: bytes, draw: random.Random) -> bytes:
+    """Return a CSV file with other bytes, cells, columns or rows."""
+    if draw.random() < 0.4:
+        return damaged_bytes(whole, draw)
+    rows = [line.split(",") for line in whole.decode().splitlines()]
+    row, at = draw.randrange(len(rows)), draw.randrange(len(rows[0]))
+    kind = draw.randrange(4)
+    if kind == 0:
+        for one in rows:
+            del one[at : at + 1]
+    elif kind == 1:
+        rows.insert(row, list(draw.choice(rows)))
+    else:
+        rows[row][at] = draw.choice((*CELLS, str(draw.choice(NUMBERS))))
+    return "".join(",".join(row) + "\n" for row in rows).encode()
+
+
+def run_folder_reader(folder: Path) -> Read:
+    good, hostile = folder / "made", folder / "hostile"
+    assert run_here(good, SMALL) == FINISHED
+    np.savez(folder / "x.npz", x=np.zeros((2, 1, 8, 8), np.float32))
+    record = yaml.safe_load((good / "config.yaml").read_text())
+    page, out = ["--out", str(folder / "page.html")], ["--out", str(folder / "out")]
+    commands = (
+        ["watch", "--once", str(hostile)],
+        ["report", str(hostile), *page],
+        ["report", str(hostile), str(good), *page],
+        ["compare", str(hostile), str(good)],
+        ["export", str(hostile), "--client", "0", *out],
+        ["predict", str(hostile), str(folder / "x.npz"), "--client", "1", "--out", str(folder / "p.csv")],
+    )
+
+    def read(draw: random.Random) -> object:
+        shutil.rmtree(hostile, ignore_errors=True)
+        shutil.copytree(good, hostile)
+        kind = draw.randrange(6)
+        name = draw.choice(TABLES) if kind <= 2 else draw.choice(("log.txt", "checkpoint.h5"))
+        if kind <= 2:
+            (hostile / name).write_bytes(hostile_table((good / name).read_bytes(), draw))
+        elif kind == 3:
+            (hostile / "config.yaml").write_bytes(hostile_yaml(record, draw))
+        elif kind == 4:
+            (hostile / name).write_bytes(damaged_bytes((good / name).read_bytes(), draw))
+        else:
+            what = draw.choice((*TABLES, "config.yaml", "log.txt", "checkpoint.h5", ".lock"))
+            (hostile / what).unlink()
+            if draw.random() < 0.5:
+                (hostile / what).mkdir()
+        return code_or_refusal(lambda: main(draw.choice(commands)), FINISHED)
+
+    return read
+
+
+READERS = {
+    "npz": npz_reader,
+    "leaf": leaf_reader,
+    "pfllib": pfllib_reader,
+    "configuration": config_reader,
+    "table": table_reader,
+    "run folder": run_folder_reader,
+}
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(200), pytest.param(range(200, 5000), marks=pytest.mark.soak)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("name", READERS)
+def test_a_damaged_file_is_read_or_refused(name: str, seeds: Sequence[int], tmp_path: Path) -> None:
+    assert_refused_or_read(READERS[name](tmp_path), seeds)
+
+
+# npz, LEAF and YAML
+
+
+def lying(shape: str, descr: str = "'|u1'") -> bytes:
+    """Return an array whose header says what follows has a shape and a type."""
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode("latin1")
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(96)
+
+
+@pytest.mark.parametrize(
+    ("member", "said"),
+    [
+        (lying("(1000,)"), "EOF"),
+        (lying("(96,)", "'|O'"), "Object arrays cannot be loaded"),
+        (lying("__import__('os').mkdir('created')"), "malformed node or string"),
+    ],
+)
+def test_an_array_is_what_its_header_says(member: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "lying.npz").write_bytes(zipped({"x.npy": member, "y.npy": npy(LABELS)}))
+    with pytest.raises(UserError, match=f"lying.npz: cannot be read as an npz file.*{said}"):
+        read_npz(str(tmp_path / "lying.npz"), "NCHW")
+    assert not Path("created").exists()
+
+
+def test_texts_make_no_array_as_wide_as_the_longest(tmp_path: Path) -> None:
+    """One of a million characters among a hundred thousand short ones: 400 GB."""
+    x = ["a" * 10**6, *[""] * 10**5]
+    content = {"users": ["a"], "user_data": {"a": {"x": x, "y": [0]}}}
+    (tmp_path / "all_data_0.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="writer a: x is not an array of numbers"):
+        read_leaf(str(tmp_path))
+
+
+def test_yaml_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: !!python/object/apply:os.mkdir [created]")
+    with pytest.raises(UserError, match=r"config.yaml is not YAML: .*could not determine a constructor"):
+        load_config(tmp_path / "config.yaml", [])
+    assert not Path("created").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"extends": "a\0b"}, r"extends=a\\x00b is no file's name"),
+        ({"": 1}, ": is an unknown key|:  is an unknown key"),
+        ({"title": "\x1b[2J"}, "must be one line of text"),
+        ({"rows": [{"label": "a" * 2000, "method": {"name": "local"}}]}, "at most 1000 characters"),
+        ({"extends": "table.yaml"}, "leads back to this file"),
+    ],
+)
+def test_a_table_file_that_is_none_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("")
+    (tmp_path / "table.yaml").write_text(yaml.safe_dump({**TABLE, **change}))
+    with pytest.raises(UserError, match=said):
+        Table(tmp_path / "table.yaml", [], tmp_path / "runs")
+
+
+def test_an_error_is_one_line_that_a_terminal_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text('method: {name: "a\\e[2Jb\\u2028c\\u202e"}\n')
+    line = one_line(capsys, "plan", tmp_path / "config.yaml")
+    assert r"method.name=a\x1b[2Jb c\u202e is unknown" in line
+    assert len(for_terminal(UserError("a" * 10**6))) < MAX_CHARACTERS + 10
+
+
+@pytest.mark.parametrize("source", ["npz", "pfllib"])
+def test_a_name_that_no_file_can_have(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = one_line(capsys, "plan", f"data.source={source}", f"data.path={'a' * 3000}")
+    assert line.startswith("hpcfl: error: ")
+
+
+# Checkpoints, whose SHA-256 is right for what is wrong in them
+
+
+def sign(path: Path) -> None:
+    """Put the SHA-256 that a run would write before what follows the first 512 bytes."""
+    content = path.read_bytes()[512:]
+    line = f"hpcfl checkpoint sha256 {hashlib.sha256(content).hexdigest()}\n".encode()
+    path.write_bytes(line.ljust(512, b"\0") + content)
+
+
+Change = Callable[[h5py.File], object]
+
+
+def change(folder: Path, make: Change) -> None:
+    """Change the only checkpoint of a run."""
+    with h5py.File(folder / "checkpoint.h5", "r+", locking=False) as file:
+        make(file)
+    sign(folder / "checkpoint.h5")
+    (folder / "checkpoint.prev.h5").unlink(missing_ok=True)
+
+
+def replaced(name: str, **how: Any) -> Change:
+    def replace(file: h5py.File) -> None:
+        attributes = dict(file[name].attrs)
+        del file[name]
+        file.create_dataset(name, **how).attrs.update(attributes)
+
+    return replace
+
+
+def linked(link: Any) -> Change:
+    def replace(file: h5py.File) -> None:
+        del file["server/theta"]
+        file["server/theta"] = link
+
+    return replace
+
+
+def text(name: str, key: str, value: Any) -> Change:
+    return lambda file: file[name].attrs.__setitem__(key, value)
+
+
+def virtual(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout(shape=(3, 47), dtype="f4")
+    layout[:] = h5py.VirtualSource("/etc/passwd", "server/theta", shape=(3, 47))
+    del file["server/theta"]
+    file.create_virtual_dataset("server/theta", layout)
+
+
+OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (linked(h5py.ExternalLink("/etc/passwd", "/")), "'theta' is a link to another place"),
+        (linked(h5py.SoftLink("/server/alpha")), "'theta' is a link to another place"),
+        (virtual, "'theta' is in another file"),
+        (
+            replaced("server/theta", shape=(9,), dtype="u1", external=[("/etc/passwd", 0, 9)]),
+            "'theta' is in another file",
+        ),
+        (lambda file: file.__delitem__("ledger"), "KeyError"),
+        (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
+        # this text stands in the source of an exported model, which is run to try it
+        (text("data", "dtype", OWN_CODE), "images of type"),
+        (replaced("history/accuracy", data=np.zeros(3)), "not by evaluation and client"),
+        (replaced("personalised/theta", data=np.zeros((2, 47), np.float32)), "has 2 rows for 3 clients"),
+    ],
+)
+def test_what_no_run_writes_is_refused(
+    make: Change,
+    said: str,
+    copied: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(copied.parent)
+    change(copied, make)
+    with pytest.raises(UserError, match=f"checkpoint.h5 holds what no run writes .*({said})"):
+        CheckpointStore(copied).load()
+    assert "holds what no run writes" in one_line(capsys, "export", copied, "--client", "0", "--out", "out")
+    assert not Path("created").exists()
+
+
+def test_models_of_another_size_are_no_models_of_the_run(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change(copied, replaced("personalised/theta", data=np.zeros((3, 7), np.float32)))
+    line = one_line(capsys, "export", copied, "--client", "0", "--out", tmp_path / "out")
+    assert "holds no model of method.name=pfedla: its parts do not fit" in line
+
+
+@pytest.mark.parametrize(
+    ("part", "values"),
+    [
+        ("server/theta", np.zeros((2, 47), np.float32)),
+        ("server/theta", np.zeros((3, 47))),
+        ("ledger/client_bytes", np.zeros((3, 1), np.int64)),
+        ("history/loss", np.zeros((3, 2))),
+    ],
+)
+def test_a_run_does_not_resume_from_parts_that_are_not_its_own(
+    part: str, values: np.ndarray, copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(copied, replaced(part, data=values))
+    assert run_here(copied, [*SMALL, "train.rounds=4"]) == BAD_INPUT
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("hpcfl: error: ")
+    assert "--fresh" in line
+
+
+def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
+    copied: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    change(copied, text("/", "config", np.bytes_(b"a: [")))
+    (copied / "config.yaml").write_bytes(b"a: [")
+    assert run_here(copied, SMALL) == BAD_INPUT
+    assert capfd.readouterr().err == (
+        f"hpcfl: error: {copied / 'config.yaml'} is damaged; bring it back from a copy, or add --fresh to "
+        "move the folder aside and start over\n"
+    )
+
+
+def test_numbers_that_are_not_where_they_should_be(copied: Path) -> None:
+    path = copied / "checkpoint.h5"
+    with h5py.File(path, locking=False) as file:
+        place = (file["server/theta"].id.get_offset() - 512).to_bytes(8, "little")
+    whole = path.read_bytes()
+    # the address of contiguous numbers stands in the file once
+    assert whole.count(place) == 1
+    path.write_bytes(whole.replace(place, (2**45).to_bytes(8, "little")))
+    sign(path)
+    with pytest.raises(UserError, match=r"checkpoint.h5 (is damaged|holds what no run writes)"):
+        CheckpointStore(copied).load().server  # type: ignore[union-attr]  # noqa: B018
+
+
+# Run folders: own code, links, tables and the log
+
+METHOD = """
+import os
+
+from hpcfl.methods.fedavg import FedAvg
+
+os.mkdir("created")
+
+
+class Own(FedAvg):
+    pass
+"""
+
+
+@pytest.fixture
+def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_code_forgotten: None) -> Path:
+    """Return a run folder that brings the Python file that it says it was made with, unknown here."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    (tmp_path / "own.py").write_text(METHOD)
+    assert main(["--quiet", "--out", str(folder), *FEW, "method.path=own.py"]) == FINISHED
+    Path("created").rmdir()
+    (tmp_path / "own.py").rename(folder / "own.py")
+    record = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(record.replace(str(tmp_path / "own.py"), str(folder / "own.py")))
+    # as in a process that has not run it
+    METHODS.pop("own")
+    own_code._added.clear()
+    own_code._allowed.clear()
+    for name in [name for name in sys.modules if name.startswith(own_code.OWN_MODULE)]:
+        del sys.modules[name]
+    return folder
+
+
+def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
+    with_own_code: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, own = with_own_code, with_own_code / "own.py"
+    np.savez("x.npz", x=np.zeros((2, 1, 8, 8), np.uint8))
+    rows = [{"method": {"path": str(own)}}]
+    Path("table.yaml").write_text(yaml.safe_dump({"title": "t", "seeds": [0], "rows": rows}))
+    for command in (
+        ["report", run],
+        ["compare", run, run],
+        ["export", run, "--client", "0", "--out", "out"],
+        ["predict", run, "x.npz", "--client", "0"],
+        ["plan", run / "config.yaml"],
+        ["--out", "again", run / "config.yaml"],
+        ["table", "table.yaml", "--plan"],
+    ):
+        place = "table.yaml, row 1 (own): " if command[0] == "table" else ""
+        assert one_line(capsys, *command) == (
+            f"hpcfl: error: {place}method.path={own}: refused to run this Python file, which your command "
+            "does not name; read it, then add "
+            f"--own-code {own} (in Python: own_code=...)"
+        )
+    with pytest.raises(UserError, match="refused to run this Python file"):
+        load_run(run)
+    # looking at it needs no code
+    assert main(["watch", "--once", str(run)]) == FINISHED
+    Path("other.py").write_text(METHOD + "# other\n")
+    one_line(capsys, "report", run, "--own-code", "other.py")
+    assert not Path("created").exists()
+    assert "train.rounds=0 is invalid" in one_line(
+        capsys, "doctor", run / "config.yaml", "--own-code", own, "train.rounds=0"
+    )
+    Path("created").rmdir()
+    assert load_run(run, own_code=[own]).config.method.name == "own"
+    assert main(["report", str(run), "--own-code", str(own)]) == FINISHED
+
+
+@pytest.mark.parametrize(
+    ("name", "fresh"),
+    [
+        *((name, []) for name in (".lock", "log.txt", "metrics.csv", "config.yaml.tmp", "checkpoint.tmp.h5")),
+        ("events.out.tfevents.1", []),
+        ("log.txt", ["--fresh"]),
+    ],
+)
+def test_a_link_in_a_run_folder_is_not_written_through(
+    name: str, fresh: list[str], copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (copied / name).unlink(missing_ok=True)
+    (copied / name).symlink_to(mine)
+    line = one_line(capsys, "--quiet", "--out", copied, *SMALL, "train.rounds=3", *fresh)
+    assert f"{copied / name} is a link, a pipe or a device, which no run makes, and would be w" in line
+    assert mine.read_text() == "mine"
+
+
+def test_a_link_of_one_s_own_is_left_alone(copied: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (copied / "notes.txt").symlink_to(mine)
+    assert main(["--quiet", "--out", str(copied), *SMALL]) == FINISHED
+    assert mine.read_text() == "mine"
+
+
+def test_a_page_is_not_written_through_a_link(copied: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (copied / "report.html").symlink_to(mine)
+    assert main(["report", str(copied)]) == FINISHED
+    assert mine.read_text() == "mine"
+    assert not (copied / "report.html").is_symlink()
+    (copied / f".report.html.{socket.gethostname()}-{os.getpid()}").symlink_to(mine)
+    assert main(["report", str(copied)]) == BAD_INPUT
+    assert mine.read_text() == "mine"
+
+
+def test_a_log_cannot_command_a_terminal(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (copied / "log.txt").open("a") as file:
+        file.write("2026-01-01 00:00:00 \x1b]0;owned\x07 round " + "9" * 5000 + "/1 \n")
+    assert main(["watch", "--once", str(copied)]) == FINISHED
+    said = capsys.readouterr().out
+    assert "\x1b" not in said
+    assert r"\x1b]0;owned\x07" in said
