@@ -66,9 +66,9 @@ class Cohort:
 class Message:
     """Named tensors for a group of clients.
 
-    `shared` tensors [...] are the same for every client, `per_client` [C, ...] have one row a client. `layer_mask[name]`
-    is the mask of the layers of a tensor [..., P] that are sent: bool [L], the same for all, or bool [C, L],
-    client by client; without it all are sent. Layers that are not sent arrive as zero, except in a shared
+    `shared` tensors [...] are the same for every client, `per_client` [C, ...] have one row for each.
+    `layer_mask[name]` is the mask of the layers of a tensor [..., P] that are sent: bool [L], the same for
+    all, or bool [C, L], client by client; without it all are sent. Layers that are not sent arrive as zero, except in a shared
     tensor with a mask for each client: it arrives whole.
     """
 
@@ -128,5 +128,8 @@ class Message:
     def __or__(self, other: Message) -> Message:
         """Return both messages of the same clients as one; where a name is in both, the other's tensor."""
         return Message(
-            self.shared | other.shared, self.per_client | other.per_client, self.layer_mask | other.layer_mask, self.num_clients
+            self.shared | other.shared,
+            self.per_client | other.per_client,
+            self.layer_mask | other.layer_mask,
+            self.num_clients,
         )

@@ -59,7 +59,9 @@ def count_bytes(message: Message, layers: Sequence[Layer], names_layers: bool = 
     """
     traffic = Traffic.nothing(message.num_clients, len(layers))
     for name in message.names:
-        tensor = message.per_client[name][:1] if name in message.per_client else message.shared[name].unsqueeze(0)
+        tensor = (
+            message.per_client[name][:1] if name in message.per_client else message.shared[name].unsqueeze(0)
+        )
         keep = message.layer_mask.get(name)
         frame = Frame.for_tensor(name, tensor.shape[1:], tensor.dtype, layers)
         for piece in message.pieces.get(name) or IDENTITY.pieces(replace(frame, keep=keep)):

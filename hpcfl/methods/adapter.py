@@ -159,7 +159,8 @@ class MethodAdapter:
         place = f"{type(self.method).__name__}.{hook}"
         if not isinstance(value, Message):
             raise TypeError(
-                f"{place} returned a {type(value).__name__}; return Message(shared={{...}}, per_client={{...}})"
+                f"{place} returned a {type(value).__name__}; return Message(shared={{...}}, "
+                "per_client={...})"
             )
         for name, rows in value.per_client.items():
             if len(rows) != count:
@@ -174,7 +175,9 @@ class MethodAdapter:
         message = self._message(hook, value, count)
         if message.shared:
             names = ", ".join(message.shared)
-            raise ValueError(f"{type(self.method).__name__}.{hook} returned {names} as shared; return them per_client")
+            raise ValueError(
+                f"{type(self.method).__name__}.{hook} returned {names} as shared; return them per_client"
+            )
         return message
 
     def _with_buffers(self, hook: str, clients: ClientGroup, models: Message) -> Message:

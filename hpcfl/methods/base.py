@@ -293,7 +293,9 @@ class Method:
         """
         if self.traits.eval_after == "training":
             return self.eval_model(clients, down)
-        return Message(per_client={"theta": up.per_client["theta"]}) if "theta" in up.per_client else Message()
+        return (
+            Message(per_client={"theta": up.per_client["theta"]}) if "theta" in up.per_client else Message()
+        )
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
         """Return the evaluated models after local adaptation; default: local SGD on `theta`."""

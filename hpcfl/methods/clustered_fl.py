@@ -95,7 +95,9 @@ class ClusteredFL(Method):
 
     def download(self, server: State, cohort: Cohort) -> Message:
         cluster = server["cluster"][list(cohort.clients)]
-        return Message(per_client={name: server[name][cluster] for name in ("theta", BUFFERS) if name in server})
+        return Message(
+            per_client={name: server[name][cluster] for name in ("theta", BUFFERS) if name in server}
+        )
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"update": clients.sgd(down["theta"]).theta - down["theta"]})

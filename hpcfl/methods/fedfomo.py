@@ -126,7 +126,9 @@ class FedFomo(ModelBank):
         for positions, block in up:
             members = cohort.clients[positions]
             self.store(server, members, block)
-            for client, chosen, weights in zip(members, ids[positions], block.per_client["weights"], strict=True):
+            for client, chosen, weights in zip(
+                members, ids[positions], block.per_client["weights"], strict=True
+            ):
                 server["affinity"][client, chosen] += weights
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:

@@ -218,7 +218,9 @@ class _Rounds(Simulation):
             send_s=send_s / len(self._members),
             score_s=score_s,
             adapt_s=adapt_s,
-            evaluation=Load(_bytes(sent.shared.values()), _bytes(sent.per_client.values()) / len(self._members)),
+            evaluation=Load(
+                _bytes(sent.shared.values()), _bytes(sent.per_client.values()) / len(self._members)
+            ),
             clients=everyone,
             checkpoint_bytes=(self._path / "checkpoint.h5").stat().st_size,
             client_bytes=_bytes(row.values()),

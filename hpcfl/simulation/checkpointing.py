@@ -175,7 +175,9 @@ class Saver:
             rows = {}
             if checkpoint is not None:
                 rows = checkpoint.client_rows(cohort.clients[0], cohort.clients[-1] + 1)
-            message = Message(per_client=rows, num_clients=len(cohort)) if federation.world.is_server else None
+            message = (
+                Message(per_client=rows, num_clients=len(cohort)) if federation.world.is_server else None
+            )
             received = federation.channel.down(message, cohort)
             own = self._own_rows(cohort)
             count, state = len(federation.worker_context.clients), federation.worker_context.state

@@ -306,7 +306,7 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
         (
             ["--time", "00:00:30", "data.per_client=40", "method.name=fedavg"],
             "--time 00:00:30 does not hold the start of a job (10 s) and the 120 s before its end at which "
-            "the run is told to stop; give --time 00:03:00 or more\n",
+            "the run gets its stop signal; give --time 00:03:00 or more\n",
         ),
         (
             ["--ranks", "3", "data.per_client=40", "method.name=fedmn", "method.order=chain"],

@@ -136,7 +136,9 @@ def test_int8_has_a_scale_for_each_layer() -> None:
 def test_int8_codes_clients_and_models_by_themselves() -> None:
     branches = torch.tensor([[[127.0] * P, [254.0] * P], [[1e-3] * P, [-5.0] * P]])
     branches[..., 0] = 1.2
-    arrived = wire("int8", 2).up(Message(per_client={"branches": branches}, num_clients=2)).per_client["branches"]
+    arrived = (
+        wire("int8", 2).up(Message(per_client={"branches": branches}, num_clients=2)).per_client["branches"]
+    )
     assert arrived[0, :, 0].tolist() == [1.0, 2.0]
     assert arrived[1, :, 0].tolist() == pytest.approx([1.2, 5 / 127 * 30])
     torch.testing.assert_close(arrived[:, :, 3:], branches[:, :, 3:])

@@ -197,7 +197,9 @@ def test_up_brings_the_server_all_rows_in_client_order(
     for name, tensor in whole.per_client.items():
         arrived = torch.cat([block.per_client[name] for _, block in blocks])
         assert arrived.dtype == tensor.dtype
-        assert torch.equal(arrived, masked(tensor, whole.layer_mask[name]) if name in whole.layer_mask else tensor)
+        assert torch.equal(
+            arrived, masked(tensor, whole.layer_mask[name]) if name in whole.layer_mask else tensor
+        )
     assert torch.equal(torch.cat([block.layer_mask["some"] for _, block in blocks]), whole.layer_mask["some"])
     assert all(block.layer_mask["branches"].tolist() == [False, True, True] for _, block in blocks)
 
@@ -211,7 +213,9 @@ def test_only_kept_layers_travel(clients: tuple[int, ...]) -> None:
     kept = int((keep["some"] * SIZES).sum()) + len(cohort) * 2 * 5
     channel = Channel(world, LAYERS, N)
     channel.down(whole if world.is_server else None, cohort)
-    assert world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.per_client.values())
+    assert (
+        world.moved["scatter float32"] == kept < sum(tensor.numel() for tensor in whole.per_client.values())
+    )
     assert world.moved["broadcast float32"] == 0
     own = own_part(cohort, world)
     channel.up(rows_of(whole, own), cohort).collect()

@@ -562,11 +562,11 @@ def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
     ):
         place = "table.yaml, row 1 (own): " if command[0] == "table" else ""
         assert one_line(capsys, *command) == (
-            f"hpcfl: error: {place}method.path={own} is a Python file that would be run, and a file is run "
-            "only where you name it yourself: read it, then add "
+            f"hpcfl: error: {place}method.path={own}: refused to run this Python file, which your command "
+            "does not name; read it, then add "
             f"--own-code {own} (in Python: own_code=...)"
         )
-    with pytest.raises(UserError, match="is run only where you name it yourself"):
+    with pytest.raises(UserError, match="refused to run this Python file"):
         load_run(run)
     # looking at it needs no code
     assert main(["watch", "--once", str(run)]) == FINISHED

@@ -96,7 +96,9 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
     left = (1 - 1e-3) ** steps.float().unsqueeze(1)
     for _ in range(1500):
         rows = {"theta": torch.lerp(wanted, server["theta"].expand_as(wanted), left), "steps": steps}
-        method.aggregate(server, cohort, Upload(iter([(slice(0, 2), Message(per_client=rows, num_clients=2))])))
+        method.aggregate(
+            server, cohort, Upload(iter([(slice(0, 2), Message(per_client=rows, num_clients=2))]))
+        )
     assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
 
 

@@ -838,7 +838,11 @@ def test_models_of_each_client_s_own_are_saved_apart_whatever_the_base_class_sha
             Message(per_client={"theta": torch.zeros(2, 3)}),
             "train returned 2 rows of 'theta' for 1 clients",
         ),
-        ("download", Message(per_client={"theta": torch.zeros(3, 3)}), "returned 3 rows of 'theta' for 4 clients"),
+        (
+            "download",
+            Message(per_client={"theta": torch.zeros(3, 3)}),
+            "returned 3 rows of 'theta' for 4 clients",
+        ),
     ],
 )
 def test_a_hook_that_returns_something_else_is_named(hook: str, value: object, said: str) -> None:
@@ -852,7 +856,9 @@ class Moody(FedAvg):
     """Sends a tensor of its own."""
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client=super().train(clients, down).per_client | {"mood": torch.zeros(len(clients), 2)})
+        return Message(
+            per_client=super().train(clients, down).per_client | {"mood": torch.zeros(len(clients), 2)}
+        )
 
 
 def test_a_tensor_of_ones_own_is_counted_by_its_name() -> None:

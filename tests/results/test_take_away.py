@@ -588,7 +588,7 @@ def test_mistakes_are_told_in_one_line(
         "(BadZipFile: File is not a zip file)"
     )
     before = (run / "clients.csv").read_bytes()
-    assert "is in the folder of a run" in said(capsys, *words, "--out", run / "clients.csv")
+    assert "is in a run folder" in said(capsys, *words, "--out", run / "clients.csv")
     assert (run / "clients.csv").read_bytes() == before
     assert "no such file" in said(capsys, "predict", run, "--client", "0", tmp_path / "none.npz")
     assert "give another FILE.npz or FILE.csv" in said(capsys, *words, "--out", tmp_path / "p.txt")
