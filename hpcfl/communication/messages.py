@@ -68,8 +68,8 @@ class Message:
 
     `shared` tensors [...] are the same for every client, `per_client` [C, ...] have one row for each.
     `layer_mask[name]` is the mask of the layers of a tensor [..., P] that are sent: bool [L], the same for
-    all, or bool [C, L], client by client; without it all are sent. Layers that are not sent arrive as zero, except in a shared
-    tensor with a mask for each client: it arrives whole.
+    all, or bool [C, L], client by client; without it all are sent. Layers that are not sent arrive as zero,
+    except in a shared tensor with a mask for each client: it arrives whole.
     """
 
     shared: dict[str, Tensor] = field(default_factory=dict)
