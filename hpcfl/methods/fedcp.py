@@ -31,14 +31,13 @@ from torch.nn.functional import cross_entropy
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
-from hpcfl.methods.fedphp import discrepancy
 from hpcfl.models.policy import PolicyNetwork, context_of, relevant
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, uniform_by_key
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import body_features
+from hpcfl.training.losses import body_features, discrepancy
 
 BANDWIDTHS = (10.0, 15.0, 20.0, 50.0)
 

@@ -45,9 +45,9 @@ from hpcfl.methods._prototypes import (
     prototypes,
     server_prototypes,
 )
+from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
-from hpcfl.methods.pfedmb import project_to_simplex
 from hpcfl.training.client_group import ClientGroup
 
 SETTLED = 1e-10

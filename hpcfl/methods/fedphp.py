@@ -33,7 +33,7 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import distillation_loss
+from hpcfl.training.losses import discrepancy, distillation_loss
 
 MOST = 0.9
 """Largest share that a private model keeps of itself in a round."""
@@ -101,18 +101,3 @@ class FedPHP(OwnBesideGlobal):
         else:
             away = distillation_loss(taught, logits, self.params.temperature)
         return (1 - share) * cross_entropy(logits, batch.y) + share * away
-
-
-def discrepancy(one: Tensor, other: Tensor, bandwidths: Sequence[float]) -> Tensor:
-    """Return the squared maximum mean discrepancy of two samples [B, F], summed over Gaussian kernels.
-
-    The biased statistic of Gretton et al., A kernel two-sample test, 2012; exp(-||a - b||^2 / 2 width).
-    """
-    # one quadratic form of both samples together: a step has three times fewer operations
-    both = torch.cat([one, other])
-    shares = torch.cat([x.new_full((len(x),), sign / len(x)) for sign, x in ((1, one), (-1, other))])
-    # needs no tensor [B, B, F]; for large features, rounding errors stay far below the widths
-    squares = both.square().sum(dim=1)
-    squared = (squares.unsqueeze(1) + squares - 2 * both @ both.T).clamp(min=0)
-    kernels = torch.stack([(-squared / (2 * width)).exp() for width in bandwidths]).sum(dim=0)
-    return shares @ kernels @ shares

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
+from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.diagnostics import Diagnostic
-from hpcfl.methods.pfedmb import project_to_simplex
 from hpcfl.parameters import COLUMNS_AT_ONCE
 from hpcfl.training.client_group import ClientGroup
 

@@ -45,6 +45,7 @@ from torch import Tensor
 from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.base import Context, Method, Params, State, Traits
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.randomness import torch_stream
@@ -278,19 +279,3 @@ class PFedMB(Method):
         """Undo `_apart`: branches [C, B, P]."""
         first = message[FIRST].unsqueeze(1)
         return torch.cat([first, message[OTHERS]], dim=1) if OTHERS in message else first
-
-
-def project_to_simplex(points: Tensor) -> Tensor:
-    """Return the nearest points [..., B] with entries that are not negative and sum to one.
-
-    Duchi et al., Efficient projections onto the l1-ball for learning in high dimensions, 2008, figure 1.
-    """
-    # the result depends on differences only; with the maximum at 0, rounding loses none of them
-    points = points - points.amax(dim=-1, keepdim=True)
-    falling = points.sort(dim=-1, descending=True).values
-    rank = torch.arange(1, points.shape[-1] + 1, dtype=points.dtype, device=points.device)
-    excess = (falling.cumsum(dim=-1) - 1) / rank
-    last = (falling > excess)[..., 1:].sum(dim=-1, keepdim=True)
-    nearest = (points - excess.gather(-1, last)).clamp(min=0)
-    # removes the rounding error of the sum, since a single branch must have a weight of exactly 1
-    return nearest / nearest.sum(dim=-1, keepdim=True)

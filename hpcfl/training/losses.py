@@ -5,8 +5,9 @@ Shapes: B samples of a mini-batch, n samples, K classes, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div
 
@@ -30,6 +31,21 @@ def distillation_loss(teacher: Tensor, student: Tensor, temperature: float) -> T
     """
     known = (teacher / temperature).softmax(dim=1)
     return temperature**2 * kl_div((student / temperature).log_softmax(dim=1), known, reduction="batchmean")
+
+
+def discrepancy(one: Tensor, other: Tensor, bandwidths: Sequence[float]) -> Tensor:
+    """Return the squared maximum mean discrepancy of two samples [B, F], summed over Gaussian kernels.
+
+    The biased statistic of Gretton et al., A kernel two-sample test, 2012; exp(-||a - b||^2 / 2 width).
+    """
+    # one quadratic form of both samples together: a step has three times fewer operations
+    both = torch.cat([one, other])
+    shares = torch.cat([x.new_full((len(x),), sign / len(x)) for sign, x in ((1, one), (-1, other))])
+    # needs no tensor [B, B, F]; for large features, rounding errors stay far below the widths
+    squares = both.square().sum(dim=1)
+    squared = (squares.unsqueeze(1) + squares - 2 * both @ both.T).clamp(min=0)
+    kernels = torch.stack([(-squared / (2 * width)).exp() for width in bandwidths]).sum(dim=0)
+    return shares @ kernels @ shares
 
 
 def class_probabilities(network: nn.Module, x: Tensor) -> Tensor:

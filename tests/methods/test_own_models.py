@@ -30,9 +30,10 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
-from hpcfl.methods.fedphp import FedPHP, discrepancy
+from hpcfl.methods.fedphp import FedPHP
 from hpcfl.methods.pfedme import PFedMe
 from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.losses import discrepancy
 
 DITTO, APFL, PFEDME, FEDPHP = (f"method.name={name}" for name in ("ditto", "apfl", "pfedme", "fedphp"))
 DIGITS_CNN, WITH_BATCHNORM = 13_706, 13_802

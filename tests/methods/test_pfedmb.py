@@ -20,8 +20,9 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
+from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.adapter import MethodAdapter
-from hpcfl.methods.pfedmb import FIRST, OTHERS, project_to_simplex
+from hpcfl.methods.pfedmb import FIRST, OTHERS
 from hpcfl.training.batches import Batch
 from hpcfl.training.losses import cross_entropy_loss
 
