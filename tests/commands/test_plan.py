@@ -475,7 +475,7 @@ def test_visits_to_less_busy_workers_are_in_the_estimate() -> None:
     assert seconds["home"] > 1.2 * seconds["balanced"]
 
 
-@pytest.mark.parametrize("method", ["ditto", "fedem"])
+@pytest.mark.parametrize("method", ["ditto"])
 def test_the_seconds_of_training_and_evaluations_are_about_those_of_the_run(method: str) -> None:
     keys = ("data.clients=12", "data.per_client=120", "train.finetune_epochs=1", "run.eval_every=1")
     run = Run(f"method.name={method}", *keys, "train.rounds=4")

@@ -135,7 +135,7 @@ def test_unfit_leaf_folders_are_refused(tmp_path: Path) -> None:
         femnist(tmp_path)
     leaf_file(tmp_path, "0.json", {"a": writer([0], 0)})
     again = leaf_file(tmp_path, "1.json", {"a": writer([0], 0)})
-    with pytest.raises(UserError, match=r"1.json: writer a is in another file of that folder"):
+    with pytest.raises(UserError, match=r"1.json: writer a is also in another file of that folder"):
         femnist(tmp_path)
     again.unlink()
     leaf_file(tmp_path / "train", "0.json", {"a": writer([0], 0), "b": writer([0], 0)})
