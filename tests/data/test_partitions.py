@@ -544,7 +544,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "data.clients=4000: class 0 has 600 samples for 800 clients of at least 1",
     ),
     ("mixture", {"components": 11}, {}, "data.partition.components=11: .*allowed: 1..10, or -1"),
-    ("pachinko", {}, {}, "data.partition.coarse_classes=null: .* 10 classes; allowed: 1..10"),
+    ("pachinko", {}, {}, "data.partition.coarse_classes=null .*has 10 classes; allowed: 1..10"),
     ("pachinko", {"coarse_classes": 5}, {"per_client": 601}, "data.per_client=601: .* at most 600"),
     ("given", {}, {"clients": 11}, "data.clients=11: the source has 10 clients; allowed: 1..10"),
     ("given", {}, {"per_client": 20}, "data.per_client=20: .*data.per_client=null"),

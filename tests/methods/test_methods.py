@@ -160,6 +160,10 @@ class Traffic(NamedTuple):
 TRAFFIC = {
     "local": Traffic(0, 0),
     "fedavg": Traffic(P, P, U, U),
+    "fedavgm": Traffic(P, P, U, U),
+    "fedadagrad": Traffic(P, P, U, U),
+    "fedadam": Traffic(P, P, U, U),
+    "fedyogi": Traffic(P, P, U, U),
     "fedavg_ft": Traffic(P, P, U, U),
     "fedprox": Traffic(P, P, U, U),
     "per_fedavg": Traffic(P, P, U, U),
@@ -260,6 +264,7 @@ class Kept(NamedTuple):
 
 THETA = {"theta": (P,)}
 AVERAGED = {"buffers": (U,)}
+FIRST, SECOND = {"server_m/theta": (P,)}, {"server_v/theta": (P,)}
 OWN_MODEL = {"theta": (N, P), "buffers": (N, U)}
 PROTOTYPES = {"prototypes": (K, F), "is_known": (K,)}
 BANK = {"models": (N, P), "is_known": (N,)}
@@ -297,6 +302,10 @@ def of_generator(outputs: int) -> dict[str, tuple[int, ...]]:
 STATE = {
     "local": Kept({}, OWN_MODEL),
     "fedavg": Kept(THETA | AVERAGED, {}),
+    "fedavgm": Kept(THETA | AVERAGED | FIRST, {}),
+    "fedadagrad": Kept(THETA | AVERAGED | FIRST | SECOND, {}),
+    "fedadam": Kept(THETA | AVERAGED | FIRST | SECOND, {}),
+    "fedyogi": Kept(THETA | AVERAGED | FIRST | SECOND, {}),
     "fedavg_ft": Kept(THETA | AVERAGED, {}),
     "fedprox": Kept(THETA | AVERAGED, {}),
     "per_fedavg": Kept(THETA | AVERAGED, {}),
@@ -649,6 +658,10 @@ def own_body_under_the_newest_head(run: Run) -> State:
 SCORED: dict[str, Callable[[Run], State]] = {
     "local": own,
     "fedavg": the_same_for_all,
+    "fedavgm": the_same_for_all,
+    "fedadagrad": the_same_for_all,
+    "fedadam": the_same_for_all,
+    "fedyogi": the_same_for_all,
     "fedavg_ft": adapted,
     "fedprox": the_same_for_all,
     "per_fedavg": after_a_step,
@@ -899,7 +912,7 @@ def test_a_network_set_beside_its_layout_is_told() -> None:
 
 def test_clients_that_send_a_shared_tensor_are_told() -> None:
     kind = type("Sharing", (FedAvg,), {"train": lambda *_: Message(shared={"theta": torch.zeros(3)})})
-    with pytest.raises(ValueError, match=r"Sharing\.train returned theta as shared; return rows"):
+    with pytest.raises(ValueError, match=r"Sharing\.train returned theta as shared; return them per_client"):
         Run("method.name=fedavg", kind=kind)
 
 
