@@ -50,7 +50,7 @@ class FedDBEParams(Params):
 
     kappa: float = Field(50.0, ge=0)
     """Strength of the pull of mean features towards the consensus (authors: 50); 0 is without."""
-    momentum: float = Field(1.0, gt=0, le=1)
+    mean_momentum: float = Field(1.0, gt=0, le=1)
     """Share mu of the newest mini-batch in a client's mean feature (authors: 1); small ones weaken the pull,
     as the mean begins at 0 and only the newest mini-batch has a gradient."""
 
@@ -106,7 +106,7 @@ class FedDBE(FedAvg):
             gradients, losses = clients.gradient(self._loss, tensors | known, batch)
             model.step(members, gradients["theta"])
             own.step(members, gradients["offset"])
-            mean[members] = torch.lerp(mean[members], gradients["probe"], self.params.momentum)
+            mean[members] = torch.lerp(mean[members], gradients["probe"], self.params.mean_momentum)
             clients.record(batch, losses)
         clients["offset"] = own.theta
         return Message(per_client={"theta": model.theta})
@@ -146,7 +146,7 @@ class FedDBE(FedAvg):
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         features = forward.features(tensors["theta"], batch.x)
         logits = forward.head(tensors["theta"], features + tensors["offset"])
-        of_batch, share = features.mean(dim=0), self.params.momentum
+        of_batch, share = features.mean(dim=0), self.params.mean_momentum
         mean = (1 - share) * tensors["mean"].detach() + share * of_batch
         away = (mean - tensors["consensus"].detach()).square().mean() / 2
         return (

@@ -38,8 +38,6 @@ from hpcfl.training.client_group import ClientGroup
 
 GRID = 11
 """Values that lambda_i is chosen among: from 0 to 1 in equal steps."""
-NO_SAMPLE = -1
-"""Label of the rows that fill up a store."""
 
 
 class KnnPerParams(Params):
@@ -89,18 +87,18 @@ class KnnPer(FedAvg):
         return self._mixture(self.with_weights(model["theta"], model[BUFFERS]), model)
 
     def _mixture(self, network: nn.Module, parts: Tensors) -> WithNeighbours:
-        """Return the module of one client's model, without the rows that fill up its store."""
+        """Return the module of one client's model."""
         assert isinstance(network, Network)
-        is_sample = parts["labels"] != NO_SAMPLE
-        store, labels = parts["store"][is_sample], self._one_hot(parts["labels"][is_sample], parts["store"])
+        labels = self._one_hot(parts["labels"], parts["store"])
         neighbours, scale = self.params.neighbours, self.params.scale
-        return WithNeighbours(network, store, labels, parts["weight"], neighbours, scale)
+        return WithNeighbours(network, parts["store"], labels, parts["weight"], neighbours, scale)
 
     def _memory(self, clients: ClientGroup, theta: Tensor) -> Message:
         """Return what each client adds to its model, theta [C, P].
 
-        These are the features `store` [C, most, F] and `labels` [C, most] of its training set, filled up to
-        the size of the largest one, and lambda_i, `weight` [C].
+        These are the features `store` [C, most, F] and `labels` [C, most] of its training set, and lambda_i,
+        `weight` [C]. Stores are filled up to the size of the largest one, with infinite features, whose votes
+        are 0.
         """
         model = {"theta": theta, BUFFERS: clients.buffers}
         context = self.context
@@ -111,8 +109,8 @@ class KnnPer(FedAvg):
             outputs = clients.outputs(model, position, _features_and_logits, x)
             weight = self._weight(clients, model, position, outputs)
             missing = most - len(y)
-            rows["store"].append(pad(outputs[:, : -context.num_classes], (0, 0, 0, missing)))
-            rows["labels"].append(pad(y, (0, missing), value=NO_SAMPLE))
+            rows["store"].append(pad(outputs[:, : -context.num_classes], (0, 0, 0, missing), value=torch.inf))
+            rows["labels"].append(pad(y, (0, missing)))
             rows["weight"].append(weight)
         tensors = {name: torch.stack(of_clients) for name, of_clients in rows.items()}
         return Message(per_client=tensors, num_clients=len(clients))

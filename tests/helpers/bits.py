@@ -189,11 +189,10 @@ def losses_of(models: dict[str, Tensor], place: WorkerContext) -> list[float]:
 def with_neighbours(models: dict[str, Tensor], client: int) -> Callable[[Network, Tensor], Tensor]:
     """Return the function to class probabilities by a network and kNN-Per's store of one client."""
     store, labels, weight = (models[name][client] for name in ("store", "labels", "weight"))
-    is_sample = labels >= 0
-    one_hot = torch.nn.functional.one_hot(labels[is_sample], 10).float()
+    one_hot = torch.nn.functional.one_hot(labels, 10).float()
 
     def probabilities(network: Network, x: Tensor) -> Tensor:
-        return WithNeighbours(network, store[is_sample], one_hot, weight, 3, 1.0).probabilities(x)
+        return WithNeighbours(network, store, one_hot, weight, 3, 1.0).probabilities(x)
 
     return probabilities
 

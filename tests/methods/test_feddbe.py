@@ -62,7 +62,7 @@ class Twin:
         mean = torch.zeros(FEATURES)
         for x, y in batches_of(self.run, client, number):
             features = network.body(x)
-            mean = (1 - self.params.momentum) * mean + self.params.momentum * features.mean(dim=0)
+            mean = (1 - self.params.mean_momentum) * mean + self.params.mean_momentum * features.mean(dim=0)
             loss = cross_entropy(network.head(features + offset), y)
             loss = loss + self.params.kappa * ((mean - consensus) ** 2).sum() / (2 * FEATURES)
             optimiser.zero_grad()
@@ -82,7 +82,7 @@ class Twin:
     "keys",
     [
         SOME,
-        (*SOME, *SLIPPERY, "method.momentum=0.3", "train.local_epochs=2"),
+        (*SOME, *SLIPPERY, "method.mean_momentum=0.3", "train.local_epochs=2"),
         (*UNEQUAL_FEW, "method.kappa=0", "train.momentum=0.9"),
     ],
 )

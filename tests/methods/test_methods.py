@@ -577,8 +577,8 @@ def with_neighbours(run: Run) -> State:
     """Store the features of the newest model, and weigh three neighbours by what they say of one another."""
     network = network_with(run, run.server["theta"], run.server["buffers"]).eval()
     most = int(run.method.context.num_samples.max())
-    store = torch.zeros(N, most, network.num_features)
-    labels, weight = torch.full((N, most), -1), torch.zeros(N)
+    store = torch.full((N, most, network.num_features), torch.inf)
+    labels, weight = torch.zeros(N, most, dtype=torch.int64), torch.zeros(N)
     for client in range(N):
         x, y = run.workplace.shard.samples("train", client)
         with torch.no_grad():
