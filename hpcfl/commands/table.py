@@ -126,7 +126,7 @@ def parser() -> Parser:
     parser.add_argument("settings", nargs="*", metavar=TABLE_HELP)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of it all (default: runs/<TABLE>)")
     for name in ("column", "row"):
-        named = f"run only this {name}, by its label or a part; repeatable"
+        named = f"run only this {name}, by label or part; repeatable"
         parser.add_argument(f"--{name}", action="append", default=[], metavar="LABEL", help=named)
     parser.add_argument(
         "--part", type=_part, default=(1, 1), metavar="K/N", help="run only every N-th cell, from the K-th on"
