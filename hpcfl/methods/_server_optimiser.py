@@ -38,16 +38,17 @@ class ServerOptimiser:
     """One optimiser of the server, whose moments are in the server's state."""
 
     def __init__(self, settings: ServerConfig, names: Sequence[str], layers: Sequence[Layer]) -> None:
-        self._settings, self._layers = settings, layers
+        self._optimiser, self._constants, self._layers = settings.optimiser, settings.in_use(), layers
         self._names = () if settings.optimiser is None else tuple(names)
 
     def initial(self, server: Tensors) -> Tensors:
         """Return m and v at the start, as a part of the server's state."""
-        averaged = {name: server[name] for name in self._names if name in server}
-        moments = {FIRST + name: torch.zeros_like(tensor) for name, tensor in averaged.items()}
-        if self._settings.optimiser != "momentum":
-            start = self._settings.in_use()["tau"] ** 2 if averaged else 0.0
-            moments |= {SECOND + name: torch.full_like(tensor, start) for name, tensor in averaged.items()}
+        moments = {}
+        for name in self._names:
+            if name in server:
+                moments[FIRST + name] = torch.zeros_like(server[name])
+                if self._has_second:
+                    moments[SECOND + name] = torch.full_like(server[name], self._constants["tau"] ** 2)
         return moments
 
     def before(self, server: Tensors) -> Tensors:
@@ -61,25 +62,27 @@ class ServerOptimiser:
             moves = self._moves(delta)
             m = server[FIRST + name].where(~moves, self._first(server[FIRST + name], delta))
             step = m
-            if self._settings.optimiser != "momentum":
+            if self._has_second:
                 v = server[SECOND + name].where(~moves, self._second(server[SECOND + name], delta))
                 server[SECOND + name] = v
-                step = m / (v.sqrt() + self._settings.in_use()["tau"])
+                step = m / (v.sqrt() + self._constants["tau"])
             server[FIRST + name] = m
-            server[name] = x.where(~moves, x + self._settings.in_use()["lr"] * step)
+            server[name] = x.where(~moves, x + self._constants["lr"] * step)
+
+    @property
+    def _has_second(self) -> bool:
+        return self._optimiser != "momentum"
 
     def _first(self, m: Tensor, delta: Tensor) -> Tensor:
-        beta1 = self._settings.in_use()["beta1"]
-        if self._settings.optimiser == "momentum":
-            return beta1 * m + delta
-        return beta1 * m + (1 - beta1) * delta
+        beta1 = self._constants["beta1"]
+        return beta1 * m + ((1 - beta1) * delta if self._has_second else delta)
 
     def _second(self, v: Tensor, delta: Tensor) -> Tensor:
         square = delta.square()
-        if self._settings.optimiser == "adagrad":
+        if self._optimiser == "adagrad":
             return v + square
-        beta2 = self._settings.in_use()["beta2"]
-        if self._settings.optimiser == "adam":
+        beta2 = self._constants["beta2"]
+        if self._optimiser == "adam":
             return beta2 * v + (1 - beta2) * square
         return v - (1 - beta2) * square * (v - square).sign()
 
