@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.aggregation import layer_means
@@ -21,7 +21,7 @@ from hpcfl.parameters import Layer, Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
-from hpcfl.training.losses import Loss
+from hpcfl.training.losses import Loss, body_features
 
 
 class Prototypes(NamedTuple):
@@ -53,7 +53,7 @@ def prototypes(clients: ClientGroup, theta: Tensor, num_classes: int) -> Prototy
     means, counts, squares = [], [], []
     for position in range(len(clients)):
         x, y = clients.samples("train", position)
-        features = clients.outputs(model, position, body_output, x)
+        features = clients.outputs(model, position, body_features, x, y)
         is_class = y == torch.arange(num_classes, device=y.device).unsqueeze(1)  # [K, n]
         count = is_class.sum(dim=1)
         # a product and no index_add_, whose order of additions is random on a GPU
@@ -61,12 +61,6 @@ def prototypes(clients: ClientGroup, theta: Tensor, num_classes: int) -> Prototy
         counts.append(count.int())
         squares.append(features.square().sum(dim=1).mean())
     return Prototypes(torch.stack(means), torch.stack(counts), torch.stack(squares))
-
-
-def body_output(network: nn.Module, x: Tensor) -> Tensor:
-    """Return the features [n, F] of images."""
-    features: Tensor = network.get_submodule("body")(x)
-    return features
 
 
 # the server's prototypes: `prototypes` [K, F], and `is_known` [K], 1 for each class that a client has sent

@@ -59,6 +59,6 @@ def sample_losses(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def body_features(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return the features [n, F] that a network's body gives; for `ClientGroup.over_training_set`."""
+    """Return the features [n, F] that a network's body gives; for `ClientGroup.outputs`."""
     features: Tensor = network.get_submodule("body")(x)
     return features
