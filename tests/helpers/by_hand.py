@@ -77,6 +77,23 @@ def train_by_torch(
         optimiser.step()
 
 
+def give_one_class_each(run: Run) -> None:
+    """Label all training samples of client i with class i // 2, so that nobody holds most classes."""
+    for client in range(run.num_clients):
+        run.workplace.shard.samples("train", client)[1].fill_(client // 2)
+
+
+def adapted_by_head_alone(run: Run, head: int) -> State:
+    """Return the models of unseen clients; only the last `head` numbers differ from the server's."""
+    models, theta = run.adapted(), run.server["theta"]
+    count = len(models["theta"])
+    assert torch.equal(models["theta"][:, :-head], theta[:-head].expand(count, -1))
+    assert (models["theta"][:, -head:] != theta[-head:]).any(dim=1).all()
+    if "buffers" in run.server:
+        assert torch.equal(models["buffers"], run.server["buffers"].expand(count, -1))
+    return models
+
+
 def mean_by_samples(run: Run, clients: Sequence[int], rows: Tensor) -> Tensor:
     """Return the mean of rows [S, ...] of some clients, weighted by their training samples."""
     samples = run.method.context.num_samples[list(clients)]

@@ -83,9 +83,8 @@ def differences_from(lines: list[Line]) -> str:
         names = ["difference", *([f"{over}_low", f"{over}_high"] if line[f"{over}_low"] else [])]
         figures = [f"{100 * float(line[name]):+.1f}" for name in names]
         pair = f"{line['first']} - {line['second']}"
-        moment = line["moment"] + ", weighted by samples" * (line.get("weighted") == "1")
         text = figures[0] + (f" [{figures[1]}, {figures[2]}]" if figures[1:] else "")
-        rows.append([line["column"], pair, moment, line["seeds"], text])
+        rows.append([line["column"], pair, line["moment"], line["seeds"], text])
     interval = "difference in points, 95 % interval over seeds (of one seed: over its clients)"
     return as_markdown(["setting", "rows", "scored", "seeds", interval], rows)
 

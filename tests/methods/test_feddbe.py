@@ -8,6 +8,7 @@ from by_hand import (
     SLIPPERY,
     SOME,
     batches_of,
+    give_one_class_each,
     mean_by_samples,
     network_with,
     torchs_sgd,
@@ -152,8 +153,7 @@ def test_a_client_that_was_not_sampled_has_no_offset_and_the_model_is_the_server
 
 def test_one_class_and_classes_that_nobody_holds_keep_all_finite() -> None:
     run = Run(FEDDBE, "train.rounds=2")
-    for client in range(4):
-        run.workplace.shard.samples("train", client)[1].fill_(client // 2)
+    give_one_class_each(run)
     up, clients = work(run, 0, 2)
     assert up["theta"].isfinite().all()
     assert clients["offset"].isfinite().all()
