@@ -45,8 +45,6 @@ REFUSED = {
 }
 """Types of `srun --mpi` that do not join the ranks, by MPI: exit code, and what is said."""
 
-MPIS = ["mpich", pytest.param("openmpi", marks=pytest.mark.nodes)]
-
 
 @dataclass(frozen=True)
 class Submitted:
@@ -118,7 +116,8 @@ def both(slurm: Slurm, gated: list[str], env: dict[str, str], base: Path, *close
     return jobs
 
 
-@pytest.mark.parametrize("mpi", MPIS)
+@pytest.mark.nodes
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
 def test_signalled_and_preempted_a_job_goes_on_on_other_nodes(
     slurm: Slurm, gated: list[str], undisturbed: Path, tmp_path: Path, mpi: str
 ) -> None:
