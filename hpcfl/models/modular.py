@@ -163,12 +163,15 @@ class ModularNetwork(nn.Module):
             active = (paths[active] > 0).any(dim=0)
         return decision
 
-    def active(self, decision: Tensor) -> list[Tensor]:
-        """Return for each layer which of its encoders or blocks get an input, bool [n_l] (section II-E)."""
-        active = [torch.ones(self.sizes[0], dtype=torch.bool, device=decision.device)]
+    def active(self, decision: Tensor) -> Tensor:
+        """Return which encoders and blocks get an input under decisions [..., E], bool [..., sum of n_l].
+
+        See section II-E.
+        """
+        active = [decision.new_ones(*decision.shape[:-1], self.sizes[0], dtype=torch.bool)]
         for paths in self.split(decision)[:-1]:
-            active.append((paths * active[-1].unsqueeze(1) > 0).any(dim=0))
-        return active
+            active.append((paths * active[-1].unsqueeze(-1) > 0).any(dim=-2))
+        return torch.cat(active, dim=-1)
 
 
 class Routed(nn.Module):

@@ -75,9 +75,9 @@ class ClientGroup:
         """Sum of the losses of these steps [C]."""
         self.scratch: Tensors = {}
         """Values that `client_request` stores for `train`, [C, ...] by name; dropped after the round."""
-        self.handover: Tensors = {}
-        """Of a sequential method: tensors from the previous group of this round, and tensors for the next
-        group. A group that diverged and is left out passes nothing on."""
+        self.handover = Message()
+        """Of a sequential method: what the next groups of this round get in place of the download's tensors
+        of the same names. That of a group that diverged and is left out is not used."""
         self._can_write = True
 
     def __len__(self) -> int:

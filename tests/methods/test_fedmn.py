@@ -467,7 +467,7 @@ def test_the_authors_program_scores_the_newest_weights_with_the_sampled_decision
 
 def test_the_temperature_falls_geometrically() -> None:
     method = make_method(*FLAT, "train.rounds=150")
-    falling = [method.temperature(round) for round in range(150)]
+    falling = [method.decisions.temperature(round) for round in range(150)]
     assert (falling[0], falling[-1]) == (1.0, pytest.approx(0.1, rel=1e-12))
     ratios = [b / a for a, b in itertools.pairwise(falling)]
     assert ratios == pytest.approx([0.1 ** (1 / 149)] * 149, rel=1e-12)
@@ -476,9 +476,9 @@ def test_the_temperature_falls_geometrically() -> None:
 def test_rounds_of_pretraining_do_not_cool() -> None:
     keys = ("train.rounds=5", "method.pretrain_rounds=2", "method.temperature=4")
     method = make_method(*FLAT, *keys, "method.final_temperature=1")
-    assert [method.temperature(n) for n in range(5)] == pytest.approx([4, 4, 4, 2, 1], rel=1e-12)
+    assert [method.decisions.temperature(n) for n in range(5)] == pytest.approx([4, 4, 4, 2, 1], rel=1e-12)
     last = make_method(*FLAT, "train.rounds=3", "method.pretrain_rounds=2")
-    assert last.temperature(2) == 1.0
+    assert last.decisions.temperature(2) == 1.0
 
 
 # Bytes
