@@ -33,7 +33,7 @@ from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
 from hpcfl.models.policy import PolicyNetwork, context_of, relevant
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import stream_seed, uniform_by_key
+from hpcfl.randomness import stream_seed
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
@@ -86,14 +86,12 @@ class FedCP(FedPer):
         if self.params.alignment:
             frozen = {"theta": received, BUFFERS: clients.buffers}
             taught = clients.over_training_set(frozen, body_features)
-        seeds = [stream_seed(self.context.seed, "policy", clients.round, client) for client in clients.ids]
-        keys = torch.tensor(seeds).to(clients.device)
+        uniform = clients.uniform("policy")
 
         def known(batch: Batch) -> Tensors:
-            shape = (batch.y.shape[1], self._num_features)
-            uniform, keys[batch.members] = uniform_by_key(keys[batch.members], shape)
             # the difference of two Gumbel draws has the logistic distribution
-            tensors = {"context": context[batch.members], "noise": uniform.to(received).logit()}
+            noise = uniform(batch, self._num_features).to(received).logit()
+            tensors = {"context": context[batch.members], "noise": noise}
             return tensors if taught is None else tensors | {"taught": batch.pick(taught)}
 
         return clients.gradient_beside(self._loss, known)

@@ -18,7 +18,8 @@ Differs from the paper, each with the option for the printed rule where there is
   step         the router has a step size of its own, `method.router_lr`; a larger one makes the z_i of all
                clients alike within a few rounds. The paper has one for all, tuned on 0.001 to 0.05
                (differs from Algorithm 1; `method.router_lr` equal to `train.lr`)
-  dropout      blocks have none; the paper's have (section IV-B, which gives no rate)
+  dropout      blocks have none. The paper's have, at a rate that it does not give (section IV-B;
+               `method.dropout=0.5` is PyTorch's default)
 
 Choices the paper leaves open:
   start        projections and blocks are drawn for ReLU (He et al., 2015). PyTorch's default weights are
@@ -107,6 +108,9 @@ class FedMNParams(Params):
     """Temperature tau of the first round (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
     """Temperature tau of the last round (paper: 0.1)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability that training sets an output of a block before the last layer to 0 (the paper has dropout
+    and gives no rate; PyTorch's default: 0.5); 0 is without."""
     router_norm: Norm = "separate"
     """Norm of the router's embeddings: `separate` gives that of the image and that of the label a root mean
     square of 1 each; `joint` gives both together the length 1 (the paper and the authors' code)."""
@@ -326,10 +330,15 @@ class FedMN(TwoPhaseMethod):
     def _gradient(self, clients: ClientGroup, fixed: Tensors) -> GradientOf:
         """Return the gradient of training; `fixed` has decisions, if any, and `slope` if the router learns,
         both [C, E]."""
-        steps = self._steps.to(clients.device)
-        plain = clients.gradient_beside(
-            self._loss, lambda batch: {name: rows[batch.members] for name, rows in fixed.items()}
-        )
+        steps, rate, uniform = self._steps.to(clients.device), self.params.dropout, clients.uniform("dropout")
+
+        def known(batch: Batch) -> Tensors:
+            tensors = {name: rows[batch.members] for name, rows in fixed.items()}
+            if rate and fixed:
+                tensors["kept"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
+            return tensors
+
+        plain = clients.gradient_beside(self._loss, known)
 
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
             slopes, losses = plain(theta, batch)
@@ -346,7 +355,8 @@ class FedMN(TwoPhaseMethod):
             logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
             # the decision itself, with the derivative of v (straight-through)
             decision = decision + tensors["slope"].detach() * (logits - logits.detach())
-        return cross_entropy(forward.call("", theta, batch.x, decision), batch.y)
+        kept = tensors["kept"].detach() if "kept" in tensors else None
+        return cross_entropy(forward.call("", theta, batch.x, decision, kept), batch.y)
 
 
 def _check(params: FedMNParams, rounds: int) -> None:

@@ -19,7 +19,7 @@ from hpcfl.communication.messages import Message
 from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import torch_stream
+from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
@@ -298,6 +298,21 @@ class ClientGroup:
             return gradients["theta"], losses
 
         return gradient
+
+    def uniform(self, purpose: str) -> Callable[[Batch, int], Tensor]:
+        """Return a function of a batch and a width that draws from U(0, 1), float32 [members, B, width].
+
+        Each call draws new numbers, on `device`, from the streams of (seed, purpose, round, client).
+        """
+        seeds = [stream_seed(self._worker.seed, purpose, self.round, client) for client in self.ids]
+        keys = torch.tensor(seeds).to(self.device)
+
+        def draw(batch: Batch, width: int) -> Tensor:
+            shape = (batch.y.shape[1], width)
+            numbers, keys[batch.members] = uniform_by_key(keys[batch.members], shape)
+            return numbers
+
+        return draw
 
     @contextmanager
     def discarding_buffer_updates(self) -> Iterator[None]:

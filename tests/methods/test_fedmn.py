@@ -28,7 +28,7 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedmn import FedMN
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
-from hpcfl.randomness import torch_stream
+from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.registries import load_config
 from hpcfl.setup.experiment import build
 from hpcfl.training.client_group import ClientGroup
@@ -302,6 +302,35 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
             assert torch.count_nonzero(ours) == 0
             assert torch.count_nonzero(piece(run.method, flat, layer.name)) == 0
     assert piece(run.method, flat, "router").abs().max() > 1e-6
+
+
+def test_a_step_with_dropout_against_plain_autograd(double: None) -> None:
+    keys = ("method.routing=open", "method.dropout=0.4", "train.batch_size=64", "train.rounds=1")
+    run = Run(*NARROW, *keys)
+    start = run.server = run.method.server_state()
+    client = 2
+    trained = uploads(run, [client])[client]
+
+    (batch,) = ClientGroup(run.workplace, [client], 0).batches()
+    x, y, network = batch.x[0], batch.y[0], network_with(run.method, start["theta"])
+    drawn, _ = uniform_by_key(torch.tensor([stream_seed(0, "dropout", 0, client)]), (len(x), 10))
+    kept = (drawn[0] >= 0.4) / 0.6
+    assert 0.3 < (kept == 0).double().mean() < 0.5
+    encoded = sum(network.get_submodule(f"encoder{k}")(x) for k in (1, 2)) / 2
+    hidden = sum(
+        network.get_submodule(f"block2_{k}")(encoded).relu() * kept[:, 5 * k - 5 : 5 * k] for k in (1, 2)
+    )
+    loss = cross_entropy(sum(network.get_submodule(f"block3_{k}")(hidden / 2) for k in (1, 2)) / 2, y)
+    gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
+    expected = start["theta"] - run.config.train.lr * torch.cat([g.reshape(-1) for g in gradients])
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
+
+
+def test_dropout_draws_the_same_for_a_client_in_any_group(double: None) -> None:
+    keys = (*NARROW, *UNEQUAL, "method.dropout=0.4", "train.rounds=2")
+    one, three = (Run(*keys, "run.engine=batched", f"run.clients_at_once={n}") for n in (1, 3))
+    torch.testing.assert_close(one.server["theta"], three.server["theta"], rtol=0, atol=1e-9)
+    assert (one.server["theta"] - Run(*keys, "method.dropout=0").server["theta"]).abs().max() > 1e-3
 
 
 PLANTED = (
