@@ -251,28 +251,47 @@ class FedMN(TwoPhaseMethod):
         total = samples.sum() * self._is_modular if rule == "sum" else None
         server |= layer_means(up, {"theta": weights}, self.layers, {"theta": server["theta"]}, total)
 
-    # rounds of pretraining
+    # router and loss
 
-    def _pretrain(self, clients: ClientGroup, down: Message) -> Message:
-        theta = clients.sgd(down["theta"]).theta
-        if self.buffers == "local":
-            for statistics in clients.buffers:
-                self._copy_body(self.layout.buffer_views(statistics))
-        return Message(per_client={"theta": theta}, layer_mask={"theta": self._is_pretrained})
+    def logits(self, clients: ClientGroup, down: Message) -> Tensor:
+        """Return the mean logits z of each client's training set [C, E], on the CPU (eq. 9)."""
+        model = {"theta": down["theta"], BUFFERS: clients.buffers}
+        rows = []
+        for position in range(len(clients)):
+            x, y = clients.samples("train", position)
+            rows.append(clients.outputs(model, position, lambda n, x, y: n.router(x, y), x, y).mean(dim=0))
+        return torch.stack(rows).cpu()
 
-    def end_round(self, server: State, cohort: Cohort) -> None:
-        """Let all encoders begin with the pretrained body after the last round of pretraining."""
-        if cohort.round == self.params.pretrain_rounds - 1:
-            self._copy_body(self.layout.views(server["theta"]))
-            if BUFFERS in server:
-                self._copy_body(self.layout.buffer_views(server[BUFFERS]))
+    def _gradient(self, clients: ClientGroup, fixed: Tensors) -> GradientOf:
+        """Return the gradient of training; `fixed` has decisions, if any, and `slope` if the router learns,
+        both [C, E]."""
+        steps, rate, uniform = self._steps.to(clients.device), self.params.dropout, clients.uniform("dropout")
 
-    def _copy_body(self, views: Tensors) -> None:
-        """Copy the first encoder's body into all others and the router's."""
-        for name, tensor in views.items():
-            _, is_body, rest = name.partition(".body.")
-            if is_body:
-                tensor.copy_(views[f"encoder1.body.{rest}"])
+        def known(batch: Batch) -> Tensors:
+            tensors = {name: rows[batch.members] for name, rows in fixed.items()}
+            if rate and fixed:
+                tensors["kept"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
+            return tensors
+
+        plain = clients.gradient_beside(self._loss, known)
+
+        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            slopes, losses = plain(theta, batch)
+            return slopes * steps, losses
+
+        return gradient
+
+    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        theta = tensors["theta"]
+        if "decision" not in tensors:
+            return cross_entropy(forward.logits(theta, batch.x), batch.y)
+        decision = tensors["decision"].detach()
+        if "slope" in tensors and self.params.routing != "open":
+            logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
+            # the decision itself, with the derivative of v (straight-through)
+            decision = decision + tensors["slope"].detach() * (logits - logits.detach())
+        kept = tensors["kept"].detach() if "kept" in tensors else None
+        return cross_entropy(forward.call("", theta, batch.x, decision, kept), batch.y)
 
     # evaluation
 
@@ -316,47 +335,28 @@ class FedMN(TwoPhaseMethod):
         assert isinstance(network, ModularNetwork)
         return Routed(network, model["decision"])
 
-    # router and loss
+    # rounds of pretraining
 
-    def logits(self, clients: ClientGroup, down: Message) -> Tensor:
-        """Return the mean logits z of each client's training set [C, E], on the CPU (eq. 9)."""
-        model = {"theta": down["theta"], BUFFERS: clients.buffers}
-        rows = []
-        for position in range(len(clients)):
-            x, y = clients.samples("train", position)
-            rows.append(clients.outputs(model, position, lambda n, x, y: n.router(x, y), x, y).mean(dim=0))
-        return torch.stack(rows).cpu()
+    def _pretrain(self, clients: ClientGroup, down: Message) -> Message:
+        theta = clients.sgd(down["theta"]).theta
+        if self.buffers == "local":
+            for statistics in clients.buffers:
+                self._copy_body(self.layout.buffer_views(statistics))
+        return Message(per_client={"theta": theta}, layer_mask={"theta": self._is_pretrained})
 
-    def _gradient(self, clients: ClientGroup, fixed: Tensors) -> GradientOf:
-        """Return the gradient of training; `fixed` has decisions, if any, and `slope` if the router learns,
-        both [C, E]."""
-        steps, rate, uniform = self._steps.to(clients.device), self.params.dropout, clients.uniform("dropout")
+    def end_round(self, server: State, cohort: Cohort) -> None:
+        """Let all encoders begin with the pretrained body after the last round of pretraining."""
+        if cohort.round == self.params.pretrain_rounds - 1:
+            self._copy_body(self.layout.views(server["theta"]))
+            if BUFFERS in server:
+                self._copy_body(self.layout.buffer_views(server[BUFFERS]))
 
-        def known(batch: Batch) -> Tensors:
-            tensors = {name: rows[batch.members] for name, rows in fixed.items()}
-            if rate and fixed:
-                tensors["kept"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
-            return tensors
-
-        plain = clients.gradient_beside(self._loss, known)
-
-        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            slopes, losses = plain(theta, batch)
-            return slopes * steps, losses
-
-        return gradient
-
-    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        theta = tensors["theta"]
-        if "decision" not in tensors:
-            return cross_entropy(forward.logits(theta, batch.x), batch.y)
-        decision = tensors["decision"].detach()
-        if "slope" in tensors and self.params.routing != "open":
-            logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
-            # the decision itself, with the derivative of v (straight-through)
-            decision = decision + tensors["slope"].detach() * (logits - logits.detach())
-        kept = tensors["kept"].detach() if "kept" in tensors else None
-        return cross_entropy(forward.call("", theta, batch.x, decision, kept), batch.y)
+    def _copy_body(self, views: Tensors) -> None:
+        """Copy the first encoder's body into all others and the router's."""
+        for name, tensor in views.items():
+            _, is_body, rest = name.partition(".body.")
+            if is_body:
+                tensor.copy_(views[f"encoder1.body.{rest}"])
 
 
 def _check(params: FedMNParams, rounds: int) -> None:
