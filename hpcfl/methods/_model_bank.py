@@ -12,6 +12,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._own_model import OwnModel
 from hpcfl.methods.base import State
+from hpcfl.training.client_group import ClientGroup
 
 HISTORY_LIMIT = 10_000
 """Largest number N*N of entries that the history records (100 MB for 2,500 evaluations)."""
@@ -36,11 +37,15 @@ class ModelBank(OwnModel):
 
         While there are none, it is the common initial model.
         """
-        is_sound = server["models"].norm(dim=1).isfinite()
-        known = (is_sound & (server["is_known"] == 1)).nonzero().flatten().tolist()
+        known = self.known(server).tolist()
         if not known:
             return self.context.initial_parameters()
         return mean_of((server["models"][client] for client in known), torch.ones(len(known)))
+
+    def known(self, server: State) -> Tensor:
+        """Return the ids of clients that have uploaded a model of finite numbers, in ascending order."""
+        is_sound = server["models"].norm(dim=1).isfinite()
+        return (is_sound & (server["is_known"] == 1)).nonzero().squeeze(1)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         for positions, block in up:
@@ -50,3 +55,6 @@ class ModelBank(OwnModel):
         """Keep the models that some clients sent."""
         server["models"][list(clients)] = block.per_client["theta"]
         server["is_known"][list(clients)] = 1
+
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
+        return Message(per_client={"theta": down["theta"]})

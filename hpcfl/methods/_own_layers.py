@@ -51,8 +51,9 @@ class OwnLayers(FedAvg):
         return Message(per_client={"theta": theta}, layer_mask={"theta": self.travels})
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
-        """Train whole models [C, P] and return them; default: plain SGD on all layers."""
-        return clients.sgd(theta).theta
+        """Train whole models [C, P] and return them; default: SGD on all layers with `local_gradient`."""
+        gradient = self.local_gradient(clients, Message(per_client={"theta": theta}))
+        return clients.sgd(theta, gradient=gradient).theta
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         mean = weighted_mean(up, "theta", cohort.num_samples)
@@ -63,18 +64,19 @@ class OwnLayers(FedAvg):
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Train a new client's private layers, from their start, beside the server's layers."""
-        theta = self.merged(clients, down)
+        model = self.eval_model(clients, down)
+        theta, gradient = model["theta"], self.local_gradient(clients, model) or clients.plain_gradient
         # by index and not by mask: a mask would make a GPU wait for the host
         places = self.is_own.nonzero().squeeze(1).to(clients.device)
         own = clients.descent(theta[:, places])
         with self.keeping_averaged_buffers(clients):
             for batch in clients.batches("finetune"):
                 theta[:, places] = own.theta
-                gradient, losses = clients.plain_gradient(theta[batch.members], batch)
-                own.step(batch.members, gradient[:, places])
+                slopes, losses = gradient(theta[batch.members], batch)
+                own.step(batch.members, slopes[:, places])
                 clients.record(batch, losses)
         theta[:, places] = own.theta
-        return Message(per_client={"theta": theta})
+        return model
 
     def merged(self, clients: ClientGroup, down: Message) -> Tensor:
         """Return whole models [C, P]: the downloaded layers and each client's own private layers."""

@@ -24,7 +24,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
-from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.client_group import ClientGroup, GradientOf
 
 State = Tensors
 """What a server or client keeps, by name."""
@@ -165,6 +165,8 @@ class Method:
     sharded: ShardedRows
     """The rows of `sharded_state`, set when a run begins. A hook that gets an upload must read it to its end
     before it uses them."""
+    finetuned: slice = slice(None)
+    """The numbers of `theta` [P] that `finetune` trains; default: all."""
     num_models: int | None = None
     """Number M of models that a client gets and trains, each with running statistics of its own: those of a
     group are [C, M, U]. None: one model, and [C, U]."""
@@ -298,9 +300,22 @@ class Method:
         )
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        """Return the evaluated models after local adaptation; default: local SGD on `theta`."""
-        theta = self.eval_model(clients, down).with_clients(len(clients))["theta"]
-        return Message(per_client={"theta": clients.sgd(theta, epochs=epochs, purpose="finetune").theta})
+        """Return the evaluated models after local adaptation; default: SGD on the `finetuned` numbers of
+        `theta` with `local_gradient`."""
+        model = self.eval_model(clients, down).with_clients(len(clients))
+        theta = clients.sgd(
+            model["theta"],
+            gradient=self.local_gradient(clients, model),
+            trained=self.finetuned,
+            epochs=epochs,
+            purpose="finetune",
+        ).theta
+        return Message(per_client=model.per_client | {"theta": theta})
+
+    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf | None:
+        """Return the `gradient` for `ClientGroup.sgd` of local adaptation, which starts from evaluated models
+        `model`; default: None, that of the cross-entropy."""
+        return None
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         """Return class probabilities [n, K] for one client of the group; default: one forward pass."""

@@ -108,9 +108,6 @@ class FedAMP(ModelBank):
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": self.mean_model(server)})
 
-    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": down["theta"]})
-
     def server_diagnostics(self, server: State) -> State:
         """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""
         models, count = server["models"], self.context.num_clients

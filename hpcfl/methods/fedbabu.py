@@ -42,7 +42,8 @@ class FedBABU(FedAvg):
     def __init__(self, context: Context, params: FedBABUParams) -> None:
         super().__init__(context, params)
         self._head = context.initial_parameters()[self.layout.head]
-        self._finetuned = {"all": slice(None), "head": self.layout.head, "body": self.layout.body}
+        parts = {"all": slice(None), "head": self.layout.head, "body": self.layout.body}
+        self.finetuned = parts[params.finetune]
 
     def download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]}, layer_mask={"theta": self.body_layers})
@@ -57,13 +58,6 @@ class FedBABU(FedAvg):
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         return self._with_head(down)
-
-    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        trained = self._finetuned[self.params.finetune]
-        theta = clients.sgd(
-            self._with_head(down)["theta"], epochs=epochs, trained=trained, purpose="finetune"
-        ).theta
-        return Message(per_client={"theta": theta})
 
     def _with_head(self, down: Message) -> Message:
         """Return the downloaded body under the fixed head, which all clients share."""

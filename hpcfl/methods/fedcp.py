@@ -33,7 +33,7 @@ from hpcfl.methods.base import Context, Params
 from hpcfl.methods.fedper import FedPer
 from hpcfl.models.policy import PolicyNetwork, context_of, relevant
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import stream_seed, uniform_by_key
+from hpcfl.randomness import stream_seed
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
@@ -59,7 +59,7 @@ class FedCP(FedPer):
         super().__init__(context, params)
         head = self.layout.head
         self._shared_head = slice(0, head.stop - head.start)
-        self._trained = slice(self._shared_head.stop, self.layout.size)
+        self.finetuned = slice(self._shared_head.stop, self.layout.size)
         self._num_features = context.network.num_features
 
     def make_network(self) -> PolicyNetwork:
@@ -68,8 +68,8 @@ class FedCP(FedPer):
             return PolicyNetwork(self.context.build_network(-1))
 
     def local_training(self, clients: ClientGroup, theta: Tensor) -> Tensor:
-        gradient = self._gradient(clients, theta)
-        theta = clients.sgd(theta, gradient=gradient, trained=self._trained).theta
+        gradient = self.local_gradient(clients, Message(per_client={"theta": theta}))
+        theta = clients.sgd(theta, gradient=gradient, trained=self.finetuned).theta
         theta[:, self._shared_head] = (theta[:, self._shared_head] + theta[:, self.layout.head]) / 2
         return theta
 
@@ -78,37 +78,20 @@ class FedCP(FedPer):
         theta[:, self._shared_head] = down["theta"][:, self._shared_head]
         return Message(per_client={"theta": theta})
 
-    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        theta = self.merged(clients, down)
-        gradient = self._gradient(clients, theta)
-        theta = clients.sgd(
-            theta, gradient=gradient, trained=self._trained, epochs=epochs, purpose="finetune"
-        ).theta
-        return Message(per_client={"theta": theta})
-
-    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        theta, head = self.merged(clients, down), self.layout.head
-        gradient = self._gradient(clients, theta)
-        with self.keeping_averaged_buffers(clients):
-            theta = clients.sgd(theta, gradient=gradient, trained=head, purpose="finetune").theta
-        return Message(per_client={"theta": theta})
-
-    def _gradient(self, clients: ClientGroup, received: Tensor) -> GradientOf:
-        """Return the gradient of the loss for clients that begin with models [C, P]."""
+    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
+        received = model["theta"]
         weight = received[:, self.layout.head.start :][:, : self.context.num_classes * self._num_features]
         context = context_of(weight.unflatten(1, (self.context.num_classes, self._num_features)))
         taught = None
         if self.params.alignment:
-            model = {"theta": received, BUFFERS: clients.buffers}
-            taught = clients.over_training_set(model, body_features)
-        seeds = [stream_seed(self.context.seed, "policy", clients.round, client) for client in clients.ids]
-        keys = torch.tensor(seeds).to(clients.device)
+            frozen = {"theta": received, BUFFERS: clients.buffers}
+            taught = clients.over_training_set(frozen, body_features)
+        uniform = clients.uniform("policy")
 
         def known(batch: Batch) -> Tensors:
-            shape = (batch.y.shape[1], self._num_features)
-            uniform, keys[batch.members] = uniform_by_key(keys[batch.members], shape)
             # the difference of two Gumbel draws has the logistic distribution
-            tensors = {"context": context[batch.members], "noise": uniform.to(received).logit()}
+            noise = uniform(batch, self._num_features).to(received).logit()
+            tensors = {"context": context[batch.members], "noise": noise}
             return tensors if taught is None else tensors | {"taught": batch.pick(taught)}
 
         return clients.gradient_beside(self._loss, known)

@@ -29,13 +29,13 @@ from collections.abc import Sequence
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.aggregation import weighted_mean, weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.errors import UserError
+from hpcfl.methods._prototypes import num_features
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Tensors
@@ -64,13 +64,7 @@ class FedDBE(FedAvg):
 
     def __init__(self, context: Context, params: FedDBEParams) -> None:
         super().__init__(context, params)
-        head = list(context.network.head.children())
-        if len(head) != 1 or not isinstance(head[0], nn.Linear) or head[0].bias is None:
-            raise UserError(
-                f"method.name=feddbe needs a head that is one linear layer with a bias, and model.name="
-                f"{context.model_name} has another; use a model such as model.name=lenet"
-            )
-        self._num_features = context.network.num_features
+        self._num_features = num_features(self)
         self._bias = slice(self.layout.size - context.num_classes, self.layout.size)
         self._weight = slice(self.layout.head.start, self._bias.start)
 

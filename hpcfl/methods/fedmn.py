@@ -18,7 +18,8 @@ Differs from the paper, each with the option for the printed rule where there is
   step         the router has a step size of its own, `method.router_lr`; a larger one makes the z_i of all
                clients alike within a few rounds. The paper has one for all, tuned on 0.001 to 0.05
                (differs from Algorithm 1; `method.router_lr` equal to `train.lr`)
-  dropout      blocks have none; the paper's have (section IV-B, which gives no rate)
+  dropout      blocks have none. The paper's have, at a rate that it does not give (section IV-B;
+               `method.dropout=0.5` is PyTorch's default)
 
 Choices the paper leaves open:
   start        projections and blocks are drawn for ReLU (He et al., 2015). PyTorch's default weights are
@@ -62,13 +63,13 @@ chain and with momentum, and does not count its rounds of pretraining.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
-import numpy as np
 import torch
 from pydantic import Field, Strict
 from torch import Tensor
+from torch.nn.functional import cross_entropy, pad
 
 from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
@@ -77,10 +78,11 @@ from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params, State, Traits, TwoPhaseMethod
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Norm, Routed, num_paths, path_names
+from hpcfl.models.routing import Decisions, Routing, packed, unpacked
 from hpcfl.parameters import Layer, Tensors, columns
-from hpcfl.randomness import stream_seed, torch_stream
+from hpcfl.randomness import stream_seed
 from hpcfl.training.batches import Batch
-from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.client_group import ClientGroup, GradientOf
 from hpcfl.training.forward import Forward
 
 Blocks = Annotated[int, Strict(), Field(ge=1, le=64)]
@@ -95,7 +97,7 @@ class FedMNParams(Params):
     widths: list[Width] | None = None
     """Outputs of an encoder, then of a block in each layer but the last. Default: 512, then 256 each (as in
     the authors' code); if the body has F < 512 features, F, then F / 2 each."""
-    routing: Literal["straight", "soft", "open"] = "straight"
+    routing: Routing = "straight"
     """Decisions: `straight` has hard ones, trained straight-through; `soft` has soft ones, so all blocks
     travel; `open` opens all paths."""
     aggregation: Literal["normalised", "sum", "count"] = "normalised"
@@ -106,6 +108,9 @@ class FedMNParams(Params):
     """Temperature tau of the first round (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
     """Temperature tau of the last round (paper: 0.1)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability that training sets an output of a block before the last layer to 0 (the paper has dropout
+    and gives no rate; PyTorch's default: 0.5); 0 is without."""
     router_norm: Norm = "separate"
     """Norm of the router's embeddings: `separate` gives that of the image and that of the label a root mean
     square of 1 each; `joint` gives both together the length 1 (the paper and the authors' code)."""
@@ -160,33 +165,30 @@ class FedMN(TwoPhaseMethod):
     network: ModularNetwork
 
     def __init__(self, context: Context, params: FedMNParams) -> None:
+        _check(params, context.train.rounds)
         super().__init__(context, params)
         self.sequential = "method.order=chain" if params.order == "chain" else None
         names = [layer.name for layer in self.layers]
         self._is_router = torch.tensor([name == ROUTER for name in names])
         self._is_pretrained = torch.tensor([name in ("encoder1", CLASSIFIER) for name in names])
+        self._is_modular = torch.tensor([name != CLASSIFIER for name in names])
+        of_router = columns(self.layers, self._is_router)
+        self._steps = torch.where(of_router, params.router_lr / context.train.lr, 1.0)
+        """Each number's step size, in units of `train.lr` [P]."""
+        temperatures = params.temperature, params.final_temperature
+        rounds = range(params.pretrain_rounds, context.train.rounds)
+        self.decisions = Decisions(self.network, params.routing, temperatures, rounds, context.seed)
 
     def make_network(self) -> ModularNetwork:
         context, params = self.context, self.params
-        sizes = params.architecture
-        widest = min(512, context.network.num_features)
-        widths = params.widths
-        if widths is None:
-            widths = [widest] + [max(1, widest // 2)] * (len(sizes) - 2)
-        _check(params, widths, context.train.rounds)
+        sizes, widest = params.architecture, min(512, context.network.num_features)
+        widths = params.widths or [widest, *[max(1, widest // 2)] * (len(sizes) - 2)]
+        with_classifier = params.pretrain_rounds > 0
+        router = params.router_spread, params.router_norm
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(stream_seed(context.seed, "modular network", 0, -1))
             networks = [context.build_network(-1 - number) for number in range(sizes[0] + 1)]
-            with_classifier = params.pretrain_rounds > 0
-            return ModularNetwork(
-                sizes,
-                widths,
-                context.num_classes,
-                networks,
-                with_classifier,
-                params.router_spread,
-                params.router_norm,
-            )
+            return ModularNetwork(sizes, widths, context.num_classes, networks, with_classifier, *router)
 
     def make_layers(self) -> tuple[Layer, ...]:
         return self.layout.layers("child")
@@ -198,6 +200,8 @@ class FedMN(TwoPhaseMethod):
         rows = torch.zeros(len(clients), num_paths(self.params.architecture))
         return {"probability": rows, "decision": rows.clone()}
 
+    # a round
+
     def needs_request(self, round: int) -> bool:
         return round >= self.params.pretrain_rounds
 
@@ -207,91 +211,113 @@ class FedMN(TwoPhaseMethod):
 
     def client_request(self, clients: ClientGroup, down: Message) -> Message:
         logits = self.logits(clients, down)
-        soft = torch.stack(
-            [self._sampled(z, clients.round, i) for z, i in zip(logits, clients.ids, strict=True)]
-        )
-        decision = self._decision(soft, logits)
+        decision, slope = self.decisions.drawn(logits, clients.round, clients.ids)
         clients["probability"] = logits.sigmoid().to(clients.device)
         clients["decision"] = decision.to(clients.device)
-        clients.scratch["slope"] = (soft * (1 - soft) / self.temperature(clients.round)).to(clients.device)
-        return Message(per_client={"paths": _packed(decision)})
+        clients.scratch["slope"] = slope.to(clients.device)
+        return Message(per_client={"paths": packed(decision)})
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
-        active = self.active_layers(_unpacked(requests["paths"], num_paths(self.params.architecture)))
-        return Message(shared={"parts": server["theta"]}, layer_mask={"parts": active})
+        active = self.network.active(unpacked(requests["paths"], num_paths(self.params.architecture)))
+        # the router and the classifier are the last layers
+        keep = pad(active, (0, len(self.layers) - active.shape[1]))
+        return Message(shared={"parts": server["theta"]}, layer_mask={"parts": keep})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         if not self.needs_request(clients.round):
-            theta = clients.sgd(down["theta"]).theta
-            if self.buffers == "local":
-                for statistics in clients.buffers:
-                    self._hand_on(self.layout.buffer_views(statistics))
-            return Message(per_client={"theta": theta}, layer_mask={"theta": self._is_pretrained})
-        fixed = {"decision": clients["decision"]} | clients.scratch
+            return self._pretrain(clients, down)
         keep = down.layer_mask["parts"].cpu() | self._is_router
         # a client does not have the weights of blocks that it did not request
-        has = columns(self.layers, keep.to(clients.device))
-        # in a chain, all weights from where the client before stopped, or else the server's
-        start = clients.handover.get("theta", down["parts"])
-        if "theta" in clients.handover and self.averages_buffers:
-            clients.buffers = clients.handover[BUFFERS].clone()
-        theta = clients.sgd(start.where(has, 0.0), gradient=self._gradient(clients, fixed)).theta
-        if self.sequential is not None:
-            clients.handover = {"theta": theta.where(has, start), BUFFERS: clients.buffers.clone()}
+        has, start = columns(self.layers, keep.to(clients.device)), down["parts"]
+        gradient = self._gradient(clients, {"decision": clients["decision"]} | clients.scratch)
+        theta = clients.sgd(start.where(has, 0.0), gradient=gradient).theta
+        if self.params.order == "chain":
+            statistics = {BUFFERS: clients.buffers[0]} if self.averages_buffers else {}
+            clients.handover = Message({"parts": theta.where(has, start)[0]} | statistics)
         return Message(per_client={"theta": theta}, layer_mask={"theta": keep})
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        """Return the local models with the decisions they were trained with."""
-        model = {"theta": up["theta"]}
-        if self.needs_request(clients.round):
-            model["decision"] = clients["decision"]
-        return Message(per_client=model)
+        decision = {"decision": clients["decision"]} if self.needs_request(clients.round) else {}
+        return Message(per_client={"theta": up["theta"]} | decision)
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
-        keep = self._is_pretrained
+        keep, rule = self._is_pretrained, "normalised"
         if self.needs_request(cohort.round):
-            keep = up.sent.layer_mask["parts"] | self._is_router
-        samples = cohort.num_samples.double().view(-1, 1)
-        weights = keep.double().expand(len(cohort), -1)
-        total = None
-        aggregation = self.params.aggregation if self.needs_request(cohort.round) else "normalised"
-        if aggregation != "count":
-            weights = weights * samples
-        if aggregation == "sum":
-            # a total of 0 keeps the weights of the pretraining's classifier, which no client trains any more
-            total = samples.sum() * torch.tensor([layer.name != CLASSIFIER for layer in self.layers])
+            keep, rule = up.sent.layer_mask["parts"] | self._is_router, self.params.aggregation
+        samples = cohort.num_samples.double().unsqueeze(1)
+        weights = keep.double().expand(len(cohort), -1) * (1 if rule == "count" else samples)
+        # where the total is 0, the server's weights stay
+        total = samples.sum() * self._is_modular if rule == "sum" else None
         server |= layer_means(up, {"theta": weights}, self.layers, {"theta": server["theta"]}, total)
 
-    def end_round(self, server: State, cohort: Cohort) -> None:
-        """Hand on the encoder's body after the last round of pretraining."""
-        if cohort.round == self.params.pretrain_rounds - 1:
-            self._hand_on(self.layout.views(server["theta"]))
-            if BUFFERS in server:
-                self._hand_on(self.layout.buffer_views(server[BUFFERS]))
+    # router and loss
+
+    def logits(self, clients: ClientGroup, down: Message) -> Tensor:
+        """Return the mean logits z of each client's training set [C, E], on the CPU (eq. 9)."""
+        model = {"theta": down["theta"], BUFFERS: clients.buffers}
+        rows = []
+        for position in range(len(clients)):
+            x, y = clients.samples("train", position)
+            rows.append(clients.outputs(model, position, lambda n, x, y: n.router(x, y), x, y).mean(dim=0))
+        return torch.stack(rows).cpu()
+
+    def _gradient(self, clients: ClientGroup, fixed: Tensors) -> GradientOf:
+        """Return the gradient of training; `fixed` has decisions, if any, and `slope` if the router learns,
+        both [C, E]."""
+        steps, rate, uniform = self._steps.to(clients.device), self.params.dropout, clients.uniform("dropout")
+
+        def known(batch: Batch) -> Tensors:
+            tensors = {name: rows[batch.members] for name, rows in fixed.items()}
+            if rate and fixed:
+                tensors["kept"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
+            return tensors
+
+        plain = clients.gradient_beside(self._loss, known)
+
+        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+            slopes, losses = plain(theta, batch)
+            return slopes * steps, losses
+
+        return gradient
+
+    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
+        theta = tensors["theta"]
+        if "decision" not in tensors:
+            return cross_entropy(forward.logits(theta, batch.x), batch.y)
+        decision = tensors["decision"].detach()
+        if "slope" in tensors and self.params.routing != "open":
+            logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
+            # the decision itself, with the derivative of v (straight-through)
+            decision = decision + tensors["slope"].detach() * (logits - logits.detach())
+        kept = tensors["kept"].detach() if "kept" in tensors else None
+        return cross_entropy(forward.call("", theta, batch.x, decision, kept), batch.y)
+
+    # evaluation
 
     def eval_download(self, server: State, cohort: Cohort) -> Message:
         return Message(shared={"theta": server["theta"]})
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
-        shared = {"theta": down.shared["theta"]}
-        if not self._is_modular(clients):
+        shared, newest = {"theta": down.shared["theta"]}, clients.round - 1
+        if not self.needs_request(newest):
+            # a model without a decision is the classifier
             return Message(shared)
-        logits = self.logits(clients, down)
-        decision = self._decision((logits / self.temperature(clients.round - 1)).sigmoid(), logits)
-        decision = decision.to(clients.device)
+        decision = self.decisions.likely(self.logits(clients, down), newest).to(clients.device)
         if self.params.scored_paths == "sampled":
             last = clients["decision"]
             # a decision has an open path at least
             decision = torch.where(last.any(dim=1, keepdim=True), last, decision)
         return Message(shared, {"decision": decision})
 
+    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
+        return self._gradient(clients, {"decision": model["decision"]} if "decision" in model else {})
+
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         model = self.eval_model(clients, down)
         if self.buffers == "local":
             # a new client has no running statistics, and gradients find them
-            decision = {"decision": model["decision"]} if "decision" in model else None
-            gradient = self._gradient(clients, decision) if decision else clients.plain_gradient
+            gradient = self.local_gradient(clients, model)
             for batch in clients.batches("statistics"):
                 gradient(down["theta"][batch.members], batch)
         return model
@@ -309,84 +335,23 @@ class FedMN(TwoPhaseMethod):
         assert isinstance(network, ModularNetwork)
         return Routed(network, model["decision"])
 
-    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        model = self.eval_model(clients, down).with_clients(len(clients))
-        gradient = self._gradient(clients, {"decision": model["decision"]}) if "decision" in model else None
-        theta = clients.sgd(model["theta"], gradient=gradient, epochs=epochs, purpose="finetune").theta
-        return Message(per_client=model.per_client | {"theta": theta})
+    # rounds of pretraining
 
-    def temperature(self, round: int) -> float:
-        """Return tau of a round, counted from 0; rounds of pretraining are left out."""
-        first, last = self.params.temperature, self.params.final_temperature
-        rounds = self.context.train.rounds - self.params.pretrain_rounds
-        share = max(0, round - self.params.pretrain_rounds) / max(1, rounds - 1)
-        return float(first * (last / first) ** share)
+    def _pretrain(self, clients: ClientGroup, down: Message) -> Message:
+        theta = clients.sgd(down["theta"]).theta
+        if self.buffers == "local":
+            for statistics in clients.buffers:
+                self._copy_body(self.layout.buffer_views(statistics))
+        return Message(per_client={"theta": theta}, layer_mask={"theta": self._is_pretrained})
 
-    def logits(self, clients: ClientGroup, down: Message) -> Tensor:
-        """Return the mean logits z of each client's training set [C, E], on the CPU (eq. 9)."""
-        model = {"theta": down["theta"], "buffers": clients.buffers}
-        rows = [
-            clients.outputs(
-                model, position, lambda n, x, y: n.router(x, y), *clients.samples("train", position)
-            )
-            for position in range(len(clients))
-        ]
-        return torch.stack([row.mean(dim=0).cpu() for row in rows])
+    def end_round(self, server: State, cohort: Cohort) -> None:
+        """Let all encoders begin with the pretrained body after the last round of pretraining."""
+        if cohort.round == self.params.pretrain_rounds - 1:
+            self._copy_body(self.layout.views(server["theta"]))
+            if BUFFERS in server:
+                self._copy_body(self.layout.buffer_views(server[BUFFERS]))
 
-    def active_layers(self, decision: Tensor) -> Tensor:
-        """Return which encoders and blocks the decisions [C, E] use, bool [C, L]; False for the router."""
-        active = torch.zeros(len(decision), len(self.layers), dtype=torch.bool)
-        for row, paths in zip(active, decision, strict=True):
-            flags = torch.cat(self.network.active(paths))
-            row[: len(flags)] = flags
-        return active
-
-    def _is_modular(self, clients: ClientGroup) -> bool:
-        """Whether an evaluation scores the modular network, not the classifier of the pretraining."""
-        return clients.round > self.params.pretrain_rounds
-
-    def _sampled(self, logits: Tensor, round: int, client: int) -> Tensor:
-        """Draw the soft decision v [E] of a client (eq. 5)."""
-        stream = torch_stream(self.context.seed, "routing", round, client)
-        uniform = torch.rand(logits.shape, generator=stream, dtype=torch.float64)
-        return ((uniform.logit(eps=1e-12) + logits) / self.temperature(round)).sigmoid().to(logits.dtype)
-
-    def _decision(self, soft: Tensor, logits: Tensor) -> Tensor:
-        """Return the decisions [C, E] that the network uses, from soft decisions and their logits [C, E]."""
-        if self.params.routing == "soft":
-            return soft
-        if self.params.routing == "open":
-            return torch.ones_like(soft)
-        hard = (soft > 0.5).to(soft.dtype)
-        rows = [self.network.opened(row, z) for row, z in zip(hard, logits, strict=True)]
-        return torch.stack(rows)
-
-    def _gradient(
-        self, clients: ClientGroup, fixed: Tensors
-    ) -> Callable[[Tensor, Batch], tuple[Tensor, Tensor]]:
-        """Return the gradient function of training; `fixed` holds decisions [C, E], and slopes [C, E] if the
-        router learns."""
-
-        router = columns(self.layers, self._is_router)
-        factor = torch.where(router, self.params.router_lr / self.context.train.lr, 1.0).to(clients.device)
-
-        def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-            tensors = {"theta": theta} | {name: tensor[batch.members] for name, tensor in fixed.items()}
-            gradients, losses = clients.gradient(self._loss, tensors, batch)
-            return gradients["theta"] * factor, losses
-
-        return gradient
-
-    def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
-        theta = tensors["theta"]
-        decision = tensors["decision"].detach()
-        if "slope" in tensors and self.params.routing != "open":
-            logits = forward.call("router", theta, batch.x, batch.y).mean(dim=0)
-            decision = decision + tensors["slope"].detach() * (logits - logits.detach())
-        outputs = forward.call("", theta, batch.x, decision)
-        return torch.nn.functional.cross_entropy(outputs, batch.y)
-
-    def _hand_on(self, views: Tensors) -> None:
+    def _copy_body(self, views: Tensors) -> None:
         """Copy the first encoder's body into all others and the router's."""
         for name, tensor in views.items():
             _, is_body, rest = name.partition(".body.")
@@ -394,38 +359,26 @@ class FedMN(TwoPhaseMethod):
                 tensor.copy_(views[f"encoder1.body.{rest}"])
 
 
-def _check(params: FedMNParams, widths: list[int], rounds: int) -> None:
-    """Refuse hyper-parameters that do not go together."""
-    layers = len(params.architecture)
-    if layers < 2:
+def _check(params: FedMNParams, rounds: int) -> None:
+    """Raise UserError for hyper-parameters that do not go together."""
+    sizes, widths, pretraining = params.architecture, params.widths, params.pretrain_rounds
+    if len(sizes) < 2:
         raise UserError(
-            f"method.architecture={params.architecture} needs a layer of encoders and one of blocks at "
-            "least, such as [2,2,2]"
+            f"method.architecture={sizes} needs a layer of encoders and one of blocks at least, such as "
+            "[2,2,2]"
         )
-    if len(widths) != layers - 1:
+    if widths is not None and len(widths) != len(sizes) - 1:
         raise UserError(
-            f"method.widths={widths} does not go with method.architecture={params.architecture}; "
-            f"allowed: {layers - 1} widths, one for each layer but the last"
+            f"method.widths={widths} does not go with method.architecture={sizes}; allowed: "
+            f"{len(sizes) - 1} widths, one for each layer but the last"
         )
     if params.final_temperature > params.temperature:
         raise UserError(
             f"method.final_temperature={params.final_temperature:g} is above "
             f"method.temperature={params.temperature:g}; allowed: one that falls, such as 1.0 and 0.1"
         )
-    if params.pretrain_rounds >= rounds:
+    if pretraining >= rounds:
         raise UserError(
-            f"method.pretrain_rounds={params.pretrain_rounds} leaves none of train.rounds={rounds} for the "
-            f"modular network; allowed: 0 to {rounds - 1}"
+            f"method.pretrain_rounds={pretraining} leaves none of train.rounds={rounds} for the modular "
+            f"network; allowed: 0 to {rounds - 1}"
         )
-
-
-def _packed(decision: Tensor) -> Tensor:
-    """Return hard decisions [C, E] as bits, uint8 [C, ceil(E / 8)]."""
-    return torch.from_numpy(np.packbits(decision.numpy() > 0, axis=1))
-
-
-def _unpacked(bits: Tensor, num_paths: int) -> Tensor:
-    """Undo `_packed`: float [C, E] of zeros and ones."""
-    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_paths)).to(
-        torch.get_default_dtype()
-    )

@@ -73,9 +73,10 @@ class GPFL(FedPer):
             pull[:, self._decayed] = self.params.decay * theta[:, self._decayed]
             return pull
 
-        gradient = self._gradient(clients, theta)
         return clients.sgd(
-            theta, gradient=gradient, extra_gradient=decay if self.params.decay else None
+            theta,
+            gradient=self.local_gradient(clients, self._with_shares(clients, theta)),
+            extra_gradient=decay if self.params.decay else None,
         ).theta
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
@@ -83,19 +84,6 @@ class GPFL(FedPer):
 
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return self._with_shares(clients, up.per_client["theta"])
-
-    def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        theta = self.merged(clients, down)
-        gradient = self._gradient(clients, theta)
-        theta = clients.sgd(theta, gradient=gradient, epochs=epochs, purpose="finetune").theta
-        return self._with_shares(clients, theta)
-
-    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
-        theta, head = self.merged(clients, down), self.layout.head
-        gradient = self._gradient(clients, theta)
-        with self.keeping_averaged_buffers(clients):
-            theta = clients.sgd(theta, gradient=gradient, trained=head, purpose="finetune").theta
-        return self._with_shares(clients, theta)
 
     def predict(self, clients: ClientGroup, model: Message, position: int, x: Tensor) -> Tensor:
         shares = model["shares"][position]
@@ -118,9 +106,9 @@ class GPFL(FedPer):
     def _with_shares(self, clients: ClientGroup, theta: Tensor) -> Message:
         return Message(per_client={"theta": theta, "shares": self.shares(clients)})
 
-    def _gradient(self, clients: ClientGroup, received: Tensor) -> GradientOf:
-        """Return the gradient of the loss, whose conditions are made of the embeddings received [C, P]."""
-        shares = self.shares(clients)
+    def local_gradient(self, clients: ClientGroup, model: Message) -> GradientOf:
+        # the conditions are made of the embeddings received
+        received, shares = model["theta"], model["shares"]
         start, stop = self._decayed.start, self._decayed.start + self.network.embeddings.weight.numel()
         embeddings = received[:, start:stop].unflatten(1, (self.context.num_classes, -1))
 

@@ -94,7 +94,7 @@ class ModularNetwork(nn.Module):
         router_norm: Norm = "separate",
     ) -> None:
         super().__init__()
-        self.sizes = tuple(sizes)
+        self.sizes, self.widths = tuple(sizes), tuple(widths)
         for number, network in enumerate(networks[:-1], start=1):
             self.add_module(f"encoder{number}", Encoder(network, widths[0]))
         outputs = [*widths[1:], num_classes]
@@ -107,12 +107,21 @@ class ModularNetwork(nn.Module):
         if with_classifier:
             self.add_module(CLASSIFIER, nn.Linear(widths[0], num_classes))
 
-    def forward(self, x: Tensor, decision: Tensor | None = None) -> Tensor:
-        """Return logits [B, K] along a decision's open paths (eq. 13); without one, the classifier's."""
+    def forward(self, x: Tensor, decision: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+        """Return logits [B, K] along a decision's open paths (eq. 13); without one, the classifier's.
+
+        `kept` [B, num_hidden] multiplies the outputs of all blocks but the last layer's, block by block:
+        dropout, with zeros for what is left out.
+        """
         if decision is None:
             logits: Tensor = self.get_submodule(CLASSIFIER)(self.get_submodule("encoder1")(x))
             return logits
-        return self.along(x, self.shares(decision))
+        return self.along(x, self.shares(decision), kept)
+
+    @property
+    def num_hidden(self) -> int:
+        """Outputs of all blocks but those of the last layer."""
+        return sum(size * width for size, width in zip(self.sizes[1:-1], self.widths[1:], strict=True))
 
     def shares(self, decision: Tensor) -> list[Tensor]:
         """Return of each layer's means the weights [n_{l-1}, n_l], and of the output's [n_L, 1] (eq. 13).
@@ -129,16 +138,22 @@ class ModularNetwork(nn.Module):
             active = (total > 0).to(decision.dtype)
         return found
 
-    def along(self, x: Tensor, shares: Sequence[Tensor]) -> Tensor:
-        """Return logits [B, K] of means with the weights that `shares` returns."""
+    def along(self, x: Tensor, shares: Sequence[Tensor], kept: Tensor | None = None) -> Tensor:
+        """Return logits [B, K] of means with the weights that `shares` returns; `kept` as in `forward`."""
         outputs = [self.get_submodule(f"encoder{number}")(x) for number in range(1, self.sizes[0] + 1)]
         *layers, last = shares
+        used = 0
         for layer, weights in enumerate(layers, start=2):
             inputs = _means(torch.stack(outputs), weights).unbind()
             outputs = []
             for number in range(1, self.sizes[layer - 1] + 1):
                 output = self.get_submodule(f"block{layer}_{number}")(inputs[number - 1])
-                outputs.append(output.relu() if layer < len(self.sizes) else output)
+                if layer < len(self.sizes):
+                    output = output.relu()
+                    if kept is not None:
+                        output = output * kept[:, used : used + output.shape[1]]
+                        used += output.shape[1]
+                outputs.append(output)
         return _means(torch.stack(outputs), last)[0]
 
     def split(self, decision: Tensor) -> list[Tensor]:
@@ -163,12 +178,15 @@ class ModularNetwork(nn.Module):
             active = (paths[active] > 0).any(dim=0)
         return decision
 
-    def active(self, decision: Tensor) -> list[Tensor]:
-        """Return for each layer which of its encoders or blocks get an input, bool [n_l] (section II-E)."""
-        active = [torch.ones(self.sizes[0], dtype=torch.bool, device=decision.device)]
+    def active(self, decision: Tensor) -> Tensor:
+        """Return which encoders and blocks get an input under decisions [..., E], bool [..., sum of n_l].
+
+        See section II-E.
+        """
+        active = [decision.new_ones(*decision.shape[:-1], self.sizes[0], dtype=torch.bool)]
         for paths in self.split(decision)[:-1]:
-            active.append((paths * active[-1].unsqueeze(1) > 0).any(dim=0))
-        return active
+            active.append((paths * active[-1].unsqueeze(-1) > 0).any(dim=-2))
+        return torch.cat(active, dim=-1)
 
 
 class Routed(nn.Module):

@@ -16,7 +16,6 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
-from hpcfl.parameters import Tensors
 from hpcfl.setup.device_memory import abort_out_of_memory, out_of_memory
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import LastEvaluation, Saver
@@ -236,10 +235,9 @@ class Simulation:
         uploads = Uploads(down.num_clients)
         adapter, began_s, scoring_s = self._federation.adapter, time.monotonic(), 0.0
         diverged: dict[int, str] = {}
-        handover: Tensors = {}
+        handover = Message()
         for part, clients in groups:
-            mine = down.select(part).to(clients.device)
-            clients.handover = handover
+            mine = down.select(part).to(clients.device) | handover
             up = adapter.work(clients, mine)
             steps.append(clients.steps.double())
             figures = losses_and_extremes(clients, up).cpu()

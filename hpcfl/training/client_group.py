@@ -19,7 +19,7 @@ from hpcfl.communication.messages import Message
 from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
-from hpcfl.randomness import torch_stream
+from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
@@ -75,9 +75,9 @@ class ClientGroup:
         """Sum of the losses of these steps [C]."""
         self.scratch: Tensors = {}
         """Values that `client_request` stores for `train`, [C, ...] by name; dropped after the round."""
-        self.handover: Tensors = {}
-        """Of a sequential method: tensors from the previous group of this round, and tensors for the next
-        group. A group that diverged and is left out passes nothing on."""
+        self.handover = Message()
+        """Of a sequential method: what the next groups of this round get in place of the download's tensors
+        of the same names. That of a group that diverged and is left out is not used."""
         self._can_write = True
 
     def __len__(self) -> int:
@@ -298,6 +298,21 @@ class ClientGroup:
             return gradients["theta"], losses
 
         return gradient
+
+    def uniform(self, purpose: str) -> Callable[[Batch, int], Tensor]:
+        """Return a function of a batch and a width that draws from U(0, 1), float32 [members, B, width].
+
+        Each call draws new numbers, on `device`, from the streams of (seed, purpose, round, client).
+        """
+        seeds = [stream_seed(self._worker.seed, purpose, self.round, client) for client in self.ids]
+        keys = torch.tensor(seeds).to(self.device)
+
+        def draw(batch: Batch, width: int) -> Tensor:
+            shape = (batch.y.shape[1], width)
+            numbers, keys[batch.members] = uniform_by_key(keys[batch.members], shape)
+            return numbers
+
+        return draw
 
     @contextmanager
     def discarding_buffer_updates(self) -> Iterator[None]:

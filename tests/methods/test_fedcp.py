@@ -20,6 +20,7 @@ from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from hpcfl.communication.messages import Message
 from hpcfl.randomness import stream_seed
 from hpcfl.training.client_group import ClientGroup
 
@@ -160,7 +161,7 @@ def test_noise_differs_between_steps_clients_and_rounds() -> None:
         theta = run.method.initial_theta().unsqueeze(0)
         # equal heads would read the same, whoever reads it
         theta[:, -HEAD:] *= -1
-        gradient = run.method._gradient(group, theta)
+        gradient = run.method.local_gradient(group, Message(per_client={"theta": theta}))
         (batch, *_) = group.batches()
         seen += [float(gradient(theta, batch)[1]) for _ in range(2)]
     assert len(set(seen)) == 6

@@ -19,8 +19,6 @@ from harness import UNEQUAL_FEW, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from hpcfl.errors import UserError
-from hpcfl.methods.feddbe import FedDBE
 from hpcfl.models import Network
 from hpcfl.training.client_group import ClientGroup
 
@@ -181,10 +179,3 @@ def test_unseen_clients_learn_an_offset_beside_the_model(keys: tuple[str, ...]) 
         assert isinstance(head, nn.Linear)
         expected = head.bias + head.weight @ offset
         torch.testing.assert_close(models["theta"][client, -10:], expected.detach(), rtol=0, atol=1e-9)
-
-
-def test_a_head_without_a_bias_is_refused() -> None:
-    context = Run(FEDDBE, "train.rounds=1").method.context
-    context.network.head[0].bias = None
-    with pytest.raises(UserError, match=r"^method.name=feddbe needs a head that is one linear layer with a"):
-        FedDBE(context, FedDBE.Params())

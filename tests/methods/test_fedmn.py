@@ -28,7 +28,7 @@ from hpcfl.methods.base import State
 from hpcfl.methods.fedmn import FedMN
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.parameters import Layer
-from hpcfl.randomness import torch_stream
+from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.registries import load_config
 from hpcfl.setup.experiment import build
 from hpcfl.training.client_group import ClientGroup
@@ -304,6 +304,35 @@ def test_a_step_against_plain_autograd(double: None, routing: str) -> None:
     assert piece(run.method, flat, "router").abs().max() > 1e-6
 
 
+def test_a_step_with_dropout_against_plain_autograd(double: None) -> None:
+    keys = ("method.routing=open", "method.dropout=0.4", "train.batch_size=64", "train.rounds=1")
+    run = Run(*NARROW, *keys)
+    start = run.server = run.method.server_state()
+    client = 2
+    trained = uploads(run, [client])[client]
+
+    (batch,) = ClientGroup(run.workplace, [client], 0).batches()
+    x, y, network = batch.x[0], batch.y[0], network_with(run.method, start["theta"])
+    drawn, _ = uniform_by_key(torch.tensor([stream_seed(0, "dropout", 0, client)]), (len(x), 10))
+    kept = (drawn[0] >= 0.4) / 0.6
+    assert 0.3 < (kept == 0).double().mean() < 0.5
+    encoded = sum(network.get_submodule(f"encoder{k}")(x) for k in (1, 2)) / 2
+    hidden = sum(
+        network.get_submodule(f"block2_{k}")(encoded).relu() * kept[:, 5 * k - 5 : 5 * k] for k in (1, 2)
+    )
+    loss = cross_entropy(sum(network.get_submodule(f"block3_{k}")(hidden / 2) for k in (1, 2)) / 2, y)
+    gradients = torch.autograd.grad(loss, list(network.parameters()), materialize_grads=True)
+    expected = start["theta"] - run.config.train.lr * torch.cat([g.reshape(-1) for g in gradients])
+    torch.testing.assert_close(trained, expected, rtol=0, atol=1e-12)
+
+
+def test_dropout_draws_the_same_for_a_client_in_any_group(double: None) -> None:
+    keys = (*NARROW, *UNEQUAL, "method.dropout=0.4", "train.rounds=2")
+    one, three = (Run(*keys, "run.engine=batched", f"run.clients_at_once={n}") for n in (1, 3))
+    torch.testing.assert_close(one.server["theta"], three.server["theta"], rtol=0, atol=1e-9)
+    assert (one.server["theta"] - Run(*keys, "method.dropout=0").server["theta"]).abs().max() > 1e-3
+
+
 PLANTED = (
     *NARROW,
     "data.partition.name=pairs",
@@ -467,7 +496,7 @@ def test_the_authors_program_scores_the_newest_weights_with_the_sampled_decision
 
 def test_the_temperature_falls_geometrically() -> None:
     method = make_method(*FLAT, "train.rounds=150")
-    falling = [method.temperature(round) for round in range(150)]
+    falling = [method.decisions.temperature(round) for round in range(150)]
     assert (falling[0], falling[-1]) == (1.0, pytest.approx(0.1, rel=1e-12))
     ratios = [b / a for a, b in itertools.pairwise(falling)]
     assert ratios == pytest.approx([0.1 ** (1 / 149)] * 149, rel=1e-12)
@@ -476,9 +505,9 @@ def test_the_temperature_falls_geometrically() -> None:
 def test_rounds_of_pretraining_do_not_cool() -> None:
     keys = ("train.rounds=5", "method.pretrain_rounds=2", "method.temperature=4")
     method = make_method(*FLAT, *keys, "method.final_temperature=1")
-    assert [method.temperature(n) for n in range(5)] == pytest.approx([4, 4, 4, 2, 1], rel=1e-12)
+    assert [method.decisions.temperature(n) for n in range(5)] == pytest.approx([4, 4, 4, 2, 1], rel=1e-12)
     last = make_method(*FLAT, "train.rounds=3", "method.pretrain_rounds=2")
-    assert last.temperature(2) == 1.0
+    assert last.decisions.temperature(2) == 1.0
 
 
 # Bytes

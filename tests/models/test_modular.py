@@ -129,6 +129,14 @@ def test_soft_weights_are_divided_by_their_sum() -> None:
     torch.testing.assert_close(outputs, torch.tensor([[5.8, 12.6]]), rtol=1e-12, atol=0)
 
 
+def test_dropout_multiplies_the_outputs_of_all_layers_but_the_last() -> None:
+    # as in the first case above: blocks 2_1 and 2_2 give 5 and 4, here 0 and 8; input 4 and none
+    decision = torch.tensor([1, 0, 1, 1, 1, 0, 1, 0, 1, 1], dtype=torch.float64)
+    outputs = one_number_wide()(torch.ones(1, 1, 1, 1), decision, torch.tensor([[0.0, 2.0]]))
+    assert outputs.tolist() == [[4, 9]]
+    assert [modular(sizes).num_hidden for sizes in SIZES] == [0, 2 * 4, 1 * 4, 3 * 4 + 2 * 6, 4 * 4]
+
+
 def test_a_layer_that_repeats_one_module_is_a_layer_of_one_block() -> None:
     # what the authors' code builds, whose softmax leaves no path closed
     repeated, plain = modular([2, 2, 2]), modular([1, 1, 1])
@@ -146,10 +154,9 @@ def test_any_decision(sizes: list[int], share: float) -> None:
     for decision in random_decisions(sizes, share):
         expected, names = paths_by_hand(network, x, decision.tolist())
         torch.testing.assert_close(network(x, decision), expected, rtol=0, atol=1e-13)
-        active = network.active(decision)
+        flags = network.active(decision).tolist()
         reached, _ = in_and_out(sizes, decision)
-        assert [row.tolist() for row in active] == reached
-        flags = torch.cat(active).tolist()
+        assert flags == list(itertools.chain.from_iterable(reached))
         children = [name for name, _ in network.named_children()]
         assert [n for n, f in zip(children, flags, strict=False) if f and n.startswith("block")] == names
 

@@ -72,6 +72,7 @@ def variant_cases() -> dict[str, list[str]]:
         "clustered_fl-single": ["method.linkage=single", "train.rounds=3"],
         "fedafk-sequential": ["method.schedule=sequential"],
         "fedem-finetuned": ["train.finetune_epochs=1"],
+        "fedmn-dropout": ["method.architecture=[2,2,2]", "method.dropout=0.5"],
         "fedmn-pretrained": ["method.architecture=[2,2,2]", "method.pretrain_rounds=1"],
         "fedmn-soft": ["method.routing=soft"],
         "heurpfedla-k2": ["method.k=2"],
