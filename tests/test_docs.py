@@ -29,7 +29,6 @@ ELSEWHERE = {
     "bash jobs/quickstart.sh": "installs an environment; its run is the one of tests/commands",
     "hpcfl bench": BENCH,
     "mpirun -n 3 hpcfl bench --parts rounds": BENCH,
-    "hpcfl bench --parts scale --clients 100,1000": BENCH,
     "mpirun -n 4 hpcfl bench --parts nodes": BENCH,
     "hpcfl table TABLE.yaml --write-results": PAPER,
     "hpcfl table configs/tables/pfedla_table1.yaml --plan": PAPER,

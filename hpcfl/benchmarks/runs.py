@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import tempfile
@@ -39,8 +38,8 @@ NUM_CLIENTS = 10
 """Clients in the rounds that are timed."""
 ROUND_SAMPLES = 600
 """Samples of each; 70 % are trained on."""
-WAITING_SAMPLES = 200
-"""Samples of each of twice as many clients where workers wait for each other."""
+METHOD_SAMPLES = 200
+"""Samples of each client where methods are compared."""
 CHECKPOINT_EVERY = 50
 METHODS_BESIDE_FEDAVG = 3
 """Methods that are compared with one run of FedAvg, just before them."""
@@ -58,7 +57,7 @@ def start(world: Communicator) -> Iterator[Ratio]:
 
 
 def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
-    """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and how long workers wait."""
+    """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and messages. Collective."""
     settings = {
         "model": {"batchnorm": True},
         "data": {"clients": NUM_CLIENTS, "per_client": ROUND_SAMPLES},
@@ -67,7 +66,6 @@ def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
     }
     method, timing = run(world, config_of(settings))
     exchange_s = _exchange_s(world, method)
-    waiting = {name: _waiting(world, name) for name in ("home", "balanced")}
     if not world.is_server:
         return
     # the first of each warms up, and the last checkpoint evaluates all models
@@ -84,13 +82,6 @@ def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
     sent = 2 * NUM_CLIENTS * 4 * method.layout.size
     each = f"{sent / 1e6:.1f} MB down and up among {world.size} ranks in {exchange_s * 1e3:.0f} ms"
     yield Ratio("messages: share of a round", exchange_s / round_s, 0.05, each)
-    # 10 equal clients take 8 workers as long as 16 would
-    least = 1 - NUM_CLIENTS / (workers * math.ceil(NUM_CLIENTS / workers))
-    where = (
-        f"{NUM_CLIENTS} of {2 * NUM_CLIENTS} clients on {workers} workers, {least:.2g} is the least "
-        f"possible; {waiting['home']:.2f} with run.placement=home"
-    )
-    yield Ratio("training: share of workers' time spent waiting", waiting["balanced"], least + 0.1, where)
 
 
 def _exchange_s(world: Communicator, method: Method) -> float:
@@ -106,20 +97,6 @@ def _exchange_s(world: Communicator, method: Method) -> float:
     return fastest_s(world, exchange)
 
 
-def _waiting(world: Communicator, placement: str) -> float:
-    """Return the share of their time that workers wait for the slowest, on rank 0. Collective."""
-    settings = {
-        "model": {"batchnorm": True},
-        "data": {"clients": 2 * NUM_CLIENTS, "per_client": WAITING_SAMPLES},
-        "train": {"rounds": 8, "local_epochs": 2, "batch_size": 35, "participation": 0.5},
-        "run": {"device": "cpu", "placement": placement, "eval_every": 8, "checkpoint_every": 8},
-    }
-    if world.size == 1:
-        return 0.0
-    _, timing = run(world, config_of(settings))
-    return statistics.mean(timing.idle_shares[1:]) if world.is_server else 0.0
-
-
 def methods(world: Communicator, device: str) -> Iterator[Ratio]:
     """Time each method's round over FedAvg's.
 
@@ -129,7 +106,7 @@ def methods(world: Communicator, device: str) -> Iterator[Ratio]:
     # rounds 3, 5 and 7 are timed, which are not evaluated; evaluations after 2, 4 and 6
     settings: dict[str, Any] = {
         "model": {"batchnorm": True},
-        "data": {"clients": 4, "per_client": WAITING_SAMPLES},
+        "data": {"clients": 4, "per_client": METHOD_SAMPLES},
         "train": {"rounds": 8, "local_epochs": 1, "batch_size": 30, "lr": 0.01},
         "run": {"device": device, "eval_every": 2, "checkpoint_every": 8},
     }
