@@ -7,8 +7,8 @@ import json
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from hpcfl.commands.arguments import (
@@ -30,7 +30,7 @@ from hpcfl.storage.slurm import tell_script
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.plan import methods_of, plan
-from hpcfl.tables.write_results import in_turn, write, write_from_histories, write_results
+from hpcfl.tables.write_results import write, write_from_histories, write_results
 from hpcfl.terminal import print_warning
 
 A_CELL_NEEDS_S = 30
@@ -180,64 +180,50 @@ def _run_cells(
             left = f"  time left {clock(left_s)}"
         _speech(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
         options = RunOptions(None, (), cell.folder, fresh, quiet)
+        if world.is_server:
+            _note(cell, is_running=True)
+            tell_script("cell", str(cell.folder))
         try:
-            with _noted(cell, world):
-                outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
+            outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
         except UserError as error:
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
             if world.is_server and done + 1 < len(pending):
                 print_warning(f"{failed[-1]}; continuing with the other cells")
+        except (StorageError, ForcedStop, KeyboardInterrupt):
+            # not the cell's fault
+            _note(cell, is_running=False)
+            raise
+        _note(cell, is_running=False)
         if outcome == "stopped":
             return True, failed
         if outcome is not None:
-            run_collectively(world, lambda: _write(table) if world.is_server else None)
+            run_collectively(world, lambda: write(table) if world.is_server else None)
     if world.is_server:
         tell_script("cell", "")
     return False, failed
 
 
-def _note(cell: Cell) -> Path:
-    """Return the file that is there while a cell runs, and outlives a fault that ends the process."""
+def _note_of(cell: Cell) -> Path:
+    """Return the file that is there while a cell runs, and stays after a fault that ends the process."""
     return cell.folder.with_name(f".{cell.folder.name}.running")
 
 
-@contextmanager
-def _noted(cell: Cell, world: Communicator) -> Iterator[None]:
-    """Have the note there while a cell runs, and after a fault that may be the cell's own."""
-    if not world.is_server:
-        yield
-        return
-    note = _note(cell)
+def _note(cell: Cell, is_running: bool) -> None:
+    """Make or remove the file that says that a cell is running."""
     # the run itself reports a folder that cannot be written
     with suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    tell_script("cell", str(cell.folder))
-    is_fault = True
-    try:
-        yield
-        is_fault = False
-    except (UserError, StorageError, ForcedStop, KeyboardInterrupt):
-        is_fault = False
-        raise
-    finally:
-        if not is_fault:
-            with suppress(OSError):
-                note.unlink()
-
-
-def _write(table: Table) -> str:
-    """Write the table, while no other part does, and return it as text: the last part to end has seen all."""
-    with in_turn(table.folder):
-        return write(table)
+        if is_running:
+            cell.folder.parent.mkdir(parents=True, exist_ok=True)
+            _note_of(cell).touch()
+        else:
+            _note_of(cell).unlink(missing_ok=True)
 
 
 def _write_all(table: Table) -> tuple[str, dict[str, list[str]], list[Cell]]:
     """Write all files; return the table as text, the pictures by name, and the chosen cells missing."""
-    with in_turn(table.folder):
-        text, drawn = write(table), write_from_histories(table)
-        return text, drawn, [cell for cell in table.chosen if cell.finished_run is None]
+    text, drawn = write(table), write_from_histories(table)
+    return text, drawn, [cell for cell in table.chosen if cell.finished_run is None]
 
 
 def _say_missing(say: Callable[[str], None], table: Table, missing: Sequence[Cell]) -> None:
@@ -265,7 +251,7 @@ def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -
     Cells of columns whose data cannot be read are left out (`Table.not_run`). UserError for what cannot run.
     """
     pending = []
-    for cell in table.cells:
+    for cell in table.chosen:
         if cell.finished_run:
             continue
         folder = RunFolder(cell.folder, cell.config)
@@ -280,12 +266,12 @@ def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -
         if cell in own:
             pending.append((cell, starts_over))
     # what ended the process last time may do so again, and is tried when the others are done
-    pending.sort(key=lambda entry: _note(entry[0]).exists())
+    pending.sort(key=lambda entry: _note_of(entry[0]).exists())
     unfinished = {(cell.label, cell.column) for cell, _ in pending}
     firsts = [cell for cell in table.firsts() if (cell.label, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is reported now
-    for cell, method, *_ in methods_of(table, firsts, num_workers):
-        table.check_figure(cell, [layer.name for layer in method.layers], method.context.num_clients)
+    for _ in methods_of(table, firsts, num_workers):
+        pass
     return [(table.chosen.index(cell), over) for cell, over in pending if not _is_skipped(table, cell)]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcfl.config import differences
+from hpcfl.config import Config, differences
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, half_width
 from hpcfl.results.run import Run, scored_when
@@ -133,7 +133,7 @@ def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
 
 def _check_others(first: Run, second: Run) -> None:
     """Raise UserError if two runs have different clients, or different samples."""
-    there, here = (_of_samples(run) for run in (first, second))
+    there, here = (sample_keys(run.config) for run in (first, second))
     if there != here and there | {"data.seed": here["data.seed"]} == here:
         key = "run.seed" if first.config.data.seed is second.config.data.seed is None else "data.seed"
         raise UserError(
@@ -154,10 +154,9 @@ def _check_others(first: Run, second: Run) -> None:
         )
 
 
-def _of_samples(run: Run) -> dict[str, Any]:
+def sample_keys(config: Config) -> dict[str, Any]:
     """Return the keys that decide which samples each client has, and which are scored."""
-    config = run.config
-    keys = {key: value for key, value in _keys(run).items() if key.startswith("data.")}
+    keys = {key: value for key, value in config.result_keys().items() if key.startswith("data.")}
     # normalisation does not change which samples a client has
     del keys["data.normalise"]
     return keys | {"data.seed": config.data_seed, "run.eval_split": config.run.eval_split}

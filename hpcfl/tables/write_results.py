@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpcfl.config import Config
@@ -17,7 +14,6 @@ from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval
 from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.ledger import MOMENTS
-from hpcfl.storage.lock import FolderLock
 from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Result, differences, read_results
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import diagnostics, read_histories
@@ -25,34 +21,6 @@ from hpcfl.tables.display import document
 
 MAX_CLIENT_LINES = 20_000
 """Largest number of lines (about 800 kB) for which `write_results` writes every client's accuracy."""
-LONGEST_TURN_S = 120
-"""How long a part of a table waits for another one that is writing."""
-
-_LOOK_EVERY_S = 0.2
-
-
-@contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
-    """Hold the lock of a table's folder, which other parts of the table wait for.
-
-    What they have finished is seen by the one that writes last. Where a lock is not to be had, because the
-    file system has none or its holder hangs, the files may lack a cell, but are whole.
-    """
-    with ExitStack() as at_exit, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*this file system has no locks")
-        end_s = time.monotonic() + LONGEST_TURN_S
-        while True:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                at_exit.enter_context(FolderLock(folder))
-            except UserError:
-                if time.monotonic() < end_s:
-                    time.sleep(_LOOK_EVERY_S)
-                    continue
-            except OSError as error:
-                raise _cannot_write(folder, error) from error
-            break
-        yield
 
 
 def write(table: Table) -> str:
@@ -93,7 +61,7 @@ def write_from_histories(table: Table) -> dict[str, list[str]]:
     for stale in (*(f"{name}.*" for name in drawn), "diagnostics.csv"):
         for path in table.folder.glob(stale):
             if path.name not in files:
-                path.unlink()
+                path.unlink(missing_ok=True)
     _write_files(table.folder, files)
     return drawn
 
@@ -213,8 +181,6 @@ def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
         for name, content in files.items():
             replace_file(folder / name, content)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR")
+        raise UserError(
+            f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR"
+        ) from error
