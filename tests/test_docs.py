@@ -285,7 +285,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
             assert anchor in [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
     for name in re.findall(r"(?:docs|jobs|configs|hpcfl)/[\w./-]+\.(?:md|sh|sbatch|yaml|py)", text):
         assert (REPOSITORY / name).exists() or page.name == "CHANGELOG.md" or "NAME" in name, name
-    made = {"FILE.py", "NAME.py", "model.py", "script.py"} | {file for *_, file in steps(page)}
+    made = {"FILE.py", "NAME.py", "script.py"} | {file for *_, file in steps(page)}
     for name in re.findall(r"`(?:\w+/)*(\w+\.py)`", text):
         assert name in PYTHON_FILES | made, name
 
