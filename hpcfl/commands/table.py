@@ -57,7 +57,8 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
       compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
     A row's settings lie over its column's; `tuned`: on validation samples; `at`: after_download or
-    after_training; `figure`: heat_maps, curves, bars or points, as in configs/tables/*_figure*.yaml.
+    after_training; a pair may have `weighted: true`, by samples; `figure`: heat_maps, curves, bars or
+    points, as in configs/tables/*_figure*.yaml.
     """
     options = parser().parse_intermixed_args(list(arguments))
     path, overrides = split_settings(options.settings)
@@ -111,8 +112,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         if stopped:
             say(f"stopped early with a checkpoint; resume with\n  {command}")
         elif missing:
-            rest = command_line(["table", *_without_part(arguments)], world.size)
-            say(f"if no other part is running them, resume with\n  {rest}")
+            say(f"to run them, once no other part does, repeat without --part\n  {command}")
         if failed and not stopped:
             raise _all_of(failed)
         return stopped
@@ -131,8 +131,8 @@ def parser() -> Parser:
     parser.add_argument(
         "--part", type=_part, default=(1, 1), metavar="K/N", help="run only every N-th cell, from the K-th on"
     )
-    parser.add_argument("--rounds", type=_rounds, metavar="R", help="shrink: no cell has more rounds")
-    parser.add_argument("--seeds", type=_seeds, metavar="0,1", help="shrink: only these of the table's seeds")
+    parser.add_argument("--rounds", type=int, metavar="R", help="shrink: no cell has more rounds")
+    parser.add_argument("--seeds", type=seeds, metavar="0,1", help="shrink: only these of the table's seeds")
     parser.add_argument(
         "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
     )
@@ -288,21 +288,6 @@ def _part(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _rounds(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise UserError(f"--rounds {text} is invalid; give an integer from 1 on")
-    return int(text)
-
-
-def _seeds(text: str) -> list[int]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--seeds {text} is invalid; give whole numbers such as --seeds 0,1")
+def seeds(text: str) -> list[int]:
+    """Read --seeds; argparse's errors have the name of this function."""
     return [int(seed) for seed in text.split(",")]
-
-
-def _without_part(arguments: Sequence[str]) -> list[str]:
-    words = [word for word in arguments if not word.startswith("--part=")]
-    if "--part" in words:
-        at = words.index("--part")
-        del words[at : at + 2]
-    return words

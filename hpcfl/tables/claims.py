@@ -55,6 +55,8 @@ class Runs(FileKeys):
     """Default: all in which the table compares these rows."""
     at: Moment | None = None
     """When models are scored; default: each row's own moment."""
+    weighted: bool = False
+    """Whether clients count with their samples."""
     printed_rounds: int | None = Field(None, ge=1)
     """Rounds of the paper, where the table has fewer."""
 
@@ -213,9 +215,9 @@ def _verdicts(claim: Claim, runs: Runs, results: ResultFiles, place: str) -> Ite
     """Yield the verdicts by one table: over each other row, in each column."""
     for other in runs.above:
         pairs = [pair for pair in results.table.compare if set(pair.rows) == {runs.row, other}]
-        pair = next((pair for pair in pairs if pair.at == runs.at), None)
+        pair = next((one for one in pairs if (one.at, one.weighted) == (runs.at, runs.weighted)), None)
         if pair is None:
-            at = "" if runs.at is None else f", at: {runs.at}"
+            at = ("" if runs.at is None else f", at: {runs.at}") + ", weighted: true" * runs.weighted
             raise UserError(
                 f"{place}: {results.table.path} has no such pair; add {{rows: [{runs.row}, {other}]{at}}} to "
                 "its compare"
@@ -230,7 +232,7 @@ def _verdicts(claim: Claim, runs: Runs, results: ResultFiles, place: str) -> Ite
             rounds = "" if line is None else line["rounds"]
             if rounds and runs.printed_rounds is not None:
                 rounds += f" of {runs.printed_rounds}"
-            name = f"{runs.row} - {other}"
+            name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
             verdict = Verdict(claim, results.table.path.stem, column, name, rounds)
             found = _difference(results, pairs, pair, column)
             yield verdict if found is None else _judged(verdict, found, pair.rows[0] != runs.row)
@@ -246,7 +248,9 @@ def _difference(
     lines = [
         line
         for line in results.differences
-        if [line["first"], line["second"], line["column"]] == [*pair.rows, column] and line["difference"]
+        if [line["first"], line["second"], line["column"]] == [*pair.rows, column]
+        and line.get("weighted", "0") == str(int(pair.weighted))
+        and line["difference"]
     ]
     if pair.at is None:
         # without a moment of its own, a pair has whatever moments its rows have

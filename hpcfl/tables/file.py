@@ -145,6 +145,12 @@ class Pair(FileKeys):
     """Default: all in which both rows have a cell."""
     at: Moment | None = None
     """When both rows' models are scored; default: each row's own moment."""
+    weighted: bool = False
+    """Whether clients count with their samples; there is no interval over clients then."""
+
+    @property
+    def name(self) -> str:
+        return " - ".join(self.rows) + ", weighted by samples" * self.weighted
 
 
 class HeatMaps(FileKeys):

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 
 from hpcfl.config import Config
@@ -151,12 +152,14 @@ def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
 
     `partitions` is how many the seeds have drawn.
     """
-    over_seeds, over_clients = difference.over_seeds, difference.over_clients
+    paired = difference.paired
+    over_seeds, over_clients = (paired.over_seeds, paired.over_clients) if paired else (None, None)
     return {
-        "first": difference.rows[0],
-        "second": difference.rows[1],
+        "first": difference.pair.rows[0],
+        "second": difference.pair.rows[1],
         "column": difference.column,
         "moment": difference.moment,
+        "weighted": int(difference.pair.weighted),
         "difference": over_seeds and over_seeds.mean,
         **_bounds("over_seeds", over_seeds),
         "seeds": len(difference.seeds),
@@ -169,7 +172,7 @@ def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
 
 
 def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
-    if found is None or found.count < 2:
+    if found is None or isnan(found.half_width):
         return {f"{name}_low": None, f"{name}_high": None}
     return {f"{name}_low": found.mean - found.half_width, f"{name}_high": found.mean + found.half_width}
 

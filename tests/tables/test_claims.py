@@ -136,6 +136,20 @@ def test_moments_are_told_apart(folder: Folder) -> None:
         assert folder.words(at) == [("few", "not shown", "-1.0")]
 
 
+def test_a_claim_may_be_about_samples_in_place_of_clients(folder: Folder) -> None:
+    table = folder.tables / "full.yaml"
+    table.write_text(
+        FULL.replace("  - [ours, alone]\n", "  - [ours, alone]\n  - {rows: [ours, alone], weighted: true}\n")
+    )
+    plain = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
+    weighted = difference("ours", "alone", "after download, after training", 0.05, 0.04, 0.06, seeds=3)
+    folder.result("full.csv", "ours", 0.6)
+    folder.write("full_differences.csv", [plain | {"weighted": 0}, weighted | {"weighted": 1}])
+    assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
+    by_samples = CLAIMS.replace("above: alone", "above: alone, weighted: true")
+    assert folder.words(by_samples)[0] == ("few", "shown", "+5.0 [+4.0, +6.0]")
+
+
 def test_of_shortened_results_the_longest_are_taken_with_their_rounds_beside_the_papers(
     folder: Folder,
 ) -> None:

@@ -323,7 +323,7 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     ]
     assert "1 of 2 cells are missing\n" in out
     assert out.splitlines()[-1].endswith(
-        shlex.join(["--column", "half", "--row", "local", "--out", str(folder)])
+        shlex.join(["--column", "half", "--row", "local", "--part", "2/2", "--out", str(folder)])
     )
     before = accuracies(folder)
     assert table(folder, *own, "--column", "all", "--write-results") == FINISHED
@@ -440,10 +440,11 @@ def test_two_parts_make_the_whole(
     ) in markdown
     assert "2 of 4 cells are missing\n" in out
     assert f"  HeurpFedLA, k = 2 seed 1, in {folder / 'heurpfedla-k-2-s1'}\n" in out
-    assert (
-        out.splitlines()[-1]
-        == f"  python -m hpcfl.main {shlex.join(['table', *words, '--out', str(folder)])}"
-    )
+    rest = ["table", *words, "--part", "1/2", "--out", str(folder)]
+    assert out.splitlines()[-2:] == [
+        "to run them, once no other part does, repeat without --part",
+        f"  python -m hpcfl.main {shlex.join(rest)}",
+    ]
     assert figures(folder)[1]["accuracy_mean"] == ""
     before = files(folder)
     assert table(folder, *words, "--part=2/2") == FINISHED
