@@ -64,7 +64,7 @@ def _timed(
     config = config_of(settings)
     plan = run_collectively(world, lambda: _plan(config, network, workers + 1) if world.is_server else None)
     with world.part(workers + 1) as part:
-        timing = run_collectively(world, lambda: run(part, config)[1] if part else Timing())
+        timing = run_collectively(world, lambda: run(part, config) if part else Timing())
     return None if plan is None else (timing, plan)
 
 

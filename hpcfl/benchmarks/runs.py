@@ -1,4 +1,4 @@
-"""A rank's start, and rounds, checkpoints and messages in real runs. All parts are collective."""
+"""A rank's start, and rounds and checkpoints in real runs. All parts are collective."""
 
 from __future__ import annotations
 
@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hpcfl.benchmarks.ratios import Ratio
-from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.network import fastest_s
 from hpcfl.config import Config
 from hpcfl.data.sources import SOURCES, Source, arrays_of
 from hpcfl.errors import UserError
-from hpcfl.methods import METHODS, Method
+from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import merge, resolve
@@ -57,15 +53,14 @@ def start(world: Communicator) -> Iterator[Ratio]:
 
 
 def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
-    """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and messages. Collective."""
+    """Time rounds of 10 clients with 10 local epochs, a checkpoint after each."""
     settings = {
         "model": {"batchnorm": True},
         "data": {"clients": NUM_CLIENTS, "per_client": ROUND_SAMPLES},
         "train": {"rounds": count + 1, "local_epochs": 10, "batch_size": 32, "lr": 0.01},
         "run": {"device": device, "eval_every": count + 1, "checkpoint_every": 1},
     }
-    method, timing = run(world, config_of(settings))
-    exchange_s = _exchange_s(world, method)
+    timing = run(world, config_of(settings))
     if not world.is_server:
         return
     # the first of each warms up, and the last checkpoint evaluates all models
@@ -77,24 +72,6 @@ def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
     share = save_s / (CHECKPOINT_EVERY * round_s + save_s)
     each = f"every {CHECKPOINT_EVERY} rounds, {save_s * 1e3:.0f} ms"
     yield Ratio("checkpoints: share of a run", share, 0.02, each)
-    if world.size == 1:
-        return
-    sent = 2 * NUM_CLIENTS * 4 * method.layout.size
-    each = f"{sent / 1e6:.1f} MB down and up among {world.size} ranks in {exchange_s * 1e3:.0f} ms"
-    yield Ratio("messages: share of a round", exchange_s / round_s, 0.05, each)
-
-
-def _exchange_s(world: Communicator, method: Method) -> float:
-    """Send each client a model and bring one back; return the seconds. Collective."""
-    channel = Channel(world, method.layers, NUM_CLIENTS)
-    cohort = Cohort(0, tuple(range(NUM_CLIENTS)), torch.ones(NUM_CLIENTS))
-    rows = torch.zeros(NUM_CLIENTS, method.layout.size)
-    sent = Message(per_client={"theta": rows}, num_clients=NUM_CLIENTS) if world.is_server else None
-
-    def exchange() -> None:
-        channel.up(channel.down(sent, cohort), cohort).collect()
-
-    return fastest_s(world, exchange)
 
 
 def methods(world: Communicator, device: str) -> Iterator[Ratio]:
@@ -115,8 +92,8 @@ def methods(world: Communicator, device: str) -> Iterator[Ratio]:
             # such as Clustered FL's, which does not split in so few rounds
             warnings.simplefilter("ignore")
             if number % METHODS_BESIDE_FEDAVG == 0:
-                _, fedavg = run(world, config_of(settings | {"method": {"name": "fedavg"}}))
-            _, other = run(world, config_of(settings | {"method": {"name": name}}))
+                fedavg = run(world, config_of(settings | {"method": {"name": "fedavg"}}))
+            other = run(world, config_of(settings | {"method": {"name": name}}))
         if world.is_server:
             yield _beside_fedavg(name, other, fedavg)
 
@@ -147,8 +124,8 @@ def config_of(settings: Mapping[str, Any]) -> Config:
     return resolve(merge(settings, {"data": {"source": "bench"}}))
 
 
-def run(world: Communicator, config: Config) -> tuple[Method, Timing]:
-    """Run a configuration in a folder that is removed; return its method and its timing. Collective."""
+def run(world: Communicator, config: Config) -> Timing:
+    """Run a configuration in a folder that is removed; return its timing. Collective."""
     with ExitStack() as at_exit:
         experiment = run_collectively(world, lambda: build(config, world))
         layout = experiment.method.layout
@@ -160,7 +137,7 @@ def run(world: Communicator, config: Config) -> tuple[Method, Timing]:
         stop.restore()
         simulation = Simulation(experiment, world, stop, Progress(), folder)
         simulation.run()
-        return experiment.method, simulation.timing
+        return simulation.timing
 
 
 def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> RunFolder:

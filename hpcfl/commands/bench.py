@@ -22,7 +22,7 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     start    a rank, from its beginning to its first round
     steps    of training, beside bare PyTorch
     engines  the batched engine beside the loop engine (--device)
-    rounds   what of pFedLA's is not training; messages, checkpoints (all ranks, --device)
+    rounds   what of pFedLA's is not training; checkpoints (all ranks, --device)
     methods  a round of each method, beside FedAvg's (--device)
     nodes    FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds

@@ -57,8 +57,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
       compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
     A row's settings lie over its column's; `tuned`: on validation samples; `at`: after_download or
-    after_training; a pair may have `weighted: true`, by samples; `figure`: heat_maps, curves, bars or
-    points, as in configs/tables/*_figure*.yaml.
+    after_training; `weighted: true` of a pair: by samples; `figure`: heat_maps, curves, bars or points.
     """
     options = parser().parse_intermixed_args(list(arguments))
     path, overrides = split_settings(options.settings)
@@ -114,7 +113,8 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         elif missing:
             say(f"to run them, once no other part does, repeat without --part\n  {command}")
         if failed and not stopped:
-            raise _all_of(failed)
+            # the others have been warned of
+            raise failed[-1]
         return stopped
 
 
@@ -145,15 +145,6 @@ def parser() -> Parser:
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     add_own_code(parser)
     return parser
-
-
-def _all_of(errors: Sequence[UserError]) -> UserError:
-    """Return one error that says what several do, of their kind if they have one in common."""
-    if len(errors) == 1:
-        return errors[0]
-    kinds = {type(error) for error in errors}
-    kind = kinds.pop() if len(kinds) == 1 else UserError
-    return kind(f"{len(errors)} cells failed: {'; '.join(map(str, errors))}")
 
 
 def _run_cells(

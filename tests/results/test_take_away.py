@@ -504,8 +504,6 @@ def test_names_of_clients_and_runs_are_checked(place: Place) -> None:
             with pytest.raises(UserError, match=re.escape(f"client {client!r} is not in this run")):
                 ask(client)  # type: ignore[arg-type]
     assert run.model(np.int64(3)).keys() == run.model(3).keys()  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"load_run\(3\) is invalid"):
-        hpcfl.load_run(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
