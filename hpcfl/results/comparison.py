@@ -94,14 +94,14 @@ def compare(runs: Sequence[Run]) -> Comparison:
     """
     if len(runs) < 2:
         raise UserError("a comparison needs two runs or more, such as hpcfl compare runs/A runs/B")
-    if len({run.path.resolve() for run in runs}) < len(runs):
-        raise UserError("a run is named twice; compare runs in two folders or more")
     for run in runs:
         if not run.is_finished:
             raise UserError(
                 f"{run.path} is not finished: its last evaluation is of round {run.done} of {run.rounds}; "
                 "let it finish (run its command again to resume)"
             )
+    if len({run.path.resolve() for run in runs}) < len(runs):
+        raise UserError("a run is named twice; compare runs in two folders or more")
     entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
     for others in zip(*entries, strict=True):
         for other in others[1:]:

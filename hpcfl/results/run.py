@@ -5,8 +5,6 @@ Shapes: N clients, E evaluations.
 
 from __future__ import annotations
 
-import importlib
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.lock import holder
 from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, whole_lines
 
-TABLES = ("metrics", "clients", "bytes")
 LOG_BYTES = 10_000
 """Number of bytes read from the end of log.txt."""
 
@@ -177,26 +174,6 @@ class Run:
             return self.in_training.get("diverged", np.zeros(len(self.in_training["client"])))
         found = None if self.checkpoint is None else self.checkpoint.ledger.get("diverged")
         return np.empty(0) if found is None else found.values[:, 0]
-
-    def frame(self, name: str = "metrics") -> Any:
-        """Return metrics.csv, clients.csv or bytes.csv as a pandas.DataFrame; empty where there is no file.
-
-        Raises:
-            UserError: the name is another, or pandas is not installed.
-        """
-        if name not in TABLES:
-            raise UserError(f"there is no table {name!r}; allowed: {', '.join(TABLES)}")
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError as error:
-            raise UserError(
-                "data frames need pandas: pip install 'hpcfl[pandas]'; run.metrics, run.clients and "
-                "run.bytes have the columns as NumPy arrays"
-            ) from error
-        # raises UserError with what is damaged
-        getattr(self, name)
-        lines = whole_lines(self.path / f"{name}.csv")
-        return pandas.read_csv(io.StringIO("\n".join(lines))) if lines else pandas.DataFrame()
 
     @cached_property
     def partition(self) -> Columns:
