@@ -112,7 +112,8 @@ class Difference:
     moment: str
     """When the models are scored: one moment for both rows, or the first row's, then the second row's."""
     seeds: list[int]
-    """Seeds that both rows have finished, in which some client has a model of both rows at the moment."""
+    """Seeds that both rows have finished with data of one file, in which some client has a model of both rows
+    at the moment."""
     partitions: int
     """Number of partitions that these seeds have drawn; 1 where the table fixes data.seed."""
     paired: PairedDifference | None
@@ -133,6 +134,8 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
     by_seed = {}
     for seed in [seed for seed in first.runs if seed in second.runs]:
+        if _file(first.runs[seed]) != _file(second.runs[seed]):
+            continue
         ones, others, samples = (
             first.by_client(seed, name),
             second.by_client(seed, name),
@@ -148,6 +151,11 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     moments = [pair.at.replace("_", " ")] if pair.at else [first.scored, second.scored]
     partitions = len(by_seed) if first.config.data.seed is None else min(1, len(by_seed))
     return Difference(pair, column, ", ".join(dict.fromkeys(moments)), list(by_seed), partitions, paired)
+
+
+def _file(run: Run) -> tuple[object, object]:
+    """Return the user's own file that a run has read its data from, or with."""
+    return run.record["data"].get("path"), run.record["data"].get("reader")
 
 
 def _figures(run: Run, config: Config) -> dict[str, float]:

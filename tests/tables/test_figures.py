@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+import yaml
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
@@ -296,6 +297,16 @@ def test_a_pair_is_compared_at_the_moment_that_it_names(table: Table) -> None:
     assert (downloaded["moment"], downloaded["seeds"]) == ("after download", "0")
     assert re.search(r"ours_1 - theirs +easy +after training +\+3\.\d", text)
     assert re.search(r"ours_1 - theirs +easy +after download +missing", text)
+
+
+def test_runs_of_other_data_files_are_shown_but_not_compared(table: Table) -> None:
+    path = table.cells_of("theirs", "easy")[1].folder / "config.yaml"
+    record = yaml.safe_load(path.read_text())
+    record["data"] |= {"source": "npz", "path": "mine.npz"}
+    path.write_text(yaml.safe_dump(record))
+    write(table)
+    assert read_csv(table.folder / "table.csv")[1]["seeds"] == "3"
+    assert read_csv(table.folder / "differences.csv")[0]["seeds"] == "2"
 
 
 def test_a_pair_is_weighted_by_samples(table: Table) -> None:
