@@ -116,7 +116,7 @@ def test_own_files_run_on_any_number_of_ranks_and_go_on(
 def test_own_files_are_listed(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     kinds = {"model.path": "model", "data.partition.path": "partition", "data.reader": "source"}
     given = [word for key, path in files.items() for word in (f"--{kinds[key]}", str(path))]
-    assert main(["list", "--describe", *given]) == FINISHED
+    assert main(["list", *given]) == FINISHED
     out = capsys.readouterr().out
     assert "model my_model: conv 4/8 3x3, fc 16" in out
     assert "partition my_partition: halves" in out

@@ -93,7 +93,7 @@ def test_its_keys_are_checked_and_it_is_listed(trimmed: Path, capsys: pytest.Cap
     assert "method.left=1 is an unknown key; the nearest known one is method.left_out" in refused(
         capsys, f"method.path={trimmed}", "method.left=1"
     )
-    assert main(["list", "--method", str(trimmed), "--describe"]) == FINISHED
+    assert main(["list", "--method", str(trimmed)]) == FINISHED
     assert f"method {trimmed.stem}: from {trimmed.name}" in capsys.readouterr().out
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache, partial
 
-import torch
-
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.benchmarks.runs import config_of, run
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.network import PROBE_BYTES, Network, fastest_s, measured, there_and_back
+from hpcfl.communication.network import Network, measured
 from hpcfl.config import Config
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
 from hpcfl.setup.experiment import load_data, make_method
 from hpcfl.simulation.round_loop import Timing
 
-MESSAGE_BYTES = (100_000, 1_000_000, 4_000_000)
 CLIENTS_A_WORKER = 4
 MAX_CLIENTS = 256
 SAMPLES = 20
@@ -29,7 +26,7 @@ Timed = tuple[Timing, Estimate]
 
 
 def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
-    """Time messages, and rounds of FedAvg and pFedLA on 1, 2, 4 workers and so on up to all. Collective.
+    """Time rounds of FedAvg and pFedLA on 1, 2, 4 workers and so on up to all. Collective.
 
     Strong scaling has the same clients on any number of workers, weak scaling the same for each worker. A
     figure is the time of a round as planned over the measured one; its parts are the efficiency beside one
@@ -37,7 +34,6 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
     wait for the slowest on average, messages, and rank 0's work.
     """
     network = measured(world)
-    yield from _messages(world, network)
     most = world.num_workers
     sizes = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
     # the last case is in strong and in weak scaling
@@ -49,34 +45,6 @@ def scaling(world: Communicator, rounds: int) -> Iterator[Ratio]:
                 here = timed(method, workers, most if kind == "strong" else workers)
                 if alone is not None and here is not None:
                     yield _ratio(f"{kind}, {method}", here, alone, workers if kind == "strong" else 1)
-
-
-def _messages(world: Communicator, network: Network) -> Iterator[Ratio]:
-    """Time broadcasts, sums, and scatters with gathers; yield MB/s over all workers. Collective."""
-    yield Ratio("network: ms of a short message", 1e3 * (network.latency_s or 0.0))
-    for where, rate in (("its node", network.node_bytes_a_s), ("other nodes", network.link_bytes_a_s)):
-        if rate is not None:
-            yield Ratio(f"network: MB/s of rank 0 and {where}, {PROBE_BYTES / 1e6:g} MB", rate / 1e6)
-    everyone = range(world.num_workers)
-
-    def broadcast(size: int) -> None:
-        world.broadcast(torch.zeros(size, dtype=torch.uint8))
-        world.barrier()
-
-    def total(size: int) -> None:
-        world.sum_on_server(torch.zeros(size // 8, dtype=torch.int64))
-
-    def round_trip(size: int) -> None:
-        there_and_back(world, everyone, size)
-
-    for size in MESSAGE_BYTES:
-        for name, copies, step in (
-            (f"broadcast to all, {size / 1e6:g} MB", 1, broadcast),
-            (f"sum of all, {size / 1e6:g} MB", 1, total),
-            (f"scatter and gather, {size / 1e6:g} MB a worker", 2, round_trip),
-        ):
-            rate = copies * len(everyone) * size / fastest_s(world, partial(step, size))
-            yield Ratio(f"network: MB/s of {name}", rate / 1e6)
 
 
 def _timed(
@@ -96,7 +64,7 @@ def _timed(
     config = config_of(settings)
     plan = run_collectively(world, lambda: _plan(config, network, workers + 1) if world.is_server else None)
     with world.part(workers + 1) as part:
-        timing = run_collectively(world, lambda: run(part, config)[1] if part else Timing())
+        timing = run_collectively(world, lambda: run(part, config) if part else Timing())
     return None if plan is None else (timing, plan)
 
 

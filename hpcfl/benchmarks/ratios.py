@@ -1,4 +1,4 @@
-"""A measured ratio with its goal, and how it is taken, shown, written and compared.
+"""A measured ratio with its goal, and how it is taken, shown and written.
 
 Seconds depend on the machine and its other users; ratios of what ran one beside the other hardly do.
 """
@@ -9,7 +9,6 @@ import json
 import platform
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,18 +27,15 @@ class Ratio:
     name: str
     value: float
     goal: float | None = None
+    """The largest value that is good enough."""
     detail: str = ""
-    is_floor: bool = False
-    """Whether the goal is the least value that is good enough, not the largest."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """What it is made of, by name; ratios with the same names stand in a table of their own."""
 
     @property
     def holds(self) -> bool | None:
         """Whether the goal is reached; None without one."""
-        if self.goal is None:
-            return None
-        return self.value >= self.goal if self.is_floor else self.value <= self.goal
+        return None if self.goal is None else self.value <= self.goal
 
 
 def compare(
@@ -59,23 +55,20 @@ def compare(
     return statistics.median(a / b for a, b in times), first_s, second_s
 
 
-def as_tables(ratios: Sequence[Ratio], before: Mapping[str, float]) -> str:
-    """Return ratios as aligned text, beside earlier values by name if there are any."""
+def as_tables(ratios: Sequence[Ratio]) -> str:
+    """Return ratios as aligned text."""
     kinds = dict.fromkeys(tuple(ratio.parts) for ratio in ratios)
     tables = []
     for parts in kinds:
-        rows = [["ratio", "value", "goal", "", *(["before", "change"] if before else []), *parts, "measured"]]
-        rows += [_row(ratio, before) for ratio in ratios if tuple(ratio.parts) == parts]
+        rows = [["ratio", "value", "goal", "", *parts, "measured"]]
+        rows += [_row(ratio) for ratio in ratios if tuple(ratio.parts) == parts]
         tables.append("\n".join(aligned(rows)) + "\n")
     return "\n".join(tables)
 
 
-def _row(ratio: Ratio, before: Mapping[str, float]) -> list[str]:
-    goal = "" if ratio.goal is None else f"{'>=' if ratio.is_floor else '<='} {ratio.goal:g}"
+def _row(ratio: Ratio) -> list[str]:
+    goal = "" if ratio.goal is None else f"<= {ratio.goal:g}"
     row = [ratio.name, f"{ratio.value:.3g}", goal, {None: "", True: "holds", False: "missed"}[ratio.holds]]
-    if before:
-        old = before.get(ratio.name)
-        row += [f"{old:.3g}", f"{ratio.value / old - 1:+.0%}"] if old else ["", ""]
     return [*row, *(f"{value:.3g}" for value in ratio.parts.values()), ratio.detail]
 
 
@@ -93,21 +86,3 @@ def write_json(path: Path, ratios: Sequence[Ratio], num_ranks: int) -> None:
         path.write_text(json.dumps(found, indent=1) + "\n")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}; name another with --json FILE") from error
-
-
-def read_json(path: Path, num_ranks: int) -> dict[str, float]:
-    """Return the values of an earlier run by name, with a warning where it had other ranks.
-
-    Raises UserError if the file is none of `write_json`.
-    """
-    try:
-        found = json.loads(path.read_text())
-        ranks = int(found["ranks"])
-        values = {str(ratio["name"]): float(ratio["value"]) for ratio in found["ratios"]}
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a file of hpcfl bench --json") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no file of hpcfl bench --json FILE; give one that is") from error
-    if ranks != num_ranks:
-        warnings.warn(f"{path} has {ranks} ranks, this run {num_ranks}: do not compare", stacklevel=1)
-    return values

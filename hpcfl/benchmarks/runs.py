@@ -1,8 +1,7 @@
-"""A rank's start, and rounds, checkpoints and messages in real runs. All parts are collective."""
+"""A rank's start, and rounds and checkpoints in real runs. All parts are collective."""
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import tempfile
@@ -14,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hpcfl.benchmarks.ratios import Ratio
-from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.network import fastest_s
 from hpcfl.config import Config
 from hpcfl.data.sources import SOURCES, Source, arrays_of
 from hpcfl.errors import UserError
-from hpcfl.methods import METHODS, Method
+from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import merge, resolve
@@ -39,8 +34,8 @@ NUM_CLIENTS = 10
 """Clients in the rounds that are timed."""
 ROUND_SAMPLES = 600
 """Samples of each; 70 % are trained on."""
-WAITING_SAMPLES = 200
-"""Samples of each of twice as many clients where workers wait for each other."""
+METHOD_SAMPLES = 200
+"""Samples of each client where methods are compared."""
 CHECKPOINT_EVERY = 50
 METHODS_BESIDE_FEDAVG = 3
 """Methods that are compared with one run of FedAvg, just before them."""
@@ -58,16 +53,14 @@ def start(world: Communicator) -> Iterator[Ratio]:
 
 
 def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
-    """Time rounds of 10 clients with 10 local epochs, a checkpoint after each, and how long workers wait."""
+    """Time rounds of 10 clients with 10 local epochs, a checkpoint after each."""
     settings = {
         "model": {"batchnorm": True},
         "data": {"clients": NUM_CLIENTS, "per_client": ROUND_SAMPLES},
         "train": {"rounds": count + 1, "local_epochs": 10, "batch_size": 32, "lr": 0.01},
         "run": {"device": device, "eval_every": count + 1, "checkpoint_every": 1},
     }
-    method, timing = run(world, config_of(settings))
-    exchange_s = _exchange_s(world, method)
-    waiting = {name: _waiting(world, name) for name in ("home", "balanced")}
+    timing = run(world, config_of(settings))
     if not world.is_server:
         return
     # the first of each warms up, and the last checkpoint evaluates all models
@@ -79,45 +72,6 @@ def rounds(world: Communicator, count: int, device: str) -> Iterator[Ratio]:
     share = save_s / (CHECKPOINT_EVERY * round_s + save_s)
     each = f"every {CHECKPOINT_EVERY} rounds, {save_s * 1e3:.0f} ms"
     yield Ratio("checkpoints: share of a run", share, 0.02, each)
-    if world.size == 1:
-        return
-    sent = 2 * NUM_CLIENTS * 4 * method.layout.size
-    each = f"{sent / 1e6:.1f} MB down and up among {world.size} ranks in {exchange_s * 1e3:.0f} ms"
-    yield Ratio("messages: share of a round", exchange_s / round_s, 0.05, each)
-    # 10 equal clients take 8 workers as long as 16 would
-    least = 1 - NUM_CLIENTS / (workers * math.ceil(NUM_CLIENTS / workers))
-    where = (
-        f"{NUM_CLIENTS} of {2 * NUM_CLIENTS} clients on {workers} workers, {least:.2g} is the least "
-        f"possible; {waiting['home']:.2f} with run.placement=home"
-    )
-    yield Ratio("training: share of workers' time spent waiting", waiting["balanced"], least + 0.1, where)
-
-
-def _exchange_s(world: Communicator, method: Method) -> float:
-    """Send each client a model and bring one back; return the seconds. Collective."""
-    channel = Channel(world, method.layers, NUM_CLIENTS)
-    cohort = Cohort(0, tuple(range(NUM_CLIENTS)), torch.ones(NUM_CLIENTS))
-    rows = torch.zeros(NUM_CLIENTS, method.layout.size)
-    sent = Message(per_client={"theta": rows}, num_clients=NUM_CLIENTS) if world.is_server else None
-
-    def exchange() -> None:
-        channel.up(channel.down(sent, cohort), cohort).collect()
-
-    return fastest_s(world, exchange)
-
-
-def _waiting(world: Communicator, placement: str) -> float:
-    """Return the share of their time that workers wait for the slowest, on rank 0. Collective."""
-    settings = {
-        "model": {"batchnorm": True},
-        "data": {"clients": 2 * NUM_CLIENTS, "per_client": WAITING_SAMPLES},
-        "train": {"rounds": 8, "local_epochs": 2, "batch_size": 35, "participation": 0.5},
-        "run": {"device": "cpu", "placement": placement, "eval_every": 8, "checkpoint_every": 8},
-    }
-    if world.size == 1:
-        return 0.0
-    _, timing = run(world, config_of(settings))
-    return statistics.mean(timing.idle_shares[1:]) if world.is_server else 0.0
 
 
 def methods(world: Communicator, device: str) -> Iterator[Ratio]:
@@ -129,7 +83,7 @@ def methods(world: Communicator, device: str) -> Iterator[Ratio]:
     # rounds 3, 5 and 7 are timed, which are not evaluated; evaluations after 2, 4 and 6
     settings: dict[str, Any] = {
         "model": {"batchnorm": True},
-        "data": {"clients": 4, "per_client": WAITING_SAMPLES},
+        "data": {"clients": 4, "per_client": METHOD_SAMPLES},
         "train": {"rounds": 8, "local_epochs": 1, "batch_size": 30, "lr": 0.01},
         "run": {"device": device, "eval_every": 2, "checkpoint_every": 8},
     }
@@ -138,8 +92,8 @@ def methods(world: Communicator, device: str) -> Iterator[Ratio]:
             # such as Clustered FL's, which does not split in so few rounds
             warnings.simplefilter("ignore")
             if number % METHODS_BESIDE_FEDAVG == 0:
-                _, fedavg = run(world, config_of(settings | {"method": {"name": "fedavg"}}))
-            _, other = run(world, config_of(settings | {"method": {"name": name}}))
+                fedavg = run(world, config_of(settings | {"method": {"name": "fedavg"}}))
+            other = run(world, config_of(settings | {"method": {"name": name}}))
         if world.is_server:
             yield _beside_fedavg(name, other, fedavg)
 
@@ -170,8 +124,8 @@ def config_of(settings: Mapping[str, Any]) -> Config:
     return resolve(merge(settings, {"data": {"source": "bench"}}))
 
 
-def run(world: Communicator, config: Config) -> tuple[Method, Timing]:
-    """Run a configuration in a folder that is removed; return its method and its timing. Collective."""
+def run(world: Communicator, config: Config) -> Timing:
+    """Run a configuration in a folder that is removed; return its timing. Collective."""
     with ExitStack() as at_exit:
         experiment = run_collectively(world, lambda: build(config, world))
         layout = experiment.method.layout
@@ -183,7 +137,7 @@ def run(world: Communicator, config: Config) -> tuple[Method, Timing]:
         stop.restore()
         simulation = Simulation(experiment, world, stop, Progress(), folder)
         simulation.run()
-        return experiment.method, simulation.timing
+        return simulation.timing
 
 
 def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> RunFolder:

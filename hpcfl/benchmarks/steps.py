@@ -33,8 +33,8 @@ NETWORKS = (
 """Networks whose training step is timed: what they are called, name, BatchNorm, goal."""
 CLIENTS_AT_ONCE = {"cuda": 100, "cpu": 4}
 """Clients that the batched engine trains, by device."""
-GPU_GOAL = 20
-"""How many times as fast the batched engine is to be on a GPU, where small networks leave the loop's idle."""
+GPU_GOAL = 0.05
+"""On a GPU, which the loop engine leaves idle with small networks, the batched engine is 20 times as fast."""
 
 
 def training_steps(repeats: int) -> Iterator[Ratio]:
@@ -56,7 +56,7 @@ def training_steps(repeats: int) -> Iterator[Ratio]:
 
 
 def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
-    """Compare an epoch of many clients of LeNet by the loop engine and by the batched engine on a device."""
+    """Compare an epoch of many clients of LeNet by the batched engine and by the loop engine on a device."""
     count = CLIENTS_AT_ONCE[device.type]
     context = context_of(count)
     # as in a run, unless run.tf32 says otherwise
@@ -65,12 +65,12 @@ def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
     loop = LoopEngine(network, context.layout)
     batched = BatchedEngine(network, context.layout, count)
     one_by_one = _epoch(context, shard, loop, loop, device)
-    ratio, loop_s, batched_s = compare(one_by_one, _epoch(context, shard, batched, loop, device), repeats)
+    ratio, batched_s, loop_s = compare(_epoch(context, shard, batched, loop, device), one_by_one, repeats)
     steps = len(minibatches(TRAIN_SAMPLES, TRAIN.batch_size)) * count
-    each = f"{loop_s / steps * 1e3:.2g} and {batched_s / steps * 1e3:.2g} ms a client's step"
-    name = f"training step, {count} clients on {device.type}: loop engine / batched engine"
+    each = f"{batched_s / steps * 1e3:.2g} and {loop_s / steps * 1e3:.2g} ms a client's step"
+    name = f"training step, {count} clients on {device.type}: batched engine / loop engine"
     detail = f"{each}, LeNet-16/32 with BatchNorm, batch {TRAIN.batch_size}"
-    yield Ratio(name, ratio, GPU_GOAL if device.type == "cuda" else None, detail, is_floor=True)
+    yield Ratio(name, ratio, GPU_GOAL if device.type == "cuda" else None, detail)
 
 
 def context_of(num_clients: int, model: str = "lenet", batchnorm: bool = True) -> Context:

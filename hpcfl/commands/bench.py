@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from hpcfl.benchmarks import nodes, runs, server, steps
-from hpcfl.benchmarks.ratios import Ratio, as_tables, read_json, write_json
+from hpcfl.benchmarks import nodes, runs, steps
+from hpcfl.benchmarks.ratios import Ratio, as_tables, write_json
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
@@ -22,39 +21,31 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     Parts:
     start    a rank, from its beginning to its first round
     steps    of training, beside bare PyTorch
-    server   pFedLA's step, beside stacking all models for each client
     engines  the batched engine beside the loop engine (--device)
-    scale    pFedLA's server with --clients (all ranks)
-    rounds   what of pFedLA's is not training; messages, checkpoints, waiting (all ranks, --device)
+    rounds   what of pFedLA's is not training; checkpoints (all ranks, --device)
     methods  a round of each method, beside FedAvg's (--device)
-    nodes    messages, and FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
+    nodes    FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds
     """
     options = parser().parse_args(arguments)
     parts = _parts(options, world)
     if options.repeats < 1:
         raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")
-    counts = options.clients.split(",")
-    if not all(count.isdecimal() and int(count) >= server.COHORT for count in counts):
-        raise UserError(
-            f"--clients {options.clients} must be numbers from {server.COHORT} on, such as --clients 100,1000"
-        )
     # a GPU of any rank will do here; a run then says which rank has none
     if options.device == "cuda" and not world.maximum(torch.cuda.device_count()):
         raise UserError("--device cuda: there is no GPU; go to a node that has one, or drop --device")
-    before = run_collectively(world, lambda: _earlier(options, world) if world.is_server else {})
     found: list[Ratio] = []
     torch.set_num_threads(1)
     for part in parts:
         print(f"measuring: {part}", flush=True)
         ratios = list(PARTS[part](world, options))
         world.barrier()
-        print(as_tables(ratios, before), flush=True)
-        found += ratios
-    if options.json is not None:
-        run_collectively(
-            world, lambda: write_json(options.json, found, world.size) if world.is_server else None
-        )
+        print(as_tables(ratios), flush=True)
+        found.extend(ratios)
+        if options.json is not None:
+            run_collectively(
+                world, lambda: write_json(options.json, found, world.size) if world.is_server else None
+            )
 
 
 def _parts(options: Namespace, world: Communicator) -> list[str]:
@@ -77,18 +68,8 @@ def parser() -> Parser:
     parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
     parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
-    parser.add_argument("--clients", default="100", help="clients of scale, such as 100,1000 (default: 100)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="beside those of an earlier --json FILE")
     return parser
-
-
-def _earlier(options: Namespace, world: Communicator) -> dict[str, float]:
-    """Read the earlier run, before minutes are spent; UserError, too, if --json cannot be written."""
-    json = options.json
-    if json is not None and not os.access(json.parent, os.W_OK):
-        raise UserError(f"cannot write {json}; name a file in a folder that is there, with --json FILE")
-    return {} if options.against is None else read_json(options.against, world.size)
 
 
 Part = Callable[[Communicator, Namespace], Iterator[Ratio]]
@@ -102,11 +83,7 @@ def _on_server(measure: Callable[[Namespace], Iterator[Ratio]]) -> Part:
 PARTS: dict[str, Part] = {
     "start": lambda world, _: runs.start(world),
     "steps": _on_server(lambda options: steps.training_steps(options.repeats)),
-    "server": _on_server(lambda options: server.server_step(options.repeats)),
     "engines": _on_server(lambda options: steps.engines(torch.device(options.device), options.repeats)),
-    "scale": lambda world, options: server.many_clients(
-        world, list(map(int, options.clients.split(","))), max(2, options.repeats // 3)
-    ),
     "rounds": lambda world, options: runs.rounds(world, max(2, options.repeats // 4), options.device),
     "methods": lambda world, options: runs.methods(world, options.device),
     "nodes": lambda world, options: nodes.scaling(world, max(3, options.repeats // 2)),

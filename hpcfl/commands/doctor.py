@@ -27,7 +27,7 @@ def check_everything(arguments: Sequence[str], world: Communicator) -> None:
     config = run_collectively(world, lambda: load_config(*split_settings(options.settings)))
     found = Findings()
     check_ranks(world, config, found)
-    check_messages(world, found)
+    check_messages(world)
     check_folder(world, options.out, found)
     if options.settings:
         check_data(world, config, found)

@@ -13,10 +13,11 @@ from hpcfl.results.run import load_run
 
 
 def export_models(arguments: Sequence[str], world: Communicator) -> None:
-    """Export models of a run for use without hpcfl: weights, a JSON description, and model.py.
+    """Export models of a run for use without hpcfl: weights, whole models, and a JSON description.
 
-    A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors and client3.json;
-    FILE.pt or FILE.safetensors is one model. model.py builds the network and needs only PyTorch.
+    A folder gets each model as client3.pt (a PyTorch state dict), client3.safetensors, client3.json and
+    client3.pt2, a whole model from images to probabilities, which needs only PyTorch (torch.export.load).
+    FILE.pt, FILE.safetensors or FILE.pt2 is one of these.
     A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
     options = parser().parse_args(arguments)
@@ -32,6 +33,6 @@ def parser() -> Parser:
     parser.add_argument(
         "--client", required=True, help="a client's number, all, or global (the server's model)"
     )
-    parser.add_argument("--out", type=Path, required=True, help="a folder, FILE.pt or FILE.safetensors")
+    parser.add_argument("--out", type=Path, required=True, help="a folder, FILE.pt, .safetensors or .pt2")
     add_own_code(parser)
     return parser

@@ -27,7 +27,7 @@ OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
 
 
 def list_everything(arguments: Sequence[str], world: Communicator) -> None:
-    """Print all methods, sources, partitions, models and codecs, one per line.
+    """Print all methods, sources, partitions, models and codecs, one per line, with what each is.
 
     With `keys`, print all configuration keys with allowed values, defaults and meanings, or only those
     whose name or group begins with a KEY: train, run.seed, method.pfedla, data.partition.dirichlet
@@ -47,21 +47,20 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
         found = _chosen(options.words[1:])
         print("\n\n".join(map(_as_table if options.markdown else _as_lines, _by_group(found))))
     else:
-        _print_names(options.describe)
+        _print_names()
 
 
 def parser() -> Parser:
     """Return what reads the words of `hpcfl list`."""
     parser = Parser("hpcfl list", list_everything.__doc__)
     parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then names of keys or groups")
-    parser.add_argument("--describe", action="store_true", help="describe each in one line")
     parser.add_argument("--markdown", action="store_true", help="print keys as Markdown tables")
     for kind, (key, _) in OWN_FILES.items():
         parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
     return parser
 
 
-def _print_names(describes: bool) -> None:
+def _print_names() -> None:
     kinds: dict[str, dict[str, str]] = {
         "method": {name: method.summary for name, method in METHODS.items()},
         "source": {name: source.description for name, source in SOURCES.items()},
@@ -71,7 +70,7 @@ def _print_names(describes: bool) -> None:
     }
     for kind, entries in kinds.items():
         for name, description in entries.items():
-            print(f"{kind} {name}: {description}" if describes else f"{kind} {name}")
+            print(f"{kind} {name}: {description}")
 
 
 def _chosen(words: Sequence[str]) -> list[Key]:

@@ -21,14 +21,14 @@ from hpcfl.storage.atomic import replace_file
 def predict_images(arguments: Sequence[str], world: Communicator) -> None:
     """Label images with a client's model: array x of IMAGES.npz, as the run's data set stores them.
 
-    Writes labels [n] and probabilities [n, classes], as .npz, or as .csv with one line per image.
+    Writes one line per image, with its label and the probability of each class.
     A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
     options = parser().parse_args(arguments)
     client = client_of(options.client, GLOBAL)
     out: Path = options.out
-    if out.suffix not in (".npz", ".csv") or out.resolve() == options.images.resolve():
-        raise UserError(f"--out {out} is invalid; give another FILE.npz or FILE.csv")
+    if out.suffix != ".csv":
+        raise UserError(f"--out {out} is invalid; give a FILE.csv")
     if (out.resolve().parent / "config.yaml").exists():
         raise UserError(f"--out {out} is in a run folder, which must not change; give another FILE")
     where = str(options.images)
@@ -36,9 +36,8 @@ def predict_images(arguments: Sequence[str], world: Communicator) -> None:
     models = load_run(options.run).models
     probabilities = models.probabilities(client, x, options.layout, where)
     labels = probabilities.argmax(axis=1)
-    as_written = _npz if out.suffix == ".npz" else _csv
     try:
-        replace_file(out, as_written(labels, probabilities))
+        replace_file(out, _csv(labels, probabilities))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
     print(f"labels and probabilities of {len(labels)} images are in {out}")
@@ -56,16 +55,10 @@ def parser() -> Parser:
         help="axis order of x (default: the one that fits; if both fit, the run's data.layout)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("predictions.npz"), metavar="FILE", help="predictions.npz, or a .csv"
+        "--out", type=Path, default=Path("predictions.csv"), metavar="FILE", help="(default: predictions.csv)"
     )
     add_own_code(parser)
     return parser
-
-
-def _npz(labels: np.ndarray, probabilities: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, labels=labels, probabilities=probabilities)
-    return file.getvalue()
 
 
 def _csv(labels: np.ndarray, probabilities: np.ndarray) -> bytes:

@@ -7,8 +7,8 @@ import json
 import re
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from hpcfl.commands.arguments import (
@@ -30,7 +30,7 @@ from hpcfl.storage.slurm import tell_script
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.plan import methods_of, plan
-from hpcfl.tables.write_results import in_turn, write, write_from_histories, write_results
+from hpcfl.tables.write_results import write, write_from_histories, write_results
 from hpcfl.terminal import print_warning
 
 A_CELL_NEEDS_S = 30
@@ -57,7 +57,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         - {label: alone, method: {name: local}, without: [lr = 0.2]}
       compare: [[pfedla, alone], {rows: [pfedla, alone], columns: [many], at: after_training}]
     A row's settings lie over its column's; `tuned`: on validation samples; `at`: after_download or
-    after_training; `figure`: heat_maps, curves, bars or points, as in configs/tables/*_figure*.yaml.
+    after_training; `weighted: true` of a pair: by samples; `figure`: heat_maps, curves, bars or points.
     """
     options = parser().parse_intermixed_args(list(arguments))
     path, overrides = split_settings(options.settings)
@@ -111,10 +111,10 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         if stopped:
             say(f"stopped early with a checkpoint; resume with\n  {command}")
         elif missing:
-            rest = command_line(["table", *_without_part(arguments)], world.size)
-            say(f"if no other part is running them, resume with\n  {rest}")
+            say(f"to run them, once no other part does, repeat without --part\n  {command}")
         if failed and not stopped:
-            raise _all_of(failed)
+            # the others have been warned of
+            raise failed[-1]
         return stopped
 
 
@@ -131,8 +131,8 @@ def parser() -> Parser:
     parser.add_argument(
         "--part", type=_part, default=(1, 1), metavar="K/N", help="run only every N-th cell, from the K-th on"
     )
-    parser.add_argument("--rounds", type=_rounds, metavar="R", help="shrink: no cell has more rounds")
-    parser.add_argument("--seeds", type=_seeds, metavar="0,1", help="shrink: only these of the table's seeds")
+    parser.add_argument("--rounds", type=int, metavar="R", help="shrink: no cell has more rounds")
+    parser.add_argument("--seeds", type=seeds, metavar="0,1", help="shrink: only these of the table's seeds")
     parser.add_argument(
         "--plan", action="store_true", help="only list cells and hours, by a dry run of each row"
     )
@@ -145,15 +145,6 @@ def parser() -> Parser:
     parser.add_argument("--quiet", action="store_true", help="print nothing but warnings and errors")
     add_own_code(parser)
     return parser
-
-
-def _all_of(errors: Sequence[UserError]) -> UserError:
-    """Return one error that says what several do, of their kind if they have one in common."""
-    if len(errors) == 1:
-        return errors[0]
-    kinds = {type(error) for error in errors}
-    kind = kinds.pop() if len(kinds) == 1 else UserError
-    return kind(f"{len(errors)} cells failed: {'; '.join(map(str, errors))}")
 
 
 def _run_cells(
@@ -180,64 +171,50 @@ def _run_cells(
             left = f"  time left {clock(left_s)}"
         _speech(quiet)(f"cell {number + 1}/{len(table.chosen)}: {cell.name} seed {cell.seed}{left}")
         options = RunOptions(None, (), cell.folder, fresh, quiet)
+        if world.is_server:
+            _note(cell, is_running=True)
+            tell_script("cell", str(cell.folder))
         try:
-            with _noted(cell, world):
-                outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
+            outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
         except UserError as error:
             outcome = None
             failed.append(type(error)(f"{cell.place}: {error}"))
             if world.is_server and done + 1 < len(pending):
                 print_warning(f"{failed[-1]}; continuing with the other cells")
+        except (StorageError, ForcedStop, KeyboardInterrupt):
+            # not the cell's fault
+            _note(cell, is_running=False)
+            raise
+        _note(cell, is_running=False)
         if outcome == "stopped":
             return True, failed
         if outcome is not None:
-            run_collectively(world, lambda: _write(table) if world.is_server else None)
+            run_collectively(world, lambda: write(table) if world.is_server else None)
     if world.is_server:
         tell_script("cell", "")
     return False, failed
 
 
-def _note(cell: Cell) -> Path:
-    """Return the file that is there while a cell runs, and outlives a fault that ends the process."""
+def _note_of(cell: Cell) -> Path:
+    """Return the file that is there while a cell runs, and stays after a fault that ends the process."""
     return cell.folder.with_name(f".{cell.folder.name}.running")
 
 
-@contextmanager
-def _noted(cell: Cell, world: Communicator) -> Iterator[None]:
-    """Have the note there while a cell runs, and after a fault that may be the cell's own."""
-    if not world.is_server:
-        yield
-        return
-    note = _note(cell)
+def _note(cell: Cell, is_running: bool) -> None:
+    """Make or remove the file that says that a cell is running."""
     # the run itself reports a folder that cannot be written
     with suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    tell_script("cell", str(cell.folder))
-    is_fault = True
-    try:
-        yield
-        is_fault = False
-    except (UserError, StorageError, ForcedStop, KeyboardInterrupt):
-        is_fault = False
-        raise
-    finally:
-        if not is_fault:
-            with suppress(OSError):
-                note.unlink()
-
-
-def _write(table: Table) -> str:
-    """Write the table, while no other part does, and return it as text: the last part to end has seen all."""
-    with in_turn(table.folder):
-        return write(table)
+        if is_running:
+            cell.folder.parent.mkdir(parents=True, exist_ok=True)
+            _note_of(cell).touch()
+        else:
+            _note_of(cell).unlink(missing_ok=True)
 
 
 def _write_all(table: Table) -> tuple[str, dict[str, list[str]], list[Cell]]:
     """Write all files; return the table as text, the pictures by name, and the chosen cells missing."""
-    with in_turn(table.folder):
-        text, drawn = write(table), write_from_histories(table)
-        return text, drawn, [cell for cell in table.chosen if cell.finished_run is None]
+    text, drawn = write(table), write_from_histories(table)
+    return text, drawn, [cell for cell in table.chosen if cell.finished_run is None]
 
 
 def _say_missing(say: Callable[[str], None], table: Table, missing: Sequence[Cell]) -> None:
@@ -265,7 +242,7 @@ def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -
     Cells of columns whose data cannot be read are left out (`Table.not_run`). UserError for what cannot run.
     """
     pending = []
-    for cell in table.cells:
+    for cell in table.chosen:
         if cell.finished_run:
             continue
         folder = RunFolder(cell.folder, cell.config)
@@ -280,12 +257,12 @@ def _pending(table: Table, own: Sequence[Cell], fresh: bool, num_workers: int) -
         if cell in own:
             pending.append((cell, starts_over))
     # what ended the process last time may do so again, and is tried when the others are done
-    pending.sort(key=lambda entry: _note(entry[0]).exists())
+    pending.sort(key=lambda entry: _note_of(entry[0]).exists())
     unfinished = {(cell.label, cell.column) for cell, _ in pending}
     firsts = [cell for cell in table.firsts() if (cell.label, cell.column) in unfinished]
     # each method is made once before the first cell runs: a mistake in the last is reported now
-    for cell, method, *_ in methods_of(table, firsts, num_workers):
-        table.check_figure(cell, [layer.name for layer in method.layers], method.context.num_clients)
+    for _ in methods_of(table, firsts, num_workers):
+        pass
     return [(table.chosen.index(cell), over) for cell, over in pending if not _is_skipped(table, cell)]
 
 
@@ -302,21 +279,6 @@ def _part(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _rounds(text: str) -> int:
-    if not re.fullmatch(r"[1-9]\d*", text):
-        raise UserError(f"--rounds {text} is invalid; give an integer from 1 on")
-    return int(text)
-
-
-def _seeds(text: str) -> list[int]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise UserError(f"--seeds {text} is invalid; give whole numbers such as --seeds 0,1")
+def seeds(text: str) -> list[int]:
+    """Read --seeds; argparse's errors have the name of this function."""
     return [int(seed) for seed in text.split(",")]
-
-
-def _without_part(arguments: Sequence[str]) -> list[str]:
-    words = [word for word in arguments if not word.startswith("--part=")]
-    if "--part" in words:
-        at = words.index("--part")
-        del words[at : at + 2]
-    return words

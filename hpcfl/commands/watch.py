@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config import flatten
-from hpcfl.errors import UserError, printable
+from hpcfl.errors import printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
 from hpcfl.results.run import ENDED, Run, Status
 from hpcfl.terminal import console
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+PAUSE_S = 2.0
+"""Between two states on a terminal."""
 CURVE_WIDTH, SMALL_CURVE_WIDTH = 40, 8
 LOG_LINES = 5
 SHORTEST_NAME = 8
@@ -34,9 +36,6 @@ def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
     On a terminal it continues until all have ended or Ctrl-C; elsewhere it prints one state.
     """
     options = parser().parse_args(arguments)
-    # not (>): also refuses nan
-    if not options.every > 0:
-        raise UserError(f"--every {options.every:g} is invalid; give seconds above 0, such as --every 2")
     runs = [Run(path) for path in options.runs]
     screen = console()
     if options.once or not screen.is_terminal:
@@ -46,7 +45,7 @@ def watch_runs(arguments: Sequence[str], world: Communicator) -> None:
 
     with suppress(KeyboardInterrupt), Live(_shown(runs, screen), console=screen) as live:
         while not all(run.status.state in ENDED for run in runs):
-            time.sleep(options.every)
+            time.sleep(PAUSE_S)
             runs = [Run(path) for path in options.runs]
             live.update(_shown(runs, screen), refresh=True)
 
@@ -55,7 +54,6 @@ def parser() -> Parser:
     """Return what reads the words of `hpcfl watch`."""
     parser = Parser("hpcfl watch", watch_runs.__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/<name>")
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(default: 2)")
     parser.add_argument("--once", action="store_true", help="show one state and end")
     return parser
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcfl.config import differences
+from hpcfl.config import Config, differences
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, half_width
 from hpcfl.results.run import Run, scored_when
@@ -58,11 +58,11 @@ class Comparison:
             lines.append([name, f"{mean:.2%}", f"{spread:.2%}", scored_when(entry[0].config)])
         if self.unseen_means:
             unseen = ["unseen clients", *(f"{mean:.2%}" for mean in self.unseen_means)]
-            lines = [[*line[:-1], added, line[-1]] for line, added in zip(lines, unseen, strict=True)]
+            lines = [[*line, added] for line, added in zip(lines, unseen, strict=True)]
         diverged = [sum(int(run.diverged.sum()) for run in entry) for entry in self.entries]
         if any(diverged):
             times = ["diverged", *map(str, diverged)]
-            lines = [[*line[:-1], added, line[-1]] for line, added in zip(lines, times, strict=True)]
+            lines = [[*line, added] for line, added in zip(lines, times, strict=True)]
         pairs = [["difference in points", "", "95 % over clients", "pairs", "95 % over seeds", "seeds"]]
         for first, second in itertools.combinations(range(len(names)), 2):
             paired = self.difference(first, second)
@@ -71,7 +71,10 @@ class Comparison:
                 line += [half_width(found.mean, found.half_width, digits=2), str(found.count)]
             pairs.append(line)
         keys = [["keys that differ", *names]]
-        keys += [[key, *(_shown(value) for value in values)] for key, values in self.keys.items()]
+        keys += [
+            [key, *("-" if value is None else str(value) for value in values)]
+            for key, values in self.keys.items()
+        ]
         note = (
             "*: the interval excludes 0. That over clients holds for these runs only; conclude on methods "
             "from that over seeds."
@@ -91,15 +94,14 @@ def compare(runs: Sequence[Run]) -> Comparison:
     """
     if len(runs) < 2:
         raise UserError("a comparison needs two runs or more, such as hpcfl compare runs/A runs/B")
-    folders = [run.path.resolve() for run in runs]
-    for number, run in enumerate(runs):
-        if folders[number] in folders[:number]:
-            raise UserError(f"{run.path} is named twice; compare runs in two folders or more")
+    for run in runs:
         if not run.is_finished:
             raise UserError(
                 f"{run.path} is not finished: its last evaluation is of round {run.done} of {run.rounds}; "
                 "let it finish (run its command again to resume)"
             )
+    if len({run.path.resolve() for run in runs}) < len(runs):
+        raise UserError("a run is named twice; compare runs in two folders or more")
     entries: tuple[tuple[Run, ...], ...] = _by_seed(runs) or tuple((run,) for run in runs)
     for others in zip(*entries, strict=True):
         for other in others[1:]:
@@ -133,31 +135,18 @@ def _keys(run: Run, without: Sequence[str] = ()) -> dict[str, Any]:
 
 def _check_others(first: Run, second: Run) -> None:
     """Raise UserError if two runs have different clients, or different samples."""
-    there, here = (_of_samples(run) for run in (first, second))
-    if there != here and there | {"data.seed": here["data.seed"]} == here:
-        key = "run.seed" if first.config.data.seed is second.config.data.seed is None else "data.seed"
-        raise UserError(
-            f"{first.path} and {second.path} cannot be compared: their clients have other samples "
-            f"({key}: {there['data.seed']} there, {here['data.seed']} here); name each configuration with "
-            "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
-        )
+    there, here = (sample_keys(run.config) for run in (first, second))
     if changed := differences(there, here):
         raise UserError(
             f"{first.path} and {second.path} cannot be compared: their clients have other samples "
-            f"({'; '.join(changed)}); compare runs that agree on these keys"
-        )
-    counts = [len(run.clients["client"]) for run in (first, second)]
-    if counts[0] != counts[1]:
-        raise UserError(
-            f"{first.path} has {counts[0]} clients and {second.path} {counts[1]} (data.clients); compare "
-            "runs of the same clients"
+            f"({'; '.join(changed)}); compare runs that agree on these keys, each configuration with "
+            "the same seeds, such as A-s1 B-s1 A-s2 B-s2"
         )
 
 
-def _of_samples(run: Run) -> dict[str, Any]:
+def sample_keys(config: Config) -> dict[str, Any]:
     """Return the keys that decide which samples each client has, and which are scored."""
-    config = run.config
-    keys = {key: value for key, value in _keys(run).items() if key.startswith("data.")}
+    keys = {key: value for key, value in config.result_keys().items() if key.startswith("data.")}
     # normalisation does not change which samples a client has
     del keys["data.normalise"]
     return keys | {"data.seed": config.data_seed, "run.eval_split": config.run.eval_split}
@@ -170,7 +159,3 @@ def _accuracies(entry: Sequence[Run]) -> list[list[float]]:
 def _name(entry: Sequence[Run]) -> str:
     more = f" and {len(entry) - 1} more of other seeds" if len(entry) > 1 else ""
     return f"{entry[0].path.resolve().name}{more}"
-
-
-def _shown(value: Any) -> str:
-    return "-" if value is None else str(value)

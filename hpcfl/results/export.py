@@ -1,26 +1,46 @@
-"""Export a run's models for use without hpcfl: weights, a JSON description, and the network's source."""
+"""Export a run's models for use without hpcfl: weights, whole models, and a JSON description."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from hpcfl import __version__
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
 from hpcfl.parameters import Tensors
-from hpcfl.results.export_source import UntraceableError, written
 from hpcfl.results.models import GLOBAL, ClientName, TrainedModels
 from hpcfl.storage.reading import Columns
+from hpcfl.storage.snapshot import DataRecord
 
 ALL: Literal["all"] = "all"
-SOURCE_NAME = "model.py"
-ONE_NETWORK = "one network, whose state the tensors are"
+KINDS = (".pt", ".safetensors", ".pt2")
+"""Endings: a state dict, the same as safetensors, and a whole model."""
+
+
+class Deployed(nn.Module):
+    """A network with all that it needs before and after it: from images as stored to probabilities."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, data: DataRecord) -> None:
+        super().__init__()
+        self.network, self.scale = network, data.scale
+        mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return class probabilities [n, classes] of images [n, channels, height, width]."""
+        logits: Tensor = self.network((images.to(torch.float32) / self.scale - self.mean) / self.std)
+        return logits.softmax(dim=1)
 
 
 def export(
@@ -29,74 +49,67 @@ def export(
     """Write models of a run, and return the files; `clients` are the columns of clients.csv, if it is there.
 
     A folder gets, of each model, `client3` or `global`, the weights as .pt (a state dict) and .safetensors,
-    and the description as .json; FILE.pt or FILE.safetensors is one file of weights, with the description
-    beside it. model.py in the same folder builds the network and loads the weights; a method that does not
-    predict by one network has no model.py.
+    the whole model as .pt2 (torch.export), and the description as .json; FILE.pt, FILE.safetensors or
+    FILE.pt2 is one of these, with the description beside it. There is no .pt2, and a warning, where a method
+    does not predict by one network, or torch.export cannot follow the network.
 
     Raises:
         UserError: there are no such models, the ending is unknown, or the files cannot be written.
     """
-    is_file = out.suffix in WRITERS
+    is_file = out.suffix in KINDS
     if is_file and client == ALL:
         raise UserError(f"--out {out} is one file, and --client all are several models; give --out FOLDER")
     ending = out.suffix.removeprefix(".")
     # a name such as lr0.1 is a folder
     if not is_file and ending.isalnum() and ending[0].isalpha() and not out.is_dir():
-        raise UserError(
-            f"--out {out} has an ending that is not known; allowed: a folder, FILE.pt or FILE.safetensors"
-        )
-    folder = out.parent if is_file else out
-    names = range(models.num_clients) if client == ALL else [client]
+        allowed = ", ".join(f"FILE{kind}" for kind in KINDS)
+        raise UserError(f"--out {out} has an ending that is not known; allowed: a folder, {allowed}")
     files: list[Path] = []
     try:
-        for name in names:
-            stem = out.with_suffix("") if is_file else folder / (name if name == GLOBAL else f"client{name}")
-            suffixes = [out.suffix] if is_file else list(WRITERS)
-            files += _export_one(models, name, stem, suffixes, clients)
+        for name in range(models.num_clients) if client == ALL else [client]:
+            stem = out.with_suffix("") if is_file else out / (name if name == GLOBAL else f"client{name}")
+            files += _export_one(models, name, stem, [out.suffix] if is_file else KINDS, clients)
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; give another --out") from error
-    return list(dict.fromkeys(files))
+        raise UserError(f"cannot write {out}: {error.strerror}; give another --out") from error
+    return files
 
 
 def _export_one(
-    models: TrainedModels, client: ClientName, stem: Path, suffixes: list[str], clients: Columns
+    models: TrainedModels,
+    client: ClientName,
+    stem: Path,
+    kinds: Sequence[str],
+    clients: Columns,
 ) -> Iterator[Path]:
     """Write one model's files, and yield them."""
-    source = None
-    if models.is_network:
-        network = models.network(client)
-        parts = getattr(network, "parts", ONE_NETWORK)
-        try:
-            source, weights = written(network, models.data)
-        except UntraceableError as error:
-            weights = models.tensors(client)
-            parts = f"{parts}; there is no {SOURCE_NAME}: {error}"
-    else:
-        weights = models.tensors(client)
-        parts = (
-            f"parts that {models.config.method.name} combines by a rule of its own: there is no {SOURCE_NAME}"
-        )
-    if source is None:
-        warnings.warn(f"{stem}: {parts}; its tensors are exported", stacklevel=2)
-    recipe = _recipe(models, client, weights, parts, clients)
+    # parts of one large tensor would be saved with the whole of it
+    weights = {
+        name: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, tensor in models.tensors(client).items()
+    }
+    recipe = _recipe(models, client, weights, clients)
     stem.parent.mkdir(parents=True, exist_ok=True)
-    if source is not None:
-        yield _write_source(stem.parent / SOURCE_NAME, source)
-    for suffix in suffixes:
-        file = stem.with_name(f"{stem.name}{suffix}")
-        WRITERS[suffix](weights, recipe, file)
+    for kind in kinds:
+        file = stem.with_name(f"{stem.name}{kind}")
+        if kind == ".pt":
+            torch.save(weights, file)
+        elif kind == ".safetensors":
+            _write_safetensors(weights, recipe, file)
+        elif not _write_whole(models, client, file):
+            continue
         yield file
     beside = stem.with_name(f"{stem.name}.json")
     beside.write_text(json.dumps(recipe, indent=1) + "\n")
     yield beside
 
 
-def _recipe(
-    models: TrainedModels, client: ClientName, weights: Tensors, parts: str, clients: Columns
-) -> dict[str, Any]:
+def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients: Columns) -> dict[str, Any]:
     """Return the description: what the weights are, and the input that the network needs."""
     config, data = models.config, models.data
     tree = config.tree()
+    parts = f"parts that {config.method.name} combines by a rule of its own"
+    if models.is_network:
+        parts = getattr(models.network(client), "parts", "one network, whose state the tensors are")
     recipe = {
         "hpcfl": __version__,
         "run": models.path.resolve().parent.name,
@@ -112,7 +125,7 @@ def _recipe(
         "std": list(data.std),
         "normalisation": "(image / scale - mean) / std, a mean and a std a channel",
         "classes": list(range(data.num_classes)),
-        "outputs": "logits, in the order of classes, which are the labels of the data set",
+        "outputs": "logits (.pt2: probabilities), in the order of classes, the labels of the data set",
         "parts": parts,
         "tensors": {name: list(tensor.shape) for name, tensor in weights.items()},
     }
@@ -122,18 +135,6 @@ def _recipe(
         if "unseen" in clients:
             recipe["unseen"] = bool(clients["unseen"][client])
     return recipe
-
-
-def _write_source(path: Path, source: str) -> Path:
-    """Write model.py; UserError if another model.py exists."""
-    if path.is_file() and path.read_text() != source:
-        raise UserError(f"{path} exists, for another network; give another folder with --out")
-    path.write_text(source)
-    return path
-
-
-def _write_pt(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
-    torch.save(weights, path)
 
 
 def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> None:
@@ -148,8 +149,22 @@ def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> 
     save_file(weights, path, metadata)
 
 
-WRITERS: dict[str, Callable[[Tensors, dict[str, Any], Path], None]] = {
-    ".pt": _write_pt,
-    ".safetensors": _write_safetensors,
-}
-"""Writers by the ending of a weights file."""
+def _write_whole(models: TrainedModels, client: ClientName, path: Path) -> bool:
+    """Write a model from images as stored to probabilities; return False, with a warning, if that fails."""
+    if not models.is_network:
+        warnings.warn(f"no {path}: {models.config.method.name} does not predict by one network", stacklevel=2)
+        return False
+    data = models.data
+    images = torch.zeros(2, *data.image_shape, dtype=getattr(torch, data.dtype))
+    try:
+        whole = torch.export.export(
+            Deployed(models.network(client), data).eval(),
+            (images,),
+            dynamic_shapes=({0: torch.export.Dim("images")},),
+        )
+    # any network may be there, and so any exception
+    except Exception as error:
+        warnings.warn(f"no {path}: torch.export cannot follow the network: {one_line(error)}", stacklevel=2)
+        return False
+    torch.export.save(whole, path)
+    return True

@@ -5,8 +5,6 @@ Shapes: N clients, E evaluations.
 
 from __future__ import annotations
 
-import importlib
-import io
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,9 +27,6 @@ from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.lock import holder
 from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, whole_lines
 
-TABLES = ("metrics", "clients", "bytes")
-MAX_CELLS = 2**27
-"""Clients times classes of a run."""
 LOG_BYTES = 10_000
 """Number of bytes read from the end of log.txt."""
 
@@ -70,8 +65,6 @@ def load_run(path: str | Path, own_code: str | Path | Sequence[str | Path] = ())
         UserError: there is no run, it is damaged, or its own code is missing, has changed, or is not allowed
         to run.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise UserError(f"load_run({path!r}) is invalid; give the folder of a run, such as 'runs/NAME'")
     for file in [own_code] if isinstance(own_code, str | os.PathLike) else own_code:
         allow("own_code", str(file))
     run = Run(Path(path))
@@ -182,34 +175,10 @@ class Run:
         found = None if self.checkpoint is None else self.checkpoint.ledger.get("diverged")
         return np.empty(0) if found is None else found.values[:, 0]
 
-    def frame(self, name: str = "metrics") -> Any:
-        """Return metrics.csv, clients.csv or bytes.csv as a pandas.DataFrame; empty where there is no file.
-
-        Raises:
-            UserError: the name is another, or pandas is not installed.
-        """
-        if name not in TABLES:
-            raise UserError(f"there is no table {name!r}; allowed: {', '.join(TABLES)}")
-        try:
-            pandas = importlib.import_module("pandas")
-        except ImportError as error:
-            raise UserError(
-                "data frames need pandas: pip install 'hpcfl[pandas]'; run.metrics, run.clients and "
-                "run.bytes have the columns as NumPy arrays"
-            ) from error
-        # raises UserError with what is damaged
-        getattr(self, name)
-        lines = whole_lines(self.path / f"{name}.csv")
-        return pandas.read_csv(io.StringIO("\n".join(lines))) if lines else pandas.DataFrame()
-
     @cached_property
     def partition(self) -> Columns:
         """Columns of partition.csv: samples of each client by class, where there are any."""
-        path = self.path / "partition.csv"
-        found = read_columns(path)
-        if found and int(found["client"].max() + 1) * int(found["class"].max() + 1) > MAX_CELLS:
-            raise damaged(path, 2 + int(max(found["client"].argmax(), found["class"].argmax())))
-        return found
+        return read_columns(self.path / "partition.csv")
 
     @cached_property
     def checkpoint(self) -> LoadedCheckpoint | None:

@@ -18,7 +18,7 @@ class Interval:
 
     mean: float
     half_width: float
-    """Half the width of the interval; nan for a single difference."""
+    """Half the width of the interval; nan without one, as of a single difference."""
     count: int
 
 
@@ -42,6 +42,7 @@ class PairedDifference:
 
     over_seeds: Interval
     over_clients: Interval
+    """Without an interval where clients are weighted."""
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -54,13 +55,23 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def paired_difference(
-    first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]
+    first: Sequence[Sequence[float]],
+    second: Sequence[Sequence[float]],
+    weights: Sequence[Sequence[float]] | None = None,
 ) -> PairedDifference:
-    """Compare two rows' accuracies [seeds][clients], at least one seed."""
+    """Compare two rows' accuracies [seeds][clients], at least one seed; `weights` of the clients likewise.
+
+    With clients weighted by their samples, D[s] is the difference of the shares of all samples of a seed that
+    are classified correctly.
+    """
     differences = [
         [one - other for one, other in zip(of_first, of_second, strict=True)]
         for of_first, of_second in zip(first, second, strict=True)
     ]
+    if weights is not None:
+        means = [statistics.fmean(*of_seed) for of_seed in zip(differences, weights, strict=True)]
+        over_seeds = interval(means)
+        return PairedDifference(over_seeds, Interval(over_seeds.mean, math.nan, sum(map(len, weights))))
     return PairedDifference(
         over_seeds=interval([statistics.fmean(of_seed) for of_seed in differences]),
         over_clients=interval([difference for of_seed in differences for difference in of_seed]),

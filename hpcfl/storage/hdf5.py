@@ -317,7 +317,7 @@ def _read_data(group: h5py.Group) -> DataRecord:
     found = group.attrs
     channels, height, width = found["image_shape"].tolist()
     dtype = found["dtype"].decode()
-    # the text of an exported model.py has these in it
+    # torch has types of these names
     if dtype not in ("uint8", "float32"):
         raise ValueError(f"images of type {dtype!r}")
     scale, mean, std = (np.ravel(found[name]).tolist() for name in ("scale", "mean", "std"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpcfl.config import Config
 from hpcfl.results.run import Run, scored_when
-from hpcfl.results.statistics import Interval, mean_and_deviation, paired_difference, worst_tenth
+from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import Pair, Row
 
@@ -77,12 +77,14 @@ class Result:
     @property
     def published(self) -> float | None:
         """In %."""
-        return self.row.published.get(self.column) if self.row.published else None
+        found: float | None = self.row.published.get(self.column)
+        return found
 
     @property
     def published_bytes(self) -> float | None:
         """Down and up together, of a client in a round."""
-        return self.row.published_bytes.get(self.column) if self.row.published_bytes else None
+        found: float | None = self.row.published_bytes.get(self.column)
+        return found
 
     @property
     def scored(self) -> str:
@@ -105,17 +107,17 @@ def read_results(table: Table) -> list[Result]:
 class Difference:
     """Two compared rows in a column."""
 
-    rows: tuple[str, str]
+    pair: Pair
     column: str
     moment: str
     """When the models are scored: one moment for both rows, or the first row's, then the second row's."""
     seeds: list[int]
-    """Seeds that both rows have finished, in which some client has a model of both rows at the moment."""
+    """Seeds that both rows have finished with data of one file, in which some client has a model of both rows
+    at the moment."""
     partitions: int
     """Number of partitions that these seeds have drawn; 1 where the table fixes data.seed."""
-    over_seeds: Interval | None
-    """None if `seeds` is empty; so is `over_clients`."""
-    over_clients: Interval | None
+    paired: PairedDifference | None
+    """None if `seeds` is empty."""
 
 
 def differences(table: Table, results: Sequence[Result]) -> list[Difference]:
@@ -132,25 +134,28 @@ def _difference(pair: Pair, column: str, first: Result, second: Result) -> Diffe
     name = "accuracy" if pair.at is None else f"accuracy_{pair.at}"
     by_seed = {}
     for seed in [seed for seed in first.runs if seed in second.runs]:
-        both = zip(first.by_client(seed, name), second.by_client(seed, name), strict=True)
-        if known := [one for one in both if not any(map(isnan, one))]:
-            by_seed[seed] = known
-    over_seeds = over_clients = None
+        if _file(first.runs[seed]) != _file(second.runs[seed]):
+            continue
+        ones, others, samples = (
+            first.by_client(seed, name),
+            second.by_client(seed, name),
+            first.by_client(seed, "evaluated_samples"),
+        )
+        lines = zip(ones, others, samples, strict=True)
+        if known := [line for line in lines if not any(map(isnan, line))]:
+            by_seed[seed] = list(zip(*known, strict=True))
+    paired = None
     if by_seed:
-        ones, others = ([[one[n] for one in known] for known in by_seed.values()] for n in range(2))
-        paired = paired_difference(ones, others)
-        over_seeds, over_clients = paired.over_seeds, paired.over_clients
+        of_first, of_second, weights = zip(*by_seed.values(), strict=True)
+        paired = paired_difference(of_first, of_second, weights if pair.weighted else None)
     moments = [pair.at.replace("_", " ")] if pair.at else [first.scored, second.scored]
     partitions = len(by_seed) if first.config.data.seed is None else min(1, len(by_seed))
-    return Difference(
-        rows=(first.row.label, second.row.label),
-        column=column,
-        moment=", ".join(dict.fromkeys(moments)),
-        seeds=list(by_seed),
-        partitions=partitions,
-        over_seeds=over_seeds,
-        over_clients=over_clients,
-    )
+    return Difference(pair, column, ", ".join(dict.fromkeys(moments)), list(by_seed), partitions, paired)
+
+
+def _file(run: Run) -> tuple[object, object]:
+    """Return the user's own file that a run has read its data from, or with."""
+    return run.record["data"].get("path"), run.record["data"].get("reader")
 
 
 def _figures(run: Run, config: Config) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.registries import merge, resolve
+from hpcfl.results.comparison import sample_keys
 from hpcfl.results.run import Run
-from hpcfl.tables.file import ONLY, Curves, Drawing, HeatMaps, Pair, Row, TableFile, place_of, read_table
+from hpcfl.tables.file import ONLY, Drawing, HeatMaps, Pair, Row, TableFile, place_of, read_table
 
-_WHERE_DATA_LIE = ("data.source", "data.root", "data.path", "data.layout", "data.normalise")
-_OF_A_COLUMN = ("data.source", "data.reader", "data.path", "data.layout", "data.normalise")
-"""Keys of the file that a column's data are in."""
+_DATA_FILE = ("source", "reader", "path", "layout", "normalise")
+"""Keys of `data` that say which file data are in."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,25 @@ class Cell:
 
     @property
     def finished_run(self) -> Run | None:
-        """The run in its folder; None unless it is finished, and has these settings."""
+        """The run in its folder; None unless it is finished, and has these settings.
+
+        Where they name no file of the user's own, it may have read its data from any.
+        """
         try:
             run = Run(self.folder)
         except UserError:
             return None
-        return run if not differences(run.record, self.config.tree()) and run.is_finished else None
+        tree, data = self.config.tree(), run.record["data"]
+        if _has_own_file(data) and not _has_own_file(tree["data"]):
+            tree["data"] |= {key: data.get(key) for key in (*_DATA_FILE, "code", "subset_per_class")}
+        return run if not differences(run.record, tree) and run.is_finished else None
 
 
 class Table:
     """A table file with what the command line adds.
 
     Keys of the command line are for all cells, but those of the file that data are in: they are for the
-    chosen columns. Columns without such keys have their data in the file that their runs so far have read.
+    chosen columns.
     """
 
     def __init__(
@@ -109,12 +115,11 @@ class Table:
         self._longest = 0
         self.cells = self._cells(layers, overrides, rounds)
         """All cells, ordered by seed, then by column, then by row."""
-        is_named = any(map(_is_of_a_column, overrides))
-        self._check_one_source(layers, overrides)
+        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
+            self._check_one_source(layers)
         self._check_folders()
         self._check_pairs()
         self._check_quantities()
-        self._take_files_of_runs(without=self.chosen_columns if is_named else ())
         rows = _matching("--row", in_rows, self.labels)
         self.chosen = [c for c in self.cells if c.column in self.chosen_columns and c.label in rows]
         """The cells that are run."""
@@ -148,19 +153,6 @@ class Table:
         axes = (by_name.get(quantity, ()) for by_name in known)
         return next((found for found in axes if len(found) > 1), ())
 
-    def check_figure(self, cell: Cell, layers: Sequence[str], num_clients: int) -> None:
-        """Raise UserError if the figure names layers or a client that a cell's run does not have."""
-        for drawing in self.drawings:
-            place = f"{self.path}, figure{_in_column(cell.column)}"
-            if isinstance(drawing, HeatMaps):
-                axes = axes_by_name(METHODS[cell.config.method.name].diagnostics).get(drawing.quantity)
-                for layer in drawing.layers_in(cell.column) or () if axes else ():
-                    if layer not in layers:
-                        there = " | ".join(layers)
-                        raise UserError(f"{place}: {layer} is none of the layers; there are: {there}")
-            if isinstance(drawing, HeatMaps | Curves) and (drawing.client or 0) >= num_clients:
-                raise UserError(f"{place}: client={drawing.client} is invalid; give 0 to {num_clients - 1}")
-
     def _cells(self, layers: Sequence[TableFile], overrides: Sequence[str], rounds: int | None) -> list[Cell]:
         of_all = [word for word in overrides if not _is_of_a_column(word)]
         cells = []
@@ -192,16 +184,15 @@ class Table:
             config = resolve(merge(config.tree(), [f"train.rounds={rounds}"]))
         return config
 
-    def _check_one_source(self, layers: Sequence[TableFile], overrides: Sequence[str]) -> None:
+    def _check_one_source(self, layers: Sequence[TableFile]) -> None:
         """Refuse to replace different data sets of the chosen columns by one."""
-        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
-            trees = (_tree(layers, c.label, c.column) for c in self.cells if c.column in self.chosen_columns)
-            sources = sorted(set(map(_source, trees)))
-            if len(sources) > 1:
-                raise UserError(
-                    f"{self.path}: data.source on the command line would replace {_listed(sources)} in all "
-                    "columns; choose columns of one of them with --column LABEL"
-                )
+        trees = (_tree(layers, c.label, c.column) for c in self.cells if c.column in self.chosen_columns)
+        sources = sorted({str(flatten(tree).get("data.source", DEFAULT_SOURCE)) for tree in trees})
+        if len(sources) > 1:
+            raise UserError(
+                f"{self.path}: data.source on the command line would replace {_listed(sources)} in all "
+                "columns; choose columns of one of them with --column LABEL"
+            )
 
     def _check_folders(self) -> None:
         """Refuse two cells of one folder."""
@@ -219,7 +210,7 @@ class Table:
                 for one, other in zip(
                     self.cells_of(first, column), self.cells_of(second, column), strict=True
                 ):
-                    if _clients(one.config) != _clients(other.config):
+                    if sample_keys(one.config) != sample_keys(other.config):
                         raise UserError(
                             f"{self.path}, compare {first} with {second}{_in_column(column)}: their clients "
                             "hold different samples, so that no difference client by client exists; give "
@@ -238,22 +229,6 @@ class Table:
                     f"of its rows keep {known or 'none'}"
                 )
 
-    def _take_files_of_runs(self, without: Sequence[str]) -> None:
-        """Let columns, but those `without`, have their data in the user's file that their runs have read."""
-        files: dict[tuple[str, str], dict[str, Any]] = {}
-        for cell in self.cells:
-            place = cell.column, cell.config.data.source
-            if cell.column not in without and place not in files and (cell.folder / "config.yaml").is_file():
-                files[place] = _file_of_run(cell)
-        for number, cell in enumerate(self.cells):
-            if file := files.get((cell.column, cell.config.data.source)):
-                tree = cell.config.tree()
-                tree["data"] |= file
-                try:
-                    self.cells[number] = replace(cell, config=resolve(tree))
-                except UserError as error:
-                    raise UserError(f"{cell.place}: {error}") from error
-
     def _changes(self, seeds: Sequence[int], rounds: int | None, overrides: Sequence[str]) -> str:
         """Say behind the title what the command line leaves out and changes."""
         shrunk = []
@@ -261,7 +236,9 @@ class Table:
             shrunk.append(f"at most {rounds} rounds instead of {self._longest}")
         if self.seeds != seeds:
             shrunk.append(f"seeds {_listed(self.seeds)} of {_listed(seeds)}")
-        changes = [word for word in overrides if not _is_of_this_machine(word)]
+        # where data lie, and how a run is carried out, change no result
+        silent = ("run.", "data.root=")
+        changes = [word for word in overrides if not _is_of_a_column(word) and not word.startswith(silent)]
         notes = [f"shrunk: {_listed(shrunk)}"] * bool(shrunk) + [f"with {_listed(changes)}"] * bool(changes)
         return f" ({'; '.join(notes)})" if notes else ""
 
@@ -291,33 +268,16 @@ def _in_column(column: str) -> str:
     return "" if column == ONLY else f", column {column}"
 
 
-def _source(tree: Mapping[str, Any]) -> str:
-    """Return what nested keys say of the data source; a source in a user's file is called as the file."""
-    keys = flatten(tree)
-    reader = keys.get("data.reader")
-    return str(keys.get("data.source", DEFAULT_SOURCE) if reader is None else Path(str(reader)).stem)
-
-
-def _clients(config: Config) -> tuple[object, ...]:
-    """Return all that decides which samples each client is scored on."""
-    keys = config.result_keys().items()
-    data = {key: value for key, value in keys if key.startswith("data.") and key != "data.normalise"}
-    return data, config.data_seed, config.run.eval_split
-
-
 def _matching(option: str, wanted: Sequence[str], labels: Sequence[str]) -> list[str]:
     """Return the labels that an option names, whole or by a part that no other has; () is all.
 
-    A whole label goes before parts, and its own capitals before others.
+    A whole label goes before parts of others.
     """
     named = set()
     for text in wanted:
         small = text.lower()
-        found = (
-            [label for label in labels if label == text]
-            or [label for label in labels if label.lower() == small]
-            or [label for label in labels if small in label.lower()]
-        )
+        found = [label for label in labels if label.lower() == small]
+        found = found or [label for label in labels if small in label.lower()]
         if len(found) != 1:
             there = " | ".join(label for label in labels if label != ONLY) or "none"
             what = f"is a part of {len(found)}" if found else "is none"
@@ -326,29 +286,15 @@ def _matching(option: str, wanted: Sequence[str], labels: Sequence[str]) -> list
     return [label for label in labels if label in named or not wanted]
 
 
-def _file_of_run(cell: Cell) -> dict[str, Any]:
-    """Return keys of `data` for the user's file that the run in a cell's folder has read; {} for none."""
-    try:
-        data = Run(cell.folder).record["data"]
-    except UserError:
-        # reported when the cell's folder is checked
-        return {}
-    if data.get("path") is None and data.get("reader") is None:
-        return {}
-    whole = {"subset_per_class": None} if data.get("subset_per_class") is None else {}
-    names = {key.removeprefix("data.") for key in _OF_A_COLUMN} | {"code"}
-    return {key: value for key, value in data.items() if key in names} | whole
+def _has_own_file(data: Mapping[str, Any]) -> bool:
+    """Whether keys of `data` name a file of the user's own."""
+    return bool(data.get("path") or data.get("reader"))
 
 
 def _is_of_a_column(override: str) -> bool:
     """Whether a key says which file a column's data are in."""
-    return override.partition("=")[0] in _OF_A_COLUMN or override == "data.subset_per_class=null"
-
-
-def _is_of_this_machine(override: str) -> bool:
-    """Whether a key only says where the data lie, or how the run is carried out."""
-    key, _, _ = override.partition("=")
-    return key in _WHERE_DATA_LIE or key.startswith("run.") or override == "data.subset_per_class=null"
+    group, _, key = override.partition("=")[0].partition(".")
+    return (group == "data" and key in _DATA_FILE) or override == "data.subset_per_class=null"
 
 
 def _listed(values: Sequence[object], separator: str = ", ") -> str:

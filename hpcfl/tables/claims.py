@@ -1,8 +1,8 @@
 """What papers claim, and what this project's result files say of it, by rule.
 
-A claims file names a paper and its sentences. Each is about a row of tables that is above other rows, or
-above a number. The verdict on a row and a column follows from the difference of accuracies and its 95 %
-interval over seeds:
+A claims file names a paper and its sentences. Each is about a row of tables that is above other rows. The
+verdict on a pair of rows in a column follows from the difference of accuracies and its 95 % interval over
+seeds:
 
     shown      three seeds or more, and the interval lies above 0
     seen       above, but of fewer seeds, or of an interval with 0 in it
@@ -14,21 +14,21 @@ interval over seeds:
 from __future__ import annotations
 
 import csv
+import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from hpcfl.config import read_yaml
 from hpcfl.config.messages import FileKeys, validate_file
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid, percent
-from hpcfl.results.statistics import interval
 from hpcfl.tables.cells import Table
-from hpcfl.tables.file import ONLY, Moment, Text
+from hpcfl.tables.file import ONLY, Moment, Pair, Text
 
 VERDICTS = ("shown", "seen", "not shown", "refuted", "not run")
 RULES = {"printed": "the paper's rule", "ours": "a rule of ours, which differs from a printed equation"}
@@ -49,12 +49,14 @@ class Runs(FileKeys):
     table: Text
     """Name of a table file, without .yaml."""
     row: Text
-    above: Annotated[list[Text] | list[float], BeforeValidator(_as_list)] = Field(min_length=1)
-    """Labels of other rows, or an accuracy in %."""
+    above: Annotated[list[Text], BeforeValidator(_as_list)] = Field(min_length=1)
+    """Labels of other rows."""
     columns: list[Text] = Field([])
     """Default: all in which the table compares these rows."""
     at: Moment | None = None
     """When models are scored; default: each row's own moment."""
+    weighted: bool = False
+    """Whether clients count with their samples."""
     printed_rounds: int | None = Field(None, ge=1)
     """Rounds of the paper, where the table has fewer."""
 
@@ -69,13 +71,7 @@ class Claim(FileKeys):
     reason: Text | None = None
     """Why the outcome is as it is, as far as it was found."""
     evidence: Text | None = None
-    """Result file that the reason rests on; a reason has one."""
-
-    @model_validator(mode="after")
-    def _reason_has_evidence(self) -> Claim:
-        if (self.reason is None) != (self.evidence is None):
-            raise ValueError("reason and evidence, the result file that it rests on, go together")
-        return self
+    """Result file that the reason rests on."""
 
 
 class ClaimsFile(FileKeys):
@@ -159,22 +155,11 @@ class Claims:
 
     path: Path
     paper: str
-    verdicts: list[Verdict]
+    by_claim: list[list[Verdict]]
     tables: list[ResultFiles]
     """Of the paper in full."""
     smaller: list[ResultFiles]
     """Other tables that tell of its claims; a cell of the same labels stands in for one that is not run."""
-
-    @property
-    def by_claim(self) -> list[list[Verdict]]:
-        found: dict[int, list[Verdict]] = {}
-        for verdict in self.verdicts:
-            found.setdefault(id(verdict.claim), []).append(verdict)
-        return list(found.values())
-
-    @property
-    def has_results(self) -> bool:
-        return any(verdict.difference is not None for verdict in self.verdicts)
 
 
 def read_claims(path: Path) -> Claims:
@@ -191,16 +176,17 @@ def read_claims(path: Path) -> Claims:
             known[name] = ResultFiles(folder / f"{name}.yaml", place)
         return known[name]
 
-    verdicts: list[Verdict] = []
+    by_claim: list[list[Verdict]] = []
     for number, claim in enumerate(file.claims, 1):
         place = f"{path}, claim {number} ({claim.sentence})"
         if claim.evidence is not None and not (folder / RESULTS / claim.evidence).is_file():
             raise UserError(f"{place}: evidence={claim.evidence} is no file in {folder / RESULTS}")
+        by_claim.append([])
         for runs in claim.runs:
-            verdicts += _verdicts(claim, runs, results(runs.table, place), f"{place}, {runs.table}")
+            by_claim[-1] += _verdicts(claim, runs, results(runs.table, place), f"{place}, {runs.table}")
     tables = [results(name, f"{path}, tables") for name in file.tables]
     smaller = [found for name, found in known.items() if name not in file.tables]
-    return Claims(path, file.paper, verdicts, tables, smaller)
+    return Claims(path, file.paper, by_claim, tables, smaller)
 
 
 def document(claims: Claims) -> Document:
@@ -226,106 +212,80 @@ def overview(many: Sequence[Claims]) -> Grid:
 
 
 def _verdicts(claim: Claim, runs: Runs, results: ResultFiles, place: str) -> Iterator[Verdict]:
-    """Yield the verdicts by one table: over each other row or number, in each column."""
-    table = results.table
-    labels = [runs.row, *(label for label in runs.above if isinstance(label, str))]
-    for kind, names, there in (("row", labels, table.labels), ("column", runs.columns, table.columns)):
-        for name in names:
-            if name not in there:
-                raise UserError(f"{place}: {kind} {name} is not there; there are: {' | '.join(there)}")
+    """Yield the verdicts by one table: over each other row, in each column."""
     for other in runs.above:
-        is_row = isinstance(other, str)
-        found = (
-            _over_row(runs, other, results, place) if is_row else _over_number(runs, other, results, place)
-        )
-        pair = f"{runs.row} - {other if is_row else f'{other:g} %'}"
-        for column, said in found:
+        pairs = [pair for pair in results.table.compare if set(pair.rows) == {runs.row, other}]
+        pair = next((one for one in pairs if (one.at, one.weighted) == (runs.at, runs.weighted)), None)
+        if pair is None:
+            at = ("" if runs.at is None else f", at: {runs.at}") + ", weighted: true" * runs.weighted
+            raise UserError(
+                f"{place}: {results.table.path} has no such pair; add {{rows: [{runs.row}, {other}]{at}}} to "
+                "its compare"
+            )
+        for column in runs.columns or pair.columns:
+            if column not in pair.columns:
+                raise UserError(
+                    f"{place}: {runs.row} and {other} are not compared in column {column}; there are: "
+                    f"{' | '.join(pair.columns)}"
+                )
             line = results.line(runs.row, column)
             rounds = "" if line is None else line["rounds"]
             if rounds and runs.printed_rounds is not None:
                 rounds += f" of {runs.printed_rounds}"
-            yield Verdict(claim, table.path.stem, column, pair, rounds, **said)
+            name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
+            verdict = Verdict(claim, results.table.path.stem, column, name, rounds)
+            found = _difference(results, pairs, pair, column)
+            yield verdict if found is None else _judged(verdict, found, pair.rows[0] != runs.row)
 
 
-def _over_row(
-    runs: Runs, other: Any, results: ResultFiles, place: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield columns, and what a verdict says of the row's difference to another one; {} without a result."""
-    pairs = [pair for pair in results.table.compare if set(pair.rows) == {runs.row, other}]
-    pair = next((pair for pair in pairs if pair.at == runs.at), None)
-    moment = "" if runs.at is None else f", at: {runs.at}"
-    if pair is None:
-        raise UserError(
-            f"{place}: {results.table.path} does not compare these rows{' then' if moment else ''}; add "
-            f"{{rows: [{runs.row}, {other}]{moment}}} to its compare"
-        )
-    sign = 1 if pair.rows[0] == runs.row else -1
-    # a pair without a moment has whatever moments its rows have
-    others = {one.at.replace("_", " ") for one in pairs if one.at is not None}
-    for column in runs.columns or pair.columns:
-        if column not in pair.columns:
-            raise UserError(f"{place}: {runs.row} and {other} are not both in column {column}; drop it")
-        lines = [
-            line
-            for line in results.differences
-            if [line["first"], line["second"]] == pair.rows
-            and line["column"] == column
-            and line["difference"]
-        ]
-        if runs.at is None:
-            lines.sort(key=lambda line: line["moment"] in others)
-        else:
-            lines = [line for line in lines if line["moment"] == runs.at.replace("_", " ")]
-        if not lines:
-            yield column, {}
-            continue
-        line = lines[0]
-        low, high = (line[f"over_seeds_{end}"] for end in ("low", "high"))
-        ends = (float(low), float(high)) if low else None
+def _difference(
+    results: ResultFiles, pairs: Sequence[Pair], pair: Pair, column: str
+) -> dict[str, str] | None:
+    """Return a pair's line of differences.csv in a column; None where no seed is finished.
+
+    Other `pairs` of the same rows may be scored at another moment.
+    """
+    lines = [
+        line
+        for line in results.differences
+        if [line["first"], line["second"], line["column"]] == [*pair.rows, column]
+        and line.get("weighted", "0") == str(int(pair.weighted))
+        and line["difference"]
+    ]
+    if pair.at is None:
+        # without a moment of its own, a pair has whatever moments its rows have
+        others = {one.at.replace("_", " ") for one in pairs if one.at is not None}
+        lines.sort(key=lambda line: line["moment"] in others)
+    else:
+        lines = [line for line in lines if line["moment"] == pair.at.replace("_", " ")]
+    return lines[0] if lines else None
+
+
+def _judged(verdict: Verdict, line: Mapping[str, str], is_turned: bool) -> Verdict:
+    """Return a verdict with the numbers of a line of differences.csv, or with their opposites."""
+    difference, low, high = (
+        float(line[name]) if line[name] else math.nan
+        for name in ("difference", "over_seeds_low", "over_seeds_high")
+    )
+    if is_turned:
+        difference, low, high = -difference, -high, -low
+    return replace(
+        verdict,
+        moment=line["moment"],
+        seeds=int(line["seeds"]),
+        difference=difference,
+        bounds=None if math.isnan(low) else (low, high),
         # older files say so in words
-        of_one = line.get("partitions") == "1" or "one partition" in line.get("size", "")
-        yield (
-            column,
-            {
-                "moment": line["moment"],
-                "seeds": int(line["seeds"]),
-                "difference": sign * float(line["difference"]),
-                "bounds": ends if ends is None or sign > 0 else (-ends[1], -ends[0]),
-                "is_of_one_partition": of_one,
-            },
-        )
-
-
-def _over_number(
-    runs: Runs, number: Any, results: ResultFiles, place: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield columns, and what a verdict says of the row's difference to a number; {} without a result."""
-    if runs.at is not None:
-        raise UserError(f"{place}: at={runs.at} goes with other rows; drop it beside a number")
-    for column in runs.columns or results.table.columns:
-        line = results.line(runs.row, column)
-        if line is None:
-            yield column, {}
-            continue
-        seeds = [float(value) for name, value in line.items() if name.startswith("accuracy_seed_") and value]
-        found = interval([accuracy - number / 100 for accuracy in seeds])
-        bounds = (found.mean - found.half_width, found.mean + found.half_width)
-        yield (
-            column,
-            {
-                "moment": line["scored"],
-                "seeds": len(seeds),
-                "difference": found.mean,
-                "bounds": bounds if len(seeds) > 1 else None,
-            },
-        )
+        is_of_one_partition=line.get("partitions") == "1" or "one partition" in line.get("size", ""),
+    )
 
 
 def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     """Return the verdicts on one claim; columns in which a pair was not run share a line."""
     claim = verdicts[0].claim
     caption = f"{claim.where}: {claim.sentence} ({RULES[claim.rule]})"
-    note = "" if claim.reason is None else f"Why: {claim.reason} ({claim.evidence})."
+    evidence = f" ({claim.evidence})" if claim.evidence else ""
+    note = f"Why: {claim.reason}{evidence}." if claim.reason else ""
     header = ["rows", "column", "verdict", "difference", "scored", "seeds", "rounds", "table"]
     rows, not_run = [], dict[tuple[str, str], list[str]]()
     for verdict in verdicts:

@@ -16,7 +16,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
 from hpcfl.results.run import Run
-from hpcfl.tables.cells import Table
+from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import Curves, HeatMaps
 
 SUMMARISED = ("first", "middle", "last")
@@ -60,9 +60,23 @@ def read_histories(table: Table) -> dict[Path, History]:
                 warnings.warn(f"{cell.place}: no diagnostics and no figure: {error}", stacklevel=1)
                 continue
             if history is not None:
-                table.check_figure(cell, history.layers, history.accuracy.shape[1])
+                _check_figure(table, cell, history)
                 found[cell.folder] = history
     return found
+
+
+def _check_figure(table: Table, cell: Cell, history: History) -> None:
+    """Raise UserError if the figure names layers or a client that a cell's run does not have."""
+    place = f"{table.path}, figure" + (f", column {cell.column}" if cell.column else "")
+    num_clients = history.accuracy.shape[1]
+    for drawing in table.drawings:
+        if isinstance(drawing, HeatMaps) and drawing.quantity in history.diagnostics:
+            for layer in drawing.layers_in(cell.column) or ():
+                if layer not in history.layers:
+                    there = " | ".join(history.layers)
+                    raise UserError(f"{place}: {layer} is none of the layers; there are: {there}")
+        if isinstance(drawing, HeatMaps | Curves) and (drawing.client or 0) >= num_clients:
+            raise UserError(f"{place}: client={drawing.client} is invalid; give 0 to {num_clients - 1}")
 
 
 def evaluations(rounds: Sequence[int], wanted: Sequence[int | str]) -> list[int]:

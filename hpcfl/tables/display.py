@@ -66,11 +66,11 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     columns = ["column"] if table.columns != [ONLY] else []
     rows = []
     for difference in compared:
-        line = [" - ".join(difference.rows), *([difference.column] if columns else []), difference.moment]
-        over_seeds, over_clients = difference.over_seeds, difference.over_clients
-        if over_seeds is None or over_clients is None:
+        line = [difference.pair.name, *([difference.column] if columns else []), difference.moment]
+        if difference.paired is None:
             rows.append([*line, MISSING, "", "0", "", ""])
             continue
+        over_seeds, over_clients = difference.paired.over_seeds, difference.paired.over_clients
         of_one = " of one partition" if difference.partitions < over_seeds.count else ""
         width = half_width(over_seeds.mean, over_seeds.half_width, digits=1)
         line += [f"{100 * over_seeds.mean:+.1f}", width + of_one, str(over_seeds.count)]
@@ -79,7 +79,7 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     is_of_one = any(difference.partitions < len(difference.seeds) for difference in compared)
     of_one = ", and where it is over seeds of one partition, for this partition only" if is_of_one else ""
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
-    shown = sum(difference.over_seeds is not None for difference in compared)
+    shown = sum(difference.paired is not None for difference in compared)
     return Grid(
         "paired differences client by client, * where the 95 % interval excludes 0; conclude from that over "
         f"seeds, whose unit is a whole run{of_one}; that over clients holds for these runs only",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -73,28 +72,22 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _published(largest: float) -> AfterValidator:
-    """Check numbers from 0 to `largest`: of the only column, of each in turn, or by column."""
-
-    def check(value: Any) -> Any:
-        numbers = value if isinstance(value, list) else [value]
-        if isinstance(value, dict):
-            numbers = list(value.values())
-        for number in numbers:
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not (is_number and 0 <= number <= largest) and not (number is None and numbers is value):
-                bound = "on" if math.isinf(largest) else f"to {largest:g}"
-                raise ValueError(
-                    f"it must be numbers from 0 {bound}, one for each column in a list (null where there is "
-                    "none), or column: number"
-                )
-        return value
-
-    return AfterValidator(check)
+def _published(given: Any) -> Any:
+    numbers = given if isinstance(given, list) else [given]
+    if isinstance(given, dict):
+        numbers = list(given.values())
+    if not all(number is None or (isinstance(number, int | float) and number >= 0) for number in numbers):
+        raise ValueError(
+            "it must be numbers from 0 on, one for each column in a list (null where there is none), or "
+            "column: number"
+        )
+    return given
 
 
 Text = Annotated[StrictStr, AfterValidator(_one_line)]
 Moment = Literal["after_download", "after_training"]
+Published = Annotated[Any, AfterValidator(_published)]
+"""Numbers that the source names: of the only column, of each in turn, or by column, as it is once read."""
 
 
 class PartialConfig(FileKeys):
@@ -138,13 +131,10 @@ class Row(_Labelled):
     """Which keys were chosen on a validation split, and among what; the table repeats it."""
     without: list[Text] | None = None
     """Columns in which the row has no cell."""
-    published: Annotated[Any, _published(100)] = None
-    """Accuracy that the source names, in %: of the only column, of each in turn, or by column.
-
-    By column once the file is read; also `published_bytes`.
-    """
-    published_bytes: Annotated[Any, _published(math.inf)] = None
-    """Bytes down and up together of a client in a round that the source names."""
+    published: Published = None
+    """Accuracy in %."""
+    published_bytes: Published = None
+    """Bytes down and up together of a client in a round."""
 
 
 class Pair(FileKeys):
@@ -155,6 +145,12 @@ class Pair(FileKeys):
     """Default: all in which both rows have a cell."""
     at: Moment | None = None
     """When both rows' models are scored; default: each row's own moment."""
+    weighted: bool = False
+    """Whether clients count with their samples; there is no interval over clients then."""
+
+    @property
+    def name(self) -> str:
+        return " - ".join(self.rows) + ", weighted by samples" * self.weighted
 
 
 class HeatMaps(FileKeys):
@@ -282,8 +278,7 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
     rows = _rows(path, file, [nothing, *layers], labels)
     for drawing in file.figure or ():
         for name in drawing.columns if isinstance(drawing, HeatMaps) else ():
-            if name not in labels:
-                raise UserError(f"{path}, figure: layers: {_unknown(name, 'columns', labels)}")
+            _check_known(f"{path}, figure: layers", name, "columns", labels)
     read = {"columns": columns, "rows": rows, "compare": _pairs(path, file, base, labels, rows)}
     return [*layers, file.model_copy(update=inherited | read)]
 
@@ -297,8 +292,8 @@ def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     columns: dict[str, Column] = {}
     for number, entry in enumerate(entries if file.sweep is None else [Column(sweep=file.sweep)]):
         place = f"{path}, {place_of('column', number, entry.label)}"
-        if entry._is_choice and entry.label not in before:
-            raise UserError(f"{path}: {_unknown(entry.label, 'columns', before)}")
+        if entry._is_choice:
+            _check_known(str(path), entry.label, "columns", before)
         if not entry.label and entry.sweep is None and not entry._is_choice:
             raise UserError(f"{place}: label is missing; a column without a sweep has one")
         own = entry.config or file.config
@@ -336,29 +331,22 @@ def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Seq
     settings = [layer.settings for layer in (file, *reversed(layers))]
     rows: dict[str, Row] = {}
     for number, row in enumerate(file.rows or [_choice(Row, label) for label in before]):
-        if row._is_choice and row.label not in before:
-            raise UserError(f"{path}: {_unknown(row.label, 'rows', before)}")
+        if row._is_choice:
+            _check_known(str(path), row.label, "rows", before)
         label = row.label or _method_name([row, *settings])
         place = f"{path}, {place_of('row', number, label)}"
         if label in rows:
             raise UserError(f"{place}: another row is called {label}; give each a label of its own")
         old = before.get(label, Row())
-        without = [name for name in old.without or () if name in columns]
-        without = without if row.without is None else row.without
-        update: dict[str, Any] = {"label": label, "tuned": row.tuned or old.tuned, "without": without}
-        named = [("without", name) for name in without]
+        update: dict[str, Any] = {"label": label, "tuned": row.tuned or old.tuned, "without": row.without}
+        if row.without is None:
+            update["without"] = [name for name in old.without or () if name in columns]
+        for name in update["without"]:
+            _check_known(f"{place}: without", name, "columns", columns)
         for key in ("published", "published_bytes"):
-            given = _by_column(place, key, getattr(row, key), columns)
             inherited = getattr(old, key) or {}
+            given = _by_column(f"{place}: {key}", getattr(row, key), columns)
             update[key] = {name: value for name, value in inherited.items() if name in columns} | given
-            named += [(key, name) for name in given]
-        for key, name in named:
-            if name not in columns:
-                raise UserError(f"{place}: {key}: {_unknown(name, 'columns', columns)}")
-            if key != "without" and name in without:
-                raise UserError(
-                    f"{place}: {key} names column {name}, in which the row has no cell (`without`)"
-                )
         rows[label] = row.model_copy(update=update)
     return list(rows.values())
 
@@ -373,19 +361,19 @@ def _method_name(settings: Iterable[PartialConfig]) -> str:
     return DEFAULT_METHOD
 
 
-def _by_column(place: str, key: str, given: Any, columns: Sequence[str]) -> dict[str, float]:
+def _by_column(place: str, given: Any, columns: Sequence[str]) -> dict[str, float]:
     """Return published numbers by column; `given` is as the file has them."""
-    if given is None:
-        return {}
     if isinstance(given, dict):
-        return {str(label): float(value) for label, value in given.items()}
+        for name in given:
+            _check_known(place, name, "columns", columns)
+        return {name: float(value) for name, value in given.items() if value is not None}
     numbers = given if isinstance(given, list) else [given]
-    if len(numbers) != len(columns):
+    if given is not None and len(numbers) != len(columns):
         raise UserError(
-            f"{place}: {key}: {len(numbers)} given for {len(columns)} columns; give one a column, and null "
-            f"where there is none, or {{{columns[0] or 'column'}: number}}"
+            f"{place}: {len(numbers)} given for {len(columns)} columns; give one a column, and null where "
+            f"there is none, or {{{columns[0] or 'column'}: number}}"
         )
-    return {label: float(value) for label, value in zip(columns, numbers, strict=True) if value is not None}
+    return {name: float(value) for name, value in zip(columns, numbers, strict=False) if value is not None}
 
 
 def _pairs(
@@ -396,19 +384,16 @@ def _pairs(
     pairs = []
     for pair in base.compare or () if file.compare is None else file.compare:
         place = f"{path}, compare {pair.rows[0]} with {pair.rows[1]}"
-        mistakes = [_unknown(label, "rows", without) for label in pair.rows if label not in without]
-        both = [name for name in columns if all(name not in without.get(label, ()) for label in pair.rows)]
-        wanted = pair.columns or both
-        mistakes += [_unknown(name, "columns", columns) for name in wanted if name not in columns]
-        mistakes += [
-            f"column {name} has no cell of both rows; drop it" for name in wanted if name not in both
-        ]
-        if not both:
-            mistakes.append("no column has a cell of both rows; drop the pair")
-        if file.compare is not None and mistakes:
-            raise UserError(f"{place}: {mistakes[0]}")
-        left = [name for name in both if name in wanted]
-        if left and all(label in without for label in pair.rows):
+        for label in pair.rows if file.compare is not None else ():
+            _check_known(place, label, "rows", without)
+        for name in pair.columns if file.compare is not None else ():
+            _check_known(place, name, "columns", columns)
+        lacking = {name for label in pair.rows for name in without.get(label, columns)}
+        both = [name for name in columns if name not in lacking]
+        left = [name for name in both if name in (pair.columns or both)]
+        if file.compare is not None and len(left) < max(1, len(pair.columns)):
+            raise UserError(f"{place}: both rows have a cell in {' | '.join(both) or 'no column'} alone")
+        if left:
             pairs.append(pair.model_copy(update={"columns": left}))
     return pairs
 
@@ -416,6 +401,11 @@ def _pairs(
 def place_of(kind: str, number: int, label: str) -> str:
     """Return where an entry of a list is, such as "row 2 (FedAvg)"."""
     return f"{kind} {number + 1}" + (f" ({label})" if label else "")
+
+
+def _check_known(place: str, name: str, kind: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise UserError(f"{place}: {_unknown(name, kind, known)}")
 
 
 def _unknown(name: str, kind: str, known: Iterable[str]) -> str:

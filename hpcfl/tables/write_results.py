@@ -5,10 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from math import isnan
 from pathlib import Path
 
 from hpcfl.config import Config
@@ -17,7 +15,6 @@ from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval
 from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.ledger import MOMENTS
-from hpcfl.storage.lock import FolderLock
 from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Result, differences, read_results
 from hpcfl.tables.cells import Table
 from hpcfl.tables.diagnostics import diagnostics, read_histories
@@ -25,34 +22,6 @@ from hpcfl.tables.display import document
 
 MAX_CLIENT_LINES = 20_000
 """Largest number of lines (about 800 kB) for which `write_results` writes every client's accuracy."""
-LONGEST_TURN_S = 120
-"""How long a part of a table waits for another one that is writing."""
-
-_LOOK_EVERY_S = 0.2
-
-
-@contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
-    """Hold the lock of a table's folder, which other parts of the table wait for.
-
-    What they have finished is seen by the one that writes last. Where a lock is not to be had, because the
-    file system has none or its holder hangs, the files may lack a cell, but are whole.
-    """
-    with ExitStack() as at_exit, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*this file system has no locks")
-        end_s = time.monotonic() + LONGEST_TURN_S
-        while True:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                at_exit.enter_context(FolderLock(folder))
-            except UserError:
-                if time.monotonic() < end_s:
-                    time.sleep(_LOOK_EVERY_S)
-                    continue
-            except OSError as error:
-                raise _cannot_write(folder, error) from error
-            break
-        yield
 
 
 def write(table: Table) -> str:
@@ -93,7 +62,7 @@ def write_from_histories(table: Table) -> dict[str, list[str]]:
     for stale in (*(f"{name}.*" for name in drawn), "diagnostics.csv"):
         for path in table.folder.glob(stale):
             if path.name not in files:
-                path.unlink()
+                path.unlink(missing_ok=True)
     _write_files(table.folder, files)
     return drawn
 
@@ -183,12 +152,14 @@ def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
 
     `partitions` is how many the seeds have drawn.
     """
-    over_seeds, over_clients = difference.over_seeds, difference.over_clients
+    paired = difference.paired
+    over_seeds, over_clients = (paired.over_seeds, paired.over_clients) if paired else (None, None)
     return {
-        "first": difference.rows[0],
-        "second": difference.rows[1],
+        "first": difference.pair.rows[0],
+        "second": difference.pair.rows[1],
         "column": difference.column,
         "moment": difference.moment,
+        "weighted": int(difference.pair.weighted),
         "difference": over_seeds and over_seeds.mean,
         **_bounds("over_seeds", over_seeds),
         "seeds": len(difference.seeds),
@@ -201,7 +172,7 @@ def _difference_line(table: Table, difference: Difference) -> dict[str, object]:
 
 
 def _bounds(name: str, found: Interval | None) -> dict[str, float | None]:
-    if found is None or found.count < 2:
+    if found is None or isnan(found.half_width):
         return {f"{name}_low": None, f"{name}_high": None}
     return {f"{name}_low": found.mean - found.half_width, f"{name}_high": found.mean + found.half_width}
 
@@ -213,8 +184,6 @@ def _write_files(folder: Path, files: Mapping[str, str | bytes]) -> None:
         for name, content in files.items():
             replace_file(folder / name, content)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
-
-
-def _cannot_write(folder: Path, error: OSError) -> UserError:
-    return UserError(f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR")
+        raise UserError(
+            f"cannot write the table in {folder}: {error.strerror}; name another with --out DIR"
+        ) from error

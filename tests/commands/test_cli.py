@@ -277,7 +277,7 @@ def test_mistakes_under_mpirun_are_told_once_and_nothing_hangs(
         assert json.loads((tmp_path / f"codes{rank}.json").read_text()) == expected
     assert done.stderr.count("hpcfl: error: ") == len(done.stderr.splitlines()) == len(mistakes)
     assert done.stdout.count("usage: ") == 1
-    assert done.stdout.splitlines().count("method pfedla") == 1
+    assert sum(line.startswith("method pfedla: ") for line in done.stdout.splitlines()) == 1
     assert done.stdout.count("classes partition of digits") == 1
     assert contents(finished) == before
     folders = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
@@ -299,8 +299,6 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list"]) == FINISHED
-    names_only = capsys.readouterr().out.splitlines()
-    assert main(["list", "--describe"]) == FINISHED
     lines = capsys.readouterr().out.splitlines()
     kinds: dict[str, Iterable[str]] = {
         "method": METHODS,
@@ -310,7 +308,6 @@ def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> N
         "codec": CODECS,
     }
     expected = [f"{kind} {name}" for kind, names in kinds.items() for name in names]
-    assert names_only == expected
     assert [line.partition(":")[0] for line in lines] == expected
     assert all(line.partition(": ")[2].strip() for line in lines)
 

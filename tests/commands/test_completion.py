@@ -59,7 +59,7 @@ def test_bash_completes_commands_options_files_keys_and_values(capsys: pytest.Ca
 
     assert completed("") == ["run", *COMMANDS]
     assert completed("run", "train.lr", "=", "1", "--fr") == ["--fresh"]
-    assert completed("watch", "--") == ["--help", "--every", "--once"]
+    assert completed("watch", "--") == ["--help", "--once"]
     assert completed("bench", "--device", "") == ["cpu", "cuda"]
     assert completed("plan", "configs/o") == ["configs/one.yaml", "configs/other.yaml"]
     assert completed("watch", "r") == ["runs"]

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
-from hpcfl.formatting import Document
+from hpcfl.formatting import Document, markdown
 from hpcfl.formatting import as_markdown as document_as_markdown
 from hpcfl.tables.claims import document, overview, read_claims
 
@@ -114,8 +114,7 @@ def diagnostics_from(lines: list[Line], quantity: str) -> str:
 def as_markdown(header: list[str], rows: list[list[str]]) -> str:
     """Return a table; its first column, the setting, is left out where there is only one."""
     first = 0 if len({row[0] for row in rows}) > 1 else 1
-    lines = (header, ["---"] * len(header), *rows)
-    return "".join(f"| {' | '.join(line[first:])} |\n" for line in lines)
+    return markdown([line[first:] for line in (header, *rows)])
 
 
 def with_claims(page: str) -> str:

@@ -54,8 +54,8 @@ def test_differences_intervals_and_keys_are_as_by_hand(
     assert "diverged" not in text
     other.clients["diverged"][1:] += 2
     header, *rows = (line.split() for line in str(hpcfl.compare(one, other)).splitlines()[:3])
-    assert header[-2:] == ["diverged", "scored"]
-    assert [row[3] for row in rows] == ["0", "6"]
+    assert header[-2:] == ["scored", "diverged"]
+    assert [row[-1] for row in rows] == ["0", "6"]
 
     three = scored(made(tmp_path, "A-s1", "method.name=fedavg", "run.seed=1"), 0.5, 0.5, 0.5, 0.5)
     four = scored(made(tmp_path, "B-s1", "method.name=local", "train.lr=0.1", "run.seed=1"), *[0.2] * 4)
@@ -74,7 +74,7 @@ def test_differences_intervals_and_keys_are_as_by_hand(
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ("run.seed=1", r"run.seed: 0 there, 1 here"),
+        ("run.seed=1", r"data.seed: 0 there, 1 here"),
         ("data.seed=2", r"data.seed: 0 there, 2 here"),
         ("data.partition.classes_per_client=2", r"data.partition.classes_per_client: 4 there, 2 here"),
         ("data.clients=3", r"data.clients: 4 there, 3 here"),
@@ -101,9 +101,9 @@ def test_normalisation_and_the_training_seed_may_differ(tmp_path: Path) -> None:
 
 def test_other_seeds_and_the_same_folder_are_refused_with_what_to_type(tmp_path: Path) -> None:
     one, two = (made(tmp_path, f"A-s{seed}", f"run.seed={seed}") for seed in (1, 2))
-    with pytest.raises(UserError, match=r"\(run.seed: 1 there, 2 here\); .* A-s1 B-s1 A-s2 B-s2$"):
+    with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\); .* A-s1 B-s1 A-s2 B-s2$"):
         hpcfl.compare(one, two)
-    with pytest.raises(UserError, match="A-s1 is named twice; compare runs in two folders"):
+    with pytest.raises(UserError, match="a run is named twice; compare runs in two folders"):
         hpcfl.compare(one, two, hpcfl.load_run(tmp_path / "." / "A-s1"))
     dealt = [made(tmp_path, f"C-s{seed}", f"data.seed={seed}") for seed in (1, 2)]
     with pytest.raises(UserError, match=r"\(data.seed: 1 there, 2 here\)"):

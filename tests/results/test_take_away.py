@@ -31,15 +31,14 @@ NUM_CLIENTS = 7
 
 EXAMPLE = """\
 import numpy as np
+import torch
 
-from model import load, probabilities
-
-network = load("client3.safetensors")
+model = torch.export.load("client3.pt2").module()
 file = np.load("images.npz")
-p = probabilities(network, file["x"])  # [images, classes]
+p = model(torch.from_numpy(file["x"]))  # [images, classes]
 print(f"{(p.argmax(dim=1).numpy() == file['y']).mean():.4f}")
 """
-"""Of the README, to be run where model.py and the weights are."""
+"""Of docs/own_data.md, to be run where the model is."""
 
 WITHOUT_HPCFL = """\
 import sys
@@ -119,34 +118,30 @@ def test_exported_models_of_all_methods_score_the_same_where_there_is_no_hpcfl(
     for case in CASES:
         run = place.run(case)
         expected[case] = right_of_run(run)
-        files = run.export("all", tmp_path / case)
-        assert len(files) == len(set(files)) == 1 + 3 * NUM_CLIENTS
+        files = [file for client in (0, 6) for file in run.export(client, tmp_path / case)]
+        assert len(files) == len(set(files)) == 2 * 4
         tests = raw_tests(run)
         np.savez(tmp_path / case / "tests.npz", **{f"x{n}": x for n, (x, _) in enumerate(tests)})
         np.savez(tmp_path / case / "labels.npz", **{f"y{n}": y for n, (_, y) in enumerate(tests)})
     script = f"""{WITHOUT_HPCFL}
-import importlib.util, json, pathlib
+import json, pathlib
 import numpy as np
+import torch
 found = {{}}
-def right(model, path, x, y):
-    return int((model.probabilities(model.load(path), x).argmax(dim=1).numpy() == y).sum())
 for folder in sorted(path for path in pathlib.Path(".").iterdir() if path.is_dir()):
-    spec = importlib.util.spec_from_file_location("model", folder / "model.py")
-    model = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(model)
     x, y = np.load(folder / "tests.npz"), np.load(folder / "labels.npz")
-    for ending in ("pt", "safetensors"):
-        found.setdefault(folder.name, []).append([
-            right(model, folder / f"client{{n}}.{{ending}}", x[f"x{{n}}"], y[f"y{{n}}"])
-            for n in range(len(x.files))
-        ])
+    for n in (0, 6):
+        model = torch.export.load(folder / f"client{{n}}.pt2").module()
+        right = model(torch.from_numpy(x[f"x{{n}}"])).argmax(dim=1).numpy() == y[f"y{{n}}"]
+        assert len(model(torch.from_numpy(x[f"x{{n}}"][:1]))) == 1
+        found.setdefault(folder.name, []).append(int(right.sum()))
 try:
     import hpcfl
 except ImportError:
     print(json.dumps(found))
 """
     found = json.loads(python(tmp_path, script))
-    assert found == {case: [counts, counts] for case, counts in expected.items()}
+    assert found == {case: [counts[0], counts[6]] for case, counts in expected.items()}
 
 
 def python(folder: Path, script: str) -> str:
@@ -202,7 +197,7 @@ def test_the_global_model_is_what_fedavg_scores(place: Place, tmp_path: Path) ->
     tests = raw_tests(run)
     assert [right(run.predict("global", x), y) for x, y in tests] == right_of_run(run)
     files = run.export("global", tmp_path / "a.pt")
-    assert [path.name for path in files] == ["model.py", "a.pt", "a.json"]
+    assert [path.name for path in files] == ["a.pt", "a.json"]
     assert json.loads((tmp_path / "a.json").read_text())["client"] == "global"
     weights = torch.load(tmp_path / "a.pt", weights_only=True)
     assert all(torch.equal(weights[name], tensor) for name, tensor in run.model(0).items())
@@ -229,11 +224,8 @@ def test_predict_writes_labels_and_probabilities(place: Place, tmp_path: Path) -
     images = tmp_path / "images.npz"
     np.savez(images, x=x.transpose(0, 2, 3, 1))
     command = ["predict", str(run.path), "--client", "5", str(images), "--out"]
-    assert main([*command, str(tmp_path / "p.npz")]) == FINISHED
-    with np.load(tmp_path / "p.npz") as found:
-        assert right(found["probabilities"], y) == right_of_run(run)[5]
-        assert np.array_equal(found["labels"], found["probabilities"].argmax(axis=1))
-        expected = found["probabilities"]
+    expected = run.predict(5, x)
+    assert right(expected, y) == right_of_run(run)[5]
     assert main([*command, str(tmp_path / "p.csv")]) == FINISHED
     with (tmp_path / "p.csv").open(newline="") as lines:
         rows = list(csv.DictReader(lines))
@@ -286,14 +278,14 @@ def test_a_model_and_a_method_of_files_of_ones_own(place: Place, tmp_path: Path)
     assert [right(ruled.predict(n, x), y) for n, (x, y) in enumerate(raw_tests(ruled))] == right_of_run(ruled)
     with pytest.raises(UserError, match="own_rule predicts by a rule of its own"):
         ruled.network(0)
-    with pytest.warns(UserWarning, match=r"parts that own_rule combines.*there is no model.py"):
+    with pytest.warns(UserWarning, match=r"no .*client0.pt2: own_rule does not predict by one network"):
         files = ruled.export(0, tmp_path / "ruled")
     assert [path.name for path in files] == ["client0.pt", "client0.safetensors", "client0.json"]
     weights = torch.load(files[0], weights_only=True)
     assert weights.keys() >= {"theta.body.conv1.weight", "buffers.body.bn1.running_mean", "sharpness"}
 
 
-OWN_MODEL = '''"""A network with a branch, which torch.fx follows and a chain of modules could not say."""
+OWN_MODEL = '''"""A network with a branch."""
 
 from collections import OrderedDict
 
@@ -359,10 +351,9 @@ def test_a_network_that_cannot_be_followed_comes_with_its_tensors_alone(
         return plain(self, -x if x.sum() < -1e9 else x)
 
     monkeypatch.setattr(type(network), "forward", forward)
-    with pytest.warns(UserWarning, match="there is no model.py: TraceError"):
-        files = run.export(0, tmp_path / "0.pt")
-    assert [path.name for path in files] == ["0.pt", "0.json"]
-    assert "there is no model.py" in json.loads(files[1].read_text())["parts"]
+    with pytest.warns(UserWarning, match="no .*client0.pt2: torch.export cannot follow the network: "):
+        files = run.export(0, tmp_path)
+    assert [path.name for path in files] == ["client0.pt", "client0.safetensors", "client0.json"]
     assert run.network(0).load_state_dict(torch.load(files[0], weights_only=True))
 
 
@@ -388,24 +379,6 @@ def test_the_record_of_the_data_is_the_same_after_a_resume_and_old_checkpoints_d
     old.checkpoint.data = None
     assert old.models.data == whole.models.data
     assert np.array_equal(old.predict(0, x), whole.predict(0, x))
-
-
-def test_metrics_are_data_frames(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = place.run("fedavg")
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "pandas", None)
-        with pytest.raises(UserError, match=r"need pandas: pip install 'hpcfl\[pandas\]'; run.metrics"):
-            run.frame()
-    assert run.metrics["round"].tolist() == [1.0, 2.0, 3.0]
-    with pytest.raises(UserError, match="no table 'loss'; allowed: metrics, clients, bytes"):
-        run.frame("loss")
-    pandas = pytest.importorskip("pandas")
-    for name in ("metrics", "clients", "bytes"):
-        frame = run.frame(name)
-        pandas.testing.assert_frame_equal(frame, pandas.read_csv(run.path / f"{name}.csv"))
-        assert list(frame) == list(getattr(run, name))
-    assert run.frame()["round"].tolist() == [1, 2, 3]
-    assert run.frame()["accuracy_mean"].iloc[-1] == run.metrics["accuracy_mean"][-1]
 
 
 def test_importing_hpcfl_imports_nothing_heavy() -> None:
@@ -449,7 +422,7 @@ def test_a_run_that_goes_on_has_no_personalised_models(
     why = r"prev.h5 is of round 2 of 3 and has no personalised models yet.*take global, which is there"
     for words in (
         ["export", going_on, "--out", tmp_path / "out"],
-        ["predict", going_on, images, "--out", tmp_path / "out.npz"],
+        ["predict", going_on, images, "--out", tmp_path / "out.csv"],
     ):
         assert re.search(why, said(capsys, *words, "--client", "0"))
     assert "not finished: its last evaluation is of round 3 of 3" in said(
@@ -510,8 +483,6 @@ def test_names_of_clients_and_runs_are_checked(place: Place) -> None:
             with pytest.raises(UserError, match=re.escape(f"client {client!r} is not in this run")):
                 ask(client)  # type: ignore[arg-type]
     assert run.model(np.int64(3)).keys() == run.model(3).keys()  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"load_run\(3\) is invalid"):
-        hpcfl.load_run(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
@@ -543,7 +514,7 @@ def test_mistakes_are_told_in_one_line(
 
     def predict(**arrays: np.ndarray) -> str:
         np.savez(images, **arrays)
-        return said(capsys, "predict", run, "--client", "0", images, "--out", tmp_path / "p.npz")
+        return said(capsys, "predict", run, "--client", "0", images, "--out", tmp_path / "p.csv")
 
     out = ["--out", tmp_path / "out"]
     zero = ["--client", "0", *out]
@@ -557,17 +528,12 @@ def test_mistakes_are_told_in_one_line(
     assert "are several models; give --out FOLDER" in said(capsys, *one)
     assert "--out" in said(capsys, "export", run, "--client", "1")
     for name in ("client3.pth", "client3.onnx"):
-        assert "allowed: a folder, FILE.pt or FILE.safetensors" in said(
+        assert "allowed: a folder, FILE.pt, FILE.safetensors, FILE.pt2" in said(
             capsys, "export", run, "--client", "3", "--out", tmp_path / name
         )
         assert not (tmp_path / name).exists()
     (tmp_path / "file").write_text("")
-    assert "cannot write to" in said(capsys, "export", run, "--client", "1", "--out", tmp_path / "file" / "x")
-    (tmp_path / "model.py").write_text("mine")
-    foreign = said(capsys, "export", run, "--client", "1", "--out", tmp_path / "b.pt")
-    assert "model.py exists, for another network" in foreign
-    assert (tmp_path / "model.py").read_text() == "mine"
-    assert not (tmp_path / "b.pt").exists()
+    assert "cannot write " in said(capsys, "export", run, "--client", "1", "--out", tmp_path / "file" / "x")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     assert "needs the package safetensors: pip install" in said(capsys, "export", run, "--client", "1", *out)
 
@@ -591,8 +557,8 @@ def test_mistakes_are_told_in_one_line(
     assert "is in a run folder" in said(capsys, *words, "--out", run / "clients.csv")
     assert (run / "clients.csv").read_bytes() == before
     assert "no such file" in said(capsys, "predict", run, "--client", "0", tmp_path / "none.npz")
-    assert "give another FILE.npz or FILE.csv" in said(capsys, *words, "--out", tmp_path / "p.txt")
-    assert "give another FILE.npz or FILE.csv" in said(capsys, *words, "--out", images)
+    for name in ("p.txt", "images.npz"):
+        assert "give a FILE.csv" in said(capsys, *words, "--out", tmp_path / name)
 
 
 def test_a_codec_leaves_the_models_that_were_scored(place: Place) -> None:

@@ -204,7 +204,7 @@ def test_runs_are_compared_on_the_clients_in_training(serial: Folders) -> None:
     assert found.difference().over_clients.count == SEEN
     assert found.difference().over_clients.mean == pytest.approx(found.means[0] - found.means[1])
     header, line, *_ = str(found).splitlines()
-    assert header.split()[-3:] == ["unseen", "clients", "scored"]
+    assert header.split()[-3:] == ["scored", "unseen", "clients"]
     assert f"{found.unseen_means[0]:.2%}" in line
 
 

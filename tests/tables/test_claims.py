@@ -88,7 +88,7 @@ class Folder:
         return path
 
     def words(self, text: str = CLAIMS) -> list[tuple[str, str, str]]:
-        verdicts = read_claims(self.said(text)).verdicts
+        [verdicts] = read_claims(self.said(text)).by_claim
         return [(verdict.column, verdict.word, verdict.text) for verdict in verdicts]
 
 
@@ -136,13 +136,18 @@ def test_moments_are_told_apart(folder: Folder) -> None:
         assert folder.words(at) == [("few", "not shown", "-1.0")]
 
 
-def test_a_number_may_be_the_other_side(folder: Folder) -> None:
-    """60, 62 and 64 % beside 60 %: 2 points, and t(2) = 4.303 times 2 / sqrt(3) on each side."""
-    folder.result("full.csv", "ours", 0.60, 0.62, 0.64)
-    words = folder.words(CLAIMS.replace("above: alone", "above: 60.0, columns: [few]"))
-    assert words == [("few", "seen", "+2.0 [-3.0, +7.0]")]
-    words = folder.words(CLAIMS.replace("above: alone", "above: 50, columns: [few]"))
-    assert words == [("few", "shown", "+12.0 [+7.0, +17.0]")]
+def test_a_claim_may_be_about_samples_in_place_of_clients(folder: Folder) -> None:
+    table = folder.tables / "full.yaml"
+    table.write_text(
+        FULL.replace("  - [ours, alone]\n", "  - [ours, alone]\n  - {rows: [ours, alone], weighted: true}\n")
+    )
+    plain = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
+    weighted = difference("ours", "alone", "after download, after training", 0.05, 0.04, 0.06, seeds=3)
+    folder.result("full.csv", "ours", 0.6)
+    folder.write("full_differences.csv", [plain | {"weighted": 0}, weighted | {"weighted": 1}])
+    assert folder.words()[0] == ("few", "shown", "+3.0 [+2.0, +4.0]")
+    by_samples = CLAIMS.replace("above: alone", "above: alone, weighted: true")
+    assert folder.words(by_samples)[0] == ("few", "shown", "+5.0 [+4.0, +6.0]")
 
 
 def test_of_shortened_results_the_longest_are_taken_with_their_rounds_beside_the_papers(
@@ -154,7 +159,7 @@ def test_of_shortened_results_the_longest_are_taken_with_their_rounds_beside_the
         folder.write(f"small-{rounds}rounds_differences.csv", [line])
     text = CLAIMS.replace("{table: full, row: ours,", "{table: small, row: ours, printed_rounds: 40,")
     claims = read_claims(folder.said(text))
-    assert [(v.rounds, v.text, v.table) for v in claims.verdicts if v.seeds] == [
+    assert [(v.rounds, v.text, v.table) for v in claims.by_claim[0] if v.seeds] == [
         ("30 of 40", "+2.0", "small")
     ]
     # a cell that is not run at full size has the smaller one
@@ -197,24 +202,29 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("row: ours", "row: theirs", "full: row theirs is not there; there are: ours | alone | mean"),
-        ("above: alone", "above: no one", "row no one is not there"),
-        ("above: alone", "above: alone, columns: [none]", "column none is not there; there are: few | many"),
+        (
+            "row: ours",
+            "row: theirs",
+            "has no such pair; add {rows: [theirs, alone]} to",
+        ),
+        (
+            "above: alone",
+            "above: alone, columns: [none]",
+            "column none; there are: few | many",
+        ),
         ("above: alone", "above: alone, at: at_last", "'after_download' or 'after_training'"),
-        ("above: alone", "above: mean, columns: [many]", "ours and mean are not both in column many"),
-        ("row: ours, above: alone", "row: mean, above: alone", "does not compare these rows; add"),
+        (
+            "above: alone",
+            "above: mean, columns: [many]",
+            "not compared in column many; there are",
+        ),
+        ("row: ours, above: alone", "row: mean, above: alone", "has no such pair; add"),
         ("above: alone", "above: mean, at: after_training", "add {rows: [ours, mean], at: after_training}"),
-        ("above: alone", "above: 60, at: after_training", "at=after_training goes with other rows"),
         ("{table: full", "{table: none", "there is no table file"),
         ("tables: [full]", "tables: [none]", "there is no table file"),
         ("    where: table 1\n", "", "claim 1: where is missing"),
         ("paper: A paper", "paper: A paper\npapers: 1", "papers is an unknown key; allowed: paper, tables"),
         ("    runs:", "    reason: so\n    evidence: none.csv\n    runs:", "evidence=none.csv is no file in"),
-        (
-            "    runs:",
-            "    reason: so\n    runs:",
-            "reason and evidence, the result file that it rests on, go",
-        ),
     ],
 )
 def test_a_claim_on_what_is_not_there_is_told_in_a_line(
@@ -230,12 +240,9 @@ def test_a_claim_on_what_is_not_there_is_told_in_a_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_file_whose_tables_have_no_results_is_told_in_a_line(
+def test_without_a_claims_file_there_is_one_line(
     folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = folder.said()
-    assert main(["claims", str(path)]) == BAD_INPUT
-    assert "none of its tables has results; make them with hpcfl table" in capsys.readouterr().err
     monkeypatch.chdir(folder.claims)
     assert main(["claims"]) == BAD_INPUT
     assert "there is no claims file in configs/claims" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.stats
+import yaml
 
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
@@ -146,6 +147,16 @@ def test_a_paired_difference_is_of_seeds_and_of_clients() -> None:
     # sum of squares 0.15 - 0.7^2 / 6, over 5; t(5) = 2.570582
     deviation = ((0.15 - 0.49 / 6) / 5) ** 0.5
     assert found.over_clients.half_width == pytest.approx(2.570582 * deviation / 6**0.5, rel=1e-5)
+
+
+def test_clients_may_count_with_their_samples() -> None:
+    first, second = [[0.5, 0.7], [0.4, 0.9]], [[0.4, 0.7], [0.2, 0.8]]
+    # differences 0.1 0, 0.2 0.1: with 30 and 10 samples 0.075, with 10 and 10 samples 0.15
+    found = paired_difference(first, second, [[30, 10], [10, 10]])
+    assert found.over_seeds.mean == pytest.approx(0.1125)
+    # t(1) = 12.7062, deviation 0.075 / sqrt 2
+    assert found.over_seeds.half_width == pytest.approx(12.7062 * 0.075 / 2, rel=1e-4)
+    assert math.isnan(found.over_clients.half_width)
 
 
 def test_what_both_rows_share_cancels() -> None:
@@ -286,6 +297,33 @@ def test_a_pair_is_compared_at_the_moment_that_it_names(table: Table) -> None:
     assert (downloaded["moment"], downloaded["seeds"]) == ("after download", "0")
     assert re.search(r"ours_1 - theirs +easy +after training +\+3\.\d", text)
     assert re.search(r"ours_1 - theirs +easy +after download +missing", text)
+
+
+def test_runs_of_other_data_files_are_shown_but_not_compared(table: Table) -> None:
+    path = table.cells_of("theirs", "easy")[1].folder / "config.yaml"
+    record = yaml.safe_load(path.read_text())
+    record["data"] |= {"source": "npz", "path": "mine.npz"}
+    path.write_text(yaml.safe_dump(record))
+    write(table)
+    assert read_csv(table.folder / "table.csv")[1]["seeds"] == "3"
+    assert read_csv(table.folder / "differences.csv")[0]["seeds"] == "2"
+
+
+def test_a_pair_is_weighted_by_samples(table: Table) -> None:
+    for cell in table.cells_of("ours_1", "easy"):
+        lines = read_csv(cell.folder / "clients.csv")
+        for line in lines:
+            line["evaluated_samples"] = "36" if line["client"] == "3" else "12"
+        write_csv(cell.folder / "clients.csv", lines)
+    table.compare = [table.compare[0].model_copy(update={"weighted": True})]
+    text = write(table)
+    line = read_csv(table.folder / "differences.csv")[0]
+    ours, theirs = (np.array(list(ACCURACIES[row].values())) for row in ("ours_1", "theirs"))
+    expected = ((ours - theirs) @ [12, 12, 12, 36] / 72).mean()
+    assert float(line["difference"]) == pytest.approx(expected)
+    assert (line["weighted"], line["seeds"], line["over_clients_low"]) == ("1", "3", "")
+    assert re.search(r"ours_1 - theirs, weighted by samples +easy +after training", text)
+    assert f"{100 * expected:+.1f}" in text
 
 
 def test_only_seeds_that_both_rows_have_are_compared(table: Table) -> None:
@@ -432,9 +470,9 @@ def test_plan_knows_what_is_finished(table: Table, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rounds", "0"], "--rounds 0 is invalid; give an integer from 1 on"),
-        (["--rounds", "x"], "--rounds x is invalid"),
-        (["--seeds", "0;1"], "--seeds 0;1 is invalid; give whole numbers such as --seeds 0,1"),
+        (["--rounds", "0"], "train.rounds=0 is invalid"),
+        (["--rounds", "x"], "--rounds: invalid int value: 'x'"),
+        (["--seeds", "0;1"], "--seeds: invalid seeds value: '0;1'"),
         (["--seeds", "7"], "--seeds: 7 is none of the table's seeds; allowed: 0, 1, 2"),
         (["--plan", "data.per_client=9999"], "row 1 (ours_1), column easy, seed 0: "),
     ],

@@ -9,7 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +23,13 @@ import numpy as np
 import pytest
 import yaml
 from bits import differing, run_here, tiny_settings, write_digits
-from processes import REPOSITORY, Mpirun, clean_environment, run_tree
+from processes import REPOSITORY, Mpirun, run_tree
 
 from hpcfl.config import ENVIRONMENT
 from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
-from hpcfl.tables import write_results
 from hpcfl.tables.cells import Table
-from hpcfl.tables.write_results import in_turn
 
 ROUNDS = 3
 TABLE = """
@@ -57,7 +54,7 @@ ALONE = {
     "heurpfedla-k-2-s1": [*HEURPFEDLA, "run.seed=1"],
 }
 """What the cells are, in their order, when typed as single runs."""
-OUTPUTS = [".lock", "diagnostics.csv", "table.csv", "table.md", "table.tex"]
+OUTPUTS = ["diagnostics.csv", "table.csv", "table.md", "table.tex"]
 COHORTS = {"fedavg": 7, "heurpfedla-k-2": 4}
 SPEEDS = dict.fromkeys(("client_steps_per_s", "wall_s"))
 
@@ -326,7 +323,7 @@ def test_only_chosen_cells_are_run_and_all_that_are_finished_are_shown(
     ]
     assert "1 of 2 cells are missing\n" in out
     assert out.splitlines()[-1].endswith(
-        shlex.join(["--column", "half", "--row", "local", "--out", str(folder)])
+        shlex.join(["--column", "half", "--row", "local", "--part", "2/2", "--out", str(folder)])
     )
     before = accuracies(folder)
     assert table(folder, *own, "--column", "all", "--write-results") == FINISHED
@@ -398,16 +395,19 @@ def test_the_file_of_a_column_s_data_is_named_for_it_alone(
     shutil.rmtree(folder / "photos-all" / "local-s1")
     before = files(folder / "digits-all")
     capsys.readouterr()
+    # a cell that is not finished needs the file again
     assert table(folder, *words) == FINISHED
     out = capsys.readouterr().out
     assert out.startswith("7 of 8 cells are finished")
-    assert "cell 8/8: local, photos, all seed 1" in out
+    assert "photos, all: not run: cifar10 is not in" in out
+    assert accuracies(folder)["local", "photos, all"] == (of_photos[0], "")
+    assert table(folder, *words, *file, "--column", "photos", "--quiet") == FINISHED
     assert accuracies(folder)["local", "photos, all"] == of_photos
     assert files(folder / "digits-all") == before
-    assert table(folder, *words, "--plan") == FINISHED
-    assert "not run" not in capsys.readouterr().out
-    # the pairs of a column are of one file
     assert [line["seeds"] for line in rows_of(folder / "differences.csv")] == ["2", "2"]
+    # another file is another run
+    other = [file[0], f"{file[1]}.other", *file[2:]]
+    assert "data.path" in refused(capsys, folder, *words, *other, "--column", "photos")
 
 
 # Going on
@@ -440,10 +440,11 @@ def test_two_parts_make_the_whole(
     ) in markdown
     assert "2 of 4 cells are missing\n" in out
     assert f"  HeurpFedLA, k = 2 seed 1, in {folder / 'heurpfedla-k-2-s1'}\n" in out
-    assert (
-        out.splitlines()[-1]
-        == f"  python -m hpcfl.main {shlex.join(['table', *words, '--out', str(folder)])}"
-    )
+    rest = ["table", *words, "--part", "1/2", "--out", str(folder)]
+    assert out.splitlines()[-2:] == [
+        "to run them, once no other part does, repeat without --part",
+        f"  python -m hpcfl.main {shlex.join(rest)}",
+    ]
     assert figures(folder)[1]["accuracy_mean"] == ""
     before = files(folder)
     assert table(folder, *words, "--part=2/2") == FINISHED
@@ -554,27 +555,6 @@ def test_a_cell_that_something_else_ended_is_the_next(
     assert begun(capsys.readouterr().out) == [1, 4]
     # the job script knows by this that all cells have had their turn
     assert (tmp_path / "cell").read_text() == "\n"
-
-
-def test_parts_write_in_turn(tmp_path: Path) -> None:
-    script = (
-        "import sys, time; from pathlib import Path; from hpcfl.storage.lock import FolderLock\n"
-        "with FolderLock(Path(sys.argv[1])): print(flush=True); time.sleep(1); Path(sys.argv[2]).touch()"
-    )
-    wrote = tmp_path / "wrote"
-    command = [sys.executable, "-c", script, str(tmp_path), str(wrote)]
-    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        other.stdout.readline()
-        with in_turn(tmp_path):
-            assert wrote.exists()
-    assert other.returncode == 0
-
-
-def test_a_part_that_hangs_does_not_hang_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_results, "LONGEST_TURN_S", 0)
-    with in_turn(tmp_path), in_turn(tmp_path):
-        pass
 
 
 def test_stopped_at_every_round_boundary(
