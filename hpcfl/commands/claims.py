@@ -32,8 +32,15 @@ def judge_claims(arguments: Sequence[str], world: Communicator) -> None:
     files = options.files or sorted(FOLDER.glob("*.yaml"))
     if not files:
         raise UserError(f"there is no claims file in {FOLDER}; name one, such as hpcfl claims CLAIMS.yaml")
+    many = [read_claims(path) for path in files]
+    for claims in many if options.files else ():
+        if not claims.has_results:
+            raise UserError(
+                f"{claims.path}: none of its tables has results; make them with hpcfl table TABLE.yaml "
+                "--write-results"
+            )
     as_words = as_markdown if options.markdown else as_text
-    print("\n".join(as_words(document(read_claims(path))) for path in files))
+    print("\n".join(as_words(document(claims)) for claims in many))
 
 
 def parser() -> Parser:

@@ -1,7 +1,7 @@
 """What papers claim, and what this project's result files say of it, by rule.
 
-A claims file names a paper and its sentences. Each is about a row of tables that is above other rows. The
-verdict on a pair of rows in a column follows from the difference of accuracies and its 95 % interval over
+A claims file names a paper and its sentences. Each is about a row of tables that is above other rows, or
+above a number. The verdict on a column follows from the difference of accuracies and its 95 % interval over
 seeds:
 
     shown      three seeds or more, and the interval lies above 0
@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from hpcfl.config import read_yaml
 from hpcfl.config.messages import FileKeys, validate_file
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid, percent
+from hpcfl.results.statistics import interval
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import ONLY, Moment, Pair, Text
 
@@ -49,8 +50,8 @@ class Runs(FileKeys):
     table: Text
     """Name of a table file, without .yaml."""
     row: Text
-    above: Annotated[list[Text], BeforeValidator(_as_list)] = Field(min_length=1)
-    """Labels of other rows."""
+    above: Annotated[list[Text] | list[float], BeforeValidator(_as_list)] = Field(min_length=1)
+    """Labels of other rows, or an accuracy in %."""
     columns: list[Text] = Field([])
     """Default: all in which the table compares these rows."""
     at: Moment | None = None
@@ -71,7 +72,13 @@ class Claim(FileKeys):
     reason: Text | None = None
     """Why the outcome is as it is, as far as it was found."""
     evidence: Text | None = None
-    """Result file that the reason rests on."""
+    """Result file that the reason rests on; a reason has one."""
+
+    @model_validator(mode="after")
+    def _reason_has_evidence(self) -> Claim:
+        if (self.reason is None) != (self.evidence is None):
+            raise ValueError("reason and evidence, the result file that it rests on, go together")
+        return self
 
 
 class ClaimsFile(FileKeys):
@@ -161,6 +168,10 @@ class Claims:
     smaller: list[ResultFiles]
     """Other tables that tell of its claims; a cell of the same labels stands in for one that is not run."""
 
+    @property
+    def has_results(self) -> bool:
+        return any(verdict.difference is not None for found in self.by_claim for verdict in found)
+
 
 def read_claims(path: Path) -> Claims:
     """Read a claims file, and judge its claims by the result files of their tables.
@@ -212,8 +223,11 @@ def overview(many: Sequence[Claims]) -> Grid:
 
 
 def _verdicts(claim: Claim, runs: Runs, results: ResultFiles, place: str) -> Iterator[Verdict]:
-    """Yield the verdicts by one table: over each other row, in each column."""
+    """Yield the verdicts by one table: over each other row or number, in each column."""
     for other in runs.above:
+        if not isinstance(other, str):
+            yield from _over_number(claim, runs, other, results, place)
+            continue
         pairs = [pair for pair in results.table.compare if set(pair.rows) == {runs.row, other}]
         pair = next((one for one in pairs if (one.at, one.weighted) == (runs.at, runs.weighted)), None)
         if pair is None:
@@ -228,14 +242,49 @@ def _verdicts(claim: Claim, runs: Runs, results: ResultFiles, place: str) -> Ite
                     f"{place}: {runs.row} and {other} are not compared in column {column}; there are: "
                     f"{' | '.join(pair.columns)}"
                 )
-            line = results.line(runs.row, column)
-            rounds = "" if line is None else line["rounds"]
-            if rounds and runs.printed_rounds is not None:
-                rounds += f" of {runs.printed_rounds}"
             name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
-            verdict = Verdict(claim, results.table.path.stem, column, name, rounds)
+            verdict = _not_run(claim, runs, results, column, name)
             found = _difference(results, pairs, pair, column)
             yield verdict if found is None else _judged(verdict, found, pair.rows[0] != runs.row)
+
+
+def _over_number(
+    claim: Claim, runs: Runs, number: float, results: ResultFiles, place: str
+) -> Iterator[Verdict]:
+    """Yield the verdicts on a row's accuracy over a number in %, in each column."""
+    table = results.table
+    if runs.at is not None or runs.weighted:
+        raise UserError(f"{place}: at and weighted go with other rows; drop them beside a number")
+    for kind, names, there in (("row", [runs.row], table.labels), ("column", runs.columns, table.columns)):
+        for name in names:
+            if name not in there:
+                raise UserError(f"{place}: {kind} {name} is not there; there are: {' | '.join(there)}")
+    for column in runs.columns or table.columns:
+        verdict = _not_run(claim, runs, results, column, f"{runs.row} - {number:g} %")
+        line = results.line(runs.row, column)
+        if line is not None:
+            seeds = [
+                float(value) for name, value in line.items() if name.startswith("accuracy_seed_") and value
+            ]
+            found = interval([accuracy - number / 100 for accuracy in seeds])
+            bounds = (found.mean - found.half_width, found.mean + found.half_width)
+            verdict = replace(
+                verdict,
+                moment=line["scored"],
+                seeds=len(seeds),
+                difference=found.mean,
+                bounds=bounds if len(seeds) > 1 else None,
+            )
+        yield verdict
+
+
+def _not_run(claim: Claim, runs: Runs, results: ResultFiles, column: str, pair: str) -> Verdict:
+    """Return a verdict without a difference, with the rounds of the row."""
+    line = results.line(runs.row, column)
+    rounds = "" if line is None else line["rounds"]
+    if rounds and runs.printed_rounds is not None:
+        rounds += f" of {runs.printed_rounds}"
+    return Verdict(claim, results.table.path.stem, column, pair, rounds)
 
 
 def _difference(
@@ -284,8 +333,7 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     """Return the verdicts on one claim; columns in which a pair was not run share a line."""
     claim = verdicts[0].claim
     caption = f"{claim.where}: {claim.sentence} ({RULES[claim.rule]})"
-    evidence = f" ({claim.evidence})" if claim.evidence else ""
-    note = f"Why: {claim.reason}{evidence}." if claim.reason else ""
+    note = "" if claim.reason is None else f"Why: {claim.reason} ({claim.evidence})."
     header = ["rows", "column", "verdict", "difference", "scored", "seeds", "rounds", "table"]
     rows, not_run = [], dict[tuple[str, str], list[str]]()
     for verdict in verdicts:

@@ -136,6 +136,15 @@ def test_moments_are_told_apart(folder: Folder) -> None:
         assert folder.words(at) == [("few", "not shown", "-1.0")]
 
 
+def test_a_number_may_be_the_other_side(folder: Folder) -> None:
+    """60, 62 and 64 % beside 60 %: 2 points, and t(2) = 4.303 times 2 / sqrt(3) on each side."""
+    folder.result("full.csv", "ours", 0.60, 0.62, 0.64)
+    words = folder.words(CLAIMS.replace("above: alone", "above: 60.0, columns: [few]"))
+    assert words == [("few", "seen", "+2.0 [-3.0, +7.0]")]
+    words = folder.words(CLAIMS.replace("above: alone", "above: 50, columns: [few]"))
+    assert words == [("few", "shown", "+12.0 [+7.0, +17.0]")]
+
+
 def test_a_claim_may_be_about_samples_in_place_of_clients(folder: Folder) -> None:
     table = folder.tables / "full.yaml"
     table.write_text(
@@ -220,11 +229,18 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
         ),
         ("row: ours, above: alone", "row: mean, above: alone", "has no such pair; add"),
         ("above: alone", "above: mean, at: after_training", "add {rows: [ours, mean], at: after_training}"),
+        ("above: alone", "above: 60, at: after_training", "at and weighted go with other rows"),
+        ("row: ours, above: alone", "row: theirs, above: 60", "row theirs is not there; there are: ours"),
         ("{table: full", "{table: none", "there is no table file"),
         ("tables: [full]", "tables: [none]", "there is no table file"),
         ("    where: table 1\n", "", "claim 1: where is missing"),
         ("paper: A paper", "paper: A paper\npapers: 1", "papers is an unknown key; allowed: paper, tables"),
         ("    runs:", "    reason: so\n    evidence: none.csv\n    runs:", "evidence=none.csv is no file in"),
+        (
+            "    runs:",
+            "    reason: so\n    runs:",
+            "reason and evidence, the result file that it rests on, go",
+        ),
     ],
 )
 def test_a_claim_on_what_is_not_there_is_told_in_a_line(
@@ -240,9 +256,12 @@ def test_a_claim_on_what_is_not_there_is_told_in_a_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_without_a_claims_file_there_is_one_line(
+def test_a_file_whose_tables_have_no_results_is_told_in_a_line(
     folder: Folder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = folder.said()
+    assert main(["claims", str(path)]) == BAD_INPUT
+    assert "none of its tables has results; make them with hpcfl table" in capsys.readouterr().err
     monkeypatch.chdir(folder.claims)
     assert main(["claims"]) == BAD_INPUT
     assert "there is no claims file in configs/claims" in capsys.readouterr().err
