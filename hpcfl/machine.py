@@ -101,3 +101,9 @@ def _used(folder: Path, used: str, kind: str) -> int:
     count, stat = int((folder / used).read_text()), folder / "memory.stat"
     lines = dict(line.split() for line in stat.read_text().splitlines()) if stat.exists() else {}
     return count - sum(int(lines.get(kind + name, 0)) for name in _GIVEN_BACK)
+
+
+def boot_id() -> str:
+    """Return Linux's unique id of this boot of this machine; empty on other systems."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else ""

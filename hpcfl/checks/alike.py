@@ -1,4 +1,4 @@
-"""Whether the nodes of a run are alike: versions and clocks."""
+"""Whether the nodes of a run are alike: versions, clocks and host names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hpcfl import __version__
-from hpcfl.checks.findings import Findings, gather_facts
+from hpcfl.checks.findings import Findings, gather_facts, ranges
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
-from hpcfl.machine import package_versions
+from hpcfl.machine import boot_id, package_versions
 
 Facts = Mapping[str, Any]
 """Of one rank."""
@@ -23,7 +23,7 @@ CLOCKS_APART_S = 60.0
 
 
 def check_unlike_nodes(world: Communicator) -> None:
-    """Raise UserError where ranks have other versions; warn of clocks. Collective."""
+    """Raise UserError where ranks have other versions; warn of clocks and of host names. Collective."""
     ranks = gather_facts(world, node_facts(world, NUMERIC_PACKAGES))
 
     def check() -> None:
@@ -43,6 +43,7 @@ def node_facts(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:
         "rank": world.rank,
         "host": world.host,
         "node": min(world.ranks_of_node()),
+        "boot": boot_id(),
         # ranks have just met, so that all read their clocks in the same moment
         "clock": time.time(),
         "versions": {
@@ -54,7 +55,7 @@ def node_facts(world: Communicator, packages: Iterable[str]) -> dict[str, Any]:
 
 
 def compare_nodes(ranks: Sequence[Facts], found: Findings) -> None:
-    """Find other versions, and clocks that are off."""
+    """Find other versions, clocks that are off, and nodes with the same name."""
     for rank in ranks:
         expected = ranks[0]["versions"]
         other = [
@@ -75,6 +76,17 @@ def compare_nodes(ranks: Sequence[Facts], found: Findings) -> None:
                 "log.txt may be wrong, and a run may not see when its SLURM job ends; set the clocks (see "
                 "timedatectl)"
             )
+    named: dict[str, list[Facts]] = {}
+    for node in by_node(ranks):
+        first = named.setdefault(node[0]["host"], node)
+        if first[0]["boot"] != node[0]["boot"]:
+            those, these = (ranges(rank["rank"] for rank in ranks_there) for ranks_there in (first, node))
+            found.warnings.append(
+                f"{node[0]['host']} is the name of two nodes, that of rank(s) {those} and that of rank(s) "
+                f"{these}: errors and the lock of a run folder cannot tell them apart; give each a name of "
+                "its own (hostnamectl)"
+            )
+            break
 
 
 def by_node(ranks: Sequence[Facts]) -> list[list[Facts]]:

@@ -322,14 +322,23 @@ def an_hour_ahead(nodes: Nodes, tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {"PYTHONPATH": os.pathsep.join([str(everywhere), str(REPOSITORY)])}
 
 
-def test_a_clock_that_is_off_is_warned_of(an_hour_ahead: dict[str, str], on_two_nodes: Program) -> None:
-    """In one line, before the first round."""
-    done = on_two_nodes("--quiet", **an_hour_ahead)
+def test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of(
+    nodes: Nodes,
+    an_hour_ahead: dict[str, str],
+    on_two_nodes: Program,
+) -> None:
+    """Each in one line, before the first round."""
+    nodes[2].run("hostname", "n1")
+    try:
+        done = on_two_nodes("--quiet", **an_hour_ahead)
+    finally:
+        nodes[2].run("hostname", "n2")
     assert done.returncode == FINISHED
-    (clock,) = (done.stdout + done.stderr).splitlines()
-    found = re.search(r"the clock of n2 is (\d+) s ahead of that of n1, rank 0's: times in log\.txt", clock)
+    clock, names = (done.stdout + done.stderr).splitlines()
+    found = re.search(r"the clock of n1 is (\d+) s ahead of that of n1, rank 0's: times in log\.txt", clock)
     assert found is not None
     assert abs(int(found[1]) - HOUR_S) < 60
+    assert "n1 is the name of two nodes, that of rank(s) 0 and that of rank(s) 1: " in names
 
 
 @pytest.mark.nodes

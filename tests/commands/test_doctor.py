@@ -191,7 +191,7 @@ def test_a_launcher_whose_ranks_are_alone_is_refused(tmp_path: Path) -> None:
 def rank(number: int, **changes: object) -> dict[str, object]:
     versions = {"torch": "2.6", "MPI": "MPICH 4.3"}
     common = {"rank": number, "host": f"node{number // 4}", "node": number // 4, "clock": 1000.0}
-    common |= {"is_worker": number > 0, "device": "cpu", "versions": versions}
+    common |= {"boot": str(number // 4), "is_worker": number > 0, "device": "cpu", "versions": versions}
     return common | {"cores": [0, 1], "node_cores": 2, "omp": "1", "free": 8e9} | changes
 
 
@@ -204,12 +204,16 @@ def test_nodes_that_differ_are_named_with_rank_and_host() -> None:
     ]
 
 
-def test_clocks_that_are_apart_are_warned_of() -> None:
+def test_clocks_that_are_apart_and_two_nodes_of_one_name_are_warned_of() -> None:
     found = Findings()
-    compare_nodes([rank(0), rank(1, clock=1059.0), rank(4, clock=939.0), rank(5)], found)
+    compare_nodes(
+        [rank(0), rank(1, clock=1059.0), rank(4, clock=939.0), rank(5), rank(8, host="node0")], found
+    )
     assert found.warnings == [
         "the clock of node1 is 61 s behind that of node0, rank 0's: times in log.txt may be wrong, and a run "
         "may not see when its SLURM job ends; set the clocks (see timedatectl)",
+        "node0 is the name of two nodes, that of rank(s) 0-1 and that of rank(s) 8: errors and the lock of a "
+        "run folder cannot tell them apart; give each a name of its own (hostnamectl)",
     ]
     assert found.errors == []
     fine = Findings()

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -156,6 +157,9 @@ def played(count: int) -> Iterator[Nodes]:
             # MPI finds network interfaces in /sys
             prepare = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm"
             prepare += f" && mount --bind {folder}/hosts /etc/hosts"
+            # by which Linux tells machines apart
+            (folder / f"{name}.boot_id").write_text(f"{uuid.uuid4()}\n")
+            prepare += f" && mount --bind {folder}/{name}.boot_id /proc/sys/kernel/random/boot_id"
             # a link that is cut is given up after 13 s, not after a quarter of an hour
             prepare += " && echo 5 > /proc/sys/net/ipv4/tcp_retries2"
             process = _stand(
