@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
-from hpcfl.commands.summary import next_command, print_summary
+from hpcfl.commands.summary import print_summary
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config import Config
 from hpcfl.errors import UserError
@@ -42,11 +43,11 @@ def run(
     with ExitStack() as at_exit:
         noted: list[str] = []
         at_exit.enter_context(warnings_to(noted.append))
-        at_exit.enter_context(report_out_of_memory(config, world))
+        at_exit.enter_context(report_out_of_memory(world))
         watched = at_exit.enter_context(ExitStack())
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
         check_unlike_nodes(world)
-        _check_other_code(config, world)
+        _check_own_files(config.own_files, world)
         if world.is_server:
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             tell_script("ready", "a signal stops the run")
@@ -74,13 +75,9 @@ def run(
         watched.close()
         progress.close()
         if folder is not None and not is_cell:
-            suggestion = next_command(options, config, world.size)
-            report = (
-                _write_report(folder.path, progress) if config.run.report and outcome != "stopped" else None
-            )
-            print_summary(
-                outcome, simulation.ledger, config, folder.path, report, suggestion, world, progress
-            )
+            wants_report = config.run.report and outcome != "stopped"
+            report = _write_report(folder.path, progress) if wants_report else None
+            print_summary(outcome, simulation.ledger, config, options, folder.path, report, world, progress)
         return outcome
 
 
@@ -99,9 +96,11 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
     return folder / REPORT_NAME
 
 
-def _check_other_code(config: Config, world: Communicator) -> None:
-    """Raise UserError if ranks have different versions of the user's own files. Collective."""
-    files = config.own_files
+def _check_own_files(files: Mapping[str, str], world: Communicator) -> None:
+    """Raise UserError if ranks have different versions of the user's own files. Collective.
+
+    `files` holds the digest of each by the `key=path` that names it.
+    """
     found = world.gather_bytes(" ".join(files.values()).encode())
 
     def check() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +15,7 @@ from hpcfl.communication.communicator import run_collectively
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods.base import State
+from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import OF_UNSEEN, Ledger
@@ -27,22 +27,14 @@ ModelsOf = Callable[[Cohort], Iterable[Message]]
 """The evaluated models of this rank's members of a cohort, by group; collective."""
 
 
-@dataclass(frozen=True)
-class LastEvaluation:
-    """The last round's evaluation, whose models are written as they are scored."""
-
-    models: ModelsOf
-    unseen: ModelsOf
-    """The same for clients that take no part in training."""
-    record: Callable[[], None]
-    """Enters the scores of all models in the ledger; collective."""
-
-
 class Saver:
     """Reads and writes the checkpoints of one run; `folder` is the server's and None elsewhere."""
 
-    def __init__(self, federation: Federation, ledger: Ledger, folder: RunFolder | None) -> None:
+    def __init__(
+        self, federation: Federation, evaluator: Evaluator, ledger: Ledger, folder: RunFolder | None
+    ) -> None:
         self._federation, self._ledger, self._folder = federation, ledger, folder
+        self._evaluator = evaluator
         self._method, self._adapter, self._config = federation.method, federation.adapter, federation.config
 
     def start(self) -> tuple[State, int]:
@@ -68,29 +60,24 @@ class Saver:
             self._folder.start_files(self._ledger)
         return server, done
 
-    def save(self, server: State, done: int, last: LastEvaluation | None = None) -> None:
-        """Write a checkpoint after `done` rounds; after the last, with all evaluated models. Collective.
+    def save(self, server: State, done: int, with_models: bool) -> None:
+        """Write a checkpoint after `done` rounds, with all evaluated models if asked. Collective.
 
-        The models are scored while they are written, so the ledger gets the last evaluation after them.
+        The models are made anew, cohort by cohort: memory may not hold those of all clients.
         """
         models = unseen = None
-        if last is not None:
-            federation = self._federation
-            models = partial(self._model_rows, last.models, federation.everyone(done))
+        if with_models:
+            federation, evaluator = self._federation, self._evaluator
+            models = partial(self._model_rows, partial(evaluator.models, server), federation.everyone(done))
             if federation.num_unseen:
-                unseen = partial(self._model_rows, last.unseen, federation.unseen(done))
-
-        def history() -> Mapping[str, np.ndarray]:
-            if last is not None:
-                last.record()
-            return self._ledger.history()
-
+                unseen = partial(
+                    self._model_rows, partial(evaluator.adapted, server), federation.unseen(done)
+                )
         if self._folder is None:
             _take_part(self._client_rows())
             for of_clients in (models, unseen):
                 if of_clients is not None:
                     _take_part(of_clients())
-            history()
         else:
             self._folder.save(
                 Snapshot(
@@ -100,7 +87,7 @@ class Saver:
                     server,
                     self._method.derived(server),
                     self._client_rows(),
-                    history,
+                    self._ledger.history,
                     self._ledger.tables,
                     models,
                     unseen,
