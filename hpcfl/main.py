@@ -24,25 +24,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
-from hpcfl.startup import quick_imports
-
-with quick_imports():
-    from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
-    from hpcfl.commands.arguments import RunOptions, command_line, parse_run
-    from hpcfl.commands.run import run
-    from hpcfl.communication.communicator import (
-        Communicator,
-        abort_on_exception,
-        open_world,
-        run_collectively,
-    )
-    from hpcfl.communication.heartbeat import die_with_launcher
-    from hpcfl.config import Config
-    from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
-    from hpcfl.formatting import did_you_mean
-    from hpcfl.registries import load_config
-    from hpcfl.simulation.stopping import StopFlag
-    from hpcfl.terminal import print_line, print_warning, warnings_to
+from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
+from hpcfl.commands.arguments import RunOptions, command_line, parse_run
+from hpcfl.commands.run import run
+from hpcfl.communication.communicator import (
+    Communicator,
+    abort_on_exception,
+    open_world,
+    run_collectively,
+)
+from hpcfl.communication.heartbeat import die_with_launcher
+from hpcfl.config import Config
+from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
+from hpcfl.formatting import did_you_mean
+from hpcfl.registries import load_config
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.terminal import print_line, print_warning, warnings_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:

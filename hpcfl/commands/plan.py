@@ -96,7 +96,12 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
         ranks = min(ranks, 2)
     found = dry_run(_here(config), arrays, parts)
     if found.has_diverged:
-        warnings.warn(_diverged(config), stacklevel=1)
+        warnings.warn(
+            "numbers became nan or infinite in the dry run, which continued with them; the run has "
+            f"run.on_divergence={config.run.on_divergence}, and its times may differ: lower train.lr (it is "
+            f"{config.train.lr:g})",
+            stacklevel=1,
+        )
     planner = Planner(config.run, method, parts, found, network)
     estimate = planner.on(ranks)
     on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
@@ -174,20 +179,6 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
     for name, rows in MethodAdapter(method).initial_clients([0]).items():
         whole = rows.nbytes * (num_clients + num_unseen)
         yield f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client"
-
-
-def _diverged(config: Config) -> str:
-    """Return a warning that clients diverged in the dry run, and what the run would do then."""
-    would = {
-        "stop": "stop there",
-        "skip": "leave out such clients' rounds",
-        "continue": "continue with such numbers",
-    }
-    return (
-        "numbers became nan or infinite in the dry run, which continued with them; the run would "
-        f"{would[config.run.on_divergence]} (run.on_divergence={config.run.on_divergence}), and its times "
-        f"may differ: lower train.lr (it is {config.train.lr:g})"
-    )
 
 
 def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:

@@ -177,7 +177,6 @@ class _Rounds(Simulation):
         self._members, self._path = members, folder.path
         experiment.place_state()
         self.server, _ = self._saver.start()
-        self._evaluator.try_new_client_download(self.server)
         self._batches = batches_of(experiment.num_train[: len(members)], self.config.train)
 
     def fastest(self) -> _Round:

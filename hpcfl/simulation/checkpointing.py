@@ -18,7 +18,7 @@ from hpcfl.methods.base import State
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.ledger import OF_UNSEEN, Ledger
+from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
 from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
@@ -101,51 +101,39 @@ class Saver:
 
         Raises UserError unless the checkpoint has the parts and shapes of this run.
         """
-        try:
-            wrong = self._other_parts(checkpoint)
-            self._ledger.restore(checkpoint.ledger, checkpoint.history)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            wrong = [one_line(error)]
-        if wrong:
+        wrong = self._other_part(checkpoint)
+        if wrong is None:
+            try:
+                self._ledger.restore(checkpoint.ledger, checkpoint.history)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                wrong = one_line(error)
+        if wrong is not None:
             raise UserError(
-                f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong[0]}); "
+                f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong}); "
                 "bring this run's own back, or add --fresh to move the folder aside and start over"
             )
         # the ledger has its own
         checkpoint.history, checkpoint.ledger = {}, {}
         return checkpoint.server
 
-    def _other_parts(self, checkpoint: LoadedCheckpoint) -> list[str]:
-        """Name the parts of the state that are missing or have another shape; extra parts, such as a codec's,
-        are fine."""
-        count = self._federation.num_clients
-        own = {name: _shape(rows, count) for name, rows in self._adapter.initial_clients([0]).items()}
-        found = checkpoint.shapes("clients")
-        wrong = [f"clients/{name}" for name, shape in found.items() if own.get(name, shape) != shape]
-        wrong += [f"clients/{name}" for name, shape in found.items() if shape.rows != count]
-        wrong += [f"clients/{name}" for name in own.keys() - found.keys()]
+    def _other_part(self, checkpoint: LoadedCheckpoint) -> str | None:
+        """Name a part of the state that is missing or has another shape; extra parts, such as a codec's, are
+        fine."""
+        count, growing = self._federation.num_clients, self._method.traits.growing_state
         # freed before the checkpoint is read: memory may not hold two states
-        at_first, recorded = self._shapes_at_first()
-        for name, values in checkpoint.history.items():
-            # diagnostics of clients have one entry per client
-            shape = recorded.get(name, (count, *values.shape[2:]))
-            if values.shape[1:] != shape and name not in OF_UNSEEN:
-                wrong.append(f"history/{name}")
-        server = checkpoint.shapes("server")
-        changing = self._method.traits.growing_state & server.keys()
-        return wrong + [
-            f"server/{name}"
-            for name, shape in at_first.items()
-            if name not in changing and server.get(name) != shape
-        ]
-
-    def _shapes_at_first(self) -> tuple[dict[str, RowShape], dict[str, tuple[int, ...]]]:
-        """Return the shapes of the server's initial state, and of the method's diagnostics of it."""
-        state = self._adapter.initial_server()
-        recorded = {
-            name: tuple(value.shape) for name, value in self._method.server_diagnostics(state).items()
+        server, clients = self._adapter.initial_server(), self._adapter.initial_clients([0])
+        own = {f"server/{name}": _shape(rows, len(rows)) for name, rows in server.items()}
+        own |= {f"clients/{name}": _shape(rows, count) for name, rows in clients.items()}
+        found = {
+            f"{group}/{name}": shape
+            for group in ("server", "clients")
+            for name, shape in checkpoint.shapes(group).items()
         }
-        return {name: _shape(rows, len(rows)) for name, rows in state.items()}, recorded
+        for part, shape in own.items():
+            can_grow = part.removeprefix("server/") in growing
+            if part not in found or (found[part] != shape and not can_grow):
+                return part
+        return None
 
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""

@@ -44,11 +44,6 @@ def assign_workers(work: Sequence[int], homes: Sequence[int], num_workers: int) 
     return tuple(near if max(_loads(work, near, num_workers)) <= limit else anywhere)
 
 
-def idle_share(work: Sequence[int], workers: Sequence[int], num_workers: int) -> float:
-    """Return the share of all workers' time that they wait for the busiest one."""
-    return 1 - sum(work) / (num_workers * max(_loads(work, workers, num_workers)))
-
-
 def _fill(workers: Sequence[int], order: Sequence[int], work: Sequence[int], num_workers: int) -> list[int]:
     """Assign each client without a worker (-1) to the least busy worker, in this order."""
     filled = list(workers)

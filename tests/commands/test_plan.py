@@ -324,24 +324,13 @@ def test_what_cannot_be_planned_is_one_line(
 
 
 @pytest.mark.filterwarnings("always:numbers became nan")
-@pytest.mark.parametrize(
-    ("policy", "would"),
-    [
-        ("stop", "stop there"),
-        ("skip", "leave out such clients' rounds"),
-        ("continue", "continue with such numbers"),
-    ],
-)
-def test_a_dry_run_that_diverges_is_told_and_planned_all_the_same(
-    policy: str, would: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_that_diverges_is_told_and_planned_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["data.clients=4", "data.per_client=40", "train.rounds=2", "method.name=fedavg", "train.lr=1e30"]
-    assert main(["plan", *keys, f"run.on_divergence={policy}"]) == FINISHED
+    assert main(["plan", *keys, "run.on_divergence=skip"]) == FINISHED
     out, err = capsys.readouterr()
     assert err == (
-        "hpcfl: warning: numbers became nan or infinite in the dry run, which continued with them; the "
-        f"run would {would} (run.on_divergence={policy}), and its times may differ: lower train.lr (it is "
-        "1e+30)\n"
+        "hpcfl: warning: numbers became nan or infinite in the dry run, which continued with them; the run "
+        "has run.on_divergence=skip, and its times may differ: lower train.lr (it is 1e+30)\n"
     )
     of_one = 4 * 4 * DIGITS_CNN
     assert f"network: {of_one:,} bytes down and {of_one:,} up a round" in out

@@ -288,7 +288,7 @@ def test_without_them_nothing_is_new() -> None:
         ),
         (
             ["train.unseen_epochs=3"],
-            "train.unseen_epochs=3 needs unseen clients: set data.unseen_clients, such as 0.2",
+            "train.unseen_epochs=3 needs data.unseen_clients; set that, or train.unseen_epochs=null",
         ),
     ],
 )
