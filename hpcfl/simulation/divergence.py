@@ -135,10 +135,10 @@ class Divergence:
 
     def judge_scores(self, losses: np.ndarray, server: State, done: int) -> None:
         """Check the losses [clients] of the models that were scored after `done` rounds, on the server."""
-        clients = np.isnan(losses).nonzero()[0].tolist()
-        if not self._world.maximum(len(clients)):
+        here = dict.fromkeys(np.isnan(losses).nonzero()[0].tolist(), "")
+        clients = list(_on_all_ranks(self._world, here))
+        if not clients:
             return
-        clients = json.loads(self._world.broadcast_bytes(json.dumps(clients).encode()))
         self.judge_server(server, done)
         epochs = self._train.finetune_epochs
         tuned = f" after {epochs} epochs of fine-tuning" if epochs else ""
