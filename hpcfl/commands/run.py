@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
 from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import print_summary
-from hpcfl.communication.communicator import Communicator, run_collectively
+from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
+from hpcfl.communication.heartbeat import die_with_launcher
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.setup.device_memory import report_out_of_memory
@@ -20,6 +22,18 @@ from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
 from hpcfl.storage.trackers import check_tracker
 from hpcfl.terminal import Progress, warnings_to
+
+
+@contextmanager
+def started_world() -> Iterator[Communicator]:
+    """Yield the ranks: only rank 0 prints, and a rank that fails ends all. Collective, also at the end."""
+    world = open_world()
+    with abort_on_exception(world), ExitStack() as at_exit:
+        if world.size > 1:
+            die_with_launcher()
+        if not world.is_server:
+            at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
+        yield world
 
 
 def run(

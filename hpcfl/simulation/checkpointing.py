@@ -18,7 +18,7 @@ from hpcfl.methods.base import State
 from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.ledger import OF_UNSEEN, Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
 from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
@@ -133,6 +133,14 @@ class Saver:
             can_grow = part.removeprefix("server/") in growing
             if part not in found or (found[part] != shape and not can_grow):
                 return part
+        recorded = {
+            name: tuple(value.shape) for name, value in self._method.server_diagnostics(server).items()
+        }
+        for name, values in checkpoint.history.items():
+            # diagnostics of clients have one entry per client
+            is_own = values.shape[1:] == recorded.get(name, (count, *values.shape[2:]))
+            if not is_own and name not in OF_UNSEEN:
+                return f"history/{name}"
         return None
 
     def _forget_off_schedule(self, done: int) -> None:

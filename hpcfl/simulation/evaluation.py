@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -97,6 +98,13 @@ class Evaluator:
         if found is not None and figures is not None:
             numbers = [client - self._federation.num_clients for client in cohort.clients]
             found.accuracy[numbers], found.loss[numbers] = figures.T.numpy()
+
+    def try_new_client_download(self, server: State) -> None:
+        """Call `new_client_download` once before the first round, so that a method without it fails early.
+        Collective."""
+        cohort = next(self._federation.unseen(0), None)
+        if cohort is not None:
+            self._federation.on_server(partial(self._adapter.new_client_download, server, cohort))
 
     def scores(self, clients: ClientGroup, model: Message) -> Tensor:
         """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where a client has

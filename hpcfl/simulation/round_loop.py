@@ -118,6 +118,7 @@ class Simulation:
         self._experiment.place_state()
         self.server, first = self._saver.start()
         self._divergence.saved = first
+        self._evaluator.try_new_client_download(self.server)
         if self._folder is not None and self._experiment.samples_by_class is not None:
             self._folder.write_partition(*self._experiment.samples_by_class)
         self._wall_before_s = self.ledger.wall_s

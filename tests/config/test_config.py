@@ -244,7 +244,6 @@ def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> No
 def test_topk_goes_up_only(directions: str) -> None:
     said = refusal(None, "comm.codec=topk", f"comm.directions={directions}")
     assert f"comm.directions={directions} needs comm.codec=float16 or int8; set that, or" in said
-    assert "allowed: up, or null" in said
 
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null", "wide"])
