@@ -229,10 +229,14 @@ class Simulation:
                 clients.commit()
                 handover = clients.handover
             self._world.heartbeat()
-        train_s = time.monotonic() - began_s - scoring_s
         return LocalRound(
-            *(uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores)),
-            *(train_s, scoring_s, diverged),
+            up=uploads.message,
+            losses=torch.cat(losses),
+            steps=torch.cat(steps),
+            accuracy=torch.cat(scores),
+            train_s=time.monotonic() - began_s - scoring_s,
+            evaluate_s=scoring_s,
+            diverged=diverged,
         )
 
     def _record(
@@ -264,10 +268,8 @@ class Simulation:
             workers = self._federation.channel.workers(cohort)
             busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
             self.timing.idle_shares.append(1 - busy_s / (self._world.num_workers * train_s))
-            moved = (traffic.down, traffic.up)
-            self.ledger.record_round(
-                *(cohort, moved, float(steps.sum()), float(losses.mean()), train_s), list(diverged)
-            )
+            moved, num_steps, loss = (traffic.down, traffic.up), float(steps.sum()), float(losses.mean())
+            self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged))
         return after_training
 
     def _evaluate(self, done: int, after_training: np.ndarray) -> None:
