@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Mapping
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import numpy as np
 
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.run import run as run_in_folder
-from hpcfl.communication.communicator import abort_on_exception, open_world, run_collectively
-from hpcfl.communication.heartbeat import die_with_launcher
+from hpcfl.commands.run import started_world
+from hpcfl.communication.communicator import run_collectively
 from hpcfl.config import ENVIRONMENT, Config, read_yaml
 from hpcfl.config.own_code import RESERVED_OPTIONS
 from hpcfl.data.sources import SOURCES, Source, arrays_of
@@ -57,12 +56,7 @@ def run(
         hpcfl.errors.UserError: settings, method or dataset are impossible, or the folder holds another run.
         hpcfl.errors.StorageError: the run folder cannot be written.
     """
-    world = open_world()
-    with abort_on_exception(world), ExitStack() as at_exit:
-        if world.size > 1:
-            die_with_launcher()
-        if not world.is_server:
-            at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
+    with started_world() as world, ExitStack() as at_exit:
         config = run_collectively(world, lambda: _config(settings, method, dataset))
         stop = StopFlag()
         at_exit.callback(stop.restore)

@@ -57,12 +57,6 @@ def free_bytes(root: Path = ROOT) -> float:
     return min([_meminfo(root, "MemAvailable"), *(limit - used for limit, used in _limits(root))])
 
 
-def resident_bytes() -> int:
-    """Return the memory that this process holds; 0 if unknown."""
-    path = Path("/proc/self/statm")
-    return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
-
-
 def peak_bytes() -> int:
     """Return the peak memory of this process; 0 if unknown."""
     path = Path("/proc/self/status")

@@ -18,31 +18,20 @@ folder cannot be written: fix it and rerun; 75 stopped early with a checkpoint: 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 
-from hpcfl.startup import quick_imports
-
-with quick_imports():
-    from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
-    from hpcfl.commands.arguments import RunOptions, command_line, parse_run
-    from hpcfl.commands.run import run
-    from hpcfl.communication.communicator import (
-        Communicator,
-        abort_on_exception,
-        open_world,
-        run_collectively,
-    )
-    from hpcfl.communication.heartbeat import die_with_launcher
-    from hpcfl.config import Config
-    from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
-    from hpcfl.formatting import did_you_mean
-    from hpcfl.registries import load_config
-    from hpcfl.simulation.stopping import StopFlag
-    from hpcfl.terminal import print_line, print_warning, warnings_to
+from hpcfl.commands import COLLECTIVE_COMMANDS, COMMANDS, command
+from hpcfl.commands.arguments import RunOptions, command_line, parse_run
+from hpcfl.commands.run import run, started_world
+from hpcfl.communication.communicator import Communicator, run_collectively
+from hpcfl.config import Config
+from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
+from hpcfl.formatting import did_you_mean
+from hpcfl.registries import load_config
+from hpcfl.simulation.stopping import StopFlag
+from hpcfl.terminal import print_line, print_warning, warnings_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,17 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     speaks = True
     try:
-        world = open_world()
-        speaks = world.is_server
-        with abort_on_exception(world), ExitStack() as at_exit:
-            if world.size > 1:
-                die_with_launcher()
-            if not speaks:
-                at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
-            at_exit.enter_context(warnings_to(print_warning))
+        with started_world() as world, warnings_to(print_warning):
+            speaks = world.is_server
             name, *words = arguments if _names_a_command(arguments) else ["run", *arguments]
             if name == "run":
-                return _run(words, world, at_exit)
+                return _run(words, world)
             takes_part = world.is_server or name in COLLECTIVE_COMMANDS
             stopped = run_collectively(world, lambda: command(name)(words, world) if takes_part else False)
             return STOPPED if stopped else FINISHED
@@ -84,11 +67,13 @@ def _names_a_command(arguments: Sequence[str]) -> bool:
     raise UserError(f"unknown command {word!r}{did_you_mean(word, known, otherwise)}")
 
 
-def _run(arguments: Sequence[str], world: Communicator, at_exit: ExitStack) -> int:
+def _run(arguments: Sequence[str], world: Communicator) -> int:
     stop = StopFlag()
-    at_exit.callback(stop.restore)
-    options, config = run_collectively(world, lambda: _configure(arguments))
-    outcome = run(config, options, world, stop, command_line(arguments, world.size))
+    try:
+        options, config = run_collectively(world, lambda: _configure(arguments))
+        outcome = run(config, options, world, stop, command_line(arguments, world.size))
+    finally:
+        stop.restore()
     return STOPPED if outcome == "stopped" else FINISHED
 
 

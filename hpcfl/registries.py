@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcfl.config import load
-from hpcfl.config.keys import Config, DataConfig
+from hpcfl.config.keys import ENVIRONMENT, Config, DataConfig
 from hpcfl.config.registry import Registries, Registry
 from hpcfl.data.partitions import PARTITIONS, add_own_partition
 from hpcfl.data.sources import SOURCES, add_own_source
@@ -27,7 +27,9 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 
     Raises UserError for an unreadable file, unknown keys or names, wrong types and impossible values.
     """
-    return load.load_config(path, overrides, REGISTRIES)
+    tree = {} if path is None else load.read_yaml(path)
+    tree.pop(ENVIRONMENT, None)
+    return resolve(merge(tree, overrides))
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:

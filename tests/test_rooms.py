@@ -31,7 +31,7 @@ ROOMS = [
     ["parameters", "torchvision_parts"],
     ["config"],
     ["randomness"],
-    ["errors", "formatting", "machine", "startup"],
+    ["errors", "formatting", "machine"],
 ]
 """From the top; a room imports from those below it and from itself, not from those beside it."""
 

@@ -72,7 +72,7 @@ def _plan(config: Config, network: Network, ranks: int) -> Estimate:
     """Return what a plan says of a run on so many ranks."""
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
-    return Planner(config, method, parts, dry_run(config, arrays, parts), network).on(ranks)
+    return Planner(config.run, method, parts, dry_run(config, arrays, parts), network).on(ranks)
 
 
 def _fastest(timing: Timing) -> tuple[int, float]:

@@ -30,7 +30,6 @@ from hpcfl.setup.experiment import load_data, make_method
 from hpcfl.setup.validate import (
     check_chain,
     check_single_samples,
-    check_small_blocks,
     state_bytes,
     too_large,
 )
@@ -61,7 +60,7 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
         return
     network = network if per_node is None else replace(network, ranks_per_node=per_node)
     config = load_config(*split_settings(options.settings))
-    with report_out_of_memory(config, world):
+    with report_out_of_memory(world):
         _tell(config, _usual_ranks(world) if ranks is None else ranks, network, options)
 
 
@@ -90,18 +89,23 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
         return
     if options.no_timing:
         return
-    check_small_blocks(config, method)
-    check_single_samples(config, method)
+    check_single_samples(method)
     if options.ranks is not None:
         check_chain(method, ranks - 1)
     elif method.sequential is not None:
         ranks = min(ranks, 2)
     found = dry_run(_here(config), arrays, parts)
     if found.has_diverged:
-        warnings.warn(_diverged(config), stacklevel=1)
-    planner = Planner(config, method, parts, found, network)
+        warnings.warn(
+            "numbers became nan or infinite in the dry run, which continued with them; the run has "
+            f"run.on_divergence={config.run.on_divergence}, and its times may differ: lower train.lr (it is "
+            f"{config.train.lr:g})",
+            stacklevel=1,
+        )
+    planner = Planner(config.run, method, parts, found, network)
     estimate = planner.on(ranks)
-    header = SlurmHeader(config, estimate, "cuda" in (config.run.device, found.device), options.time)
+    on_gpu, name = "cuda" in (config.run.device, found.device), f"{method.name}-{config.data.source}"
+    header = SlurmHeader(name, config.run.threads, estimate, on_gpu, options.time)
     lines = [
         _measured(config, found, estimate),
         _network(network),
@@ -156,7 +160,10 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
     """Yield lines about the model, the rounds, and the memory of server and clients at the start."""
     layers = ", ".join(f"{layer.name} {layer.size:,}" for layer in method.layers)
     train, num_clients = config.train, method.context.num_clients
-    num_unseen, times = len(method.context.num_samples_of_unseen), evaluations(config)
+    num_unseen, times = (
+        len(method.context.num_samples_of_unseen),
+        evaluations(config.train.rounds, config.run.eval_every),
+    )
     yield f"model {config.model.name}: {method.layout.size:,} trainable numbers ({layers})"
     yield (
         f"{train.rounds} rounds of {train.cohort_size(num_clients)} of {num_clients} clients, "
@@ -174,20 +181,6 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
         yield f"workers' memory, {name}: {whole:,} bytes in all, {rows.nbytes:,} a client"
 
 
-def _diverged(config: Config) -> str:
-    """Return a warning that clients diverged in the dry run, and what the run would do then."""
-    would = {
-        "stop": "stop there",
-        "skip": "leave out such clients' rounds",
-        "continue": "continue with such numbers",
-    }
-    return (
-        "numbers became nan or infinite in the dry run, which continued with them; the run would "
-        f"{would[config.run.on_divergence]} (run.on_divergence={config.run.on_divergence}), and its times "
-        f"may differ: lower train.lr (it is {config.train.lr:g})"
-    )
-
-
 def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
     """Return the times measured on this machine."""
     on_cpu, threads = found.device == "cpu", config.run.threads
@@ -196,7 +189,7 @@ def _measured(config: Config, found: DryRun, estimate: Estimate) -> str:
     unit = "mini-batch" if config.train.finetune_epochs else "sample"
     return (
         f"measured for {found.wall_s:.0f} s on {where} of this machine{missing}: "
-        f"{readable_seconds(found.phases[-1].batch_s)} a round for each mini-batch of a client, "
+        f"{readable_seconds(found.batch_s)} a round for each mini-batch of a client, "
         f"{readable_seconds(found.score_s)} a {unit} in an evaluation, "
         f"{readable_seconds(estimate.server_s)} a round on the server"
     )

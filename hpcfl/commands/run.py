@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
 from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
-from hpcfl.commands.summary import next_command, print_summary
-from hpcfl.communication.communicator import Communicator, run_collectively
+from hpcfl.commands.summary import print_summary
+from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
+from hpcfl.communication.heartbeat import die_with_launcher
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.setup.device_memory import report_out_of_memory
@@ -19,6 +22,18 @@ from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import tell_script
 from hpcfl.storage.trackers import check_tracker
 from hpcfl.terminal import Progress, warnings_to
+
+
+@contextmanager
+def started_world() -> Iterator[Communicator]:
+    """Yield the ranks: only rank 0 prints, and a rank that fails ends all. Collective, also at the end."""
+    world = open_world()
+    with abort_on_exception(world), ExitStack() as at_exit:
+        if world.size > 1:
+            die_with_launcher()
+        if not world.is_server:
+            at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
+        yield world
 
 
 def run(
@@ -42,11 +57,11 @@ def run(
     with ExitStack() as at_exit:
         noted: list[str] = []
         at_exit.enter_context(warnings_to(noted.append))
-        at_exit.enter_context(report_out_of_memory(config, world))
+        at_exit.enter_context(report_out_of_memory(world))
         watched = at_exit.enter_context(ExitStack())
         watched.enter_context(world.heartbeat_timeout(config.run.timeout))
         check_unlike_nodes(world)
-        _check_other_code(config, world)
+        _check_own_files(config.own_files, world)
         if world.is_server:
             # all ranks have installed their signal handlers now: before, a signal would have killed them
             tell_script("ready", "a signal stops the run")
@@ -74,13 +89,9 @@ def run(
         watched.close()
         progress.close()
         if folder is not None and not is_cell:
-            suggestion = next_command(options, config, world.size)
-            report = (
-                _write_report(folder.path, progress) if config.run.report and outcome != "stopped" else None
-            )
-            print_summary(
-                outcome, simulation.ledger, config, folder.path, report, suggestion, world, progress
-            )
+            wants_report = config.run.report and outcome != "stopped"
+            report = _write_report(folder.path, progress) if wants_report else None
+            print_summary(outcome, simulation.ledger, config, options, folder.path, report, world, progress)
         return outcome
 
 
@@ -99,9 +110,11 @@ def _write_report(folder: Path, progress: Progress) -> Path | None:
     return folder / REPORT_NAME
 
 
-def _check_other_code(config: Config, world: Communicator) -> None:
-    """Raise UserError if ranks have different versions of the user's own files. Collective."""
-    files = config.own_files
+def _check_own_files(files: Mapping[str, str], world: Communicator) -> None:
+    """Raise UserError if ranks have different versions of the user's own files. Collective.
+
+    `files` holds the digest of each by the `key=path` that names it.
+    """
     found = world.gather_bytes(" ".join(files.values()).encode())
 
     def check() -> None:

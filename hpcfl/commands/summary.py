@@ -20,9 +20,9 @@ def print_summary(
     outcome: str,
     ledger: Ledger,
     config: Config,
+    options: RunOptions,
     folder: Path,
     report: Path | None,
-    next_command: str,
     world: Communicator,
     progress: Progress,
 ) -> None:
@@ -57,7 +57,7 @@ def print_summary(
     progress.say(f"  in {folder}")
     if report is not None:
         progress.say(f"open in a browser\n  {report}")
-    progress.say(f"compare with\n  {next_command}")
+    progress.say(f"compare with\n  {next_command(options, config, world.size)}")
 
 
 def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:

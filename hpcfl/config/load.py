@@ -11,14 +11,11 @@ from pydantic import ValidationError
 
 from hpcfl.config.keys import (
     COMMON,
-    ENVIRONMENT,
     GROUPS,
     RESULT_NEUTRAL,
     SERVER_DEFAULTS,
     Chosen,
-    CommConfig,
     Config,
-    ServerConfig,
     Settings,
     flatten,
 )
@@ -28,31 +25,17 @@ from hpcfl.config.registry import DEFAULT_SOURCE, Registries, Registry
 from hpcfl.config.yaml_text import parse_yaml
 from hpcfl.errors import UserError
 
-RENAMED = {
-    "comm.keep": "comm.topk_ratio",
-    "comm.memory": "comm.error_feedback",
-    "run.tensorboard": "run.tracker=tensorboard",
-}
-"""Keys of earlier versions and their present names; with a value if that has changed too."""
-
 DEFAULT_CLIENTS = 10
 """Number of clients if neither the user nor the data gives one."""
 
 Group = TypeVar("Group", bound=Settings)
 
 
-def load_config(path: Path | None, overrides: Sequence[str], registries: Registries) -> Config:
-    """Read a YAML file and apply `key.sub=value` overrides (see `merge`).
-
-    Raises UserError for an unreadable file, unknown keys or names, wrong types and impossible values.
-    """
-    tree = {} if path is None else read_yaml(path)
-    tree.pop(ENVIRONMENT, None)
-    return resolve(merge(tree, overrides, registries), registries)
-
-
 def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
-    """Validate nested keys and fill in defaults; raises UserError (see `load_config`)."""
+    """Validate nested keys and fill in defaults.
+
+    Raises UserError for unknown keys or names, wrong types and impossible values.
+    """
     unknown = [
         key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
     ]
@@ -60,7 +43,7 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     data = given["data"]
     given["data.partition"] = _mapping("data.partition", data.pop("partition", None))
     choices = registries.by_group
-    source_file = _own_source(data, registries.source)
+    source_file = _own_file("data", data, registries.source, "reader", "source")
     files = {group: _own_file(group, given[group], choices[group]) for group in choices}
     source = one_of("data.source", data.get("source", DEFAULT_SOURCE), list(registries.source.known))
     names = {
@@ -85,11 +68,6 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     unknown += [f"{group}.{key}" for group in kinds for key in given[group] if f"{group}.{key}" not in known]
     if unknown:
         value = flatten({**tree, **given}).get(unknown[0], "")
-        if new := RENAMED.get(unknown[0]):
-            key, has_value, _ = new.partition("=")
-            raise UserError(
-                f"{unknown[0]} is now called {key}; write {new if has_value else f'{key}={shown(value)}'}"
-            )
         raise UserError(unknown_key(unknown[0], value, known, choices))
     chosen: dict[str, Chosen[Any]] = {
         group: Chosen(names[group], _validate(group, kinds[group], given[group]), files[group])
@@ -103,10 +81,7 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
         source_file=source_file,
         **common,
     )
-    _check_contradictions(config, registries.source)
-    _check_idle_unseen(config)
-    _check_idle_coding(config.comm)
-    _check_idle_server(config.server)
+    _check_needs(config, registries.source)
     return config
 
 
@@ -144,7 +119,7 @@ def merge(
             if key in OWN_KEYS and value is not None:
                 allow(key, str(value))
     for key, value in pairs:
-        _drop_foreign_options(changed, key, str(value), registries)
+        _drop_foreign_options(changed, key, value, registries)
     for key, value in pairs:
         node = changed
         *groups, last = key.split(".")
@@ -176,116 +151,60 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _own_file(group: str, given: dict[str, Any], registry: Registry) -> dict[str, str]:
+def _own_file(
+    group: str, given: dict[str, Any], registry: Registry, path_key: str = "path", name_key: str = "name"
+) -> dict[str, str]:
     """Remove the path of the user's own file from a group, and set the name; {} if the group has no path."""
-    path = given.pop("path", None)
+    path, name = given.pop(path_key, None), given.get(name_key)
+    kind = "source" if name_key == "source" else group.removeprefix("data.")
     if path is None:
-        name = given.get("name")
-        if is_own(f"{group}.path", str(name)):
-            kind = group.removeprefix("data.")
+        if is_own(f"{group}.{path_key}", str(name)):
             raise UserError(
-                f"{group}.name={name} is a {kind} in your own file; also give {group}.path=FILE.py"
+                f"{group}.{name_key}={name} is a {kind} in your own file; also give "
+                f"{group}.{path_key}=FILE.py"
             )
         return {}
-    name, code = registry.add_own(str(path), given.pop("code", None))
-    if given.setdefault("name", name) != name:
+    own, code = registry.add_own(str(path), given.pop("code", None))
+    if given.setdefault(name_key, own) != own:
         raise UserError(
-            f"{group}.name={given['name']} does not go with {group}.path={path}, whose "
-            f"{group.removeprefix('data.')} is {name}; drop one"
-        )
-    return {"path": str(Path(str(path)).resolve()), "code": code}
-
-
-def _own_source(data: dict[str, Any], sources: Registry) -> dict[str, str]:
-    """Remove the user's own reader from `data.*`, and set the source; {} if there is no reader."""
-    reader = data.pop("reader", None)
-    if reader is None:
-        if is_own("data.reader", str(data.get("source"))):
-            raise UserError(
-                f"data.source={data['source']} is a source in your own file; also give data.reader=FILE.py"
-            )
-        return {}
-    name, code = sources.add_own(str(reader), data.pop("code", None))
-    if data.setdefault("source", name) != name:
-        raise UserError(
-            f"data.source={data['source']} does not go with data.reader={reader}, whose source is {name}; "
+            f"{group}.{name_key}={name} does not go with {group}.{path_key}={path}, whose {kind} is {own}; "
             "drop one"
         )
-    return {"reader": str(Path(str(reader)).resolve()), "code": code}
+    return {path_key: str(Path(str(path)).resolve()), "code": code}
 
 
-def _check_contradictions(config: Config, sources: Registry) -> None:
-    """Raise UserError for keys that contradict each other."""
-    data, source = config.data, config.data.source
-    subsets = {
-        f"data.{key}": value
-        for key in ("subset_per_class", "subset_fraction")
-        if (value := getattr(data, key)) is not None
-    }
-    if len(subsets) == 2:
-        both = " and ".join(f"{key}={value}" for key, value in subsets.items())
-        raise UserError(f"{both} are two ways to take a subset; drop one, or set it to null")
-    for key, value in subsets.items():
-        if config.partition.name == "given":
-            raise UserError(
-                f"{key}={value} does not go with partition given, whose clients keep all their samples; "
-                "drop it, or choose another partition"
-            )
+def _check_needs(config: Config, sources: Registry) -> None:
+    """Raise UserError for a key that needs another one, without which it would have no effect."""
+    data, comm, server = config.data, config.comm, config.server
+    readers = [name for name, source in sources.known.items() if source.path_names is not None]
+    topk = comm.codec == "topk", "comm.codec=topk"
+    coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
+    needs: list[tuple[str, Any, bool, str]] = [
+        ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
+        ("train.unseen_epochs", config.train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
+        ("comm.topk_ratio", comm.topk_ratio, *topk),
+        ("comm.error_feedback", comm.error_feedback, *topk),
+        ("comm.directions", comm.directions, comm.codec in coding, f"comm.codec={' or '.join(coding)}"),
+    ]
+    is_given = config.partition.name == "given"
+    for name, other in (("fraction", "per_class"), ("per_class", "fraction")):
+        key, value = f"data.subset_{name}", getattr(data, f"subset_{name}")
+        whole = "another data.partition.name than given, whose clients keep all their samples"
+        needs.append((key, value, not is_given, whole))
+        needs.append((key, value, getattr(data, f"subset_{other}") is None, f"data.subset_{other}=null"))
+    for key, value in server.model_dump(exclude={"optimiser"}).items():
+        having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
+        needs.append(
+            (f"server.{key}", value, server.optimiser in having, f"server.optimiser={' or '.join(having)}")
+        )
+    for key, value, is_met, needed in needs:
+        if value is not None and not is_met:
+            raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}=null")
     if config.run.eval_split == "val" and not data.val_fraction:
         raise UserError("run.eval_split=val needs validation samples: set data.val_fraction, such as 0.2")
-    if data.path is not None and sources.known[source].path_names is None:
-        readers = " or ".join(name for name, known in sources.known.items() if known.path_names is not None)
-        raise UserError(
-            f"data.path={data.path} is only for data.source={readers}, not {source}; set or drop both"
-        )
-
-
-def _check_idle_unseen(config: Config) -> None:
-    """Raise UserError if keys of unseen clients have no effect, or leave no client to train."""
-    data, epochs = config.data, config.train.unseen_epochs
-    if epochs is not None and not data.unseen_clients:
-        raise UserError(
-            f"train.unseen_epochs={epochs} needs unseen clients: set data.unseen_clients, such as 0.2, or "
-            "train.unseen_epochs=null"
-        )
     if data.clients is not None:
+        # UserError if no client would be left to train
         data.num_unseen(data.clients)
-
-
-def _check_idle_coding(comm: CommConfig) -> None:
-    """Raise UserError if keys of `comm.*` have no effect with the codec, or if the codec does not support
-    them."""
-    if comm.topk_ratio is not None and comm.codec != "topk":
-        raise UserError(
-            f"comm.topk_ratio={comm.topk_ratio} is only for comm.codec=topk, not {comm.codec}; "
-            "set comm.codec=topk, or comm.topk_ratio=null"
-        )
-    if comm.error_feedback is not None and comm.codec != "topk":
-        raise UserError(
-            f"comm.error_feedback={shown(comm.error_feedback)} is only for comm.codec=topk, not "
-            f"{comm.codec}; set comm.codec=topk, or comm.error_feedback=null"
-        )
-    if comm.directions is not None and comm.codec == "none":
-        raise UserError(
-            f"comm.directions={comm.directions} needs a codec: set comm.codec=float16, int8 or topk, or "
-            "comm.directions=null"
-        )
-    if comm.codec == "topk" and comm.directions not in (None, "up"):
-        raise UserError(
-            f"comm.directions={comm.directions} does not go with comm.codec=topk, which compresses uploads "
-            "only; allowed: up, or null"
-        )
-
-
-def _check_idle_server(server: ServerConfig) -> None:
-    """Raise UserError where keys of `server.*` do nothing with the optimiser."""
-    for key, value in server.model_dump(exclude={"optimiser"}, exclude_none=True).items():
-        having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
-        if server.optimiser not in having:
-            raise UserError(
-                f"server.{key}={shown(value)} is only for server.optimiser={' or '.join(having)}, not "
-                f"{server.optimiser or 'none'}; set server.optimiser={having[0]}, or server.{key}=null"
-            )
 
 
 def _mapping(group: str, value: Any) -> dict[str, Any]:
@@ -335,41 +254,24 @@ def _split(override: str) -> tuple[str, Any]:
         return key, text
 
 
-def _drop_foreign_options(tree: dict[str, Any], key: str, value: str, registries: Registries) -> None:
+def _drop_foreign_options(tree: dict[str, Any], key: str, value: Any, registries: Registries) -> None:
     """Drop from `tree` the keys of another method, partition, model or source than `key=value` chooses."""
     group, _, last = key.rpartition(".")
-    data, choices = tree.get("data"), registries.by_group
-    if group == "data" and last in ("source", "reader"):
-        if isinstance(data, dict) and not _is_same_source(data, last, value, registries.source):
-            for other in {"source", "reader", "code"} & data.keys():
-                del data[other]
-        return
+    data = tree.get("data")
     holder, here = data if group == "data.partition" else tree, group.rpartition(".")[2]
     there = holder.get(here) if isinstance(holder, dict) else None
-    if group not in choices or last not in ("name", "path") or not isinstance(there, dict):
+    if not isinstance(holder, dict) or not isinstance(there, dict):
         return
-    assert isinstance(holder, dict)
-    if last == "path" and value == "None":
-        holder[here] = {} if "path" in there else there
-        return
-    choice = choices[group]
-    if last == "path":
-        chosen, code = choice.add_own(value, None)
-        is_same = there.get("code") == code
+    if group == "data" and last in ("source", "reader"):
+        other = {"source", "reader", "code"}
+    elif group in registries.by_group and last == "path" and value is None:
+        other = set(there) if "path" in there else set()
+    elif group in registries.by_group and last in ("name", "path"):
+        registry = registries.by_group[group]
+        chosen = value if last == "name" else registry.add_own(str(value), None)[0]
+        if chosen not in registry.known or (last == "name" and chosen == there.get("name")):
+            return
+        other = there.keys() - registry.options_of(chosen).model_fields.keys()
     else:
-        # a file that names no model has one with batchnorm, whatever its source
-        source = DEFAULT_SOURCE if group == "model" else str(holder.get("source", DEFAULT_SOURCE))
-        own = choice.add_own(str(there["path"]), None)[0] if there.get("path") else None
-        chosen = value
-        is_same = chosen == there.get("name", own or registries.default_name(group, source))
-    if not is_same and chosen in choice.known:
-        options = choice.options_of(chosen).model_fields
-        holder[here] = {option: given for option, given in there.items() if option in options}
-
-
-def _is_same_source(data: Mapping[str, Any], key: str, value: str, sources: Registry) -> bool:
-    """Whether `data.<key>=value` names the source that `data` already has, or an unknown source."""
-    if key == "reader":
-        return value != "None" and sources.add_own(value, None)[1] == data.get("code")
-    own = sources.add_own(str(data["reader"]), None)[0] if data.get("reader") else None
-    return value not in sources.known or value == data.get("source", own or DEFAULT_SOURCE)
+        return
+    holder[here] = {name: given for name, given in there.items() if name not in other}

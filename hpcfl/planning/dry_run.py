@@ -13,20 +13,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import Load
-from hpcfl.config import Config
+from hpcfl.config import Config, TrainConfig
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import Arrays
 from hpcfl.machine import peak_bytes
-from hpcfl.methods.adapter import MethodAdapter
-from hpcfl.setup.experiment import Experiment, Unseen, assemble, describe, is_batched, method_of
+from hpcfl.setup.experiment import Experiment, assemble, describe, is_batched, method_of, prepare
 from hpcfl.simulation.evaluation import Evaluation
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
@@ -42,27 +41,11 @@ TRAINING_S = 0.5
 """Clients train on more than one mini-batch if a round's training takes less than this."""
 FEWEST_SAMPLES, MAX_SCORED = 10, 500
 """Of each client: the fewest training samples, and the most samples that are scored."""
-TURNS, TURNS_S = 3, 2.0
-"""How often a round is repeated at most, and the seconds after which it is not repeated; the fastest counts,
-since other load on the machine only slows it."""
+ROUNDS = 3
+"""Rounds that are measured; the fastest counts, since one-time costs and other load only slow a round."""
 
 TRAFFIC = tuple(f"{kind}bytes_{way}" for kind in ("", "buffer_", "index_") for way in ("down", "up"))
 """Columns of metrics.csv with bytes that are cumulative over rounds."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """Rounds of one kind, measured by one of them."""
-
-    count: int
-    batch_s: float
-    """Training time per mini-batch of a client, all local epochs together."""
-    server_s: float
-    """All other time of the round, per client of the cohort."""
-    traffic: Mapping[str, float]
-    """Bytes of a client by TRAFFIC."""
-    load: Load
-    """Bytes between ranks: common to all clients, and per client, with workers on ranks of their own."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +55,14 @@ class DryRun:
     wall_s: float
     """Duration of the dry run itself."""
     device: str
-    phases: Sequence[Phase]
+    batch_s: float
+    """Training time of a round per mini-batch of a client, all local epochs together."""
+    server_s: float
+    """All other time of a round, per client of the cohort."""
+    traffic: Mapping[str, float]
+    """Bytes of a client in a round by TRAFFIC."""
+    load: Load
+    """Bytes between ranks in a round: common to all clients, and per client, with workers on other ranks."""
     send_s: float
     """Server's time to make one client's download for an evaluation."""
     score_s: float
@@ -104,7 +94,7 @@ class DryRun:
 
 
 def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> DryRun:
-    """Do a dry run; takes seconds, or as long as two rounds of a few mini-batches. May raise UserError.
+    """Do a dry run; takes seconds, or as long as three rounds of a few mini-batches. May raise UserError.
 
     It continues if numbers become nan or infinite, for any `run.on_divergence`.
     """
@@ -117,16 +107,17 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
         warnings.simplefilter("ignore")
         folder = Path(at_exit.enter_context(TemporaryDirectory(prefix="hpcfl-")))
         rounds = _prepared(config, arrays, parts, 1, folder / "first", at_exit)
-        batches = int(TRAINING_S / rounds.training_s())
+        a_round = rounds.fastest()
+        batches = int(TRAINING_S / a_round.train_s)
         if batches > 1:
             rounds = _prepared(config, arrays, parts, batches, folder / "second", at_exit)
-        found = rounds.measure()
+            a_round = rounds.fastest()
+        found = rounds.measure(a_round)
         return replace(found, wall_s=time.monotonic() - began_s)
 
 
-def batches_of(num_samples: Iterable[int], config: Config) -> list[int]:
+def batches_of(num_samples: Iterable[int], train: TrainConfig) -> list[int]:
     """Return the mini-batches in a local epoch of clients with so many samples."""
-    train = config.train
     return [len(minibatches(count, train.batch_size, train.last_batch)) for count in num_samples]
 
 
@@ -139,13 +130,12 @@ def _prepared(
     at_exit: ExitStack,
 ) -> _Rounds:
     """Return a simulation of the first clients, with so many mini-batches each, and an unseen one."""
-    torch.set_num_threads(config.run.threads)
-    world = Communicator(max_elements=config.run.max_elements)
-    device = world.device(config.run.device)
-    data = describe(config, arrays, list(parts))
+    world = Communicator()
+    device = prepare(config.run, world)
+    data = describe(config.data.normalise, arrays, list(parts))
     method = method_of(config, data)
     num_clients = method.context.num_clients
-    most = CLIENTS_TOGETHER if is_batched(config, device) else CLIENTS
+    most = CLIENTS_TOGETHER if is_batched(config.run.engine, device) else CLIENTS
     members = range(min(most, config.train.cohort_size(num_clients)))
     # with sharded models, the server mixes the rows of all clients
     count = len(members) if method.sharded_state is None else num_clients
@@ -154,22 +144,22 @@ def _prepared(
         ClientIndices(part.train[:samples], part.val[:MAX_SCORED], part.test[:MAX_SCORED])
         for part in (*parts[:count], *parts[num_clients : num_clients + 1])
     ]
-    unseen = range(count, len(cut))
-    experiment = assemble(config, world, device, method, data, arrays, cut, range(count), unseen)
-    num_train = np.array([len(part.train) for part in cut])
-    num_evaluated = np.array([len(getattr(part, config.run.eval_split)) for part in cut])
-    experiment = replace(
-        experiment,
-        num_train=num_train[:count],
-        num_evaluated=num_evaluated[:count],
-        unseen=Unseen(experiment.unseen.worker_context, num_train[count:], num_evaluated[count:]),
-    )
+    experiment = assemble(config, world, device, method, data, arrays, cut, count)
     folder = RunFolder(path, config)
     folder.open(False, method.layout, [], at_exit)
     stop = StopFlag()
     # no signal handlers: a dry run ends at once, as any command does
     stop.restore()
     return _Rounds(experiment, world, stop, folder, members)
+
+
+class _Round(NamedTuple):
+    """What one round took; traffic and load as in `DryRun`."""
+
+    round_s: float
+    train_s: float
+    traffic: Mapping[str, float]
+    load: Load
 
 
 class _Rounds(Simulation):
@@ -187,40 +177,35 @@ class _Rounds(Simulation):
         self._members, self._path = members, folder.path
         experiment.place_state()
         self.server, _ = self._saver.start()
-        self._evaluator.try_new_client_download(self.server)
-        self._batches = batches_of(experiment.num_train[: len(members)], self.config)
+        self._batches = batches_of(experiment.num_train[: len(members)], self.config.train)
 
-    def training_s(self) -> float:
-        """Return the seconds of training in a round."""
-        number = list(_kinds(self._federation.adapter, self.config.train.rounds))[-1]
-        for _ in range(2):
-            # the first includes one-time costs, such as memory allocation
-            self._round(self._cohort(number), False)
-        return max(1e-6, self.timing.train_s[-1])
+    def fastest(self) -> _Round:
+        """Do some rounds like the last of the run, and return the fastest."""
+        return min((self._measured_round() for _ in range(ROUNDS)), key=lambda one: one.round_s)
 
-    def measure(self) -> DryRun:
-        """Measure rounds of each kind, an evaluation, an adaptation, and the last checkpoint."""
-        kinds = _kinds(self._federation.adapter, self.config.train.rounds)
-        phases = [self._phase(number, count) for number, count in kinds.items()]
-        last = max(kinds)
+    def measure(self, a_round: _Round) -> DryRun:
+        """Measure an evaluation, an adaptation, and the last checkpoint; `a_round` is measured already."""
+        last, size = self.config.train.rounds - 1, len(self._members)
         send_s, sent = self._sent(last)
         chosen = any(mask.dim() == 2 for mask in sent.layer_mask.values())
         score_s, models = self._scored(last + 1, send_s)
         adapt_s, of_unseen = self._adapted(last + 1)
         everyone = self._federation.num_clients
-        self._save(last + 1, self._last_evaluation(last + 1, np.full(everyone, np.nan)))
+        self._evaluate(last + 1, np.full(everyone, np.nan))
+        self._save(last + 1, with_models=True)
         kept = self._federation.kept_by_codec()
         row = self._federation.adapter.initial_clients([0]) | {name: rows[:1] for name, rows in kept.items()}
         return DryRun(
             wall_s=0.0,
             device=self._federation.worker_context.device.type,
-            phases=phases,
-            send_s=send_s / len(self._members),
+            batch_s=a_round.train_s / sum(self._batches),
+            server_s=max(0.0, a_round.round_s - a_round.train_s) / size,
+            traffic=a_round.traffic,
+            load=a_round.load,
+            send_s=send_s / size,
             score_s=score_s,
             adapt_s=adapt_s,
-            evaluation=Load(
-                _bytes(sent.shared.values()), _bytes(sent.per_client.values()) / len(self._members)
-            ),
+            evaluation=Load(_bytes(sent.shared.values()), _bytes(sent.per_client.values()) / size),
             clients=everyone,
             checkpoint_bytes=(self._path / "checkpoint.h5").stat().st_size,
             client_bytes=_bytes(row.values()),
@@ -238,23 +223,17 @@ class _Rounds(Simulation):
     def _cohort(self, number: int) -> Cohort:
         return self._federation.cohort_of(number, self._members)
 
-    def _phase(self, number: int, count: int) -> Phase:
-        """Repeat a round, and return its fastest times."""
-        size = len(self._members)
-        seconds: list[tuple[float, float]] = []
-        while not seconds or (number and len(seconds) < TURNS and sum(map(max, seconds)) < TURNS_S):
-            common, rows = self._world.bytes_in_common, self._world.bytes_of_rows
-            began_s = time.monotonic()
-            self._round(self._cohort(number), False)
-            seconds.append((time.monotonic() - began_s, self.timing.train_s[-1]))
-        round_s, train_s = min(seconds)
+    def _measured_round(self) -> _Round:
+        size, common, rows = len(self._members), self._world.bytes_in_common, self._world.bytes_of_rows
+        began_s = time.monotonic()
+        self._round(self._cohort(self.config.train.rounds - 1), False)
+        round_s = time.monotonic() - began_s
         load = Load(self._world.bytes_in_common - common, (self._world.bytes_of_rows - rows) / size)
         # layers and other tensors, running statistics, indices; down and up
         moved = self.ledger.tables()["bytes"].values[-1, 1:].reshape(2, -1)
         kinds = np.stack([moved[:, :-2].sum(axis=1), moved[:, -2], moved[:, -1]]).ravel() / size
         traffic = dict(zip(TRAFFIC, kinds.tolist(), strict=True))
-        server_s = max(0.0, round_s - train_s) / size
-        return Phase(count, train_s / sum(self._batches), server_s, traffic, load)
+        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), traffic, load)
 
     def _sent(self, number: int) -> tuple[float, Message]:
         """Return what the server sends for an evaluation, and its seconds."""
@@ -282,7 +261,9 @@ class _Rounds(Simulation):
         began_s = time.monotonic()
         (model,) = self._evaluator.adapted(self.server, cohort, found)
         seconds = time.monotonic() - began_s
-        return seconds / sum(batches_of(self._experiment.unseen.num_train, self.config)), model
+        return seconds / sum(
+            batches_of(self._experiment.num_train[federation.num_clients :], self.config.train)
+        ), model
 
     def _evaluation_bytes(self) -> int:
         """Return what an evaluation of all clients adds to a checkpoint."""
@@ -290,16 +271,6 @@ class _Rounds(Simulation):
         of_client = 8 * len(OF_CLIENTS) + _bytes(self.method.client_diagnostics(clients).values())
         of_server = _bytes(self.method.server_diagnostics(self.server).values())
         return of_server + 8 * len(self.ledger.metrics[-1]) + of_client * self.method.context.num_clients
-
-
-def _kinds(adapter: MethodAdapter, rounds: int) -> dict[int, int]:
-    """Return the numbers of the first round and the next one of each kind, each with its count of rounds."""
-    found = {0: 1}
-    firsts: dict[bool, int] = {}
-    for number in range(1, rounds):
-        first = firsts.setdefault(adapter.needs_request(number), number)
-        found[first] = found.get(first, 0) + 1
-    return found
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

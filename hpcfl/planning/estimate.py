@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import Load, Network
-from hpcfl.config import Config
+from hpcfl.config import RunConfig
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
@@ -68,151 +67,136 @@ class Estimate:
         return 1.5 * (self.round_s + self.evaluation_s + self.checkpoint_s) + 10
 
 
-def evaluations(config: Config) -> int:
-    """Return how many evaluations a run has; the last round always has one."""
-    return math.ceil(config.train.rounds / config.run.eval_every)
-
-
 class Planner:
     """Estimates of a run's cost on any number of ranks."""
 
     def __init__(
         self,
-        config: Config,
+        run: RunConfig,
         method: Method,
         parts: Sequence[ClientIndices],
         measured: DryRun,
         network: Network,
     ) -> None:
         self.network = network
-        self._config, self._method, self._measured = config, method, measured
-        self._cohort = config.train.cohort_size(method.context.num_clients)
-        self._num_evaluated = np.array([len(getattr(part, config.run.eval_split)) for part in parts])
+        self._run, self._method, self._measured = run, method, measured
+        self._train, self._num_clients = method.context.train, method.context.num_clients
+        self._num_unseen = len(parts) - self._num_clients
+        self._cohort = self._train.cohort_size(self._num_clients)
+        self._evaluations = evaluations(self._train.rounds, run.eval_every)
+        self._num_train = [len(part.train) for part in parts]
+        self._batches = np.array(batches_of(self._num_train, self._train))
+        self._num_evaluated = np.array([len(getattr(part, run.eval_split)) for part in parts])
         self._num_samples = np.array([len(part.train) + len(part.val) + len(part.test) for part in parts])
 
     def checkpoints(self) -> tuple[float, float]:
         """Return the bytes of the last-but-one checkpoint, and of the last, which contains the models."""
-        measured, run, rounds = self._measured, self._config.run, self._config.train.rounds
-        context = self._method.context
-        count, num_unseen = context.num_clients, len(context.num_samples_of_unseen)
+        measured, every, rounds = self._measured, self._run.checkpoint_every, self._train.rounds
+        count, num_unseen = self._num_clients, self._num_unseen
         fixed = measured.checkpoint_bytes - measured.shared_model_bytes - measured.evaluation_bytes
         fixed -= measured.clients * measured.model_bytes + bool(num_unseen) * measured.unseen_model_bytes
         fixed += (count - measured.clients) * measured.client_bytes
         models = measured.shared_model_bytes + count * measured.model_bytes
         models += num_unseen * measured.unseen_model_bytes
-        last = fixed + rounds * measured.round_bytes + evaluations(self._config) * measured.evaluation_bytes
-        done = (rounds - 1) // run.checkpoint_every * run.checkpoint_every
-        middle = fixed + done * measured.round_bytes + done // run.eval_every * measured.evaluation_bytes
-        return middle, last + models
+        last = fixed + rounds * measured.round_bytes + self._evaluations * measured.evaluation_bytes
+        done = (rounds - 1) // every * every
+        evaluated = done // self._run.eval_every
+        return fixed + done * measured.round_bytes + evaluated * measured.evaluation_bytes, last + models
 
     def traffic(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the bytes of a round, of the last kind that there is, and of the whole run, by TRAFFIC."""
-        phases = self._measured.phases
-        whole = {name: sum(phase.count * phase.traffic[name] for phase in phases) for name in TRAFFIC}
-        a_round, in_all = (
-            {name: self._cohort * count for name, count in traffic.items()}
-            for traffic in (phases[-1].traffic, whole)
-        )
-        return a_round, in_all
+        """Return the bytes of a round and of the whole run, by TRAFFIC."""
+        a_round = {name: self._cohort * self._measured.traffic[name] for name in TRAFFIC}
+        return a_round, {name: self._train.rounds * count for name, count in a_round.items()}
 
     def on(self, ranks: int) -> Estimate:
         """Return what a run takes on so many ranks."""
-        config, measured, train = self._config, self._measured, self._config.train
-        assigned = _Assignment(config, self._method, ranks)
-        # the first round includes one-time costs, such as memory allocation
-        later = measured.phases[1:] or measured.phases
-        counts = [phase.count for phase in later]
-        train_s = (
-            float(np.average([phase.batch_s for phase in later], weights=counts)) * assigned.busiest_round()
+        measured, rounds = self._measured, self._train.rounds
+        # further workers have no clients
+        num_workers = max(1, min(ranks - 1, max(self._num_clients, self._num_unseen)))
+        shards = [self._shard(worker, num_workers) for worker in range(num_workers)]
+        placed = self._placed_cohorts(shards)
+        train_s = measured.batch_s * float(
+            np.mean([max(self._batches[own].sum() for own in by_worker) for by_worker in placed])
         )
-        server_s = float(np.average([phase.server_s for phase in later], weights=counts)) * self._cohort
-        load = Load(later[-1].load.common, later[-1].load.rows * self._cohort)
+        server_s = measured.server_s * self._cohort
+        load = Load(measured.load.common, measured.load.rows * self._cohort)
         network_s = self.network.seconds(COLLECTIVES_A_ROUND, load, ranks)
         round_s = train_s + server_s + network_s
-        evaluation_s = self._evaluation_s(assigned, ranks)
+        evaluation_s = self._evaluation_s(shards, ranks)
         middle, last = self.checkpoints()
-        saves = (train.rounds - 1) // config.run.checkpoint_every
-        total_s = START_S + train.rounds * round_s + evaluations(config) * evaluation_s
+        saves = (rounds - 1) // self._run.checkpoint_every
+        total_s = START_S + rounds * round_s + self._evaluations * evaluation_s
         total_s += (saves * middle + last) / DISK_BYTES_A_S
-        times = (round_s, train_s, server_s, network_s, evaluation_s, middle / DISK_BYTES_A_S, total_s)
+        server_memory, worker_memory = self._memory(shards, placed)
         return Estimate(
-            self.network.nodes(ranks), ranks, *times, *self._memory(assigned, ranks), self._cohort
+            nodes=self.network.nodes(ranks),
+            ranks=ranks,
+            round_s=round_s,
+            train_s=train_s,
+            server_s=server_s,
+            network_s=network_s,
+            evaluation_s=evaluation_s,
+            checkpoint_s=middle / DISK_BYTES_A_S,
+            total_s=total_s,
+            server_memory=server_memory if ranks > 1 else server_memory + worker_memory,
+            worker_memory=worker_memory + (measured.peak_bytes - measured.server_bytes if ranks > 1 else 0),
+            cohort=self._cohort,
         )
 
-    def _evaluation_s(self, assigned: _Assignment, ranks: int) -> float:
-        measured, num_clients = self._measured, self._method.context.num_clients
-        # the members of the round are scored after training, too
-        units = self._num_evaluated * (1 + self._cohort / num_clients)
-        if self._config.train.finetune_epochs:
-            units = assigned.batches
-        seconds = np.where(assigned.is_unseen, measured.adapt_s * assigned.batches, measured.score_s * units)
-        load = Load(measured.evaluation.common, measured.evaluation.rows * num_clients)
-        network_s = self.network.seconds(COLLECTIVES_AN_EVALUATION, load, ranks)
-        return network_s + num_clients * measured.send_s + assigned.busiest(seconds)
+    def _shard(self, worker: int, num_workers: int) -> list[int]:
+        """Return the clients that live on a worker, unseen ones last."""
+        world = Communicator()
+        world.num_workers = num_workers
+        unseen = world.shard(self._num_unseen, worker)
+        return [*world.shard(self._num_clients, worker), *(self._num_clients + number for number in unseen)]
 
-    def _memory(self, assigned: _Assignment, ranks: int) -> tuple[float, float]:
-        """Return the memory of rank 0 and of the worker that needs most."""
-        measured = self._measured
-        a_client = COPIES * (measured.evaluation.common + measured.evaluation.rows)
-        a_sample = 4 * math.prod(self._method.context.image_shape) + 8
-        own = a_sample * assigned.busiest(self._num_samples) + measured.client_bytes * assigned.largest_shard
-        own += a_client * assigned.most_members()
-        server = measured.peak_bytes + a_client * self._cohort
-        if ranks == 1:
-            return server + own, server + own
-        return server, measured.peak_bytes - measured.server_bytes + own
-
-
-class _Assignment:
-    """Which rank has which clients, in rounds and evaluations."""
-
-    def __init__(self, config: Config, method: Method, ranks: int) -> None:
-        context, self._config = method.context, config
-        self._num_clients, num_unseen = context.num_clients, len(context.num_samples_of_unseen)
-        self._samples = torch.cat([context.num_samples, context.num_samples_of_unseen]).tolist()
-        self.batches = np.array(batches_of(self._samples, config))
-        self.is_unseen = np.arange(len(self._samples)) >= self._num_clients
-        # further workers have no clients
-        self._layout = Communicator()
-        self._layout.num_workers = max(1, min(ranks - 1, max(self._num_clients, num_unseen)))
-        workers = range(self._layout.num_workers)
-        self._shards = [
-            [
-                *self._layout.shard(self._num_clients, worker),
-                *(self._num_clients + number for number in self._layout.shard(num_unseen, worker)),
-            ]
-            for worker in workers
-        ]
-        self.largest_shard = max(len(self._layout.shard(self._num_clients, worker)) for worker in workers)
-        self._cohorts = self._placed_cohorts()
-
-    def _placed_cohorts(self) -> list[list[list[int]]]:
+    def _placed_cohorts(self, shards: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Return the members of some rounds, worker by worker."""
-        config, count, num_workers = self._config, self._num_clients, self._layout.num_workers
-        rounds = config.train.rounds
-        some = 1 if config.train.cohort_size(count) == count else min(rounds, SAMPLED_COHORTS)
+        rounds, count = self._train.rounds, self._num_clients
+        some = 1 if self._cohort == count else min(rounds, SAMPLED_COHORTS)
         # a batched engine trains its clients at home
-        visit = config.run.placement == "balanced" and not is_batched(config, Communicator().device("auto"))
+        is_batched_here = is_batched(self._run.engine, Communicator().device("auto"))
+        visit = self._run.placement == "balanced" and not is_batched_here
+        home = {client: worker for worker, shard in enumerate(shards) for client in shard}
         placed = []
         for number in np.linspace(0, rounds - 1, some).astype(int).tolist():
-            members = sampled(config, count, number)
-            workers: Sequence[int] = self._layout.homes(members, count)
+            members = sampled(count, self._cohort, self._run.seed, number)
+            workers: Sequence[int] = [home[client] for client in members]
             if visit:
-                workers = assign_workers([self._samples[client] for client in members], workers, num_workers)
-            by_worker: list[list[int]] = [[] for _ in range(num_workers)]
+                workers = assign_workers([self._num_train[c] for c in members], workers, len(shards))
+            by_worker: list[list[int]] = [[] for _ in shards]
             for client, worker in zip(members, workers, strict=True):
                 by_worker[worker].append(client)
             placed.append(by_worker)
         return placed
 
-    def busiest_round(self) -> float:
-        """Return the mini-batches of an epoch of the busiest worker, on average over rounds."""
-        return float(np.mean([max(self.batches[own].sum() for own in placed) for placed in self._cohorts]))
+    def _evaluation_s(self, shards: Sequence[Sequence[int]], ranks: int) -> float:
+        measured, count = self._measured, self._num_clients
+        # the members of the round are scored after training, too
+        units = self._num_evaluated * (1 + self._cohort / count)
+        if self._train.finetune_epochs:
+            units = self._batches
+        seconds = measured.score_s * units
+        seconds[count:] = measured.adapt_s * self._batches[count:]
+        load = Load(measured.evaluation.common, measured.evaluation.rows * count)
+        network_s = self.network.seconds(COLLECTIVES_AN_EVALUATION, load, ranks)
+        return network_s + count * measured.send_s + max(float(seconds[shard].sum()) for shard in shards)
 
-    def most_members(self) -> int:
-        """Return the most clients that a worker trains in a round."""
-        return max(len(own) for placed in self._cohorts for own in placed)
+    def _memory(
+        self, shards: Sequence[Sequence[int]], placed: Sequence[Sequence[Sequence[int]]]
+    ) -> tuple[float, float]:
+        """Return the memory of rank 0, and of the clients of the worker that needs most."""
+        measured = self._measured
+        a_message = COPIES * (measured.evaluation.common + measured.evaluation.rows)
+        a_sample = 4 * math.prod(self._method.context.image_shape) + 8
+        most = max(len(own) for by_worker in placed for own in by_worker)
+        largest = max(
+            a_sample * float(self._num_samples[shard].sum()) + measured.client_bytes * len(shard)
+            for shard in shards
+        )
+        return measured.peak_bytes + a_message * self._cohort, largest + a_message * most
 
-    def busiest(self, of_clients: np.ndarray) -> float:
-        """Return the largest sum of a figure of clients [N + U] over those that live on a worker."""
-        return max(float(of_clients[shard].sum()) for shard in self._shards)
+
+def evaluations(rounds: int, eval_every: int) -> int:
+    """Return how many evaluations a run has; the last round always has one."""
+    return math.ceil(rounds / eval_every)

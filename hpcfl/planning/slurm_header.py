@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.planning.estimate import START_S, Estimate
 
@@ -41,9 +40,11 @@ def limit_of(seconds: int) -> str:
 class SlurmHeader:
     """The `#SBATCH` lines of a run that `jobs/train.sbatch` starts."""
 
-    def __init__(self, config: Config, estimate: Estimate, on_gpu: bool, limit: str | None = None) -> None:
-        """Choose the limits; UserError if not even one round fits in the time limit."""
-        self._config, self._estimate, self._on_gpu = config, estimate, on_gpu
+    def __init__(
+        self, name: str, threads: int, estimate: Estimate, on_gpu: bool, limit: str | None = None
+    ) -> None:
+        """Choose the limits of a job; UserError if not even one round fits in the time limit."""
+        self._name, self._threads, self._estimate, self._on_gpu = name, threads, estimate, on_gpu
         self.signal_s = max(LEAST_SIGNAL_S, _up(estimate.stop_s, 30))
         wanted_s = max(SHORTEST_S, _up(MARGIN * estimate.total_s + self.signal_s, 600))
         self.limit_s = min(LONGEST_S, wanted_s) if limit is None else seconds_of(limit)
@@ -65,11 +66,10 @@ class SlurmHeader:
 
     def lines(self) -> list[str]:
         """Return the lines, ready to be pasted."""
-        config, estimate = self._config, self._estimate
-        threads = config.run.threads
+        estimate, threads = self._estimate, self._threads
         memory = MEMORY_MARGIN * max(estimate.server_memory, estimate.worker_memory) / threads
         options = [
-            f"--job-name={config.method.name}-{config.data.source}",
+            f"--job-name={self._name}",
             f"--ntasks={estimate.ranks}",
             f"--cpus-per-task={threads}",
             f"--mem-per-cpu={_up(memory / 2**20, MEMORY_STEP)}M",

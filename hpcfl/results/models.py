@@ -51,7 +51,7 @@ class TrainedModels:
     @cached_property
     def data(self) -> DataRecord:
         """Description of the networks' input; for older checkpoints without it, the data set is read."""
-        return self._checkpoint.data or describe(self.config, *load_data(self.config))
+        return self._checkpoint.data or describe(self.config.data.normalise, *load_data(self.config))
 
     @cached_property
     def method(self) -> Method:

@@ -1,17 +1,14 @@
-"""What fits in a device's memory: the clients' state, how many clients at once; the message when it did
-not."""
+"""What fits in a device's memory: the clients' state, how many clients at once; the message if it did not."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import torch
 
 from hpcfl.communication.communicator import Communicator, abort_with_message
-from hpcfl.config import Config
 from hpcfl.errors import OUT_OF_MEMORY, OutOfMemoryError
 from hpcfl.methods import Method
 from hpcfl.methods.base import State
@@ -42,43 +39,40 @@ def for_device(method: Method, state: State) -> State:
     return {name: rows for name, rows in state.items() if name != method.sharded_state}
 
 
-def bytes_for_device(method: Method, state: State) -> int:
-    """Return the bytes of that part."""
-    return sum(rows.nbytes for rows in for_device(method, state).values())
-
-
-def state_device(config: Config, device: torch.device, sharing: int, state_bytes: int) -> torch.device:
+def state_device(setting: str, device: torch.device, sharing: int, state_bytes: int) -> torch.device:
     """Return where a rank keeps its clients' state during a run: on the device it trains on, or on the CPU.
 
     Args:
+        setting: `run.state`.
         sharing: ranks that share the device.
-        state_bytes: see `bytes_for_device`.
+        state_bytes: bytes of what `for_device` returns.
     """
     cpu = torch.device("cpu")
-    if device.type != "cuda" or config.run.state == "host":
+    if device.type != "cuda" or setting == "host":
         return cpu
-    if config.run.state == "device" or state_bytes <= STATE_SHARE * _free_bytes(device, sharing):
+    if setting == "device" or state_bytes <= STATE_SHARE * _free_bytes(device, sharing):
         return device
     return cpu
 
 
 def clients_at_once(
-    config: Config, method: Method, device: torch.device, sharing: int, most: int, state_bytes: int = 0
+    setting: int | None, method: Method, device: torch.device, sharing: int, most: int, state_bytes: int = 0
 ) -> int:
     """Return how many clients the batched engine takes at once.
 
-    Where `run.clients_at_once` leaves it open, that is on CUDA the largest power of two that fits this rank's
-    share of the free memory, `most` if all of its clients do.
+    On CUDA the default is the largest power of two that fits this rank's share of the free memory, `most` if
+    all of its clients do.
 
     Args:
+        setting: `run.clients_at_once`.
         sharing: ranks that share the device.
         most: clients of this rank.
         state_bytes: what the state that this rank will keep on the device takes.
     """
     if method.sequential is not None:
         return 1
-    if config.run.clients_at_once is not None:
-        return config.run.clients_at_once
+    if setting is not None:
+        return setting
     if device.type != "cuda":
         return ON_A_CPU
     free = _free_bytes(device, sharing)
@@ -118,46 +112,29 @@ def _free_bytes(device: torch.device, sharing: int) -> float:
 
 
 @contextmanager
-def report_out_of_memory(config: Config, world: Communicator) -> Iterator[None]:
-    """Turn a failed allocation of this process into OutOfMemoryError; of several ranks, it ends all."""
+def report_out_of_memory(world: Communicator) -> Iterator[None]:
+    """Turn a failed allocation of this rank into OutOfMemoryError; of several ranks, it ends all."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if isinstance(error, torch.OutOfMemoryError):
+            what = "the GPU of "
+            smaller = "fewer ranks on a GPU, run.state=host, a smaller run.clients_at_once, run.device=cpu"
+        elif isinstance(error, MemoryError) or any(words in str(error).lower() for words in _IN_WORDS):
+            what = ""
+            smaller = (
+                "more ranks on more nodes (each worker keeps the samples and the state of its clients), "
+                "fewer ranks on a node, more memory for the job (under SLURM --mem or --mem-per-cpu)"
+            )
+        else:
             raise
         # frees the memory of the failed calls, so that the message can be printed
         traceback.clear_frames(error.__traceback__)
-        smaller = max(2, config.train.batch_size // 2)
-        abort_out_of_memory(
-            world,
-            f"rank {world.rank} on {world.host} is out of memory; try more ranks on more nodes (each worker "
-            "keeps the samples and the state of its clients), fewer ranks on a node, more memory for the job "
-            f"(under SLURM --mem or --mem-per-cpu), or, as another run, train.batch_size={smaller} (it is "
-            f"{config.train.batch_size}); rounds up to the checkpoint stay",
+        text = (
+            f"{what}rank {world.rank} on {world.host} is out of memory; try {smaller}, or, as another run, a "
+            "smaller train.batch_size; rounds up to the checkpoint stay"
         )
-
-
-def abort_out_of_memory(world: Communicator, text: str) -> NoReturn:
-    """Raise OutOfMemoryError; a rank among several ends all with its exit code, as they may wait for it."""
-    if world.size == 1:
-        raise OutOfMemoryError(text) from None
-    abort_with_message(world, f"hpcfl: error: {text}\n", OUT_OF_MEMORY)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _IN_WORDS)
-
-
-def out_of_memory(config: Config, place: str, at_once: int, state_bytes: int) -> str:
-    """Return the message for a GPU out of memory, with the settings to lower.
-
-    `place` is the rank and device; `at_once` is how many clients trained together, and `state_bytes` what
-    the state that this rank keeps on the device takes.
-    """
-    smaller = f"train.batch_size={max(2, config.train.batch_size // 2)} (it is {config.train.batch_size})"
-    options = [smaller, "fewer ranks on a GPU", "or run.device=cpu"]
-    if at_once > 1:
-        options.insert(0, f"run.clients_at_once={at_once // 2} (it was {at_once})")
-    if state_bytes:
-        options.insert(0, f"run.state=host (the clients' state takes {state_bytes / 1e9:.2g} GB of it)")
-    return f"{place} is out of memory; try {', '.join(options)}; rounds up to the checkpoint stay"
+        if world.size == 1:
+            raise OutOfMemoryError(text) from None
+        # the other ranks may wait for this one
+        abort_with_message(world, f"hpcfl: error: {text}\n", OUT_OF_MEMORY)

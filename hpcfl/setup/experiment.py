@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import nn
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
-from hpcfl.config import Config
+from hpcfl.config import Config, DataConfig, RunConfig
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.randomness import numpy_stream
-from hpcfl.setup.device_memory import (
-    abort_out_of_memory,
-    bytes_for_device,
-    clients_at_once,
-    for_device,
-    state_device,
-)
-from hpcfl.setup.validate import (
-    check_chain,
-    check_large_state,
-    check_single_samples,
-    check_slow_precision,
-    check_small_blocks,
-)
+from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
+from hpcfl.setup.validate import check_chain, check_large_state, check_single_samples, check_slow_precision
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.client_group import WorkerContext
 from hpcfl.training.convolutions import with_convolutions
@@ -41,41 +27,28 @@ from hpcfl.training.scoring import BatchedScorer
 
 
 @dataclass(frozen=True)
-class Unseen:
-    """The U clients that take no part in training, with ids from N on; `worker_context` has those of this
-    rank."""
-
-    worker_context: WorkerContext
-    num_train: np.ndarray
-    """Training samples of each, int64 [U]."""
-    num_evaluated: np.ndarray
-    """Samples of each in `run.eval_split`, int64 [U]."""
-
-
-@dataclass(frozen=True)
 class Experiment:
-    """All parts of a run on one rank; its N clients are those that take part in training."""
+    """All parts of a run on one rank: N clients in training, and U unseen clients with ids from N on."""
 
     config: Config
     method: Method
+    adapter: MethodAdapter
     worker_context: WorkerContext
+    unseen: WorkerContext
+    """The context of this rank's unseen clients."""
     data: DataRecord
+    num_clients: int
+    """N."""
     num_train: np.ndarray
-    """Training samples of each client, int64 [N]."""
+    """Training samples of each client, int64 [N + U]."""
     num_evaluated: np.ndarray
-    """Samples of each client in `run.eval_split`, int64 [N]."""
-    unseen: Unseen
+    """Samples of each client in `run.eval_split`, int64 [N + U]."""
     samples_by_class: tuple[np.ndarray, np.ndarray] | None
     """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each; on the server."""
     engine_name: str
     """The engine and, on a GPU, its automatic settings."""
     state_device: torch.device
     """Where this rank keeps its clients' state during the run, except what `for_device` leaves out."""
-
-    @property
-    def adapter(self) -> MethodAdapter:
-        """The adapter that calls the method's hooks."""
-        return MethodAdapter(self.method)
 
     def place_state(self) -> None:
         """Move the clients' state from the CPU to the device that keeps it during the run.
@@ -86,28 +59,20 @@ class Experiment:
         for name, rows in for_device(self.method, state).items():
             state[name] = rows.to(self.state_device)
 
-    @property
-    def bytes_of_state_on_device(self) -> int:
-        """GPU memory of the clients' state during the run; 0 if the CPU keeps it."""
-        return (
-            0 if self.state_device.type == "cpu" else bytes_for_device(self.method, self.worker_context.state)
-        )
-
 
 def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     """Read the source and divide its samples among the clients; the same on every rank. May raise
     UserError."""
-    arrays = read_source(config)
-    return arrays, deal(config, arrays)
+    arrays = read_source(config.data)
+    return arrays, partition_samples(config, arrays)
 
 
-def read_source(config: Config) -> Arrays:
+def read_source(data: DataConfig) -> Arrays:
     """Return the samples of the source. Raises UserError if they cannot be read."""
-    data = config.data
     return load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
 
 
-def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
+def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     """Return each client's samples as indices into the arrays. May raise UserError.
 
     Clients that take no part in training (`data.unseen_clients`) come last; the order is otherwise that of
@@ -140,10 +105,13 @@ def deal(config: Config, arrays: Arrays) -> list[ClientIndices]:
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
-def describe(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
-    """Return what a method and its networks need to know of the data. May raise UserError."""
+def describe(normalise: str | list[list[float]], arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
+    """Return what a method and its networks need to know of the data. May raise UserError.
+
+    `normalise` is `data.normalise`.
+    """
     _, channels, height, width = arrays.x.shape
-    mean, std = resolve_normalisation(arrays, config.data.normalise)
+    mean, std = resolve_normalisation(arrays, normalise)
     return DataRecord(
         (channels, height, width),
         str(arrays.x.dtype),
@@ -157,7 +125,7 @@ def describe(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> Data
 
 def make_method(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> Method:
     """Build the network's layout and the method. May raise UserError."""
-    return method_of(config, describe(config, arrays, parts))
+    return method_of(config, describe(config.data.normalise, arrays, parts))
 
 
 def method_of(config: Config, data: DataRecord) -> Method:
@@ -180,24 +148,23 @@ def method_of(config: Config, data: DataRecord) -> Method:
 
 def build(config: Config, world: Communicator) -> Experiment:
     """Build this rank's part of a run. Collective. May raise UserError on any rank."""
-    torch.set_num_threads(config.run.threads)
-    world.max_elements = config.run.max_elements
-    device = world.device(config.run.device)
-    # cuDNN's default would round the factors of convolutions
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = config.run.tf32
+    device = prepare(config.run, world)
     arrays, parts = load_data(config)
-    data = describe(config, arrays, parts)
+    data = describe(config.data.normalise, arrays, parts)
     method = method_of(config, data)
     check_chain(method, world.num_workers)
     check_large_state(method, world)
-    check_small_blocks(config, method)
-    check_single_samples(config, method)
-    world.shard_unit = 1 if method.sharded_state is None else BLOCK_CLIENTS
-    num_clients = method.context.num_clients
-    clients = world.shard(num_clients)
-    own_unseen = world.shard(len(parts) - num_clients)
-    unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
-    return assemble(config, world, device, method, data, arrays, parts, clients, unseen)
+    check_single_samples(method)
+    return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
+
+
+def prepare(run: RunConfig, world: Communicator) -> torch.device:
+    """Apply the settings of this process, and return this rank's device. Collective; may raise UserError."""
+    torch.set_num_threads(run.threads)
+    # cuDNN's default would round the factors of convolutions
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = run.tf32
+    world.max_elements = run.max_elements
+    return world.device(run.device)
 
 
 def assemble(
@@ -208,40 +175,37 @@ def assemble(
     data: DataRecord,
     arrays: Arrays,
     parts: list[ClientIndices],
-    clients: Sequence[int],
-    unseen: Sequence[int],
+    num_clients: int,
 ) -> Experiment:
     """Put this rank's part of a run together. May raise UserError on any rank.
 
-    Args:
-        clients: ids of the clients in training whose home is here.
-        unseen: those of clients that take no part in training.
+    The first `num_clients` of the parts belong to clients in training, the others to unseen clients.
     """
-    num_clients = method.context.num_clients
-    many_at_once = is_batched(config, device)
-    check_slow_precision(config, many_at_once or device.type != "cpu")
-    try:
-        shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
-        unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
-        network = copy.deepcopy(method.network).to(device)
-    except torch.OutOfMemoryError:
-        abort_out_of_memory(
-            world,
-            f"{device} of rank {world.rank} on {world.host} has no memory for the samples of its "
-            f"{len(clients) + len(unseen)} clients; use more GPUs, fewer data.clients, or run.device=cpu",
-        )
-    state = MethodAdapter(method).initial_clients(clients)
+    world.shard_unit = 1 if method.sharded_state is None else BLOCK_CLIENTS
+    clients = world.shard(num_clients)
+    own_unseen = world.shard(len(parts) - num_clients)
+    unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
+    many_at_once = is_batched(config.run.engine, device)
+    check_slow_precision(config.train.precision, many_at_once or device.type != "cpu")
+    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
+    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
+    network = copy.deepcopy(method.network).to(device)
+    adapter = MethodAdapter(method)
+    state = adapter.initial_clients(clients)
     if method.sharded_state is not None:
         method.sharded = ShardedRows(world, state[method.sharded_state], method.layers, num_clients)
-    sharing, state_bytes = world.workers_on_device, bytes_for_device(method, state)
-    kept_on = state_device(config, device, sharing, state_bytes)
+    sharing = world.workers_on_device
+    state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
+    kept_on = state_device(config.run.state, device, sharing, state_bytes)
     evaluator = LoopEngine(network, method.layout, config.train.precision)
     engine: Engine = evaluator
     scorer, engine_name = None, "loop"
     if many_at_once:
         beside = 0 if kept_on.type == "cpu" else state_bytes
-        batched, engine_name = batched_engine(config, method, network, device, sharing, len(clients), beside)
-        engine = batched
+        at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, len(clients), beside)
+        # on a GPU the choice affects the last bits, so config.yaml records it
+        engine_name = "batched" if device.type == "cpu" else f"batched by {at_once}"
+        engine = BatchedEngine(with_convolutions(network, config.run.convolutions), method.layout, at_once)
         scorer = BatchedScorer(network, method.layout)
     worker_context = WorkerContext(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
@@ -251,11 +215,10 @@ def assemble(
         shard=unseen_shard,
         clients=unseen,
         train=config.train.of_unseen(),
-        state=MethodAdapter(method).initial_clients(unseen),
+        state=adapter.initial_clients(unseen),
     )
     train = [part.train for part in parts]
     evaluated = [getattr(part, config.run.eval_split) for part in parts]
-    num_train, num_evaluated = np.array(list(map(len, train))), np.array(list(map(len, evaluated)))
     samples_by_class = None
     if world.is_server:
         samples_by_class = (
@@ -263,38 +226,21 @@ def assemble(
             count_classes(arrays.y, evaluated, arrays.num_classes),
         )
     return Experiment(
-        config,
-        method,
-        worker_context,
-        data,
-        num_train[:num_clients],
-        num_evaluated[:num_clients],
-        Unseen(unseen_context, num_train[num_clients:], num_evaluated[num_clients:]),
-        samples_by_class,
-        engine_name,
-        kept_on,
+        config=config,
+        method=method,
+        adapter=adapter,
+        worker_context=worker_context,
+        unseen=unseen_context,
+        data=data,
+        num_clients=num_clients,
+        num_train=np.array(list(map(len, train))),
+        num_evaluated=np.array(list(map(len, evaluated))),
+        samples_by_class=samples_by_class,
+        engine_name=engine_name,
+        state_device=kept_on,
     )
 
 
-def batched_engine(
-    config: Config,
-    method: Method,
-    network: nn.Module,
-    device: torch.device,
-    sharing: int,
-    most: int,
-    state_bytes: int = 0,
-) -> tuple[BatchedEngine, str]:
-    """Return the batched engine for a network on a device, and its name with the automatic settings on a GPU.
-
-    `sharing`, `most` and `state_bytes`: see `clients_at_once`.
-    """
-    at_once = clients_at_once(config, method, device, sharing, most, state_bytes)
-    # the choice affects the last bits, so config.yaml records it
-    name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-    return BatchedEngine(with_convolutions(network, config.run.convolutions), method.layout, at_once), name
-
-
-def is_batched(config: Config, device: torch.device) -> bool:
-    """Whether a run trains with the batched engine on a device."""
-    return config.run.engine == "batched" or (config.run.engine == "auto" and device.type == "cuda")
+def is_batched(engine: str, device: torch.device) -> bool:
+    """Whether a run with this `run.engine` trains with the batched engine on a device."""
+    return engine == "batched" or (engine == "auto" and device.type == "cuda")

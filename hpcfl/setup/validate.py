@@ -8,7 +8,6 @@ from collections import Counter
 import torch
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
@@ -29,11 +28,11 @@ def check_chain(method: Method, num_workers: int) -> None:
         )
 
 
-def check_slow_precision(config: Config, is_elsewhere: bool) -> None:
+def check_slow_precision(precision: str, is_elsewhere: bool) -> None:
     """Raise UserError if bfloat16 would be emulated, many times slower, or would not be used."""
-    if config.train.precision == "float32":
+    if precision == "float32":
         return
-    asked, instead = f"train.precision={config.train.precision}", "use train.precision=float32"
+    asked, instead = f"train.precision={precision}", "use train.precision=float32"
     if is_elsewhere:
         raise UserError(
             f"{asked} is for the loop engine on a CPU; {instead}, or run.engine=loop run.device=cpu"
@@ -88,28 +87,13 @@ def check_large_state(method: Method, world: Communicator) -> None:
         raise UserError(reason)
 
 
-def check_single_samples(config: Config, method: Method) -> None:
+def check_single_samples(method: Method) -> None:
     """Raise UserError for clients with one training sample if BatchNorm cannot compute statistics of one."""
     num_samples = torch.cat([method.context.num_samples, method.context.num_samples_of_unseen])
     client = int(num_samples.argmin())
     if num_samples[client] < method.context.fewest_samples:
         raise UserError(
-            f"model.name={config.model.name} cannot train on one sample, and client {client} has no more: "
-            "give clients more samples (data.per_client, or fewer data.clients), or use a model without "
-            "BatchNorm"
-        )
-
-
-def check_small_blocks(config: Config, method: Method) -> None:
-    """Raise UserError if a block cannot hold a client's model, or a few figures of every client.
-
-    Larger messages of a client are checked when they are sent.
-    """
-    most_clients = max(method.context.num_clients, len(method.context.num_samples_of_unseen))
-    most_figures = max(5, len(method.layers)) * most_clients
-    smallest = max(method.layout.size, method.layout.buffer_size, most_figures)
-    if config.run.max_elements < smallest:
-        raise UserError(
-            f"run.max_elements={config.run.max_elements} is too small for this model and these clients; "
-            f"allowed: {smallest} or more"
+            f"model.name={method.context.model_name} cannot train on one sample, and client "
+            f"{client} has no more: give clients more samples (data.per_client, or fewer data.clients), or "
+            "use a model without BatchNorm"
         )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +15,7 @@ from hpcfl.communication.communicator import run_collectively
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods.base import State
+from hpcfl.simulation.evaluation import Evaluator
 from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import OF_UNSEEN, Ledger
@@ -27,22 +27,14 @@ ModelsOf = Callable[[Cohort], Iterable[Message]]
 """The evaluated models of this rank's members of a cohort, by group; collective."""
 
 
-@dataclass(frozen=True)
-class LastEvaluation:
-    """The last round's evaluation, whose models are written as they are scored."""
-
-    models: ModelsOf
-    unseen: ModelsOf
-    """The same for clients that take no part in training."""
-    record: Callable[[], None]
-    """Enters the scores of all models in the ledger; collective."""
-
-
 class Saver:
     """Reads and writes the checkpoints of one run; `folder` is the server's and None elsewhere."""
 
-    def __init__(self, federation: Federation, ledger: Ledger, folder: RunFolder | None) -> None:
+    def __init__(
+        self, federation: Federation, evaluator: Evaluator, ledger: Ledger, folder: RunFolder | None
+    ) -> None:
         self._federation, self._ledger, self._folder = federation, ledger, folder
+        self._evaluator = evaluator
         self._method, self._adapter, self._config = federation.method, federation.adapter, federation.config
 
     def start(self) -> tuple[State, int]:
@@ -68,29 +60,24 @@ class Saver:
             self._folder.start_files(self._ledger)
         return server, done
 
-    def save(self, server: State, done: int, last: LastEvaluation | None = None) -> None:
-        """Write a checkpoint after `done` rounds; after the last, with all evaluated models. Collective.
+    def save(self, server: State, done: int, with_models: bool) -> None:
+        """Write a checkpoint after `done` rounds, with all evaluated models if asked. Collective.
 
-        The models are scored while they are written, so the ledger gets the last evaluation after them.
+        The models are made anew, cohort by cohort: memory may not hold those of all clients.
         """
         models = unseen = None
-        if last is not None:
-            federation = self._federation
-            models = partial(self._model_rows, last.models, federation.everyone(done))
+        if with_models:
+            federation, evaluator = self._federation, self._evaluator
+            models = partial(self._model_rows, partial(evaluator.models, server), federation.everyone(done))
             if federation.num_unseen:
-                unseen = partial(self._model_rows, last.unseen, federation.unseen(done))
-
-        def history() -> Mapping[str, np.ndarray]:
-            if last is not None:
-                last.record()
-            return self._ledger.history()
-
+                unseen = partial(
+                    self._model_rows, partial(evaluator.adapted, server), federation.unseen(done)
+                )
         if self._folder is None:
             _take_part(self._client_rows())
             for of_clients in (models, unseen):
                 if of_clients is not None:
                     _take_part(of_clients())
-            history()
         else:
             self._folder.save(
                 Snapshot(
@@ -100,7 +87,7 @@ class Saver:
                     server,
                     self._method.derived(server),
                     self._client_rows(),
-                    history,
+                    self._ledger.history,
                     self._ledger.tables,
                     models,
                     unseen,
@@ -114,51 +101,47 @@ class Saver:
 
         Raises UserError unless the checkpoint has the parts and shapes of this run.
         """
-        try:
-            wrong = self._other_parts(checkpoint)
-            self._ledger.restore(checkpoint.ledger, checkpoint.history)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            wrong = [one_line(error)]
-        if wrong:
+        wrong = self._other_part(checkpoint)
+        if wrong is None:
+            try:
+                self._ledger.restore(checkpoint.ledger, checkpoint.history)
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                wrong = one_line(error)
+        if wrong is not None:
             raise UserError(
-                f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong[0]}); "
+                f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong}); "
                 "bring this run's own back, or add --fresh to move the folder aside and start over"
             )
         # the ledger has its own
         checkpoint.history, checkpoint.ledger = {}, {}
         return checkpoint.server
 
-    def _other_parts(self, checkpoint: LoadedCheckpoint) -> list[str]:
-        """Name the parts of the state that are missing or have another shape; extra parts, such as a codec's,
-        are fine."""
-        count = self._federation.num_clients
-        own = {name: _shape(rows, count) for name, rows in self._adapter.initial_clients([0]).items()}
-        found = checkpoint.shapes("clients")
-        wrong = [f"clients/{name}" for name, shape in found.items() if own.get(name, shape) != shape]
-        wrong += [f"clients/{name}" for name, shape in found.items() if shape.rows != count]
-        wrong += [f"clients/{name}" for name in own.keys() - found.keys()]
+    def _other_part(self, checkpoint: LoadedCheckpoint) -> str | None:
+        """Name a part of the state that is missing or has another shape; extra parts, such as a codec's, are
+        fine."""
+        count, growing = self._federation.num_clients, self._method.traits.growing_state
         # freed before the checkpoint is read: memory may not hold two states
-        at_first, recorded = self._shapes_at_first()
+        server, clients = self._adapter.initial_server(), self._adapter.initial_clients([0])
+        own = {f"server/{name}": _shape(rows, len(rows)) for name, rows in server.items()}
+        own |= {f"clients/{name}": _shape(rows, count) for name, rows in clients.items()}
+        found = {
+            f"{group}/{name}": shape
+            for group in ("server", "clients")
+            for name, shape in checkpoint.shapes(group).items()
+        }
+        for part, shape in own.items():
+            can_grow = part.removeprefix("server/") in growing
+            if part not in found or (found[part] != shape and not can_grow):
+                return part
+        recorded = {
+            name: tuple(value.shape) for name, value in self._method.server_diagnostics(server).items()
+        }
         for name, values in checkpoint.history.items():
             # diagnostics of clients have one entry per client
-            shape = recorded.get(name, (count, *values.shape[2:]))
-            if values.shape[1:] != shape and name not in OF_UNSEEN:
-                wrong.append(f"history/{name}")
-        server = checkpoint.shapes("server")
-        changing = self._method.traits.growing_state & server.keys()
-        return wrong + [
-            f"server/{name}"
-            for name, shape in at_first.items()
-            if name not in changing and server.get(name) != shape
-        ]
-
-    def _shapes_at_first(self) -> tuple[dict[str, RowShape], dict[str, tuple[int, ...]]]:
-        """Return the shapes of the server's initial state, and of the method's diagnostics of it."""
-        state = self._adapter.initial_server()
-        recorded = {
-            name: tuple(value.shape) for name, value in self._method.server_diagnostics(state).items()
-        }
-        return {name: _shape(rows, len(rows)) for name, rows in state.items()}, recorded
+            is_own = values.shape[1:] == recorded.get(name, (count, *values.shape[2:]))
+            if not is_own and name not in OF_UNSEEN:
+                return f"history/{name}"
+        return None
 
     def _forget_off_schedule(self, done: int) -> None:
         """Drop the last evaluation of a shorter run if the extended run has none after that round."""

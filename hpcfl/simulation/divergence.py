@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.config import Config
 from hpcfl.errors import DivergedError
-from hpcfl.methods.base import State
+from hpcfl.methods.base import Method, State
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
@@ -81,14 +80,15 @@ class Divergence:
 
     def __init__(
         self,
-        config: Config,
+        policy: str,
+        method: Method,
         world: Communicator,
         ledger: Ledger,
         progress: Progress,
         folder: RunFolder | None,
     ) -> None:
         self._world, self._ledger, self._progress, self._folder = world, ledger, progress, folder
-        self._method, self._train, self._policy = config.method.name, config.train, config.run.on_divergence
+        self._policy, self._method, self._train = policy, method.name, method.context.train
         self._has_warned_of_scores = False
         self.saved = 0
         """The round of the newest checkpoint; 0 before there is one."""
@@ -135,10 +135,10 @@ class Divergence:
 
     def judge_scores(self, losses: np.ndarray, server: State, done: int) -> None:
         """Check the losses [clients] of the models that were scored after `done` rounds, on the server."""
-        clients = np.isnan(losses).nonzero()[0].tolist()
-        if not self._world.maximum(len(clients)):
+        here = dict.fromkeys(np.isnan(losses).nonzero()[0].tolist(), "")
+        clients = list(_on_all_ranks(self._world, here))
+        if not clients:
             return
-        clients = json.loads(self._world.broadcast_bytes(json.dumps(clients).encode()))
         self.judge_server(server, done)
         epochs = self._train.finetune_epochs
         tuned = f" after {epochs} epochs of fine-tuning" if epochs else ""

@@ -38,7 +38,9 @@ class Evaluator:
 
     def __init__(self, federation: Federation) -> None:
         self._federation = federation
-        self._method, self._adapter, self._config = federation.method, federation.adapter, federation.config
+        self._method, self._adapter = federation.method, federation.adapter
+        self._finetunes = federation.config.train.finetune_epochs > 0
+        self._split = federation.config.run.eval_split
         self._sampled: set[int] = set()
         self._counted_rounds = 0
 
@@ -50,23 +52,26 @@ class Evaluator:
             deque(self.models(server, cohort, found), maxlen=0)
         return found
 
-    def models(self, server: State, cohort: Cohort, found: Evaluation) -> Iterator[Message]:
+    def models(self, server: State, cohort: Cohort, found: Evaluation | None = None) -> Iterator[Message]:
         """Yield the evaluated models of this rank's members of a cohort, group by group.
 
-        When the iteration ends, the server's `found` holds their scores. Collective: every rank must iterate
-        to the end.
+        When the iteration ends, the server's `found` holds their scores; None: they are not scored.
+        Collective: every rank must iterate to the end.
         """
         rows = [torch.zeros(0, 3, dtype=torch.float64)]
-        is_same = self._method.traits.eval_after == "download" and not self._config.train.finetune_epochs
+        is_same = self._method.traits.eval_after == "download" and not self._finetunes
         for clients, down in self._federation.evaluation_downloads(server, cohort):
-            before = None if is_same else self.scores(clients, self._adapter.after_download(clients, down))
+            before = None
+            if found is not None and not is_same:
+                before = self.scores(clients, self._adapter.after_download(clients, down))
             model = self._adapter.evaluated(clients, down)
-            scores = self.scores(clients, model)
-            rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
+            if found is not None:
+                scores = self.scores(clients, model)
+                rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
             yield model
             del model
-        figures = self._federation.channel.collect(cohort, torch.cat(rows))
-        if figures is not None:
+        figures = None if found is None else self._federation.channel.collect(cohort, torch.cat(rows))
+        if found is not None and figures is not None:
             everyone = list(cohort.clients)
             found.accuracy[everyone], found.loss[everyone], found.after_download[everyone] = figures.T.numpy()
 
@@ -80,25 +85,26 @@ class Evaluator:
             deque(self.adapted(server, cohort, found), maxlen=0)
         return found
 
-    def adapted(self, server: State, cohort: Cohort, found: Evaluation) -> Iterator[Message]:
+    def adapted(self, server: State, cohort: Cohort, found: Evaluation | None = None) -> Iterator[Message]:
         """Yield the models as `models` does, for clients that take no part in training. Collective."""
         rows = [torch.zeros(0, 2, dtype=torch.float64)]
         for clients, down in self._federation.new_client_downloads(server, cohort):
             model = self._adapter.adapted(clients, down)
-            rows.append(self.scores(clients, model))
+            if found is not None:
+                rows.append(self.scores(clients, model))
             yield model
             del model
-        figures = self._federation.channel.collect(cohort, torch.cat(rows))
-        if figures is not None:
+        figures = None if found is None else self._federation.channel.collect(cohort, torch.cat(rows))
+        if found is not None and figures is not None:
             numbers = [client - self._federation.num_clients for client in cohort.clients]
             found.accuracy[numbers], found.loss[numbers] = figures.T.numpy()
 
     def try_new_client_download(self, server: State) -> None:
         """Call `new_client_download` once before the first round, so that a method without it fails early.
         Collective."""
-        for cohort in self._federation.unseen(0):
+        cohort = next(self._federation.unseen(0), None)
+        if cohort is not None:
             self._federation.on_server(partial(self._adapter.new_client_download, server, cohort))
-            return
 
     def scores(self, clients: ClientGroup, model: Message) -> Tensor:
         """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where a client has
@@ -106,7 +112,7 @@ class Evaluator:
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
         if type(self._method).predict is Method.predict:
-            together = clients.scores(model, self._config.run.eval_split)
+            together = clients.scores(model, self._split)
             if together is not None:
                 return together
         return torch.cat([self._score(clients, model, position) for position in range(len(clients))])
@@ -133,7 +139,7 @@ class Evaluator:
 
     def _score(self, clients: ClientGroup, model: Message, position: int) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
-        x, y = clients.samples(self._config.run.eval_split, position)
+        x, y = clients.samples(self._split, position)
         probabilities = self._method.predict(clients, model, position, x)
         is_right, loss = verdicts(probabilities, y)
         return torch.stack([is_right.mean(), loss.mean()]).cpu().unsqueeze(0)

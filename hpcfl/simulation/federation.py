@@ -14,7 +14,6 @@ from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, UploadCo
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.config import Config
 from hpcfl.methods.base import State
 from hpcfl.randomness import torch_stream
 from hpcfl.setup.experiment import Experiment
@@ -56,16 +55,15 @@ class Federation:
         self.method, self.config = experiment.method, experiment.config
         self.adapter = experiment.adapter
         self.worker_context = experiment.worker_context
-        self.num_clients = len(experiment.num_train)
+        self.num_clients = experiment.num_clients
         """Clients that take part in training, N."""
-        self.num_unseen = len(experiment.unseen.num_train)
+        self.num_unseen = len(experiment.num_train) - self.num_clients
         """Clients that do not, U, with ids from N on."""
         self.channel = Channel(world, self.method.layers, self.num_clients)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
-        split = self.config.run.eval_split
-        num_samples = {"train": experiment.num_train.tolist(), split: experiment.num_evaluated.tolist()}
-        self.migration = ClientMigration(world, self.worker_context, num_samples)
+        splits = ("train", self.config.run.eval_split)
+        self.migration = ClientMigration(world, self.worker_context, splits)
         # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
         at_once = world.maximum(self.worker_context.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
@@ -73,7 +71,8 @@ class Federation:
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""
-        return self.cohort_of(number, sampled(self.config, self.num_clients, number))
+        size = self.config.train.cohort_size(self.num_clients)
+        return self.cohort_of(number, sampled(self.num_clients, size, self.config.run.seed, number))
 
     def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
         """Return a cohort of given clients, in ascending order."""
@@ -115,7 +114,7 @@ class Federation:
     def unseen_cohort(self, round: int, clients: Sequence[int]) -> Cohort:
         """Return a cohort of given clients that take no part in training, in ascending order."""
         numbers = [client - self.num_clients for client in clients]
-        num_samples = torch.from_numpy(self.experiment.unseen.num_train[numbers])
+        num_samples = torch.from_numpy(self.experiment.num_train[list(clients)])
         homes = tuple(self.world.homes(numbers, self.num_unseen))
         return Cohort(round, tuple(clients), num_samples, homes)
 
@@ -140,7 +139,7 @@ class Federation:
 
     def _worker_context_of(self, client: int) -> WorkerContext:
         """Return the context of a client that trains on this rank: at home, migrated here, or unseen."""
-        places = (self.worker_context, self.migration.worker_context, self.experiment.unseen.worker_context)
+        places = (self.worker_context, self.migration.worker_context, self.experiment.unseen)
         return next(place for place in places if client in place.clients)
 
     def deliver(self, message: Message | None, cohort: Cohort) -> Delivery:
@@ -217,10 +216,9 @@ class Federation:
         return [self.worker_context.clients.index(client) for client in self.own(cohort)]
 
 
-def sampled(config: Config, num_clients: int, number: int) -> list[int]:
-    """Return the ids of the clients of round `number`, in ascending order."""
-    size = config.train.cohort_size(num_clients)
-    order = torch.randperm(num_clients, generator=torch_stream(config.run.seed, "cohort", number))
+def sampled(num_clients: int, size: int, seed: int, number: int) -> list[int]:
+    """Return the ids of the `size` clients of round `number`, in ascending order."""
+    order = torch.randperm(num_clients, generator=torch_stream(seed, "cohort", number))
     return sorted(order[:size].tolist())
 
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from io import BytesIO
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.parameters import Tensors
 from hpcfl.training.client_group import WorkerContext
 
 HOME_SLACK = 1.02
 """Accepted slow-down of the busiest worker, so that fewer clients migrate."""
-
-_ALIGNMENT = 16
 
 
 def assign_workers(work: Sequence[int], homes: Sequence[int], num_workers: int) -> tuple[int, ...]:
@@ -42,11 +41,6 @@ def assign_workers(work: Sequence[int], homes: Sequence[int], num_workers: int) 
             loads[home] += work[position]
     near = _fill(near, longest_first, work, num_workers)
     return tuple(near if max(_loads(work, near, num_workers)) <= limit else anywhere)
-
-
-def idle_share(work: Sequence[int], workers: Sequence[int], num_workers: int) -> float:
-    """Return the share of all workers' time that they wait for the busiest one."""
-    return 1 - sum(work) / (num_workers * max(_loads(work, workers, num_workers)))
 
 
 def _fill(workers: Sequence[int], order: Sequence[int], work: Sequence[int], num_workers: int) -> list[int]:
@@ -72,19 +66,15 @@ def _loads(work: Sequence[int], workers: Sequence[int], num_workers: int) -> lis
 Migration = tuple[int, int, int]
 """A client, the worker it leaves, and the worker it goes to."""
 
-Form = tuple[torch.Size, torch.dtype]
-
 
 class ClientMigration:
     """Moves members of a cohort, with their samples and state, to the workers that train them, and back.
 
-    `num_samples` holds the samples of every client [N] in each split that a round needs.
+    `splits` are those that a round needs.
     """
 
-    def __init__(
-        self, world: Communicator, home: WorkerContext, num_samples: Mapping[str, Sequence[int]]
-    ) -> None:
-        self._world, self._home, self._num_samples = world, home, num_samples
+    def __init__(self, world: Communicator, home: WorkerContext, splits: Sequence[str]) -> None:
+        self._world, self._home, self._splits = world, home, splits
         self._migrations: list[Migration] = []
         self.worker_context = home
         """Samples and state of the clients that migrated to this rank."""
@@ -94,20 +84,21 @@ class ClientMigration:
         self._migrations = list(migrations)
         if not migrations:
             return
-        arrived = self._carry(self._migrations, self._samples_and_state, self._forms)
-        clients, num_splits = list(arrived), len(self._num_samples)
-        parts = {
-            split: [(arrived[c][2 * n].permute(0, 3, 1, 2), arrived[c][2 * n + 1]) for c in clients]
-            for n, split in enumerate(self._num_samples)
+        arrived = self._carry(self._migrations, self._samples_and_state)
+        clients = sorted(arrived)
+        samples = {
+            split: [(arrived[client][f"x/{split}"], arrived[client][f"y/{split}"]) for client in clients]
+            for split in self._splits
         }
-        rows = [arrived[client][2 * num_splits :] for client in clients]
         self.worker_context = replace(
             self._home,
-            shard=self._home.shard.of_others(clients, parts),
+            shard=self._home.shard.of_others(clients, samples),
             clients=clients,
             state={
-                name: torch.stack([row[n] for row in rows]).to(stored.device) if rows else stored[:0]
-                for n, (name, stored) in enumerate(self._home.state.items())
+                name: torch.stack([arrived[client][name] for client in clients]).to(stored.device)
+                if clients
+                else stored[:0]
+                for name, stored in self._home.state.items()
             },
         )
 
@@ -116,76 +107,44 @@ class ClientMigration:
         if not self._migrations:
             return
         back = [(client, worker, home) for client, home, worker in self._migrations]
-        arrived = self._carry(back, lambda c: _state(self.worker_context, c), lambda _: self._state_forms())
-        for client, rows in arrived.items():
-            for stored, row in zip(self._home.state.values(), rows, strict=True):
-                stored[self._home.clients.index(client)] = row
+        for client, rows in self._carry(back, lambda client: _state(self.worker_context, client)).items():
+            for name, row in rows.items():
+                self._home.state[name][self._home.clients.index(client)] = row
         self._migrations, self.worker_context = [], self._home
 
-    def _carry(
-        self,
-        migrations: Sequence[Migration],
-        load: Callable[[int], list[Tensor]],
-        forms: Callable[[int], list[Form]],
-    ) -> dict[int, list[Tensor]]:
+    def _carry(self, migrations: Sequence[Migration], load: Callable[[int], Tensors]) -> dict[int, Tensors]:
         """Send the clients' tensors from worker to worker; return those that arrive here, by client."""
         me = self._world.worker_index if self._world.is_worker else -1
-        leaving: dict[int, list[Tensor]] = defaultdict(list)
-        expected: dict[int, int] = defaultdict(int)
+        leaving: dict[int, dict[int, Tensors]] = defaultdict(dict)
         for client, source, target in migrations:
             if source == me:
-                leaving[target] += map(_as_bytes, load(client))
-            if target == me:
-                expected[source] += sum(map(_padded_size, forms(client)))
-        nothing = torch.empty(0, dtype=torch.uint8)
-        sent = {target: torch.cat([nothing, *parts]) for target, parts in leaving.items()}
-        received = self._world.exchange(sent, expected)
-        starts: dict[int, int] = defaultdict(int)
-        arrived: dict[int, list[Tensor]] = defaultdict(list)
-        for client, source, target in migrations:
-            for shape, dtype in forms(client) if target == me else []:
-                start = starts[source]
-                data = received[source][start : start + shape.numel() * dtype.itemsize]
-                # a copy of its own memory, as aligned as the original
-                arrived[client].append(data.clone().view(dtype).view(shape))
-                starts[source] += _padded_size((shape, dtype))
+                # copies: a view would be packed with all of the tensor that it belongs to
+                leaving[target][client] = {name: rows.cpu().clone() for name, rows in load(client).items()}
+        sent = {target: _packed(clients) for target, clients in leaving.items()}
+        sizes = {target: torch.tensor([len(data)]).view(torch.uint8) for target, data in sent.items()}
+        expected = {source: 8 for _, source, target in migrations if target == me}
+        for source, size in self._world.exchange(sizes, expected).items():
+            expected[source] = int(size.view(torch.int64))
+        arrived: dict[int, Tensors] = {}
+        for data in self._world.exchange(sent, expected).values():
+            arrived |= torch.load(BytesIO(data.numpy().tobytes()), weights_only=True)
         return arrived
 
-    def _samples_and_state(self, client: int) -> list[Tensor]:
-        tensors = []
-        for split in self._num_samples:
+    def _samples_and_state(self, client: int) -> Tensors:
+        tensors = _state(self._home, client)
+        for split in self._splits:
             x, y = self._home.shard.samples(split, self._home.clients.index(client))
-            tensors += [x.permute(0, 2, 3, 1), y]
-        return [*tensors, *_state(self._home, client)]
-
-    def _forms(self, client: int) -> list[Form]:
-        x, y = self._home.shard.x, self._home.shard.y
-        channels, height, width = x.shape[1:]
-        forms = []
-        for counts in self._num_samples.values():
-            count = int(counts[client])
-            forms += [
-                (torch.Size((count, height, width, channels)), x.dtype),
-                (torch.Size((count,)), y.dtype),
-            ]
-        return [*forms, *self._state_forms()]
-
-    def _state_forms(self) -> list[Form]:
-        return [(stored.shape[1:], stored.dtype) for stored in self._home.state.values()]
+            tensors |= {f"x/{split}": x, f"y/{split}": y}
+        return tensors
 
 
-def _state(worker_context: WorkerContext, client: int) -> list[Tensor]:
-    return [stored[worker_context.clients.index(client)] for stored in worker_context.state.values()]
+def _state(worker_context: WorkerContext, client: int) -> Tensors:
+    position = worker_context.clients.index(client)
+    return {name: stored[position] for name, stored in worker_context.state.items()}
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's memory, flat uint8, padded as `_padded_size` says."""
-    flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
-    return pad(flat, (0, -len(flat) % _ALIGNMENT))
-
-
-def _padded_size(form: Form) -> int:
-    """Return the bytes of a tensor's memory, rounded up so that the next one may be of any type."""
-    shape, dtype = form
-    size = shape.numel() * dtype.itemsize
-    return size + -size % _ALIGNMENT
+def _packed(clients: dict[int, Tensors]) -> Tensor:
+    """Return the tensors of clients as bytes, uint8."""
+    file = BytesIO()
+    torch.save(clients, file)
+    return torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8)

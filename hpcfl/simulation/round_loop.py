@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,9 +16,8 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
-from hpcfl.setup.device_memory import abort_out_of_memory, out_of_memory
 from hpcfl.setup.experiment import Experiment
-from hpcfl.simulation.checkpointing import LastEvaluation, Saver
+from hpcfl.simulation.checkpointing import Saver
 from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
@@ -37,7 +36,7 @@ Outcome = Literal["finished", "stopped", "already finished"]
 class Timing:
     """Seconds on the server, one entry per round, evaluation or checkpoint.
 
-    `train_s` is the slowest worker's; the last of `save_s` includes the last evaluation.
+    `train_s` is the slowest worker's; the last of `save_s` includes making the evaluated models.
     """
 
     idle_shares: list[float] = field(default_factory=list)
@@ -49,24 +48,6 @@ class Timing:
     """In messages and waiting for them, in a round."""
     evaluate_s: list[float] = field(default_factory=list)
     save_s: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Stopwatch:
-    """Measures the time that an iterator takes to make its items, without the time of their use."""
-
-    elapsed_s: float = 0.0
-
-    def timed(self, items: Iterator[Message]) -> Iterator[Message]:
-        """Yield the items without keeping them."""
-        while True:
-            began_s = time.monotonic()
-            item = next(items, None)
-            self.elapsed_s += time.monotonic() - began_s
-            if item is None:
-                return
-            yield item
-            del item
 
 
 @dataclass
@@ -108,28 +89,22 @@ class Simulation:
         layers = [layer.name for layer in self.method.layers]
         self.ledger = Ledger(self._federation.num_clients, layers, self._federation.num_unseen)
         self._evaluator = Evaluator(self._federation)
-        self._saver = Saver(self._federation, self.ledger, folder)
+        self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
         self.server: State = {}
         self.timing = Timing()
         self._started_s = time.monotonic()
         self._wall_before_s = 0.0
         self._longest_s = 0.0
-        self._divergence = Divergence(self.config, world, self.ledger, progress, folder)
+        policy = self.config.run.on_divergence
+        self._divergence = Divergence(policy, self.method, world, self.ledger, progress, folder)
 
     def run(self) -> Outcome:
         """Run all rounds that are not done yet. Collective.
 
-        Raises OutOfMemoryError if the device is out of memory, and UserError if a hook raises it. If only one
-        of several ranks fails, it ends all of them.
+        Raises UserError if a hook raises it. If only one of several ranks fails, it ends all of them.
         """
         try:
             return self._rounds()
-        except torch.OutOfMemoryError:
-            worker_context, world = self._federation.worker_context, self._world
-            place = f"{worker_context.device} of rank {world.rank} on {world.host}"
-            state_bytes = self._experiment.bytes_of_state_on_device
-            text = out_of_memory(self.config, place, worker_context.engine.clients_at_once, state_bytes)
-            abort_out_of_memory(world, text)
         except UserError as error:
             if self._world.size == 1 or error.is_on_all_ranks:
                 raise
@@ -156,22 +131,18 @@ class Simulation:
             after_training = self._round(self._federation.placed(self.cohort(number)), is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
             self.timing.wait_s.append(self._world.waited_s - waited_s)
-            if is_evaluated and not is_last:
+            if is_evaluated:
                 self._evaluate(done, after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
             stops = not is_last and self._must_stop()
-            if is_last:
-                self._save(done, self._last_evaluation(done, after_training))
-            elif stops or done % run.checkpoint_every == 0:
-                self._save(done)
+            if is_last or stops or done % run.checkpoint_every == 0:
+                self._save(done, with_models=is_last)
             self._progress.round_done(done, self.ledger)
             if stops:
                 return "stopped"
         if self._folder is not None:
-            seen, unseen = self._experiment, self._experiment.unseen
-            num_train = np.concatenate([seen.num_train, unseen.num_train])
-            num_evaluated = np.concatenate([seen.num_evaluated, unseen.num_evaluated])
-            self._folder.write_clients(self.ledger, num_train, num_evaluated)
+            experiment = self._experiment
+            self._folder.write_clients(self.ledger, experiment.num_train, experiment.num_evaluated)
         return "already finished" if first == train.rounds else "finished"
 
     def cohort(self, number: int) -> Cohort:
@@ -256,10 +227,14 @@ class Simulation:
                 clients.commit()
                 handover = clients.handover
             self._world.heartbeat()
-        train_s = time.monotonic() - began_s - scoring_s
         return LocalRound(
-            *(uploads.message, torch.cat(losses), torch.cat(steps), torch.cat(scores)),
-            *(train_s, scoring_s, diverged),
+            up=uploads.message,
+            losses=torch.cat(losses),
+            steps=torch.cat(steps),
+            accuracy=torch.cat(scores),
+            train_s=time.monotonic() - began_s - scoring_s,
+            evaluate_s=scoring_s,
+            diverged=diverged,
         )
 
     def _record(
@@ -291,10 +266,8 @@ class Simulation:
             workers = self._federation.channel.workers(cohort)
             busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
             self.timing.idle_shares.append(1 - busy_s / (self._world.num_workers * train_s))
-            moved = (traffic.down, traffic.up)
-            self.ledger.record_round(
-                *(cohort, moved, float(steps.sum()), float(losses.mean()), train_s), list(diverged)
-            )
+            moved, num_steps, loss = (traffic.down, traffic.up), float(steps.sum()), float(losses.mean())
+            self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged))
         return after_training
 
     def _evaluate(self, done: int, after_training: np.ndarray) -> None:
@@ -305,22 +278,6 @@ class Simulation:
         self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
         self._record_evaluation(done, found, of_unseen, after_training)
         self.timing.evaluate_s.append(time.monotonic() - began_s)
-
-    def _last_evaluation(self, done: int, after_training: np.ndarray) -> LastEvaluation:
-        """Describe the evaluation of the last round, whose models go to the checkpoint."""
-        found, began_s = Evaluation.zeros(self._federation.num_clients), time.monotonic()
-        of_unseen, scoring = Evaluation.zeros(self._federation.num_unseen), Stopwatch()
-
-        def record() -> None:
-            self.ledger.spent["evaluate_s"] += scoring.elapsed_s
-            self.ledger.spent["save_s"] += time.monotonic() - began_s - scoring.elapsed_s
-            self._record_evaluation(done, found, of_unseen, after_training)
-
-        return LastEvaluation(
-            lambda cohort: scoring.timed(self._evaluator.models(self.server, cohort, found)),
-            lambda cohort: scoring.timed(self._evaluator.adapted(self.server, cohort, of_unseen)),
-            record,
-        )
 
     def _record_evaluation(
         self, done: int, found: Evaluation, of_unseen: Evaluation, after_training: np.ndarray
@@ -339,7 +296,7 @@ class Simulation:
             done,
             found.accuracy,
             found.loss,
-            self._experiment.num_evaluated,
+            self._experiment.num_evaluated[: self._federation.num_clients],
             {"after_download": found.after_download, "after_training": after_training},
             self._evaluator.coverage(done),
             {name: value.numpy() for name, value in known.items()},
@@ -347,19 +304,18 @@ class Simulation:
         )
         self._folder.append_files(self.ledger)
 
-    def _save(self, done: int, last: LastEvaluation | None = None) -> None:
-        """Write a checkpoint after `done` rounds. Collective.
+    def _save(self, done: int, with_models: bool = False) -> None:
+        """Write a checkpoint after `done` rounds, with the evaluated models if asked. Collective.
 
         If numbers of the server's state are not finite, raises DivergedError on all ranks and writes nothing.
         """
         began_s = time.monotonic()
         self._divergence.judge_server(self.server, done)
         self.ledger.wall_s = self._wall_s()
-        self._saver.save(self.server, done, last)
+        self._saver.save(self.server, done, with_models)
         self._divergence.saved = done
         self.timing.save_s.append(time.monotonic() - began_s)
-        if last is None:
-            self.ledger.spent["save_s"] += self.timing.save_s[-1]
+        self.ledger.spent["save_s"] += self.timing.save_s[-1]
 
     def _wall_s(self) -> float:
         """Seconds of this run so far, those before a resume included."""

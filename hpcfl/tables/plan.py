@@ -12,7 +12,7 @@ from hpcfl.formatting import Document, Grid
 from hpcfl.methods.base import Method
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Planner
-from hpcfl.setup.experiment import deal, make_method, read_source
+from hpcfl.setup.experiment import make_method, partition_samples, read_source
 from hpcfl.setup.validate import check_chain
 from hpcfl.tables.cells import Cell, Table
 
@@ -34,12 +34,12 @@ def methods_of(
         of_cell = (cell.config.tree()["data"], cell.config.data_seed)
         if arrays is None or of_cell != data:
             try:
-                arrays, parts = read_source(cell.config), None
+                arrays, parts = read_source(cell.config.data), None
             except UserError as error:
                 table.not_run[cell.column] = str(error)
                 continue
         try:
-            data, parts = of_cell, parts or deal(cell.config, arrays)
+            data, parts = of_cell, parts or partition_samples(cell.config, arrays)
             method = make_method(cell.config, arrays, parts)
             check_chain(method, num_workers)
         except UserError as error:
@@ -63,7 +63,8 @@ def plan(table: Table) -> Document:
         finished = sum(one.finished_run is not None for one in cells)
         left = 0.0
         if finished < len(cells):
-            planner = Planner(cell.config, method, parts, dry_run(cell.config, arrays, parts), Network(1))
+            measured = dry_run(cell.config, arrays, parts)
+            planner = Planner(cell.config.run, method, parts, measured, Network(1))
             left = (len(cells) - finished) * planner.on(1).total_s / 3600
         numbers = (len(cells), finished, cell.config.train.rounds)
         rows[cell.column].append([cell.label, *map(str, numbers), f"{left:.2f}"])

@@ -228,10 +228,10 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
         (
             "comm.topk_ratio=0.1",
-            "comm.topk_ratio=0.1 is only for comm.codec=topk, not none; set comm.codec=topk, or comm",
+            "comm.topk_ratio=0.1 needs comm.codec=topk; set that, or comm",
         ),
-        ("comm.directions=up", "comm.directions=up needs a codec: set comm.codec=float16, int8 or topk, or"),
-        ("data.path=a.npz", "data.path=a.npz is only for data.source=npz or femnist or pfllib, not digits"),
+        ("comm.directions=up", "comm.directions=up needs comm.codec=float16 or int8 or topk; set that, or"),
+        ("data.path=a.npz", "data.path=a.npz needs data.source=npz or femnist or pfllib; set that, or"),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> None:
@@ -243,8 +243,7 @@ def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> No
 @pytest.mark.parametrize("directions", ["both", "down"])
 def test_topk_goes_up_only(directions: str) -> None:
     said = refusal(None, "comm.codec=topk", f"comm.directions={directions}")
-    assert f"comm.directions={directions} does not go with comm.codec=topk" in said
-    assert "allowed: up, or null" in said
+    assert f"comm.directions={directions} needs comm.codec=float16 or int8; set that, or" in said
 
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null", "wide"])
@@ -320,15 +319,3 @@ def test_resolve_leaves_its_argument_alone() -> None:
     tree = {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
     resolve(tree)
     assert tree == {"method": {"name": "fedavg"}, "data": {"partition": {"name": "iid"}}}
-
-
-@pytest.mark.parametrize(
-    ("old", "new"), [("comm.keep", "comm.topk_ratio"), ("comm.memory", "comm.error_feedback")]
-)
-def test_an_old_name_of_a_key_is_refused_with_the_new_one(old: str, new: str) -> None:
-    assert refusal(None, "comm.codec=topk", f"{old}=0.5") == f"{old} is now called {new}; write {new}=0.5"
-
-
-def test_an_old_key_whose_values_are_others_is_refused_with_the_new_value() -> None:
-    told = "run.tensorboard is now called run.tracker; write run.tracker=tensorboard"
-    assert refusal(None, "run.tensorboard=true") == told

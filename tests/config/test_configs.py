@@ -23,7 +23,7 @@ from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet
 from hpcfl.registries import load_config
-from hpcfl.setup.experiment import deal, make_method
+from hpcfl.setup.experiment import make_method, partition_samples
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.write_results import settings
 
@@ -133,7 +133,7 @@ def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None
     num_clients, cohort_size, classes_per_client = EXPECTED[name]
     config = load(name)
     arrays = pool(config)
-    parts = deal(config, arrays)
+    parts = partition_samples(config, arrays)
     assert config.method.name == Path(name).parent.name
     assert (len(parts), config.train.cohort_size(len(parts))) == (num_clients, cohort_size)
     if classes_per_client is not None:
@@ -150,7 +150,7 @@ def test_a_file_makes_the_clients_and_the_method_of_its_paper(name: str) -> None
 def test_fedmn_takes_a_tenth_of_emnist_as_it_is_distributed(name: str) -> None:
     config = load(name)
     arrays = pool(config)
-    parts = deal(config, arrays)
+    parts = partition_samples(config, arrays)
     assert sum(split_sizes(parts)) == 81_425
     sizes = class_table(arrays.y, parts, arrays.num_classes).sum(axis=0)
     np.testing.assert_allclose(sizes, np.bincount(arrays.y) / 10, atol=300)
@@ -159,7 +159,8 @@ def test_fedmn_takes_a_tenth_of_emnist_as_it_is_distributed(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in EXPECTED if name.startswith("pfedmb/cifar10")])
 def test_pfedmb_trains_on_40_and_validates_and_tests_on_10_thousand_images(name: str) -> None:
     config = load(name)
-    assert split_sizes(deal(config, pool(config))) == pytest.approx([40000, 10000, 10000], abs=40)
+    sizes = split_sizes(partition_samples(config, pool(config)))
+    assert sizes == pytest.approx([40000, 10000, 10000], abs=40)
 
 
 def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
@@ -168,7 +169,7 @@ def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
     assert {cell.config.run.seed for cell in cells} == {0, 1, 2}
     assert len({cell.folder for cell in cells}) == len(cells)
     arrays = pool(cells[0].config)
-    parts = deal(cells[0].config, arrays)
+    parts = partition_samples(cells[0].config, arrays)
     assert [len(part.train) + len(part.test) for part in parts] == [600] * 10
     assert set((class_table(arrays.y, parts, arrays.num_classes) > 0).sum(axis=1)) == {4}
     data = cells[0].config.tree()["data"]
@@ -266,7 +267,7 @@ def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
     for cell in table.cells[: len(table.cells) // len(table.seeds)]:
         if cell.column not in of_column:
             arrays = pool(cell.config)
-            of_column[cell.column] = arrays, deal(cell.config, arrays)
+            of_column[cell.column] = arrays, partition_samples(cell.config, arrays)
         # torchvision's take seconds
         if not isinstance(MODELS[cell.config.model.name], TorchvisionNet):
             make_method(cell.config, *of_column[cell.column])
@@ -275,7 +276,7 @@ def test_clients_and_methods_of_a_paper_s_table_can_be_made(name: str) -> None:
 def test_pfedla_s_toy_example_has_nine_classes() -> None:
     config = paper_table("pfedla_figure1").cells[0].config
     arrays = pool(config)
-    owned = class_table(arrays.y, deal(config, arrays), arrays.num_classes) > 0
+    owned = class_table(arrays.y, partition_samples(config, arrays), arrays.num_classes) > 0
     assert owned.sum(axis=1).tolist() == [4] * 6
     assert owned.any(axis=0).sum() == 9
 

@@ -64,13 +64,13 @@ class Run:
             method = kind(experiment.method.context, experiment.config.method.options)
             experiment = replace(experiment, method=method)
         self.workplace = experiment.worker_context
-        self.unseen = experiment.unseen.worker_context
+        self.unseen = experiment.unseen
         for place in (self.workplace, self.unseen):
             place.shard.x = place.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
         self.driver = experiment.adapter
         self.config = experiment.config
-        self.num_clients = len(experiment.num_train)
+        self.num_clients = experiment.num_clients
         stop = StopFlag()
         try:
             self.simulation = Simulation(experiment, world, stop, Progress(), None)

@@ -15,7 +15,7 @@ from hpcfl.randomness import numpy_stream
 from hpcfl.registries import load_config
 from hpcfl.setup.experiment import build
 from hpcfl.simulation.federation import Federation
-from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers, idle_share
+from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import Progress
@@ -25,6 +25,11 @@ ROUNDS = 50
 
 def loads(work: Sequence[int], workers: Sequence[int], num_workers: int) -> list[int]:
     return [sum(w for w, own in zip(work, workers, strict=True) if own == n) for n in range(num_workers)]
+
+
+def idle_share(work: Sequence[int], workers: Sequence[int], num_workers: int) -> float:
+    """Return the share of all workers' time that they wait for the busiest one."""
+    return 1 - sum(work) / (num_workers * max(loads(work, workers, num_workers)))
 
 
 def homes_of(clients: Sequence[int], num_clients: int, num_workers: int) -> list[int]:

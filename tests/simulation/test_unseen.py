@@ -38,7 +38,7 @@ from hpcfl.methods.fedavg import FedAvg
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.setup import experiment
-from hpcfl.setup.experiment import build, deal, load_data
+from hpcfl.setup.experiment import build, load_data, partition_samples
 from hpcfl.storage.ledger import METRICS, SECONDS, UNSEEN_METRICS
 
 SEEN, UNSEEN = 5, 2
@@ -115,9 +115,9 @@ def test_training_is_that_of_a_federation_without_them(
     serial: Folders, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     expected = of_training(serial(case))
-    whole = deal
+    whole = partition_samples
     config = load_config(None, settings)
-    monkeypatch.setattr(experiment, "deal", lambda _, arrays: whole(config, arrays)[:SEEN])
+    monkeypatch.setattr(experiment, "partition_samples", lambda _, arrays: whole(config, arrays)[:SEEN])
     assert run_here(tmp_path / "run", [*settings, *keys_of(case), "data.unseen_clients=0"]) == FINISHED
     assert of_training(tmp_path / "run") == expected
 
@@ -163,7 +163,7 @@ def test_stopped_or_prolonged_at_every_round_boundary(
 def test_the_checkpoint_holds_the_models_that_were_scored(
     serial: Folders, settings: list[str], case: str
 ) -> None:
-    place = build(load_config(None, [*settings, *keys_of(case)]), Communicator()).unseen.worker_context
+    place = build(load_config(None, [*settings, *keys_of(case)]), Communicator()).unseen
     with h5py.File(serial(case) / "checkpoint.h5", "r", locking=False) as file:
         expected = file["history/loss_unseen"][-1].tolist()
         assert file["history/accuracy_unseen"].shape == (2, UNSEEN)
@@ -288,7 +288,7 @@ def test_without_them_nothing_is_new() -> None:
         ),
         (
             ["train.unseen_epochs=3"],
-            "train.unseen_epochs=3 needs unseen clients: set data.unseen_clients, such as 0.2",
+            "train.unseen_epochs=3 needs data.unseen_clients; set that, or train.unseen_epochs=null",
         ),
     ],
 )

@@ -183,9 +183,7 @@ sys.exit(main({keys}))
 """
     done = run_tree([sys.executable, "-c", code], check=False)
     assert done.returncode == OUT_OF_MEMORY
-    assert re.search(
-        r"hpcfl: error: cuda:0 of rank 0 on \S+ (is out of memory; try|has no memory)", done.stderr
-    )
+    assert re.search(r"hpcfl: error: the GPU of rank 0 on \S+ is out of memory; try", done.stderr)
     assert "Traceback" not in done.stderr
 
 
@@ -195,7 +193,6 @@ def test_state_on_the_gpu_takes_its_memory_there() -> None:
         run = Run("method.name=local", "run.device=cuda", f"run.state={state}")
         theta = run.clients["theta"]
         taken.append(theta.untyped_storage().nbytes() if theta.is_cuda else 0)
-        assert run.simulation._experiment.bytes_of_state_on_device == taken[-1]
     assert taken == [0, 4 * 4 * run.method.layout.size]
 
 
