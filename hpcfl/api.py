@@ -14,7 +14,6 @@ import numpy as np
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.communication.communicator import abort_on_exception, open_world, run_collectively
-from hpcfl.communication.heartbeat import die_with_launcher
 from hpcfl.config import ENVIRONMENT, Config, read_yaml
 from hpcfl.config.own_code import RESERVED_OPTIONS
 from hpcfl.data.sources import SOURCES, Source, arrays_of
@@ -59,8 +58,6 @@ def run(
     """
     world = open_world()
     with abort_on_exception(world), ExitStack() as at_exit:
-        if world.size > 1:
-            die_with_launcher()
         if not world.is_server:
             at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
         config = run_collectively(world, lambda: _config(settings, method, dataset))

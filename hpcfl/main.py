@@ -36,7 +36,6 @@ with quick_imports():
         open_world,
         run_collectively,
     )
-    from hpcfl.communication.heartbeat import die_with_launcher
     from hpcfl.config import Config
     from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
     from hpcfl.formatting import did_you_mean
@@ -53,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         world = open_world()
         speaks = world.is_server
         with abort_on_exception(world), ExitStack() as at_exit:
-            if world.size > 1:
-                die_with_launcher()
             if not speaks:
                 at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
             at_exit.enter_context(warnings_to(print_warning))
