@@ -57,9 +57,9 @@ class _Server:
         is_sharded = self.method.sharded_state is not None
         if self._world.is_server:
             driver = MethodAdapter(self.method)
-            sent = driver.send(self.state, self.cohort)
+            sent = driver.download(self.state, self.cohort)
             trained = Message(per_client={"theta": sent.per_client["theta"] + 0.01}, num_clients=COHORT)
-            driver.receive(self.state, self.cohort, Upload(iter([(slice(0, COHORT), trained)]), sent))
+            driver.aggregate(self.state, self.cohort, Upload(iter([(slice(0, COHORT), trained)]), sent))
             if is_sharded:
                 self.method.sharded.end()
         elif is_sharded:

@@ -16,7 +16,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.storage.slurm import tell_script
+from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.trackers import check_tracker
 from hpcfl.terminal import Progress, warnings_to
 
@@ -49,7 +49,7 @@ def run(
         _check_other_code(config, world)
         if world.is_server:
             # all ranks have installed their signal handlers now: before, a signal would have killed them
-            tell_script("ready", "a signal stops the run")
+            write_job_note("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None

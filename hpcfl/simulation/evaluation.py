@@ -59,8 +59,10 @@ class Evaluator:
         rows = [torch.zeros(0, 3, dtype=torch.float64)]
         is_same = self._method.traits.eval_after == "download" and not self._config.train.finetune_epochs
         for clients, down in self._federation.evaluation_downloads(server, cohort):
-            before = None if is_same else self.scores(clients, self._adapter.after_download(clients, down))
-            model = self._adapter.evaluated(clients, down)
+            before = (
+                None if is_same else self.scores(clients, self._adapter.model_after_download(clients, down))
+            )
+            model = self._adapter.eval_model(clients, down)
             scores = self.scores(clients, model)
             rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
             yield model
@@ -84,7 +86,7 @@ class Evaluator:
         """Yield the models as `models` does, for clients that take no part in training. Collective."""
         rows = [torch.zeros(0, 2, dtype=torch.float64)]
         for clients, down in self._federation.new_client_downloads(server, cohort):
-            model = self._adapter.adapted(clients, down)
+            model = self._adapter.new_client_model(clients, down)
             rows.append(self.scores(clients, model))
             yield model
             del model

@@ -62,7 +62,7 @@ class CheckpointStore:
             # the other run may be writing the unfinished one
             raise
         except BaseException:
-            # where nothing can be written, the failure that is told is the first one
+            # on a full disk the first error is the one to report
             with suppress(OSError):
                 self._unfinished.unlink()
             raise

@@ -275,7 +275,7 @@ class Ledger:
         self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
 
     def write_clients(self, folder: Path, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
-        """Write clients.csv: one row a client, from the newest evaluation.
+        """Write clients.csv: one row per client, from the newest evaluation.
 
         Clients that take no part in training come last, with 1 in a column `unseen`, which is there only if
         they are. They have no bytes, no rounds that diverged, and no accuracy at the other moments.
