@@ -58,7 +58,7 @@ class RunFolder:
         self.path = path
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method.name} on {config.data.source}, {clients}, in {path}"]
-        """What the user is told at the start."""
+        """Lines that the start prints."""
         if started_by := job():
             self.notes.append(f"SLURM job {started_by}")
         self.store = CheckpointStore(path)
@@ -67,7 +67,7 @@ class RunFolder:
         self._config = config
         self._tracker: Tracker | None = None
         self._lock: FolderLock | None = None
-        self._log_is_refused = self._is_tight = False
+        self._log_is_refused = False
 
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is no run folder or holds a run with another configuration."""
@@ -130,10 +130,12 @@ class RunFolder:
             self._check_other_state(layout)
             self._write_record(ranks, command)
         except OSError as error:
-            told = f"cannot write the run folder {self.path}: {error.strerror or error}"
+            problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
-                raise StorageError(f"{told}; {self._make_room()} and run the same command again") from error
-            raise UserError(f"{told}; name another with --out DIR") from error
+                raise StorageError(
+                    f"{problem}; {self._make_room()} and run the same command again"
+                ) from error
+            raise UserError(f"{problem}; name another with --out DIR") from error
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
@@ -203,19 +205,9 @@ class RunFolder:
             ledger.write_clients(self.path, num_train, num_evaluated)
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint, and warn where the next one will have no room."""
+        """Write a checkpoint."""
         with self._writing(f"the checkpoint of round {snapshot.header.round}"):
             self.store.save(snapshot, self._end_if_lost)
-        was_tight = self._is_tight
-        with suppress(OSError):
-            self._is_tight = self._free_bytes() < self.store.newest_bytes
-        is_last = snapshot.header.round == self._config.train.rounds
-        if self._is_tight and not was_tight and not is_last:
-            warnings.warn(
-                f"{self.path}: the disk has no room for the next checkpoint; {self._make_room()}, or the run "
-                f"ends there, to resume from round {self.store.last_round}",
-                stacklevel=2,
-            )
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
@@ -259,27 +251,23 @@ class RunFolder:
         with suppress(OSError):
             if needed := self.store.newest_bytes:
                 sizes.append(f"a checkpoint takes {readable_bytes(needed)}")
-            sizes.append(f"{readable_bytes(self._free_bytes())} are free, quotas apart")
+            free = shutil.disk_usage(self.path).free
+            sizes.append(f"{readable_bytes(free)} are free, quotas apart")
         return f"make room ({', '.join(sizes)})" if sizes else "make room"
-
-    def _free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
 
     @contextmanager
     def _tracker_or_warning(self) -> Iterator[None]:
-        """Give up the tracker with a warning, whatever its package raises; its own warnings are no news."""
-        refused: Exception | None = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
+        """Give up the tracker with a warning, whatever its package raises; ignore its own warnings."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 yield
-            except Exception as error:
-                self._tracker, refused = None, error
-        if refused is not None:
-            reason = refused.strerror if isinstance(refused, OSError) else None
+        except Exception as error:
+            self._tracker = None
+            reason = error.strerror if isinstance(error, OSError) else None
             warnings.warn(
                 f"{self.path}: run.tracker={self._config.run.tracker} has failed: "
-                f"{reason or one_line(refused)}; the run continues without, and its next start sends what is "
+                f"{reason or one_line(error)}; the run continues without, and its next start sends what is "
                 "missing",
                 stacklevel=3,
             )
