@@ -32,9 +32,8 @@ def job() -> str | None:
 def write_job_note(name: str, text: str) -> None:
     """Replace a note to the job script, if the script has set NOTES_VARIABLE.
 
-    `ready` is there once all ranks stop at a signal and do not die of it; `saved` has the folder and the
-    rounds of the newest checkpoint, `cell` the folder of the cell of a table that began last, and nothing
-    once all have had their turn.
+    `ready`: a signal now stops the run and does not kill it. `saved`: folder and rounds of the newest
+    checkpoint. `cell`: folder of the table's cell that began last; empty after the last cell.
     """
     notes = os.environ.get(NOTES_VARIABLE)
     if notes:
