@@ -11,7 +11,6 @@ from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import print_summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
-from hpcfl.communication.heartbeat import die_with_launcher
 from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.setup.device_memory import report_out_of_memory
@@ -19,7 +18,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Outcome, Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.storage.slurm import tell_script
+from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.trackers import check_tracker
 from hpcfl.terminal import Progress, warnings_to
 
@@ -29,8 +28,6 @@ def started_world() -> Iterator[Communicator]:
     """Yield the ranks: only rank 0 prints, and a rank that fails ends all. Collective, also at the end."""
     world = open_world()
     with abort_on_exception(world), ExitStack() as at_exit:
-        if world.size > 1:
-            die_with_launcher()
         if not world.is_server:
             at_exit.enter_context(redirect_stdout(at_exit.enter_context(Path(os.devnull).open("w"))))
         yield world
@@ -64,7 +61,7 @@ def run(
         _check_own_files(config.own_files, world)
         if world.is_server:
             # all ranks have installed their signal handlers now: before, a signal would have killed them
-            tell_script("ready", "a signal stops the run")
+            write_job_note("ready", "a signal stops the run")
         run_collectively(world, lambda: check_tracker(config.run.tracker if world.is_server else None))
         path = options.out or Path("runs") / config.run_name()
         folder = RunFolder(path, config) if world.is_server else None

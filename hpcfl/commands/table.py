@@ -26,7 +26,7 @@ from hpcfl.formatting import as_text, clock
 from hpcfl.simulation.round_loop import Outcome
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.storage.slurm import tell_script
+from hpcfl.storage.slurm import write_job_note
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.plan import methods_of, plan
@@ -173,7 +173,7 @@ def _run_cells(
         options = RunOptions(None, (), cell.folder, fresh, quiet)
         if world.is_server:
             _note(cell, is_running=True)
-            tell_script("cell", str(cell.folder))
+            write_job_note("cell", str(cell.folder))
         try:
             outcome: Outcome | None = run(cell.config, options, world, stop, command, is_cell=True)
         except UserError as error:
@@ -191,7 +191,7 @@ def _run_cells(
         if outcome is not None:
             run_collectively(world, lambda: write(table) if world.is_server else None)
     if world.is_server:
-        tell_script("cell", "")
+        write_job_note("cell", "")
     return False, failed
 
 

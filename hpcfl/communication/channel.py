@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import pickle
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,10 @@ class _Entry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     shared: bool
-    keep: tuple[bool, ...] | None
+    keep: list[bool] | None
+    """Which layers are sent, if it is the same for all clients."""
     is_chosen: bool
+    """Whether each client has a mask of its own, which is sent after this."""
 
     @staticmethod
     def describe(message: Message) -> list[_Entry]:
@@ -39,28 +42,16 @@ class _Entry:
         for shared, tensors in ((True, message.shared), (False, message.per_client)):
             for name, tensor in tensors.items():
                 keep = message.layer_mask.get(name)
-                static = tuple(keep.tolist()) if keep is not None and keep.dim() == 1 else None
-                shape = tuple(tensor.shape if shared else tensor.shape[1:])
                 is_chosen = keep is not None and keep.dim() == 2
+                static = None if keep is None or is_chosen else keep.tolist()
+                shape = tuple(tensor.shape if shared else tensor.shape[1:])
                 entries.append(_Entry(name, shape, tensor.dtype, shared, static, is_chosen))
         return entries
 
-    @staticmethod
-    def encode(entries: Sequence[_Entry]) -> bytes:
-        return json.dumps(
-            [vars(e) | {"dtype": str(e.dtype).removeprefix("torch.")} for e in entries]
-        ).encode()
-
-    @staticmethod
-    def decode(data: bytes) -> list[_Entry]:
-        entries = []
-        for item in json.loads(data):
-            keep = None if item["keep"] is None else tuple(item["keep"])
-            dtype = getattr(torch, item["dtype"])
-            entries.append(
-                _Entry(item["name"], tuple(item["shape"]), dtype, item["shared"], keep, item["is_chosen"])
-            )
-        return entries
+    def frame(self, layers: Sequence[Layer]) -> Frame:
+        """Return the description for codecs, without the masks of single clients."""
+        frame = Frame.for_tensor(self.name, self.shape, self.dtype, layers)
+        return frame if self.keep is None else replace(frame, keep=torch.tensor(self.keep))
 
 
 class _Placement:
@@ -122,10 +113,10 @@ class Channel:
         """
         world, placement = self._world, self._placement(cohort)
         own = self._own(placement)
-        header = _Entry.encode(_Entry.describe(message)) if message is not None else None
+        header = None if message is None else pickle.dumps(_Entry.describe(message))
         received = Message(num_clients=len(own))
-        for entry in _Entry.decode(world.broadcast_bytes(header)):
-            frame = self._frame(entry, 1 if entry.shared else len(cohort))
+        for entry in pickle.loads(world.broadcast_bytes(header)):
+            frame = entry.frame(self._layers)
             if entry.is_chosen:
                 chosen = torch.empty(len(cohort), len(self._layers), dtype=torch.uint8)
                 if message is not None:
@@ -185,11 +176,17 @@ class Channel:
         `sent` is the message that the server sent to the cohort; a method may need it to read the upload.
         Without a `coding` tensors are not compressed. Collective; see `Upload` for what ranks do next.
         """
-        header = _Entry.encode(_Entry.describe(message)) if message.num_clients else b""
-        headers = self._world.gather_bytes(header)
-        first = next((h for h in headers if h), b"[]") if headers is not None else b""
-        entries = _Entry.decode(self._world.broadcast_bytes(first))
-        return _SentUpload(self._world, self._uploaded(entries, message, cohort, coding), sent)
+        header = pickle.dumps(_Entry.describe(message)) if message.num_clients else b""
+        headers = self._world.gather_bytes(header) or []
+        first = next((header for header in headers if header), pickle.dumps([]))
+        frames = {}
+        for entry in pickle.loads(self._world.broadcast_bytes(first)):
+            frame = self._upload_frame(entry, message, cohort, coding)
+            frames[entry.name] = frame
+            if coding is not None and coding.codec.for_frame(frame).remembers:
+                coding.unsent.begin(frame)
+        placement = self._placement(cohort)
+        return _SentUpload(self._world, message, placement, self._own(placement), frames, sent, coding)
 
     def collect(self, cohort: Cohort, rows: Tensor) -> Tensor | None:
         """Bring figures [own members, F] to the server, [S, F], and None elsewhere. Collective."""
@@ -240,31 +237,19 @@ class Channel:
         ]
         return codec.decode(arrived, frame[own]).view(count, *frame.shape)
 
-    def _uploaded(
-        self, entries: Sequence[_Entry], message: Message, cohort: Cohort, coding: UploadCoding | None
-    ) -> _Uploaded:
-        """Agree with all ranks on how each tensor of an upload travels. Collective."""
-        placement = self._placement(cohort)
-        own = self._own(placement)
-        frames = {}
-        for entry in entries:
-            frame = self._frame(entry, len(cohort))
-            if entry.is_chosen:
-                chosen = torch.zeros(len(cohort), len(self._layers), dtype=torch.uint8)
-                if message.num_clients:
-                    chosen[own] = message.layer_mask[entry.name].to(torch.uint8)
-                gathered = self.collect(cohort, chosen[own])
-                self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
-                frame = replace(frame, keep=chosen.bool())
-            frames[entry.name] = frame if coding is None else self._after(frame, coding, len(cohort), own)
-        codecs = {
-            name: IDENTITY if coding is None else coding.codec.for_frame(f) for name, f in frames.items()
-        }
-        if coding is not None:
-            for name, codec in codecs.items():
-                if codec.remembers:
-                    coding.unsent.begin(frames[name])
-        return _Uploaded(message, placement, own, entries, frames, codecs, coding)
+    def _upload_frame(
+        self, entry: _Entry, message: Message, cohort: Cohort, coding: UploadCoding | None
+    ) -> Frame:
+        """Describe an upload's tensor on all ranks, with the layers that each client sends. Collective."""
+        frame, own = entry.frame(self._layers), self.own(cohort)
+        if entry.is_chosen:
+            chosen = torch.zeros(len(cohort), len(self._layers), dtype=torch.uint8)
+            if message.num_clients:
+                chosen[own] = message.layer_mask[entry.name].to(torch.uint8)
+            gathered = self.collect(cohort, chosen[own])
+            self._world.broadcast(chosen if gathered is None else chosen.copy_(gathered))
+            frame = replace(frame, keep=chosen.bool())
+        return frame if coding is None else self._after(frame, coding, len(cohort), own)
 
     def _after(self, frame: Frame, coding: UploadCoding, num_rows: int, own: list[int]) -> Frame:
         """Return the frame with what the members received: all members on the server, else `own`."""
@@ -281,48 +266,39 @@ class Channel:
     def _blocks(self, row_size: int, num_rows: int) -> list[slice]:
         return _blocks(row_size, num_rows, self._world.max_elements)
 
-    def _frame(self, entry: _Entry, num_rows: int) -> Frame:
-        frame = Frame.for_tensor(entry.name, entry.shape, entry.dtype, self._layers)
-        if entry.keep is None:
-            return frame
-        return replace(frame, keep=torch.tensor(entry.keep).expand(num_rows, -1))
-
-
-@dataclass(frozen=True)
-class _Uploaded:
-    """An upload's description on all ranks, with the rows of this rank's members at the positions `own`."""
-
-    message: Message
-    placement: _Placement
-    own: Sequence[int]
-    entries: Sequence[_Entry]
-    frames: dict[str, Frame]
-    codecs: dict[str, Codec]
-    coding: UploadCoding | None
-
 
 class _SentUpload(Upload):
     """An upload whose rows are on the workers; in `drain` they serve what the server reads."""
 
-    def __init__(self, world: Communicator, uploaded: _Uploaded, sent: Message | None) -> None:
+    def __init__(
+        self,
+        world: Communicator,
+        message: Message,
+        placement: _Placement,
+        own: Sequence[int],
+        frames: dict[str, Frame],
+        sent: Message | None,
+        coding: UploadCoding | None,
+    ) -> None:
+        """Take the rows of this rank's members, at the positions `own`, and the frames of all tensors."""
         super().__init__((), sent)
-        self._world, self._uploaded = world, uploaded
-        self._unread = [entry.name for entry in uploaded.entries]
+        self._world, self._message, self._placement, self._own = world, message, placement, own
+        self._frames, self._coding = frames, coding
+        codec = IDENTITY if coding is None else coding.codec
+        self._codecs = {name: codec.for_frame(frame) for name, frame in frames.items()}
+        self._unread = list(frames)
         self._gathering = self._gather([])
 
     @property
     def outline(self) -> Message:
-        up = self._uploaded
-        outline = Message(num_clients=len(up.placement))
-        for entry in up.entries:
-            frame = up.frames[entry.name]
+        outline = Message(num_clients=len(self._placement))
+        for name, frame in self._frames.items():
             # only its type and shape are used
-            outline.per_client[entry.name] = torch.zeros(1, dtype=entry.dtype).expand(
-                len(up.placement), *entry.shape
-            )
-            outline.pieces[entry.name] = up.codecs[entry.name].pieces(frame)
-            if (keep := _keep(entry, frame)) is not None:
-                outline.layer_mask[entry.name] = keep
+            rows = torch.zeros(1, dtype=frame.dtype).expand(len(self._placement), *frame.shape)
+            outline.per_client[name] = rows
+            outline.pieces[name] = self._codecs[name].pieces(frame)
+            if frame.keep is not None:
+                outline.layer_mask[name] = frame.keep
         return outline
 
     def __iter__(self) -> Iterator[tuple[slice, Message]]:
@@ -380,11 +356,11 @@ class _SentUpload(Upload):
     def _sum(self, name: str, shares: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Return the sums [K, ...] of a tensor on the server, which passes the shares. Collective."""
         self._world.broadcast(shares)
-        frame, own = self._uploaded.frames[name], list(self._uploaded.own)
+        frame, own = self._frames[name], list(self._own)
         rows = self._as_decoded(name).view(len(own), *frame.shape)
         travels = None
         if frame.keep is not None:
-            is_sent = frame.keep.any(dim=0)
+            is_sent = frame.keep.view(-1, len(frame.sizes)).any(dim=0)
             travels = spread(frame.sizes, is_sent)
             sizes = tuple(size * int(sent) for size, sent in zip(sizes, is_sent, strict=bool(sizes)))
             rows = rows[..., travels]
@@ -400,62 +376,56 @@ class _SentUpload(Upload):
 
     def _as_decoded(self, name: str) -> Tensor:
         """Return this rank's rows of a tensor [C, M, W] as the server would read them."""
-        up = self._uploaded
-        if not up.own:
-            frame = up.frames[name]
+        frame, codec = self._frames[name][list(self._own)], self._codecs[name]
+        if not self._own:
             return torch.empty(0, frame.models, sum(frame.sizes), dtype=frame.dtype)
-        frame, codec, rows = up.frames[name][list(up.own)], up.codecs[name], up.message.per_client[name]
-        encoded = _encoded(rows, frame, slice(0, len(rows)), codec, up.coding)
-        base = None if up.coding is None else frame.base(up.coding.received)
+        rows = self._message.per_client[name]
+        encoded = _encoded(rows, frame, slice(0, len(rows)), codec, self._coding)
+        base = None if self._coding is None else frame.base(self._coding.received)
         pieces = zip(encoded, codec.pieces(frame), strict=True)
         arrived = [_unpack(_pack(tensor, piece), piece, len(rows)) for tensor, piece in pieces]
         return codec.decode(arrived, frame, base)
 
     def _gather(self, names: Sequence[str]) -> Generator[tuple[slice, Message], None, None]:
         """Yield the blocks of some tensors, on the server. Collective."""
-        world, up = self._world, self._uploaded
-        entries = [entry for entry in up.entries if entry.name in names]
-        num_rows = len(up.placement)
-        pieces = {entry.name: up.codecs[entry.name].pieces(up.frames[entry.name]) for entry in entries}
-        for block in _blocks(sum(math.prod(e.shape) for e in entries), num_rows, world.max_elements):
-            first, last = bisect_left(up.own, block.start), bisect_left(up.own, block.stop)
-            mine, order = list(up.own[first:last]), up.placement.in_worker_order(block)
+        world, placement = self._world, self._placement
+        frames = {name: frame for name, frame in self._frames.items() if name in names}
+        pieces = {name: self._codecs[name].pieces(frame) for name, frame in frames.items()}
+        row_size = sum(math.prod(frame.shape) for frame in frames.values())
+        for block in _blocks(row_size, len(placement), world.max_elements):
+            first, last = bisect_left(self._own, block.start), bisect_left(self._own, block.stop)
+            mine, order = list(self._own[first:last]), placement.in_worker_order(block)
             received = Message(num_clients=block.stop - block.start)
-            for entry in entries:
-                frame, codec = up.frames[entry.name], up.codecs[entry.name]
-                send = [torch.empty(0, dtype=piece.dtype) for piece in pieces[entry.name]]
+            for name, frame in frames.items():
+                codec = self._codecs[name]
+                send = [torch.empty(0, dtype=piece.dtype) for piece in pieces[name]]
                 if mine:
-                    rows, of_rank = up.message.per_client[entry.name], slice(first, last)
-                    encoded = _encoded(rows, frame[mine], of_rank, codec, up.coding)
+                    rows, of_rank = self._message.per_client[name], slice(first, last)
+                    encoded = _encoded(rows, frame[mine], of_rank, codec, self._coding)
                     send = [
                         _pack(tensor, piece[mine])
-                        for tensor, piece in zip(encoded, pieces[entry.name], strict=True)
+                        for tensor, piece in zip(encoded, pieces[name], strict=True)
                     ]
                 arrived = []
-                for flat, piece in zip(send, pieces[entry.name], strict=True):
-                    gathered = world.gather(flat, up.placement.sizes(_row_sizes(piece, num_rows), block))
+                for flat, piece in zip(send, pieces[name], strict=True):
+                    counts = placement.sizes(_row_sizes(piece, len(placement)), block)
+                    gathered = world.gather(flat, counts)
                     if gathered is not None:
                         numbers = _unpack(gathered, piece[order], received.num_clients)
-                        arrived.append(up.placement.in_client_order(numbers, block))
+                        arrived.append(placement.in_client_order(numbers, block))
                 if world.is_server:
-                    received.per_client[entry.name] = self._decoded(frame[block], codec, arrived, block)
-                    if (keep := _keep(entry, frame[block])) is not None:
-                        received.layer_mask[entry.name] = keep
+                    received.per_client[name] = self._decoded(frame[block], codec, arrived, block)
+                    if (keep := frame[block].keep) is not None:
+                        received.layer_mask[name] = keep
             if world.is_server:
                 yield block, received
 
     def _decoded(self, frame: Frame, codec: Codec, arrived: Sequence[Tensor], block: slice) -> Tensor:
         """Return the rows of a block from the pieces that arrived on the server."""
-        coding, base = self._uploaded.coding, None
+        coding, base = self._coding, None
         if coding is not None and coding.sent is not None and codec is not IDENTITY:
             base = frame.base(coding.sent.select(block))
         return codec.decode(arrived, frame, base).view(block.stop - block.start, *frame.shape)
-
-
-def _keep(entry: _Entry, frame: Frame) -> Tensor | None:
-    """Return which layers of a tensor are sent: bool [L] if the same for all clients, else bool [C, L] or
-    None."""
-    return frame.keep if entry.keep is None else torch.tensor(entry.keep)
 
 
 def _blocks(row_size: int, num_rows: int, max_elements: int) -> list[slice]:
@@ -489,7 +459,7 @@ def _pack(numbers: Tensor, piece: Piece) -> Tensor:
     """Flatten rows [c, M, ...], without the layers that are not sent."""
     if piece.travels is None:
         return numbers.contiguous().view(-1)
-    chosen = spread(piece.sizes, piece.travels)
+    chosen = spread(piece.sizes, piece.travels.expand(len(numbers), -1))
     return torch.cat([row[:, mask].reshape(-1) for row, mask in zip(numbers, chosen, strict=True)])
 
 
@@ -499,7 +469,7 @@ def _unpack(flat: Tensor, piece: Piece, num_rows: int) -> Tensor:
     if piece.travels is None:
         return flat.view(shape)
     rows = torch.zeros(shape, dtype=piece.dtype)
-    chosen = spread(piece.sizes, piece.travels)
+    chosen = spread(piece.sizes, piece.travels.expand(num_rows, -1))
     sizes = _row_sizes(piece, num_rows).tolist()
     for row, mask, part in zip(rows, chosen, flat.split(sizes) if num_rows else (), strict=True):
         row[:, mask] = part.view(piece.models, -1)

@@ -35,7 +35,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hpcfl.communication.messages import BUFFERS, Message, Piece
+from hpcfl.communication.messages import BUFFERS, Message, Piece, select_rows
 from hpcfl.config.keys import CodecName, CommConfig, Direction
 from hpcfl.parameters import Layer, Tensors, spread
 
@@ -59,7 +59,7 @@ class Frame:
     """Numbers in each layer; a tensor that does not consist of layers counts as one layer."""
     has_layers: bool
     keep: Tensor | None = None
-    """Which layers are sent, bool [C, L]; None: all."""
+    """Which layers are sent: bool [L], the same for all clients, or [C, L]; None: all."""
     known: Tensor | None = None
     """Which layers the clients received before, bool [C, L]; None: no tensor of this name and shape."""
 
@@ -74,8 +74,7 @@ class Frame:
 
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Frame:
         """Return the frame of some of the clients."""
-        keep, known = (None if mask is None else mask[rows] for mask in (self.keep, self.known))
-        return replace(self, keep=keep, known=known)
+        return replace(self, keep=select_rows(self.keep, rows), known=select_rows(self.known, rows))
 
     def after(self, received: Message) -> Frame:
         """Return the frame with what the same clients received before."""

@@ -21,18 +21,27 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
-from hpcfl.communication.heartbeat import Heartbeat
-from hpcfl.errors import ForcedStop, RankTimeoutError, StorageError, UserError, for_terminal
+from hpcfl.communication.heartbeat import Heartbeat, die_with_launcher
+from hpcfl.errors import (
+    INTERRUPTED,
+    ForcedStop,
+    RankTimeoutError,
+    StorageError,
+    UserError,
+    for_terminal,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 T = TypeVar("T")
 
+Transfer = list["MPI.Request"]
+"""A tensor on its way between two ranks."""
+
 AT_THE_START = "at the start"
 
 MAX_ELEMENTS = 2**27
-_MAX_COUNT = 2**31 - 1
 
 # Number of ranks according to the launcher; SLURM's number counts only without mpirun in between.
 _MPI_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -68,8 +77,6 @@ class Communicator:
 
     def __init__(self, comm: MPI.Intracomm | None = None, max_elements: int = MAX_ELEMENTS) -> None:
         """Wrap an MPI communicator; None is a serial world, which never uses MPI."""
-        if not 1 <= max_elements <= _MAX_COUNT // 8:
-            raise ValueError(f"max_elements = {max_elements} is not in 1..{_MAX_COUNT // 8}")
         self._comm = comm
         self.max_elements = max_elements
         self.shard_unit = 1
@@ -148,8 +155,6 @@ class Communicator:
             if not self.is_worker:
                 return range(0)
             worker = self.worker_index
-        if not 0 <= worker < self.num_workers:
-            raise ValueError(f"worker = {worker} is not in 0..{self.num_workers - 1}")
         base, extra = divmod(-(-num_items // self.shard_unit), self.num_workers)
         first = worker * base + min(worker, extra)
         start, stop = (units * self.shard_unit for units in (first, first + base + (worker < extra)))
@@ -166,27 +171,22 @@ class Communicator:
         Workers of a node share its GPUs in turn; the server of a larger world takes none. Raises UserError on
         all ranks if the choice is cuda and a worker has no GPU.
         """
-        if setting not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device setting {setting!r} is unknown; allowed: auto, cpu, cuda")
-        local_index, num_local = self._local_workers()
-        num_gpus = torch.cuda.device_count() if self.is_worker and setting != "cpu" else 0
-        error = None
-        if setting == "cuda" and self.is_worker and num_gpus == 0:
-            error = f"run.device=cuda: rank {self.rank} on {self.host} sees no GPU; try run.device=auto"
-        error = first_error(self, error)
-        if error is not None:
-            raise UserError(error)
+        workers = [rank for rank in self.ranks_of_node() if rank > 0]
+        local_index, num_local = (workers.index(self.rank), len(workers)) if self.rank > 0 else (0, 1)
+
+        def count_gpus() -> int:
+            found = torch.cuda.device_count() if self.is_worker and setting != "cpu" else 0
+            if setting == "cuda" and self.is_worker and not found:
+                raise UserError(
+                    f"run.device=cuda: rank {self.rank} on {self.host} sees no GPU; try run.device=auto"
+                )
+            return found
+
+        num_gpus = run_collectively(self, count_gpus)
         if not num_gpus:
             return torch.device("cpu")
         self.workers_on_device = len(range(local_index % num_gpus, num_local, num_gpus))
         return torch.device("cuda", local_index % num_gpus)
-
-    def _local_workers(self) -> tuple[int, int]:
-        """Return this worker's number among the workers of its node, and their count. Collective. (0, 1) on
-        the server.
-        """
-        workers = [rank for rank in self.ranks_of_node() if rank > 0]
-        return (workers.index(self.rank), len(workers)) if self.rank > 0 else (0, 1)
 
     def ranks_of_node(self) -> list[int]:
         """Return the ranks on this rank's node: those with shared memory. Collective."""
@@ -217,9 +217,7 @@ class Communicator:
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Return rank 0's bytes on every rank; the other ranks' argument is ignored. Collective."""
-        if self.is_server and data is None:
-            raise ValueError("rank 0 has no data to broadcast")
-        payload = np.frombuffer(data if self.is_server and data else b"", np.uint8)
+        payload = np.frombuffer(data or b"", np.uint8)
         length = np.array([payload.size], np.int64)
         self._broadcast_array(length)
         if not self.is_server:
@@ -237,16 +235,15 @@ class Communicator:
         part = torch.empty(rank_counts[self.rank], dtype=dtype)
         message = None
         if self.is_server:
-            if send is None or send.dtype != dtype or send.numel() != sum(rank_counts):
-                raise ValueError(f"rank 0 must send {sum(rank_counts)} of {dtype}, not {_describe(send)}")
+            assert send is not None
             source = _flat_array(send)
             self.bytes_of_rows += source.nbytes
-            message = [source, rank_counts, _mpi_type(source)]
-        if self._comm is None:
-            assert send is not None
-            return part.copy_(send.detach().reshape(-1))
+            message = _message(source, rank_counts)
+            if self._comm is None:
+                return part.copy_(send.detach().reshape(-1))
+        assert self._comm is not None
         received = _flat_array(part)
-        self._wait(self._comm.Iscatterv(message, [received, _mpi_type(received)], root=0))
+        self._wait(self._comm.Iscatterv(message, _message(received), root=0))
         self.bytes_received += received.nbytes
         return part
 
@@ -257,9 +254,6 @@ class Communicator:
         empty tensor, which states the dtype of the result.
         """
         rank_counts = self._rank_counts(counts)
-        own_count = rank_counts[self.rank]
-        if send.numel() != own_count:
-            raise ValueError(f"rank {self.rank} must send {own_count} elements, not {_describe(send)}")
         whole = torch.empty(sum(rank_counts), dtype=send.dtype) if self.is_server else None
         out = None if whole is None else _flat_array(whole)
         self._gather_array(_flat_array(send), rank_counts, out)
@@ -277,47 +271,40 @@ class Communicator:
         transfers = [self.start_receive(tensor, worker + 1) for worker, tensor in received.items()]
         transfers += [self.start_send(tensor, worker + 1) for worker, tensor in send.items()]
         for transfer in transfers:
-            transfer.wait()
+            self.wait(transfer)
         return received
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Collect an entry of any length from every rank on rank 0, in rank order; else None. Collective."""
-        lengths = np.empty(self.size, np.int64)
+        lengths = np.zeros(self.size, np.int64)
         self._gather_array(np.array([len(data)], np.int64), [1] * self.size, lengths)
-        piece_size = max(1, self.max_elements // self.size)
-        entries: list[list[bytes]] = [[] for _ in range(self.size)]
-        for start in range(0, self.maximum(len(data)), piece_size):
-            piece = np.frombuffer(data[start : start + piece_size], np.uint8)
-            if not self.is_server:
-                self._gather_array(piece, [], None)
-                continue
-            counts = np.clip(lengths - start, 0, piece_size)
-            received = np.empty(int(counts.sum()), np.uint8)
-            self._gather_array(piece, counts.tolist(), received)
-            for entry, part in zip(entries, np.split(received, np.cumsum(counts)[:-1]), strict=True):
-                entry.append(part.tobytes())
-        return [b"".join(entry) for entry in entries] if self.is_server else None
+        whole = np.empty(lengths.sum(), np.uint8) if self.is_server else None
+        self._gather_array(np.frombuffer(data, np.uint8), lengths.tolist(), whole)
+        if whole is None:
+            return None
+        return [entry.tobytes() for entry in np.split(whole, np.cumsum(lengths)[:-1])]
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> Transfer:
         """Start to send a contiguous CPU tensor to another rank, which must receive it.
 
-        The tensor must not change before the transfer is done. Transfers between two ranks arrive in the
-        order of their starts.
+        The tensor must not change before `wait`. Tensors between two ranks arrive in the order of their
+        starts.
         """
-        return self._transfer(tensor, lambda comm, message: comm.Isend(message, rank, _DATA_TAG))
+        assert self._comm is not None
+        pieces = self._pieces(_flat_array(tensor))
+        return [self._comm.Isend(_message(piece), rank, _DATA_TAG) for piece in pieces]
 
     def start_receive(self, tensor: torch.Tensor, rank: int) -> Transfer:
         """Start to overwrite a contiguous CPU tensor with the one that another rank sends."""
         self.bytes_received += tensor.nbytes
-        return self._transfer(tensor, lambda comm, message: comm.Irecv(message, rank, _DATA_TAG))
-
-    def _transfer(
-        self, tensor: torch.Tensor, begin: Callable[[MPI.Intracomm, list[Any]], MPI.Request]
-    ) -> Transfer:
-        if self._comm is None:
-            raise ValueError("a serial world has no other rank to send to")
+        assert self._comm is not None
         pieces = self._pieces(_flat_array(tensor))
-        return Transfer([begin(self._comm, [piece, _mpi_type(piece)]) for piece in pieces], self._wait)
+        return [self._comm.Irecv(_message(piece), rank, _DATA_TAG) for piece in pieces]
+
+    def wait(self, transfer: Transfer) -> None:
+        """Sleep until a tensor has arrived, or the sent tensor may change again."""
+        for request in transfer:
+            self._wait(request)
 
     def maximum(self, value: int) -> int:
         """Return the largest of all ranks' values (64 bits) on every rank. Collective."""
@@ -330,23 +317,22 @@ class Communicator:
         from mpi4py import MPI
 
         own, largest = np.array(values, np.int64), np.empty(len(values), np.int64)
-        self._wait(self._comm.Iallreduce([own, _mpi_type(own)], [largest, _mpi_type(largest)], op=MPI.MAX))
+        self._wait(self._comm.Iallreduce(_message(own), _message(largest), op=MPI.MAX))
         return largest.tolist()
 
     def sum_on_server(self, tensor: torch.Tensor) -> None:
         """Replace rank 0's contiguous CPU tensor of int64 by the sum of all ranks'. Collective.
 
-        MPI adds on the way, so about one such tensor reaches rank 0 for any number of ranks.
+        MPI adds on the way, so about one such tensor reaches rank 0 for any number of ranks. Sums of integers
+        do not depend on the order.
         """
-        if tensor.dtype != torch.int64:
-            raise ValueError(f"only sums of integers do not depend on the order, not of {_describe(tensor)}")
         self.bytes_in_common += tensor.nbytes
         if self._comm is None:
             return
         from mpi4py import MPI
 
         for piece in self._pieces(_flat_array(tensor)):
-            own = [piece, _mpi_type(piece)]
+            own = _message(piece)
             send, receive = (MPI.IN_PLACE, own) if self.is_server else (own, None)
             self._wait(self._comm.Ireduce(send, receive, op=MPI.SUM, root=0))
         self.bytes_received += tensor.nbytes if self.is_server else 0
@@ -368,8 +354,6 @@ class Communicator:
 
     def _rank_counts(self, counts: Sequence[int]) -> list[int]:
         """Convert counts per worker to counts per rank; raise UserError if the sum exceeds `max_elements`."""
-        if len(counts) != self.num_workers:
-            raise ValueError(f"{len(counts)} counts for {self.num_workers} workers")
         if sum(counts) > self.max_elements:
             error = UserError(
                 f"run.max_elements={self.max_elements} is too small for a message of one client; allowed: "
@@ -385,7 +369,7 @@ class Communicator:
         if self._comm is None:
             return
         for piece in self._pieces(array):
-            self._wait(self._comm.Ibcast([piece, _mpi_type(piece)], root=0))
+            self._wait(self._comm.Ibcast(_message(piece), root=0))
         self.bytes_received += 0 if self.is_server else array.nbytes
 
     def _pieces(self, array: np.ndarray) -> Iterator[np.ndarray]:
@@ -400,45 +384,27 @@ class Communicator:
             assert out is not None
             out[:] = array
             return
-        message = [out, rank_counts, _mpi_type(array)] if self.is_server else None
-        self._wait(self._comm.Igatherv([array, _mpi_type(array)], message, root=0))
+        message = None if out is None else _message(out, rank_counts)
+        self._wait(self._comm.Igatherv(_message(array), message, root=0))
         self.bytes_received += 0 if out is None else out.nbytes
 
     def _wait(self, request: MPI.Request) -> None:
         """Wait for a request; sleep longer and longer between checks."""
-        self.heartbeat()
         began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+        if self._heartbeat is not None:
+            self._heartbeat.begin_wait()
         while not request.Test():
             time.sleep(pause_s)
-            if pause_s < _LONGEST_PAUSE_S:
-                pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
-                if pause_s == _LONGEST_PAUSE_S and self._heartbeat is not None:
-                    self._heartbeat.begin_wait()
-            elif self._heartbeat is not None:
-                self._heartbeat.wait(self.phase)
+            pause_s = min(_PAUSE_GROWTH * pause_s, _LONGEST_PAUSE_S)
+            if self._heartbeat is not None:
+                self._heartbeat.beat(self.phase)
         self.waited_s += time.monotonic() - began_s
-
-
-class Transfer:
-    """A tensor on its way between two ranks."""
-
-    def __init__(self, requests: Sequence[MPI.Request], wait: Callable[[MPI.Request], None]) -> None:
-        self._requests, self._wait = requests, wait
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has arrived, or the sent tensor may change again; the call also makes progress."""
-        return all(request.Test() for request in self._requests)
-
-    def wait(self) -> None:
-        """Sleep until it is done."""
-        for request in self._requests:
-            self._wait(request)
 
 
 def open_world(max_elements: int = MAX_ELEMENTS) -> Communicator:
     """Return the world of the ranks that the launcher started; serial, without MPI, if there is no launcher.
 
+    Ranks die with the launcher.
     Raises UserError if the launcher started several ranks but MPI does not connect them.
     """
     num_launched = _num_launched()
@@ -446,6 +412,7 @@ def open_world(max_elements: int = MAX_ELEMENTS) -> Communicator:
         return Communicator(None, max_elements)
     comm, library = _import_comm_world()
     if comm.Get_size() > 1:
+        die_with_launcher()
         return Communicator(comm, max_elements)
     if num_launched is not None:
         raise _not_joined(
@@ -527,17 +494,13 @@ def abort_on_exception(world: Communicator) -> Iterator[None]:
         raise
     except ForcedStop as stop:
         abort_with_message(world, f"hpcfl: {stop}\n", stop.exit_code)
-    except (RankTimeoutError, StorageError) as fault:
+    except BaseException as error:
         if world.size == 1:
             raise
-        abort_with_message(world, f"hpcfl: error: {for_terminal(fault)}\n", fault.exit_code)
-    except KeyboardInterrupt:
-        if world.size == 1:
-            raise
-        world.abort(130)
-    except BaseException:
-        if world.size == 1:
-            raise
+        if isinstance(error, KeyboardInterrupt):
+            world.abort(INTERRUPTED)
+        if isinstance(error, RankTimeoutError | StorageError):
+            abort_with_message(world, f"hpcfl: error: {for_terminal(error)}\n", error.exit_code)
         header = f"rank {world.rank} of {world.size} on {world.host} failed, so all ranks stop"
         abort_with_message(world, f"{header}\n{traceback.format_exc()}", 1)
 
@@ -551,21 +514,32 @@ def abort_with_message(world: Communicator, text: str, code: int) -> NoReturn:
     world.abort(code)
 
 
-def first_error(world: Communicator, error: str | None) -> str | None:
-    """Return on all ranks the error of the lowest rank that has one, or None. Collective.
+def run_collectively(world: Communicator, step: Callable[[], T]) -> T:
+    """Call a function on every rank; a UserError on any of them is raised on all. Collective.
 
-    All ranks can then leave together, and one of them prints it. With ranks on several hosts, of which some
-    have no error, the text begins with rank and host, unless the error names a rank itself.
+    All raise the error of the lowest rank that has one, so that they leave together, and one of them prints
+    it.
     """
-    if not world.maximum(error is not None):
-        return None
-    errors = world.gather_bytes(f"{world.host}\n{error or ''}".encode())
-    return world.broadcast_bytes(None if errors is None else _with_place(errors)).decode()
+    own: UserError | None = None
+    try:
+        result = step()
+    except UserError as error:
+        own = error
+    if not world.maximum(own is not None):
+        return result
+    errors = world.gather_bytes(f"{world.host}\n{own or ''}".encode())
+    text = world.broadcast_bytes(None if errors is None else _first_error(errors)).decode()
+    shared = (UserError if own is None else type(own))(text)
+    shared.is_on_all_ranks = True
+    raise shared
 
 
-def _with_place(errors: Sequence[bytes]) -> bytes:
-    """Return the first error from entries `host, newline, error` by rank, with rank and host if that
-    helps."""
+def _first_error(errors: Sequence[bytes]) -> bytes:
+    """Return the first error of entries `host, newline, error` by rank.
+
+    It begins with rank and host if there are several hosts and some ranks have no error, unless it names a
+    rank itself.
+    """
     entries = [entry.decode().partition("\n") for entry in errors]
     rank, host, error = next((rank, host, error) for rank, (host, _, error) in enumerate(entries) if error)
     is_local = len({host for host, _, _ in entries}) > 1 and not all(error for _, _, error in entries)
@@ -573,42 +547,15 @@ def _with_place(errors: Sequence[bytes]) -> bytes:
     return (f"rank {rank} on {host}: {error}" if is_local and not is_placed else error).encode()
 
 
-def run_collectively(world: Communicator, step: Callable[[], T]) -> T:
-    """Call a function on every rank; a UserError on any of them is raised on all. Collective."""
-    mistake: UserError | None = None
-    try:
-        result = step()
-    except UserError as error:
-        mistake = error
-    common = first_error(world, None if mistake is None else str(mistake))
-    if common is not None:
-        shared = (UserError if mistake is None else type(mistake))(common)
-        shared.is_on_all_ranks = True
-        raise shared
-    return result
-
-
 def _flat_array(tensor: torch.Tensor) -> np.ndarray:
     """Return a flat NumPy view of a contiguous CPU tensor, bool as uint8; ValueError for other tensors."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"MPI needs a contiguous CPU tensor, not {_describe(tensor)}")
+        raise ValueError(f"MPI needs a contiguous CPU tensor, not {tensor.dtype} on {tensor.device}")
     flat = tensor.detach().view(-1)
-    if flat.dtype == torch.bool:
-        flat = flat.view(torch.uint8)
-    array: np.ndarray = flat.numpy()
-    if array.dtype.name not in _MPI_TYPES:
-        raise ValueError(f"no MPI type for {_describe(tensor)}")
-    return array
+    return (flat.view(torch.uint8) if flat.dtype == torch.bool else flat).numpy()
 
 
-def _mpi_type(array: np.ndarray) -> str:
-    """Return mpi4py's code of the MPI datatype of an array's elements."""
-    return _MPI_TYPES[array.dtype.name]
-
-
-def _describe(tensor: torch.Tensor | None) -> str:
-    """Describe a tensor, for an error message."""
-    if tensor is None:
-        return "None"
-    layout = "contiguous" if tensor.is_contiguous() else "strided"
-    return f"{layout} {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+def _message(array: np.ndarray, counts: Sequence[int] | None = None) -> list[Any]:
+    """Return an array for mpi4py, with the code of its MPI datatype; `counts`: elements of each rank."""
+    mpi_type = _MPI_TYPES[array.dtype.name]
+    return [array, mpi_type] if counts is None else [array, counts, mpi_type]

@@ -15,6 +15,11 @@ BUFFERS = "buffers"
 """Name of the running statistics in a message; their bytes have a column of their own."""
 
 
+def select_rows(mask: Tensor | None, rows: slice | list[int] | Tensor) -> Tensor | None:
+    """Return the mask of some clients; a mask [L] is the same for all."""
+    return mask if mask is None or mask.dim() == 1 else mask[rows]
+
+
 @dataclass(frozen=True)
 class Piece:
     """A tensor as it is sent, for each client [models, sum of the sizes].
@@ -37,8 +42,8 @@ class Piece:
         return counts if self.travels is None else self.travels * counts
 
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Piece:
-        """Return the piece of some of the clients, of one whose mask is [C, L]."""
-        return self if self.travels is None else replace(self, travels=self.travels[rows])
+        """Return the piece of some of the clients."""
+        return replace(self, travels=select_rows(self.travels, rows))
 
 
 @dataclass(frozen=True)

@@ -109,35 +109,25 @@ class ShardedRows:
         # workers that have clients come first, in the order of their clients
         before = self._world.rank - 1
         after = self._world.rank + 1 if self._own.stop < self._num_clients else 0
-        parts = list(pieces(self._layers))
-        is_first = self._own.start == 0
-        coming = deque([] if is_first else [self._receive(self._zeros(alpha, parts[0][1]), before)])
-        going: deque[tuple[Tensor, Transfer]] = deque()
-        for step, (number, part) in enumerate(parts):
-            if is_first:
-                total = self._zeros(alpha, part)
-            else:
-                if step + 1 < len(parts):
-                    coming.append(self._receive(self._zeros(alpha, parts[step + 1][1]), before))
-                total, transfer = coming.popleft()
-                transfer.wait()
+        going: deque[Transfer] = deque()
+        for number, part in pieces(self._layers):
+            total = self._zeros(alpha, part)
+            if self._own.start:
+                self._world.wait(self._world.start_receive(total, before))
             self._add(total, alpha, number, part)
-            going.append((total, self._world.start_send(total, after)))
-            while going and (going[0][1].is_done or len(going) > MAX_ON_THE_WAY):
-                going.popleft()[1].wait()
-        for _, transfer in going:
-            transfer.wait()
+            going.append(self._world.start_send(total, after))
+            if len(going) > MAX_ON_THE_WAY:
+                self._world.wait(going.popleft())
+        for transfer in going:
+            self._world.wait(transfer)
 
     def _take_sums(self, mixed: Tensor) -> None:
         """Receive the whole sums [r, P] from the last worker that has clients. Rank 0."""
         last = max(worker for worker, shard in enumerate(self._shards) if shard) + 1
         for _, part in pieces(self._layers):
-            total, transfer = self._receive(self._zeros(mixed, part), last)
-            transfer.wait()
+            total = self._zeros(mixed, part)
+            self._world.wait(self._world.start_receive(total, last))
             mixed[:, part] = total
-
-    def _receive(self, total: Tensor, rank: int) -> tuple[Tensor, Transfer]:
-        return total, self._world.start_receive(total, rank)
 
     def _zeros(self, members: Tensor, part: slice) -> Tensor:
         return self._rows.new_zeros(len(members), part.stop - part.start)

@@ -19,7 +19,10 @@ from hpcfl.training.client_group import ClientGroup
 
 
 class MethodAdapter:
-    """One method as the round loop calls it: the method's hooks, with running statistics added or stored."""
+    """One method as the round loop calls it: the method's hooks, with running statistics added or stored.
+
+    A function has the name of the hook that it calls.
+    """
 
     def __init__(self, method: Method) -> None:
         self.method = method
@@ -44,10 +47,13 @@ class MethodAdapter:
         buffers = {BUFFERS: self.method.initial_buffers(clients)} if own else {}
         return self.method.client_state(clients) | buffers
 
-    def send(self, server: State, cohort: Cohort, for_evaluation: bool = False) -> Message:
+    def download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of a cohort."""
-        method = self.method
-        return self._sent(method.eval_download if for_evaluation else method.download, server, cohort)
+        return self._sent(self.method.download, server, cohort)
+
+    def eval_download(self, server: State, cohort: Cohort) -> Message:
+        """Return the download of a cohort for an evaluation."""
+        return self._sent(self.method.eval_download, server, cohort)
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         """Return the download of clients that take no part in training."""
@@ -72,19 +78,19 @@ class MethodAdapter:
         """Return whether clients answer this round's download with a request."""
         return isinstance(self.method, TwoPhaseMethod) and self.method.needs_request(round)
 
-    def ask(self, clients: ClientGroup, down: Message) -> Message:
+    def client_request(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's request."""
         assert isinstance(self.method, TwoPhaseMethod)
         down = self._arrived(clients, down)
         return self._rows("client_request", self.method.client_request(clients, down), len(clients))
 
-    def answer(self, server: State, cohort: Cohort, requests: State) -> Message:
+    def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
         """Return the server's response to a cohort's requests."""
         assert isinstance(self.method, TwoPhaseMethod)
         response = self.method.server_response(server, cohort, requests)
         return self._message("server_response", response, len(cohort))
 
-    def work(self, clients: ClientGroup, down: Message) -> Message:
+    def train(self, clients: ClientGroup, down: Message) -> Message:
         """Train a group and return its upload."""
         down = self._arrived(clients, down)
         up = self._rows("train", self.method.train(clients, down), len(clients))
@@ -95,7 +101,7 @@ class MethodAdapter:
                 up.per_client[BUFFERS] = clients.buffers
         return up
 
-    def receive(self, server: State, cohort: Cohort, up: Upload) -> None:
+    def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server from a cohort's upload. Collective through the upload.
 
         If the cohort is empty because all members were left out, only `end_round` is called.
@@ -113,7 +119,7 @@ class MethodAdapter:
         server |= averaged
         self.method.end_round(server, cohort)
 
-    def evaluated(self, clients: ClientGroup, down: Message) -> Message:
+    def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""
         down = self._arrived(clients, down)
         epochs = self.method.context.train.finetune_epochs
@@ -122,20 +128,20 @@ class MethodAdapter:
         with clients.read_only():
             return self._with_buffers("eval_model", clients, self.method.eval_model(clients, down))
 
-    def adapted(self, clients: ClientGroup, down: Message) -> Message:
+    def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the models of a group that takes no part in training, with `buffers`."""
         down = self._arrived(clients, down)
         return self._with_buffers("new_client_model", clients, self.method.new_client_model(clients, down))
 
-    def after_download(self, clients: ClientGroup, down: Message) -> Message:
+    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         """Return a group's models right after a download, with `buffers`; empty where there are none."""
         down = self._arrived(clients, down)
         with clients.read_only():
             models = self.method.model_after_download(clients, down)
         return self._with_buffers("model_after_download", clients, models)
 
-    def after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
-        """Return a group's models right after `work`, with `buffers`; empty where there are none."""
+    def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
+        """Return a group's models right after `train`, with `buffers`; empty where there are none."""
         down = down.to(clients.device)
         with clients.read_only():
             models = self.method.model_after_training(clients, down, up)

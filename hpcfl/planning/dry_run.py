@@ -238,7 +238,7 @@ class _Rounds(Simulation):
     def _sent(self, number: int) -> tuple[float, Message]:
         """Return what the server sends for an evaluation, and its seconds."""
         began_s = time.monotonic()
-        sent = self._federation.adapter.send(self.server, self._cohort(number), for_evaluation=True)
+        sent = self._federation.adapter.eval_download(self.server, self._cohort(number))
         return time.monotonic() - began_s, sent
 
     def _scored(self, done: int, send_s: float) -> tuple[float, Message]:

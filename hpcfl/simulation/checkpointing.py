@@ -20,7 +20,7 @@ from hpcfl.simulation.federation import Federation, stack
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import OF_UNSEEN, Ledger
 from hpcfl.storage.runfolder import RunFolder
-from hpcfl.storage.slurm import tell_script
+from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
 
 ModelsOf = Callable[[Cohort], Iterable[Message]]
@@ -93,7 +93,7 @@ class Saver:
                     unseen,
                 )
             )
-            tell_script("saved", f"{self._folder.path} {done}")
+            write_job_note("saved", f"{self._folder.path} {done}")
         self._federation.world.barrier()
 
     def _taken_over(self, checkpoint: LoadedCheckpoint) -> State:

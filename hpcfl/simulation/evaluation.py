@@ -63,8 +63,8 @@ class Evaluator:
         for clients, down in self._federation.evaluation_downloads(server, cohort):
             before = None
             if found is not None and not is_same:
-                before = self.scores(clients, self._adapter.after_download(clients, down))
-            model = self._adapter.evaluated(clients, down)
+                before = self.scores(clients, self._adapter.model_after_download(clients, down))
+            model = self._adapter.eval_model(clients, down)
             if found is not None:
                 scores = self.scores(clients, model)
                 rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
@@ -89,7 +89,7 @@ class Evaluator:
         """Yield the models as `models` does, for clients that take no part in training. Collective."""
         rows = [torch.zeros(0, 2, dtype=torch.float64)]
         for clients, down in self._federation.new_client_downloads(server, cohort):
-            model = self._adapter.adapted(clients, down)
+            model = self._adapter.new_client_model(clients, down)
             if found is not None:
                 rows.append(self.scores(clients, model))
             yield model

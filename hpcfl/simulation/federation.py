@@ -147,7 +147,7 @@ class Federation:
         received = self.channel.down(message, cohort, self._down)
         return Delivery(received, None if message is None else self.channel.as_received(message, self._down))
 
-    def ask(self, requests: Message, cohort: Cohort) -> Upload:
+    def send_requests(self, requests: Message, cohort: Cohort) -> Upload:
         """Send the requests of this rank's members to the server. Collective, and so is the result."""
         nothing = Delivery(Message(num_clients=requests.num_clients), Message(num_clients=len(cohort)))
         return self.channel.up(requests, cohort, coding=self._coding(cohort, nothing))
@@ -178,7 +178,7 @@ class Federation:
 
     def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
         """Yield groups of this rank's clients with their evaluation download. Collective."""
-        return self._downloads(cohort, lambda: self.adapter.send(server, cohort, for_evaluation=True))
+        return self._downloads(cohort, lambda: self.adapter.eval_download(server, cohort))
 
     def new_client_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
         """Yield groups of this rank's unseen clients with their new-client download. Collective."""

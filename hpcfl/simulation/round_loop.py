@@ -161,14 +161,14 @@ class Simulation:
         traffic = RoundTraffic(len(cohort), self.method.layers, names_layers=not has_request)
         self._federation.migration.begin(self._federation.migrations(cohort))
         groups = list(self._federation.groups(cohort))
-        message = self._federation.on_server(lambda: adapter.send(self.server, cohort))
+        message = self._federation.on_server(lambda: adapter.download(self.server, cohort))
         before = self._federation.deliver(message, cohort)
         traffic.count_down(before.sent)
         down, sent = self._federation.on_device(before.received), before.sent
         if has_request:
-            asked, answer = self._exchange_requests(cohort, groups, down, traffic)
-            down |= asked | self._federation.on_device(answer.received)
-            sent, before = answer.sent, before | answer
+            requests, response = self._exchange_requests(cohort, groups, down, traffic)
+            down |= requests | self._federation.on_device(response.received)
+            sent, before = response.sent, before | response
         local = self._train(groups, down, is_evaluated)
         diverged = self._divergence.judge_clients(local.diverged, self.server, cohort)
         members, up, places = cohort, local.up, None
@@ -182,7 +182,7 @@ class Simulation:
         if not self._world.is_server:
             upload.drain()
         self._federation.migration.end()
-        self._federation.on_server(lambda: adapter.receive(self.server, members, upload))
+        self._federation.on_server(lambda: adapter.aggregate(self.server, members, upload))
         return self._record(cohort, traffic, local, diverged, places)
 
     def _exchange_requests(
@@ -190,14 +190,14 @@ class Simulation:
     ) -> tuple[Message, Delivery]:
         """Collect the cohort's requests and send the server's response; return both. Collective."""
         federation, adapter = self._federation, self._federation.adapter
-        asked = stack([adapter.ask(clients, down.select(part)) for part, clients in groups])
-        upload = federation.ask(asked, cohort)
+        own = stack([adapter.client_request(clients, down.select(part)) for part, clients in groups])
+        upload = federation.send_requests(own, cohort)
         traffic.count_up(upload)
         requests = upload.collect()
-        more = federation.on_server(lambda: adapter.answer(self.server, cohort, requests))
-        answer = federation.deliver(more, cohort)
-        traffic.count_down(answer.sent)
-        return asked, answer
+        message = federation.on_server(lambda: adapter.server_response(self.server, cohort, requests))
+        response = federation.deliver(message, cohort)
+        traffic.count_down(response.sent)
+        return own, response
 
     def _train(self, groups: Groups, down: Message, is_evaluated: bool) -> LocalRound:
         """Train this rank's cohort members, and score them right after if asked."""
@@ -209,14 +209,14 @@ class Simulation:
         handover = Message()
         for part, clients in groups:
             mine = down.select(part).to(clients.device) | handover
-            up = adapter.work(clients, mine)
+            up = adapter.train(clients, mine)
             steps.append(clients.steps.double())
             figures = losses_and_extremes(clients, up).cpu()
             losses.append(figures[0] / clients.steps.clamp(min=1))
             bad = diverged_members(clients, up, figures)
             diverged |= {clients.ids[place]: what for place, what in bad.items()}
             scoring_began_s = time.monotonic()
-            model = adapter.after_training(clients, mine, up) if is_evaluated else Message()
+            model = adapter.model_after_training(clients, mine, up) if is_evaluated else Message()
             scores.append(self._evaluator.scores(clients, model)[:, 0])
             scoring_s += time.monotonic() - scoring_began_s
             # copied to the CPU group by group, so that a GPU never holds the uploads of a whole cohort

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcfl.errors import StorageError, UserError
-from hpcfl.storage.hdf5 import ForeignError, LoadedCheckpoint, find_damage, write_snapshot
+from hpcfl.storage.hdf5 import LoadedCheckpoint, find_damage, write_snapshot
 from hpcfl.storage.snapshot import Snapshot
 
 
@@ -23,7 +23,7 @@ class CheckpointStore:
         self._unfinished = folder / "checkpoint.tmp.h5"
         self._newest_is_good = False
         self.last_round: int | None = None
-        """Rounds done in the last good checkpoint; None where there is none."""
+        """Rounds done in the last good checkpoint; None without one."""
 
     @property
     def exists(self) -> bool:
@@ -32,7 +32,7 @@ class CheckpointStore:
 
     @property
     def newest_bytes(self) -> int:
-        """What the newest checkpoint takes; 0 where there is none."""
+        """Size of the newest checkpoint; 0 without one."""
         return self._newest.stat().st_size if self._newest.exists() else 0
 
     def save(self, snapshot: Snapshot, end_if_lost: Callable[[], None] = lambda: None) -> None:
@@ -42,11 +42,11 @@ class CheckpointStore:
 
         Args:
             snapshot: what is written.
-            end_if_lost: is called right before the old ones are replaced; raises StorageError where the
+            end_if_lost: is called right before the old ones are replaced; raises StorageError if the
                 folder is another run's by now.
 
         Raises:
-            OSError: the file could not be written, or reads back otherwise than it was written.
+            OSError: the file could not be written, or its bytes are not those that were written.
             ValueError: a tensor without dimensions, or rows that are not those announced.
         """
         self._unfinished.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ class CheckpointStore:
             # the other run may be writing the unfinished one
             raise
         except BaseException:
-            # where nothing can be written, the failure that is told is the first one
+            # on a full disk the first error is the one to report
             with suppress(OSError):
                 self._unfinished.unlink()
             raise
@@ -74,7 +74,7 @@ class CheckpointStore:
         """Open the newest checkpoint, or with a warning the previous one; None where there never was one.
 
         Args:
-            if_damaged: what the user can do where no checkpoint is whole.
+            if_damaged: what the user can do if no checkpoint is whole.
 
         Raises:
             UserError: no checkpoint is whole, or a newer hpcfl wrote it.
@@ -89,7 +89,7 @@ class CheckpointStore:
                 continue
             try:
                 loaded = LoadedCheckpoint(path)
-            except ForeignError as error:
+            except UserError as error:
                 complaints.append(str(error))
                 continue
             self._newest_is_good = path == self._newest

@@ -1,4 +1,4 @@
-"""Snapshots as HDF5 files that plain h5py reads: all that knows HDF5.
+"""Checkpoints as HDF5 files that plain h5py reads. The only module that imports h5py.
 
 A file's first 512 bytes, HDF5's user block, hold a line of text with the SHA-256 of everything after them, so
 that no flipped bit goes unnoticed. Client rows are written and read in blocks, so that memory for all clients
@@ -25,6 +25,7 @@ import torch
 
 from hpcfl import __version__
 from hpcfl.errors import UserError, one_line
+from hpcfl.parameters import Slot
 from hpcfl.storage.reading import record_of
 from hpcfl.storage.snapshot import (
     Block,
@@ -35,7 +36,6 @@ from hpcfl.storage.snapshot import (
     Rows,
     RowShape,
     Snapshot,
-    TensorRecord,
 )
 
 SCHEMA = 2
@@ -46,20 +46,16 @@ HASH_BLOCK_BYTES = 2**18
 """Small: one of megabytes, made anew at each checkpoint, can scatter the memory of a long run."""
 
 
-class ForeignError(UserError):
-    """A file that no run has written, though it is whole."""
-
-
 class LoadedCheckpoint:
     """A verified checkpoint, open for reading; names come in the order in which they were saved."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file; raise ForeignError where it has parts that no run writes, or not those it writes."""
+        """Open the file; raise UserError if it lacks parts that a run writes, or has others."""
         self.path = path
-        # by a file of our own: a user's script may have HDF5 open the same path, in its own way, meanwhile
+        # a file object of our own: a user's script may have the same path open in HDF5 with other options
         raw = io.FileIO(path)
         self._file = h5py.File(raw, "r")
-        # also where nobody calls it
+        # called at the end if not before
         self.close = weakref.finalize(self, _close, self._file, raw)
         """Close the file; what was not read yet cannot be read any more."""
         try:
@@ -67,10 +63,10 @@ class LoadedCheckpoint:
             self._read()
         except Exception as error:
             self.close()
-            raise ForeignError(f"{path} holds what no run writes ({one_line(error)})") from error
+            raise UserError(f"{path} holds what no run writes ({one_line(error)})") from error
 
     def _read(self) -> None:
-        """Read all that is small; raises where it is not as it was written."""
+        """Read all but the large tensors; raises an exception of any type if the file is not as a run's."""
         attributes = self._file.attrs
         self.schema = int(attributes["schema"])
         self.header = Header(
@@ -90,7 +86,7 @@ class LoadedCheckpoint:
         }
         for table in self.ledger.values():
             if table.values.shape[1:] != (len(table.columns),):
-                raise ValueError("a table of the ledger has not the columns that it names")
+                raise ValueError("a table of the ledger has other columns than it names")
         for name in {"accuracy", "accuracy_unseen" if "accuracy_unseen" in self.history else "accuracy"}:
             if self.history[name].ndim != 2:
                 raise ValueError(f"the history's {name} is not by evaluation and client")
@@ -247,7 +243,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
 
 def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], None]) -> None:
-    """Write all but the hash; call `between` after each of the parts and blocks that may be large."""
+    """Write all but the hash; call `between` after each part or block that may be large."""
     header = snapshot.header
     file.attrs["schema"] = SCHEMA
     file.attrs["round"] = header.round
@@ -269,33 +265,32 @@ def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], No
     ledger = snapshot.ledger()
     _write_arrays(file.create_group("ledger"), {name: table.values for name, table in ledger.items()})
     for name, table in ledger.items():
-        if table.values.shape[1:] != (len(table.columns),):
-            raise ValueError(
-                f"table {name!r} is {table.values.shape}, for {len(table.columns)} named columns"
-            )
         file["ledger"][name].attrs["columns"] = _encode(table.columns)
     file.attrs["complete"] = 1
 
 
-def _write_layout(group: h5py.Group, records: Sequence[TensorRecord]) -> None:
+def _write_layout(group: h5py.Group, slots: Sequence[Slot]) -> None:
     """Write names, offsets, layers [T] and shapes [T, most dimensions], where -1 pads the shorter shapes."""
-    most_dims = max((len(record.shape) for record in records), default=0)
-    padded = [[*record.shape, *[-1] * (most_dims - len(record.shape))] for record in records]
-    group["names"] = _encode([record.name for record in records])
-    group["layers"] = _encode([record.layer for record in records])
-    group["offsets"] = np.array([record.offset for record in records], dtype=np.int64)
-    group["shapes"] = np.array(padded, dtype=np.int64).reshape(len(records), most_dims)
+    most_dims = max((len(slot.shape) for slot in slots), default=0)
+    padded = [[*slot.shape, *[-1] * (most_dims - len(slot.shape))] for slot in slots]
+    group["names"] = _encode([slot.name for slot in slots])
+    group["layers"] = _encode([slot.module for slot in slots])
+    group["offsets"] = np.array([slot.start for slot in slots], dtype=np.int64)
+    group["shapes"] = np.array(padded, dtype=np.int64).reshape(len(slots), most_dims)
 
 
-def _read_layout(group: h5py.Group) -> tuple[TensorRecord, ...]:
+def _read_layout(group: h5py.Group) -> tuple[Slot, ...]:
     names, layers = _decode(group["names"][()]), _decode(group["layers"][()])
     shapes = (tuple(size for size in shape if size >= 0) for shape in group["shapes"][()].tolist())
     offsets = group["offsets"][()].tolist()
-    return tuple(TensorRecord(*record) for record in zip(names, shapes, offsets, layers, strict=True))
+    return tuple(
+        Slot(name, shape, start, start + math.prod(shape), layer)
+        for name, shape, start, layer in zip(names, shapes, offsets, layers, strict=True)
+    )
 
 
 def _check_own_content(group: h5py.Group) -> None:
-    """Raise ValueError where a part of the file is in another file, which reading would open."""
+    """Raise ValueError if a part of the file is in another file, which reading would open."""
     for name in group:
         if not isinstance(group.get(name, getlink=True), h5py.HardLink):
             raise ValueError(f"{name!r} is a link to another place")
@@ -322,7 +317,7 @@ def _read_data(group: h5py.Group) -> DataRecord:
         raise ValueError(f"images of type {dtype!r}")
     scale, mean, std = (np.ravel(found[name]).tolist() for name in ("scale", "mean", "std"))
     if [len(scale), len(mean), len(std)] != [1, channels, channels]:
-        raise ValueError(f"a scale and a mean and a deviation a channel, of {channels}")
+        raise ValueError(f"no scale, or not one mean and deviation for each of {channels} channels")
     return DataRecord(
         (channels, height, width),
         dtype,
@@ -341,7 +336,6 @@ def _write_arrays(group: h5py.Group, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _write_array(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Dataset:
-    _check_name(name)
     if values.ndim == 0 or values.dtype.kind not in "biuf":
         raise ValueError(
             f"{name!r} is {values.dtype} of shape {values.shape}, need numbers with a dimension or more"
@@ -351,34 +345,39 @@ def _write_array(group: h5py.Group, name: str, values: np.ndarray) -> h5py.Datas
 
 def _write_rows(group: h5py.Group, rows: Rows, between: Callable[[], None]) -> None:
     datasets = {name: _create_row_dataset(group, name, row_shape) for name, row_shape in rows.shapes.items()}
-    written = {name: np.zeros(row_shape.rows, dtype=bool) for name, row_shape in rows.shapes.items()}
+    times = {name: np.zeros(row_shape.rows, dtype=np.int64) for name, row_shape in rows.shapes.items()}
     group.attrs["names"] = _encode(list(datasets))
     for block in rows.blocks:
-        _write_block(datasets, block, rows.shapes, written)
+        _write_block(datasets, block, rows.shapes, times)
         between()
         # Free this block before the next one is made, so that memory never holds two.
         del block
-    for name, is_written in written.items():
-        if not is_written.all():
-            raise ValueError(f"no block brought the rows {np.flatnonzero(~is_written)[:5]}... of {name!r}")
+    for name, written in times.items():
+        if (written != 1).any():
+            raise ValueError(f"rows {np.flatnonzero(written != 1)[:5]}... of {name!r} were not written once")
 
 
 def _write_block(
     datasets: Mapping[str, h5py.Dataset],
     block: Block,
     shapes: Mapping[str, RowShape],
-    written: Mapping[str, np.ndarray],
+    times: Mapping[str, np.ndarray],
 ) -> None:
+    """Write a block's rows, and count in `times` how often each row was written."""
     ids, tensors = block
     for name, tensor in tensors.items():
-        _check_rows(name, ids, tensor, shapes, written)
+        expected = shapes[name]
+        # HDF5 would broadcast and convert without an error
+        if tensor.shape != (len(ids), *expected.shape) or tensor.dtype != expected.dtype:
+            raise ValueError(
+                f"{len(ids)} rows of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, not {expected}"
+            )
         _write_runs(datasets[name], ids, tensor.numpy(force=True))
-        written[name][ids] = True
+        times[name][ids] += 1
 
 
 def _create_row_dataset(group: h5py.Group, name: str, row_shape: RowShape) -> h5py.Dataset:
     """Create a dataset of one chunk a row, so that reading some clients touches only theirs."""
-    _check_name(name)
     shape = (row_shape.rows, *row_shape.shape)
     chunks = (1, *row_shape.shape) if math.prod(shape) else None
     dtype = torch.empty(0, dtype=row_shape.dtype).numpy().dtype
@@ -391,32 +390,6 @@ def _write_runs(dataset: h5py.Dataset, ids: np.ndarray, values: np.ndarray) -> N
     for run, run_values in zip(np.split(ids, ends_of_runs), np.split(values, ends_of_runs), strict=True):
         if len(run):
             dataset[run[0] : run[-1] + 1] = run_values
-
-
-def _check_rows(
-    name: str,
-    ids: np.ndarray,
-    tensor: torch.Tensor,
-    shapes: Mapping[str, RowShape],
-    written: Mapping[str, np.ndarray],
-) -> None:
-    """Raise ValueError unless the rows are those announced: HDF5 would broadcast and convert in silence."""
-    if name not in shapes:
-        raise ValueError(f"rows of {name!r} were not announced, only {list(shapes)}")
-    expected = shapes[name]
-    if tensor.shape != (len(ids), *expected.shape) or tensor.dtype != expected.dtype:
-        raise ValueError(
-            f"{len(ids)} rows of {name!r} are {tensor.dtype} {tuple(tensor.shape)}, not {expected}"
-        )
-    if not (np.all(np.diff(ids) > 0) and np.all(ids >= 0) and np.all(ids < expected.rows)):
-        raise ValueError(f"ids of rows of {name!r} must increase within 0 to {expected.rows - 1}: {ids}")
-    if written[name][ids].any():
-        raise ValueError(f"rows {ids[written[name][ids]]} of {name!r} came twice")
-
-
-def _check_name(name: str) -> None:
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        raise ValueError(f"{name!r} cannot be a name in a checkpoint")
 
 
 def _datasets(group: h5py.Group) -> dict[str, h5py.Dataset]:

@@ -1,6 +1,7 @@
 """Costs and results of a run: bytes, seconds, accuracy and diagnostics, in CSV files and checkpoints.
 
-Shapes: N clients, K labels of bytes (the layers, other tensors that were sent, running statistics, indices).
+Shapes: N clients, E evaluations, K labels of bytes (the layers, other tensors that were sent, running
+statistics, indices).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ WHOLE_NUMBERS = frozenset({"round", "diverged"} | {name for name in METRICS if "
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
 PENDING = ("steps", "steps_s", "train_loss", "wall_s", *SPENT)
-"""Columns of what has come together since the last evaluation, and of the seconds so far."""
+"""Columns: sums since the last evaluation, and the seconds so far."""
 SECONDS = frozenset({"wall_s", "client_steps_per_s", *SPENT})
 """Columns that depend on the clock; all others are the same for any number of ranks and after a resume."""
 
@@ -57,7 +58,7 @@ MOMENTS = ("after_download", "after_training")
 training (the round's cohort only)."""
 OF_CLIENTS = ("accuracy", "loss", *(f"accuracy_{moment}" for moment in MOMENTS))
 OF_UNSEEN = ("accuracy_unseen", "loss_unseen")
-"""What each evaluation gives of every client in training, and of every one that takes no part in it."""
+"""Results of an evaluation for each client in training, and for each one that takes no part in it."""
 
 BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
 DIRECTIONS = ("down", "up")
@@ -79,11 +80,11 @@ class Ledger:
         of_unseen = dict.fromkeys(OF_UNSEEN, num_unseen) if num_unseen else {}
         self._sizes = dict.fromkeys(OF_CLIENTS, num_clients) | of_unseen
         self.evaluated: dict[str, list[np.ndarray]] = {name: [] for name in self._sizes}
-        """An entry an evaluation: OF_CLIENTS [N], nan where a client has no model; OF_UNSEEN [U], of adapted
-        models; and the method's own by their names."""
+        """One entry per evaluation: OF_CLIENTS [N], nan where a client has no model; OF_UNSEEN [U], of
+        adapted models; and the method's own by their names."""
         self._rounds: list[int] = []
         self._bytes: list[np.ndarray] = []
-        """Of each round [2, K]."""
+        """Bytes of each round [2, K]."""
         self._total = np.zeros((len(DIRECTIONS), len(self._labels)), np.int64)
         self.client_bytes = np.zeros((num_clients, len(DIRECTIONS)), np.int64)
         """Bytes of trainable numbers addressed to and sent by each client so far [N, 2]."""
@@ -191,7 +192,7 @@ class Ledger:
         self._steps = self._train_s = 0.0
 
     def forget_last_evaluation(self) -> None:
-        """Take the newest evaluation back."""
+        """Remove the newest evaluation."""
         self.metrics.pop()
         for entries in self.evaluated.values():
             entries.pop()
@@ -230,7 +231,7 @@ class Ledger:
         }
 
     def history(self) -> dict[str, np.ndarray]:
-        """Return what evaluations gave: the method's history, and figures by client [evaluations, N]."""
+        """Return the results of all evaluations: the method's history, and figures by client [E, N]."""
         found = {name: np.array(entries) for name, entries in self.evaluated.items() if entries}
         return {name: np.empty((0, size)) for name, size in self._sizes.items()} | found
 
@@ -259,7 +260,7 @@ class Ledger:
         self.append_files(folder)
 
     def append_files(self, folder: Path) -> None:
-        """Append what is new to the CSV files."""
+        """Append new rows to the CSV files."""
         new = self.metrics[self._written["metrics.csv"] :]
         rows = [[_cell(name, v) for name, v in zip(self._columns, row, strict=True)] for row in new]
         _write(folder / "metrics.csv", "a", rows)
@@ -275,7 +276,7 @@ class Ledger:
         self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
 
     def write_clients(self, folder: Path, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
-        """Write clients.csv: one row a client, from the newest evaluation.
+        """Write clients.csv: one row per client, from the newest evaluation.
 
         Clients that take no part in training come last, with 1 in a column `unseen`, which is there only if
         they are. They have no bytes, no rounds that diverged, and no accuracy at the other moments.
@@ -331,7 +332,7 @@ def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
 
 
 def _write_whole(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    """Write a file of which nobody who reads it while the run continues sees a part."""
+    """Write a file at once, so that no reader sees a part of it."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     replace_file(path, text.getvalue())

@@ -22,7 +22,7 @@ from hpcfl.errors import STORAGE_ERROR, UserError
 
 LOCK_NAME = ".lock"
 MAX_BYTES = 1000
-"""Of a lock file that are read."""
+"""Number of bytes that are read of a lock file."""
 
 _held: dict[tuple[int, int], int] = {}
 """This process's lock files: their identities and descriptors. The kernel would grant it a lock twice."""
@@ -70,11 +70,7 @@ class FolderLock:
             )
 
     def lost(self) -> str | None:
-        """Return how this process has lost its folder, None where it has not.
-
-        Raises:
-            OSError: the file system does not say.
-        """
+        """Return how this process has lost its folder, or None; OSError if the file system cannot tell."""
         if self.is_elsewhere():
             return "was moved or deleted"
         named = holder(self._folder).owner
@@ -90,10 +86,10 @@ class FolderLock:
             return True
 
     def release(self) -> None:
-        """Give the lock up; a second call does nothing."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor < 0:
             return
-        # a name that stays, as on a full disk, is that of a process that has ended
+        # on a full disk the name may stay: its process has ended
         with suppress(OSError):
             if _read_owner(self._descriptor) == self._owner:
                 self._write("")
@@ -109,7 +105,7 @@ class FolderLock:
 
     def _write(self, text: str) -> None:
         written = os.pwrite(self._descriptor, text.encode(), 0)
-        # not before: nobody is to see a lock without a name in the meantime
+        # after the write, so that nobody sees a lock without a name
         os.ftruncate(self._descriptor, written)
         if written < len(text):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -117,15 +113,14 @@ class FolderLock:
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has the lock of a folder, as it looks from this machine."""
+    """The owner of a folder's lock, as seen from this machine."""
 
     owner: str
-    """`pid 7 on node3`, and its job under SLURM; empty where no run has begun or the last one gave the lock
-    up itself."""
+    """`pid 7 on node3`, and its job under SLURM; empty before the first run and after a released lock."""
     is_seen: bool
-    """Whether the lock is held, for all that this machine can tell."""
+    """Whether the lock is held, as far as this machine can tell."""
     is_gone: bool
-    """Whether it is certain that the owner has ended without giving the lock up; it was on this machine."""
+    """Whether the owner has certainly ended without releasing the lock; it was on this machine."""
 
 
 def holder(folder: Path) -> Holder:
@@ -161,12 +156,12 @@ def _read_owner(descriptor: int) -> str:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
-    """Return what tells a file from all others, whatever its path."""
+    """Return device and inode: the same file has the same ones under any path."""
     return status.st_dev, status.st_ino
 
 
 def _owner() -> str:
-    """Return what this process calls itself in its locks."""
+    """Return this process's name in its locks."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"pid {os.getpid()} on {socket.gethostname()}" + (f", job {job}" if job else "")
 

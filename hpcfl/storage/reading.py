@@ -19,7 +19,7 @@ Columns = dict[str, np.ndarray]
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
 _OF_TEXT = ("direction", "layer")
-"""Columns of a run's CSV files whose cells need be no numbers."""
+"""Columns whose cells are text."""
 _WHOLE = ("round", "client", "class", "unseen", "diverged")
 COLUMNS = {
     "metrics.csv": (
@@ -46,10 +46,10 @@ def read_record(folder: Path, if_damaged: str = "name the folder of another run"
 
     Args:
         folder: the run's.
-        if_damaged: what the user can do where the file is damaged.
+        if_damaged: what the user can do if the file is damaged.
 
     Raises:
-        UserError: there is no config.yaml that can be read, or it is damaged.
+        UserError: config.yaml is missing, cannot be read or is damaged.
     """
     path = folder / "config.yaml"
     try:
@@ -64,7 +64,7 @@ def read_record(folder: Path, if_damaged: str = "name the folder of another run"
 
 
 def record_of(text: str) -> dict[str, Any]:
-    """Return the nested keys of a run's configuration as YAML; ValueError where the text is none."""
+    """Return the nested keys of a run's configuration in YAML; raise ValueError if it is not one."""
     tree = parse_yaml(text)
     is_record = isinstance(tree, dict) and all(tree.get(group) for group in _GROUPS)
     if not is_record or not all(isinstance(group, dict) for group in tree.values()):
@@ -76,9 +76,9 @@ def record_of(text: str) -> dict[str, Any]:
 
 
 def whole_lines(path: Path, most_bytes: int | None = None) -> list[str]:
-    """Return the lines of a file that have their end, or those in its last bytes; none where it is not there.
+    """Return the complete lines of a file, or of its last bytes; none if there is no file.
 
-    Raises UserError where the file cannot be read.
+    Raises UserError if the file cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -93,11 +93,11 @@ def whole_lines(path: Path, most_bytes: int | None = None) -> list[str]:
 
 
 def read_columns(path: Path) -> Columns:
-    """Return the whole rows of a run's CSV file by column; empty where there are none.
+    """Return the complete rows of a run's CSV file by column; empty if there are none.
 
     Raises:
-        UserError: columns that the file has in every run are not there, a row has not the header's columns, a
-            cell is none of its column's values, or the file cannot be read.
+        UserError: a column that every run has is missing, a row has other columns than the header, a cell is
+            impossible in its column, or the file cannot be read.
     """
     lines = csv.reader(whole_lines(path))
     rows = []
@@ -113,14 +113,14 @@ def read_columns(path: Path) -> Columns:
 
 
 def damaged(path: Path, line: int) -> UserError:
-    """Return the error that a line of a run's CSV file is not as a run writes it."""
+    """Return the error for a damaged line of a run's CSV file."""
     return UserError(
         f"{path}, line {line}: damaged; bring the file back from a copy, or name the folder of another run"
     )
 
 
 def _value(name: str, cell: str) -> float | str:
-    """Return a cell of a column; ValueError where it is none of the column's values."""
+    """Return a cell of a column; raise ValueError if it is impossible there."""
     if name in _OF_TEXT:
         return cell
     value = float(cell)

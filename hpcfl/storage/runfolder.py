@@ -34,14 +34,14 @@ from hpcfl.storage.snapshot import LayoutRecord, Snapshot
 from hpcfl.storage.trackers import RUN_ID_NAME, Tracker, start_tracker
 
 UNFINISHED_NAME = "config.yaml.tmp"
-"""What config.yaml is called until it is whole; a killed run may leave it."""
+"""Name of config.yaml until it is complete; a killed run may leave it."""
 
 _WRITTEN = re.compile(
     rf"{re.escape(LOCK_NAME)}|{re.escape(RUN_ID_NAME)}|log\.txt|events\.out\.tfevents\..*|checkpoint(\.prev|\.tmp)?\.h5|"
     r"config\.yaml(\.tmp)?|\.?(metrics|bytes|clients|partition)\.csv(\..*)?|\.?report\.html(\..*)?",
     re.DOTALL,
 )
-"""Names of the files that a run writes, those that are not whole yet included."""
+"""Names of all files that a run writes, incomplete ones included."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -58,7 +58,7 @@ class RunFolder:
         self.path = path
         clients = f"{config.data.clients or 'all its'} clients"
         self.notes = [f"{config.method.name} on {config.data.source}, {clients}, in {path}"]
-        """What the user is told at the start."""
+        """Lines that the start prints."""
         if started_by := job():
             self.notes.append(f"SLURM job {started_by}")
         self.store = CheckpointStore(path)
@@ -67,7 +67,7 @@ class RunFolder:
         self._config = config
         self._tracker: Tracker | None = None
         self._lock: FolderLock | None = None
-        self._log_is_refused = self._is_tight = False
+        self._log_is_refused = False
 
     def check(self, fresh: bool) -> None:
         """Raise UserError if the path is no run folder or holds a run with another configuration."""
@@ -90,9 +90,9 @@ class RunFolder:
             )
 
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
-        """Name the keys with which this run cannot resume one that was made with these.
+        """Return the keys that differ from a recorded run's, and so prevent a resume.
 
-        It may have more rounds, unless its method depends on their number.
+        A run may have more rounds than recorded, unless its method depends on their number.
         """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         changed = differences(there, self._config.tree())
@@ -127,13 +127,15 @@ class RunFolder:
             # another run may have come and gone since the first look
             self.check(fresh=False)
             self.checkpoint = self.store.load(f"add --fresh to move {self.path} aside and start over")
-            self._check_other_state(layout)
+            self._check_checkpoint(layout)
             self._write_record(ranks, command)
         except OSError as error:
-            told = f"cannot write the run folder {self.path}: {error.strerror or error}"
+            problem = f"cannot write the run folder {self.path}: {error.strerror or error}"
             if error.errno in _NO_ROOM:
-                raise StorageError(f"{told}; {self._make_room()} and run the same command again") from error
-            raise UserError(f"{told}; name another with --out DIR") from error
+                raise StorageError(
+                    f"{problem}; {self._make_room()} and run the same command again"
+                ) from error
+            raise UserError(f"{problem}; name another with --out DIR") from error
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
@@ -149,7 +151,7 @@ class RunFolder:
             os.fsync(file.fileno())
         os.replace(unfinished, self.path / "config.yaml")
 
-    def _check_other_state(self, layout: ParameterLayout) -> None:
+    def _check_checkpoint(self, layout: ParameterLayout) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
         if (found := self.checkpoint) is None:
             return
@@ -173,10 +175,10 @@ class RunFolder:
             )
 
     def start_files(self, ledger: Ledger) -> None:
-        """Rewrite the CSV files with all that is known, and start the tracker.
+        """Rewrite the CSV files with all rows so far, and start the tracker.
 
-        This and all that follows raises StorageError where the folder cannot be written; the log and the
-        tracker are given up with a warning instead: no number of the run depends on them.
+        This and the functions below raise StorageError if the folder cannot be written. The log and the
+        tracker are given up with a warning instead: no result depends on them.
         """
         with self._writing("its CSV files"):
             ledger.start_files(self.path)
@@ -185,7 +187,7 @@ class RunFolder:
                 self._tracker = start_tracker(name, self.path, self._config, ledger)
 
     def append_files(self, ledger: Ledger) -> None:
-        """Append what is new to the files of `start_files`."""
+        """Append new rows to the files of `start_files`."""
         with self._writing("its CSV files"):
             ledger.append_files(self.path)
         if self._tracker is not None:
@@ -198,28 +200,18 @@ class RunFolder:
             write_partition(self.path, train, evaluated)
 
     def write_clients(self, ledger: Ledger, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
-        """Write clients.csv, with which a run is finished."""
+        """Write clients.csv, which marks a finished run."""
         with self._writing("clients.csv"):
             ledger.write_clients(self.path, num_train, num_evaluated)
 
     def save(self, snapshot: Snapshot) -> None:
-        """Write a checkpoint, and warn where the next one will have no room."""
+        """Write a checkpoint."""
         with self._writing(f"the checkpoint of round {snapshot.header.round}"):
             self.store.save(snapshot, self._end_if_lost)
-        was_tight = self._is_tight
-        with suppress(OSError):
-            self._is_tight = self._free_bytes() < self.store.newest_bytes
-        is_last = snapshot.header.round == self._config.train.rounds
-        if self._is_tight and not was_tight and not is_last:
-            warnings.warn(
-                f"{self.path}: the disk has no room for the next checkpoint; {self._make_room()}, or the run "
-                f"ends there, to resume from round {self.store.last_round}",
-                stacklevel=2,
-            )
 
     @contextmanager
     def _writing(self, what: str) -> Iterator[None]:
-        """Turn what hinders the writing of results into a StorageError."""
+        """Turn an OSError into a StorageError that says what to do."""
         self._end_if_lost()
         try:
             yield
@@ -231,7 +223,7 @@ class RunFolder:
             ) from error
 
     def _end_if_lost(self) -> None:
-        """Raise StorageError where the folder at this run's path is its own no more."""
+        """Raise StorageError if the folder at this run's path is no longer its own."""
         with suppress(OSError):
             if self._lock is not None and (lost := self._lock.lost()):
                 where = " where the folder is now (--out DIR)" if self._lock.is_elsewhere() else ""
@@ -254,32 +246,28 @@ class RunFolder:
         return "check the disk"
 
     def _make_room(self) -> str:
-        """Say how much room there is, and how much a checkpoint takes."""
+        """Return the advice to make room, with the free bytes and the size of a checkpoint."""
         sizes = []
         with suppress(OSError):
             if needed := self.store.newest_bytes:
                 sizes.append(f"a checkpoint takes {readable_bytes(needed)}")
-            sizes.append(f"{readable_bytes(self._free_bytes())} are free, quotas apart")
+            free = shutil.disk_usage(self.path).free
+            sizes.append(f"{readable_bytes(free)} are free, quotas apart")
         return f"make room ({', '.join(sizes)})" if sizes else "make room"
-
-    def _free_bytes(self) -> int:
-        return shutil.disk_usage(self.path).free
 
     @contextmanager
     def _tracker_or_warning(self) -> Iterator[None]:
-        """Give up the tracker with a warning, whatever its package raises; its own warnings are no news."""
-        refused: Exception | None = None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
+        """Give up the tracker with a warning, whatever its package raises; ignore its own warnings."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 yield
-            except Exception as error:
-                self._tracker, refused = None, error
-        if refused is not None:
-            reason = refused.strerror if isinstance(refused, OSError) else None
+        except Exception as error:
+            self._tracker = None
+            reason = error.strerror if isinstance(error, OSError) else None
             warnings.warn(
                 f"{self.path}: run.tracker={self._config.run.tracker} has failed: "
-                f"{reason or one_line(refused)}; the run continues without, and its next start sends what is "
+                f"{reason or one_line(error)}; the run continues without, and its next start sends what is "
                 "missing",
                 stacklevel=3,
             )
@@ -326,7 +314,7 @@ class RunFolder:
         return self._is_empty() or (self.path / "config.yaml").is_file()
 
     def _recorded(self) -> dict[str, Any] | None:
-        """Return what config.yaml says, None where there is none, or a damaged one beside a checkpoint.
+        """Return the keys of config.yaml; None without it, or if it is damaged and there is a checkpoint.
 
         Raises:
             UserError: config.yaml is damaged, and there is no checkpoint.
@@ -337,14 +325,14 @@ class RunFolder:
         if_damaged = "bring it back from a copy, or add --fresh to move the folder aside and start over"
         try:
             record = read_record(self.path, if_damaged)
-            # which is written last
+            # the environment is written last
             if record.get(ENVIRONMENT):
                 return record
             raise UserError(f"{path} is damaged; {if_damaged}")
         except UserError:
             if not self.store.exists:
                 raise
-            # whose configuration is compared when it is loaded
+            # the checkpoint's configuration is compared when it is loaded
             warnings.warn(f"{path} is damaged, and written anew", stacklevel=1)
             return None
 
@@ -359,7 +347,7 @@ class RunFolder:
 
 
 def _check_links(path: Path) -> None:
-    """Raise UserError where a file of a run is another one, elsewhere, which writing would change."""
+    """Raise UserError if a run's file is a link, a pipe or a device: writing would change something else."""
     for entry in path.iterdir():
         is_plain = not entry.is_symlink() and (entry.is_file() or entry.is_dir())
         if _WRITTEN.fullmatch(entry.name) and not is_plain:

@@ -1,4 +1,4 @@
-"""The SLURM job that a run is part of: what the run folder says of it, and what its script is told."""
+"""The SLURM job that a run is part of: its description, and notes for its script."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ def job() -> str | None:
     return f"{os.environ.get('SLURM_JOB_NAME', 'job')} {number}{place}, start {start}{where}"
 
 
-def tell_script(name: str, text: str) -> None:
-    """Replace a file of notes to the job script, if one asked for them.
+def write_job_note(name: str, text: str) -> None:
+    """Replace a note to the job script, if the script has set NOTES_VARIABLE.
 
-    `ready` is there once all ranks stop at a signal and do not die of it; `saved` has the folder and the
-    rounds of the newest checkpoint, `cell` the folder of the cell of a table that began last, and nothing
-    once all have had their turn.
+    `ready`: a signal now stops the run and does not kill it. `saved`: folder and rounds of the newest
+    checkpoint. `cell`: folder of the table's cell that began last; empty after the last cell.
     """
     notes = os.environ.get(NOTES_VARIABLE)
     if notes:
-        # a run that saves its rounds is not ended for a line about it
+        # a note is no reason to end a run
         with suppress(OSError):
             replace_file(Path(notes) / name, f"{text}\n")

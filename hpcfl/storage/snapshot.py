@@ -24,38 +24,21 @@ class Header:
 
 
 @dataclass(frozen=True)
-class TensorRecord:
-    """One tensor of a flat vector: where it starts, in elements, and the layer (module) it belongs to."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    layer: str
-
-
-@dataclass(frozen=True)
 class LayoutRecord:
     """The tensors of the two flat vectors of a model, in their order: trainable numbers and buffers."""
 
-    parameters: tuple[TensorRecord, ...]
-    buffers: tuple[TensorRecord, ...]
+    parameters: tuple[Slot, ...]
+    buffers: tuple[Slot, ...]
 
     @staticmethod
     def of(layout: ParameterLayout) -> LayoutRecord:
         """Describe a model's layout."""
-
-        def records(slots: Sequence[Slot]) -> tuple[TensorRecord, ...]:
-            return tuple(TensorRecord(slot.name, slot.shape, slot.start, slot.module) for slot in slots)
-
-        return LayoutRecord(records(layout.parameters), records(layout.buffers))
+        return LayoutRecord(layout.parameters, layout.buffers)
 
 
 @dataclass(frozen=True)
 class DataRecord:
-    """What a run's networks are given, and what there is to tell apart.
-
-    A network gets (image / scale - mean) / std of images as they are stored.
-    """
+    """The data of a run: a network's input is (image / scale - mean) / std of images as they are stored."""
 
     image_shape: tuple[int, int, int]
     """Channels, height and width."""
@@ -63,7 +46,7 @@ class DataRecord:
     """How the source stores images: "uint8" or "float32"."""
     scale: float
     mean: tuple[float, ...]
-    """A number a channel, as `std`."""
+    """One number per channel, as `std`."""
     std: tuple[float, ...]
     num_classes: int
     num_samples: tuple[int, ...]

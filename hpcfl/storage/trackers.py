@@ -169,7 +169,7 @@ class EventFile:
 
     As the CSV files, it is begun anew at every start with all evaluations that the ledger holds: what a
     killed run wrote after its last checkpoint is gone with the old events, and nothing is there twice. A
-    TensorBoard that has read the old ones is told to forget them. Each call leaves whole events on the disk.
+    TensorBoard that has read the old ones forgets them. Each call leaves whole events on the disk.
     """
 
     def __init__(self, folder: Path, ledger: Ledger) -> None:

@@ -325,7 +325,7 @@ class ClientGroup:
     def outputs(
         self, model: Tensors | Message, position: int, call: Callable[..., Tensor], *samples: Tensor
     ) -> Tensor:
-        """Return call(network, *samples) of one client's model (`theta` and `buffers`, a row a client).
+        """Return call(network, *samples) of one client's model (`theta` and `buffers`, one row per client).
 
         The network is in evaluation mode; samples [n, ...] come in parts.
         """

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from subprocess import CompletedProcess
 
 import pytest
@@ -21,8 +22,8 @@ from hpcfl.communication.communicator import (
     Communicator,
     abort_on_exception,
     check_foreign_launcher,
-    first_error,
     open_world,
+    run_collectively,
 )
 from hpcfl.communication.network import measured
 from hpcfl.errors import MAX_CHARACTERS, StorageError, UserError
@@ -55,8 +56,6 @@ def test_shards_are_contiguous_and_even(world: Communicator, num_items: int) -> 
     assert sizes == sorted(sizes, reverse=True)
     own = shards[world.worker_index] if world.is_worker else range(0)
     assert world.shard(num_items) == own
-    with pytest.raises(ValueError, match="worker"):
-        world.shard(num_items, world.num_workers)
 
 
 @pytest.mark.mpi
@@ -98,16 +97,13 @@ def test_workers_exchange(max_elements: int) -> None:
 def test_ranks_in_a_ring_send_while_they_receive(max_elements: int) -> None:
     world = open_world(max_elements)
     if world.size == 1:
-        with pytest.raises(ValueError, match="no other rank"):
-            world.start_send(torch.zeros(1), 0)
         return
     before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     arrived = [torch.zeros(7), torch.zeros(2)]
     coming = [world.start_receive(tensor, before) for tensor in arrived]
     going = [world.start_send(torch.full((count,), float(world.rank)), after) for count in (7, 2)]
     for transfer in (*coming, *going):
-        transfer.wait()
-        assert transfer.is_done
+        world.wait(transfer)
     assert [tensor.tolist() for tensor in arrived] == [[float(before)] * count for count in (7, 2)]
 
 
@@ -179,22 +175,11 @@ def test_blocks_above_max_elements_are_refused_on_all_ranks() -> None:
         world.scatter(sent if world.is_server else None, too_many, torch.float32)
     with pytest.raises(UserError, match="max_elements=8 is too small"):
         world.gather(part, too_many)
-    with pytest.raises(ValueError, match="counts for"):
-        world.gather(part, [*fits, 0])
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("bad", [0, 2**28])
-def test_max_elements_keeps_bytes_in_32_bits(bad: int) -> None:
-    open_world(2**28 - 1)
-    with pytest.raises(ValueError, match="max_elements"):
-        open_world(bad)
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(2, 3).T, torch.zeros(3, dtype=torch.complex64)])
-def test_tensors_mpi_cannot_send_are_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"torch\.(float|complex)"):
-        Communicator().broadcast(tensor)
+def test_tensors_mpi_cannot_send_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs a contiguous CPU tensor, not torch\.float32"):
+        Communicator().broadcast(torch.zeros(2, 3).T)
 
 
 @pytest.mark.mpi
@@ -216,10 +201,16 @@ def test_maximum(world: Communicator) -> None:
 
 @pytest.mark.mpi
 def test_agree_on_the_lowest_rank_with_an_error(world: Communicator) -> None:
-    assert first_error(world, None) is None
-    assert first_error(world, f"rank {world.rank} has a pröblem") == "rank 0 has a pröblem"
-    last = world.size - 1
-    assert first_error(world, "the last one" if world.rank == last else None) == "the last one"
+    def fail(text: str, ranks: Sequence[int]) -> int:
+        if world.rank in ranks:
+            raise UserError(text)
+        return world.rank
+
+    assert run_collectively(world, lambda: fail("", [])) == world.rank
+    with pytest.raises(UserError, match=r"^rank 0 has a pröblem$"):
+        run_collectively(world, lambda: fail(f"rank {world.rank} has a pröblem", range(world.size)))
+    with pytest.raises(UserError, match=r"^the last one$"):
+        run_collectively(world, lambda: fail("the last one", [world.size - 1]))
 
 
 @pytest.mark.mpi
@@ -233,8 +224,6 @@ def test_devices(world: Communicator) -> None:
         assert world.device("cuda") == torch.device("cuda", world.worker_index % torch.cuda.device_count())
     else:
         assert world.device("cuda") == torch.device("cpu")
-    with pytest.raises(ValueError, match="auto, cpu, cuda"):
-        world.device("gpu")
 
 
 @pytest.mark.mpi(min_size=2)
@@ -270,13 +259,13 @@ def test_a_rank_that_has_ended_hears_of_one_that_goes_on() -> None:
     last = world.size - 1
     with world.heartbeat_timeout(1.2):
         if world.rank == 0:
-            world.start_receive(torch.zeros(1), last).wait()
+            world.wait(world.start_receive(torch.zeros(1), last))
         if world.rank == last:
             began_s = time.monotonic()
             while time.monotonic() - began_s < 3:
                 time.sleep(0.2)
                 world.heartbeat()
-            world.start_send(torch.zeros(1), 0).wait()
+            world.wait(world.start_send(torch.zeros(1), 0))
     world.barrier()
     assert not [peer for peer in range(world.size) if world._comm.Iprobe(peer, heartbeat.HEARTBEAT_TAG)]
 
@@ -316,21 +305,21 @@ def test_heartbeats_do_not_pile_up_in_ranks_that_hardly_wait(monkeypatch: pytest
             # the server waits for workers, and beats in each round
             time.sleep(0.1 if world.is_worker else 0)
             world.barrier()
-        # all have stopped; each takes what has come, and sends one more
+        # all have stopped; each returns what has come
         comm.Barrier()
         time.sleep(0.05)
         world.heartbeat()
         comm.Barrier()
         queued = 0
         for peer in range(world.size):
-            # receives that are under way take the first one of each rank
+            # the receive of each pair that is under way takes its byte
             while (message := comm.Improbe(peer, heartbeat.HEARTBEAT_TAG)) is not None:
                 message.Recv(bytearray(1))
                 queued += 1
         # no rank may end, which sends one too, before all have counted
         world.barrier()
-        # of some 40 to each worker
-        assert queued < world.size
+        # of some 20 to each worker
+        assert not queued
 
 
 @pytest.mark.mpi(min_size=2)

@@ -113,7 +113,7 @@ def work(run: Run, client: int, round: int = 0) -> tuple[Message, ClientGroup]:
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
     clients = ClientGroup(run.workplace, [client], round)
     channel = Channel(Communicator(), run.method.layers, run.num_clients)
-    return run.driver.work(clients, channel.down(run.driver.send(run.server, cohort), cohort)), clients
+    return run.driver.train(clients, channel.down(run.driver.download(run.server, cohort), cohort)), clients
 
 
 def step_size(run: Run, round: int) -> float:

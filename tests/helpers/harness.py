@@ -89,7 +89,7 @@ class Run:
         """Return the models of clients that took no part in training, [U, ...]."""
         federation = self.simulation._federation
         models = [
-            self.driver.adapted(clients, down)
+            self.driver.new_client_model(clients, down)
             for cohort in federation.unseen(self.config.train.rounds)
             for clients, down in federation.new_client_downloads(self.server, cohort)
         ]
@@ -105,12 +105,12 @@ class Run:
             num_samples=self.method.context.num_samples,
         )
         channel = Channel(Communicator(), self.method.layers, self.num_clients)
-        message = self.driver.send(self.server, cohort, for_evaluation=True)
+        message = self.driver.eval_download(self.server, cohort)
         down = channel.down(message, cohort, codec_of(self.config.comm, "down"))
         models = []
         for client in range(self.num_clients):
             clients = ClientGroup(self.workplace, [client], rounds)
-            models.append(self.driver.evaluated(clients, down.select(slice(client, client + 1))))
+            models.append(self.driver.eval_model(clients, down.select(slice(client, client + 1))))
         return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
 

@@ -49,7 +49,7 @@ def slope(run: Run, theta: Tensor, x: Tensor, y: Tensor, statistics: Tensor | No
 def sent_to(run: Run, client: int, round: int, server: State | None = None) -> tuple[ClientGroup, Message]:
     """Return one client in a round and what the server sends it."""
     cohort = Cohort(round, (client,), run.method.context.num_samples[[client]])
-    message = run.driver.send(run.server if server is None else server, cohort)
+    message = run.driver.download(run.server if server is None else server, cohort)
     channel = Channel(Communicator(), run.method.layers, 4)
     return ClientGroup(run.workplace, [client], round), channel.down(message, cohort)
 
@@ -164,13 +164,13 @@ def test_differences_of_gradients_become_the_product_with_the_hessian() -> None:
     errors = []
     for delta in (0.04, 0.02, 0.01):
         free = Run(*common, f"method.delta={delta}").method
-        trained = MethodAdapter(free).work(*sent_to(run, 0, 0, start)).per_client["theta"][0]
+        trained = MethodAdapter(free).train(*sent_to(run, 0, 0, start)).per_client["theta"][0]
         errors.append(float((trained - (w - d) - 0.5 * product).norm()))
     # central differences: a quarter of the error for half the distance
     assert errors[0] / errors[1] == pytest.approx(4, rel=0.1)
     assert errors[1] / errors[2] == pytest.approx(4, rel=0.1)
     assert errors[2] < 0.01 * float(0.5 * product.norm())
-    first_order = run.driver.work(*sent_to(run, 0, 0, start)).per_client["theta"][0]
+    first_order = run.driver.train(*sent_to(run, 0, 0, start)).per_client["theta"][0]
     torch.testing.assert_close(first_order, w - d, rtol=0, atol=1e-12)
 
 

@@ -96,7 +96,7 @@ def test_the_fixed_head_never_travels_and_costs_nothing() -> None:
     assert run.bytes_by_client.tolist() == [[2 * 4 * BODY] * 2] * 4
     channel = Channel(Communicator(), run.method.layers, 4)
     cohort = cohort_of(run, *range(4))
-    arrived = channel.down(run.driver.send(run.server, cohort), cohort)
+    arrived = channel.down(run.driver.download(run.server, cohort), cohort)
     head = run.method.layout.head
     assert not arrived["theta"][:, head].any()
     assert torch.equal(arrived["theta"][:, :BODY], run.server["theta"][:BODY].expand(4, -1))

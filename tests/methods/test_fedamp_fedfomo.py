@@ -156,11 +156,11 @@ def test_a_client_that_never_uploaded_is_nobodys_neighbour(weights: str) -> None
     server = MethodAdapter(method).initial_server()
     everyone = Cohort(1, (0, 1, 2, 3), torch.ones(4))
     # before the first round there is nobody to be near to
-    assert torch.equal(MethodAdapter(method).send(server, everyone)["theta"], server["models"])
+    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], server["models"])
     models = server["models"]
     models[:2] += 0.01 * random(2, method.layout.size)
     server["is_known"][:2] = 1
-    sent = MethodAdapter(method).send(server, everyone)["theta"]
+    sent = MethodAdapter(method).download(server, everyone)["theta"]
     shares = method.attention(models, everyone.clients, server["is_known"] == 1)
     assert_close(sent, shares @ models, atol=1e-6)
     # clients 2 and 3 stand at the same point, and yet nobody but themselves listens to them
@@ -184,7 +184,7 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     models, cohort = random(4, method.layout.size), Cohort(1, (0, 2, 3), torch.ones(3))
     models[2, 5] = diverged
     server = {"models": models, "is_known": torch.ones(4, dtype=torch.int64)}
-    sent = MethodAdapter(method).send(server, cohort)["theta"]
+    sent = MethodAdapter(method).download(server, cohort)["theta"]
     others = models[[0, 1, 3]]
     assert_close(sent[[0, 2]], method.attention(others, (0, 2), ALL[:3]) @ others)
     torch.testing.assert_close(sent[1], models[2], rtol=0, atol=0, equal_nan=True)
@@ -194,7 +194,7 @@ def test_a_diverged_client_stays_alone(weights: str, diverged: float) -> None:
     assert recorded[2].tolist() == recorded[:, 2].tolist() == [0, 0, 1, 0]
     models.fill_(torch.inf)
     assert torch.equal(method.server_diagnostics(server)["attention"], torch.eye(4))
-    assert torch.equal(MethodAdapter(method).send(server, cohort)["theta"], models[[0, 2, 3]])
+    assert torch.equal(MethodAdapter(method).download(server, cohort)["theta"], models[[0, 2, 3]])
 
 
 def test_sigma_suits_the_weights_by_default() -> None:

@@ -109,19 +109,20 @@ def uploads(
     method = run.method
     cohort = Cohort(round, tuple(clients), method.context.num_samples[list(clients)])
     channel = Channel(Communicator(), method.layers, run.num_clients)
-    down = channel.down(MethodAdapter(method).send(run.server, cohort), cohort)
+    down = channel.down(MethodAdapter(method).download(run.server, cohort), cohort)
     groups = [ClientGroup(run.workplace, [client], round) for client in clients]
     parts = [slice(position, position + 1) for position in range(len(groups))]
     asked = [
-        MethodAdapter(method).ask(group, down.select(part)) for group, part in zip(groups, parts, strict=True)
+        MethodAdapter(method).client_request(group, down.select(part))
+        for group, part in zip(groups, parts, strict=True)
     ]
     requests = {"paths": torch.cat([message.per_client["paths"] for message in asked])}
-    sent = channel.down(MethodAdapter(method).answer(run.server, cohort, requests), cohort)
+    sent = channel.down(MethodAdapter(method).server_response(run.server, cohort, requests), cohort)
     more = down | sent
     order = list(zip(groups, parts, strict=True))
     trained = {}
     for group, part in reversed(order) if backwards else order:
-        trained[group.ids[0]] = MethodAdapter(method).work(group, more.select(part)).per_client["theta"][0]
+        trained[group.ids[0]] = MethodAdapter(method).train(group, more.select(part)).per_client["theta"][0]
         group.commit()
     return trained
 
@@ -208,7 +209,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     # encoders to blocks, blocks to blocks, outputs: block3_1 is fed by block2_2 of clients 0 and 2
     paths = ["0101001010", "1101000000", "0001001010"]
     bits = torch.tensor([[int(p[:8], 2), int(p[8:].ljust(8, "0"), 2)] for p in paths], dtype=torch.uint8)
-    sent = MethodAdapter(method).answer(server, cohort, {"paths": bits})
+    sent = MethodAdapter(method).server_response(server, cohort, {"paths": bits})
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
     blocks = iter([(slice(0, 3), Message(per_client={"theta": rows}, num_clients=3))])
@@ -468,7 +469,7 @@ def test_test_labels_are_never_used_for_routing() -> None:
     before = run.evaluated()["decision"]
     shard, channel = run.workplace.shard, Channel(Communicator(), run.method.layers, run.num_clients)
     cohort = run.simulation.cohort(0)
-    down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
+    down = channel.down(run.driver.eval_download(run.server, cohort), cohort)
     logits = run.method.logits(ClientGroup(run.workplace, [0], 1), down)
     first_test = int(shard.offset["test"][0])
     shard.y[first_test:] = (shard.y[first_test:] + 1) % 10

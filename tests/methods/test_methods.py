@@ -722,11 +722,11 @@ def evaluated_together(run: Run) -> State:
     """Return what `Run.evaluated` does, but from groups of several clients."""
     cohort = Cohort(ROUNDS, tuple(range(N)), run.method.context.num_samples)
     channel = Channel(Communicator(), run.method.layers, N)
-    down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
+    down = channel.down(run.driver.eval_download(run.server, cohort), cohort)
     models = []
     for start, stop in ((0, 3), (3, 6), (6, 7)):
         group = ClientGroup(run.workplace, range(start, stop), ROUNDS)
-        models.append(run.driver.evaluated(group, down.select(slice(start, stop))))
+        models.append(run.driver.eval_model(group, down.select(slice(start, stop))))
     return {name: torch.cat([model[name] for model in models]) for name in models[0].names}
 
 
@@ -767,33 +767,31 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
     before, after = [], []
     for client in range(N):
         part = slice(client, client + 1)
-        to_score = channel.down(
-            MethodAdapter(method).send(run.server, cohort, for_evaluation=True), cohort
-        ).select(part)
+        to_score = channel.down(MethodAdapter(method).eval_download(run.server, cohort), cohort).select(part)
         clients = ClientGroup(run.workplace, [client], ROUNDS)
-        received = MethodAdapter(method).after_download(clients, to_score)
+        received = MethodAdapter(method).model_after_download(clients, to_score)
         assert bool(received) == (case != "local")
         if received:
             before.append(loss_on_training_data(run, clients, received))
         if method.traits.eval_after == "download" and not run.config.train.finetune_epochs:
-            scored = MethodAdapter(method).evaluated(ClientGroup(run.workplace, [client], ROUNDS), to_score)
+            scored = MethodAdapter(method).eval_model(ClientGroup(run.workplace, [client], ROUNDS), to_score)
             assert_same_model(received, scored)
         torch.testing.assert_close((run.server, state), kept, rtol=0, atol=0)
 
         clients = ClientGroup(run.workplace, [client], ROUNDS)
-        down = channel.down(MethodAdapter(method).send(run.server, cohort), cohort).select(part)
+        down = channel.down(MethodAdapter(method).download(run.server, cohort), cohort).select(part)
         if MethodAdapter(method).needs_request(ROUNDS):
-            asked = MethodAdapter(method).ask(clients, down)
+            asked = MethodAdapter(method).client_request(clients, down)
             down = (
                 down
                 | asked
-                | MethodAdapter(method).answer(
+                | MethodAdapter(method).server_response(
                     run.server, Cohort(ROUNDS, (client,), torch.ones(1)), asked.per_client
                 )
             )
-        up = MethodAdapter(method).work(clients, down)
+        up = MethodAdapter(method).train(clients, down)
         end = copy.deepcopy((up.per_client, clients.buffers, {name: clients[name] for name in state}))
-        trained = MethodAdapter(method).after_training(clients, down, up)
+        trained = MethodAdapter(method).model_after_training(clients, down, up)
         after.append(loss_on_training_data(run, clients, trained))
         torch.testing.assert_close(
             (up.per_client, clients.buffers, {name: clients[name] for name in state}), end, rtol=0, atol=0
@@ -802,7 +800,7 @@ def test_moments(finished: Callable[[str, str], Run], case: str) -> None:
             clients.commit()
             assert_same_model(
                 trained,
-                MethodAdapter(method).evaluated(ClientGroup(run.workplace, [client], ROUNDS), to_score),
+                MethodAdapter(method).eval_model(ClientGroup(run.workplace, [client], ROUNDS), to_score),
             )
             for name, rows in kept[1].items():
                 state[name].copy_(rows)

@@ -69,8 +69,8 @@ def work(run: Run, client: int) -> tuple[Message, Message]:
     """Train one client once more, as in round 0; return what it gets and what it sends."""
     cohort = Cohort(0, (client,), run.method.context.num_samples[[client]])
     channel = Channel(Communicator(), run.method.layers, run.num_clients)
-    down = channel.down(run.driver.send(run.server, cohort), cohort)
-    return down, run.driver.work(ClientGroup(run.workplace, [client], 0), down)
+    down = channel.down(run.driver.download(run.server, cohort), cohort)
+    return down, run.driver.train(ClientGroup(run.workplace, [client], 0), down)
 
 
 # All of them

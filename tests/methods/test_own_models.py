@@ -376,10 +376,10 @@ def test_a_download_brings_what_the_next_training_starts_from(case: str) -> None
     run = after(case, 3)
     cohort = Cohort(3, tuple(range(4)), run.method.context.num_samples)
     channel = Channel(Communicator(), run.method.layers, 4)
-    down = channel.down(run.driver.send(run.server, cohort, for_evaluation=True), cohort)
+    down = channel.down(run.driver.eval_download(run.server, cohort), cohort)
     for client in range(4):
         clients = ClientGroup(run.workplace, [client], 3)
-        model = run.driver.after_download(clients, down.select(slice(client, client + 1)))
+        model = run.driver.model_after_download(clients, down.select(slice(client, client + 1)))
         assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
         if case == "fedfomo":
             assert torch.equal(model["theta"], work(run, client, 3)[1]["previous"])

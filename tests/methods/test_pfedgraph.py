@@ -65,13 +65,13 @@ def test_who_has_uploaded_nothing_or_nan_is_nobodys_neighbour_and_starts_from_th
     server = MethodAdapter(method).initial_server()
     everyone = Cohort(1, (0, 1, 2, 3), method.context.num_samples)
     start = method.context.initial_parameters()
-    assert torch.equal(MethodAdapter(method).send(server, everyone)["theta"], start.expand(4, -1))
+    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], start.expand(4, -1))
     assert method.server_diagnostics(server) == {}
     models = server["models"]
     models[:2] += random(2, method.layout.size)
     models[2] = torch.nan
     server["is_known"][:3] = 1
-    sent = MethodAdapter(method).send(server, everyone)["theta"]
+    sent = MethodAdapter(method).download(server, everyone)["theta"]
     mean = 0.25 * models[0] + 0.75 * models[1]
     assert_close(sent[2:], mean.expand(2, -1), atol=1e-6)
     graph = method.server_diagnostics(server)["collaboration"]
@@ -145,7 +145,7 @@ def test_with_a_large_alpha_all_start_from_fedavgs_model() -> None:
     run = Run(PFEDGRAPH, *keys, "method.alpha=1e12", "method.pull=0")
     everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
     fedavg = Run(*keys, "method.name=fedavg").server["theta"]
-    assert_close(run.driver.send(run.server, everyone)["theta"], fedavg.expand(4, -1))
+    assert_close(run.driver.download(run.server, everyone)["theta"], fedavg.expand(4, -1))
 
 
 @pytest.mark.parametrize("keys", [("method.alpha=1e-6",), ("data.clients=1", "data.partition.name=iid")])

@@ -83,7 +83,7 @@ def cohort_of(run: Run, clients: Sequence[int], round: int = 0) -> Cohort:
 def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> None:
     """Take one round's deltas [S, P] to the server."""
     blocks = iter([(slice(0, len(deltas)), Message(per_client={"update": deltas}, num_clients=len(deltas)))])
-    run.driver.receive(server, cohort_of(run, clients), Upload(blocks))
+    run.driver.aggregate(server, cohort_of(run, clients), Upload(blocks))
 
 
 def method_of(*keys: str) -> tuple[Run, State]:
@@ -146,10 +146,10 @@ def test_common_start_generates_everybodys_weights_and_a_drawn_one_does_not() ->
     everyone = Cohort(0, (0, 1, 2, 3), common.context.num_samples)
     initial = common.context.initial_parameters()
     assert torch.equal(
-        MethodAdapter(common).send(MethodAdapter(common).initial_server(), everyone)["theta"],
+        MethodAdapter(common).download(MethodAdapter(common).initial_server(), everyone)["theta"],
         initial.expand(4, -1),
     )
-    models = MethodAdapter(drawn).send(MethodAdapter(drawn).initial_server(), everyone)["theta"]
+    models = MethodAdapter(drawn).download(MethodAdapter(drawn).initial_server(), everyone)["theta"]
     assert torch.pdist(models).min() > 1
     assert (models - initial).abs().max() > 0.1
 
@@ -181,14 +181,16 @@ def test_a_small_step_lowers_the_loss_of_the_generated_model(start: str, step: s
     method = run.method
 
     def loss(server: State) -> float:
-        theta = MethodAdapter(method).send(server, cohort_of(run, [2]))["theta"][0]
+        theta = MethodAdapter(method).download(server, cohort_of(run, [2]))["theta"][0]
         x, y = run.workplace.shard.samples("train", 2)
         return float(cross_entropy(functional_call(method.context.network, method.layout.views(theta), x), y))
 
     server = MethodAdapter(method).initial_server()
     cohort = cohort_of(run, [2])
-    down = Channel(Communicator(), method.layers, 4).down(MethodAdapter(method).send(server, cohort), cohort)
-    delta = MethodAdapter(method).work(ClientGroup(run.workplace, [2], 0), down).per_client["update"]
+    down = Channel(Communicator(), method.layers, 4).down(
+        MethodAdapter(method).download(server, cohort), cohort
+    )
+    delta = MethodAdapter(method).train(ClientGroup(run.workplace, [2], 0), down).per_client["update"]
     before = loss(server)
     for _ in range(3):
         answer(run, server, [2], delta)
@@ -358,7 +360,7 @@ class Given(NetworkOptions):
 def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
     context = Context("digits_cnn", Given(), (1, 8, 8), 10, torch.tensor([4, 4]), TrainConfig(), 0)
     common = PFedHN(context, PFedHNParams())
-    sent = MethodAdapter(common).send(
+    sent = MethodAdapter(common).download(
         MethodAdapter(common).initial_server(), Cohort(0, (0, 1), torch.ones(2))
     )["theta"]
     torch.testing.assert_close(sent, context.initial_parameters([0, 1]), rtol=0, atol=1e-6)

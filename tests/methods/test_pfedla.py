@@ -47,12 +47,12 @@ def aggregate(method: Method, server: State, clients: Sequence[int], trained: Te
     cohort = cohort_of(method, clients)
     message = Message(per_client={"theta": trained}, num_clients=len(trained))
     blocks = iter([(slice(0, len(trained)), message)])
-    method.aggregate(server, cohort, Upload(blocks, MethodAdapter(method).send(server, cohort)))
+    method.aggregate(server, cohort, Upload(blocks, MethodAdapter(method).download(server, cohort)))
 
 
 def traffic(run: Run, clients: Sequence[int]) -> Traffic:
     """Count what the server would send now."""
-    message = run.driver.send(run.server, cohort_of(run.method, clients))
+    message = run.driver.download(run.server, cohort_of(run.method, clients))
     return count_bytes(message, run.method.layers)
 
 
@@ -379,7 +379,7 @@ def test_each_layer_of_the_chosen_granularity_has_weights_of_its_own(layer: str,
     )
     alpha = run.method.alpha(run.server, range(4))
     assert alpha.shape == (4, num_layers, 4)
-    sent = run.driver.send(run.server, cohort_of(run.method, range(4)))
+    sent = run.driver.download(run.server, cohort_of(run.method, range(4)))
     mixed, statistics = sent["theta"], sent["buffers"]
     names = [part.name for part in run.method.layers]
     number_of = {
@@ -416,12 +416,14 @@ def test_mixed_statistics_are_kept_by_the_server_and_carry_the_weights_of_their_
 def test_averaged_statistics_are_one_row_weighted_by_samples() -> None:
     run = Run(*DIVERSE, *UNEQUAL, "train.rounds=1", "model.batchnorm=true", "train.buffers=average")
     method, samples = run.method, run.method.context.num_samples
-    sent = MethodAdapter(method).send(MethodAdapter(method).initial_server(), cohort_of(method, range(4)))
+    sent = MethodAdapter(method).download(MethodAdapter(method).initial_server(), cohort_of(method, range(4)))
     trained = []
     for client in range(4):
         alone = ClientGroup(run.workplace, [client], 0)
         trained.append(
-            MethodAdapter(method).work(alone, sent.select(slice(client, client + 1))).per_client["buffers"][0]
+            MethodAdapter(method)
+            .train(alone, sent.select(slice(client, client + 1)))
+            .per_client["buffers"][0]
         )
     expected = (torch.stack(trained) * samples.unsqueeze(1)).sum(dim=0) / samples.sum()
     torch.testing.assert_close(run.server["buffers"], expected, rtol=1e-5, atol=1e-6)

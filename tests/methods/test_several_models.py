@@ -53,7 +53,7 @@ def sent_to(run: Run, clients: Sequence[int], round: int) -> tuple[ClientGroup, 
     """Return some clients in a round and what the server would send them now."""
     cohort = Cohort(round, tuple(clients), run.method.context.num_samples[list(clients)])
     down = Channel(Communicator(), run.method.layers, run.num_clients).down(
-        run.driver.send(run.server, cohort), cohort
+        run.driver.download(run.server, cohort), cohort
     )
     return ClientGroup(run.workplace, clients, round), down
 
@@ -64,7 +64,7 @@ def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) 
     stacked = {name: torch.stack([rows[client][name] for client in clients]) for name in rows[clients[0]]}
     blocks = iter([(slice(0, len(clients)), Message(per_client=stacked, num_clients=len(clients)))])
     cohort = Cohort(round, tuple(clients), run.method.context.num_samples[clients])
-    run.driver.receive(server, cohort, Upload(blocks))
+    run.driver.aggregate(server, cohort, Upload(blocks))
 
 
 def planted(folder: Path, rules: Sequence[Sequence[int]]) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def test_ifca_chooses_by_the_loss_on_training_data(two_groups: tuple[str, ...]) 
     everyone, shard = range(6), run.workplace.shard
 
     def chosen() -> list[int]:
-        trained = [run.driver.work(*sent_to(run, [client], 4)).per_client["cluster"] for client in everyone]
+        trained = [run.driver.train(*sent_to(run, [client], 4)).per_client["cluster"] for client in everyone]
         return torch.cat(trained).tolist()
 
     assert chosen() == chosen_by_hand(run, everyone) == [0, 1] * 3
@@ -414,7 +414,7 @@ def test_clusters_keep_ids_of_clients_when_they_split_again() -> None:
     moved[0, 0] += 2
     moved[1:, 1] += torch.tensor([2.0, -2.0])
     torch.testing.assert_close(server["theta"], moved)
-    sent = run.driver.send(server, Cohort(4, (1, 4, 7), torch.ones(3)))["theta"]
+    sent = run.driver.download(server, Cohort(4, (1, 4, 7), torch.ones(3)))["theta"]
     assert torch.equal(sent, server["theta"][[0, 1, 2]])
 
 
@@ -628,7 +628,7 @@ def test_the_loss_reported_by_fedem_is_that_of_the_whole_mixture() -> None:
     run.server = run.driver.initial_server()
     clients, down = sent_to(run, [1], 0)
     clients["weights"] = torch.full((1, 2), 0.5)
-    run.driver.work(clients, down)
+    run.driver.train(clients, down)
     is_first = run.workplace.shard.samples("train", 1)[1] == 0
     # shares 5/14 and 9/14 of log 2 and log 10/9 for class 0, 5/6 and 1/6 of log 18 and log 90 for the others
     of_first = (5 * math.log(2) + 9 * math.log(10 / 9)) / 14
@@ -644,7 +644,7 @@ def test_the_mixture_is_of_probabilities_in_evaluation_mode() -> None:
     run.server["theta"].mul_(3)
     weights = run.clients["weights"][3].copy_(torch.tensor([0.6, 0.3, 0.1]))
     clients, down = sent_to(run, [3], 1)
-    model = run.driver.evaluated(clients, down)
+    model = run.driver.eval_model(clients, down)
     x, _ = run.workplace.shard.samples("test", 3)
     outputs = torch.stack(
         [logits(run, run.server["theta"][m], run.server[BUFFERS][m], x) for m in range(3)]
@@ -661,7 +661,7 @@ def test_a_client_that_never_trained_finds_its_weights_by_the_newest_components(
     (fresh, *_) = set(range(4)) - set(run.simulation.cohort(0).clients)
     assert (run.clients["weights"][fresh] == 1 / 3).all()
     clients, down = sent_to(run, [fresh], 1)
-    found = run.driver.evaluated(clients, down)["weights"][0]
+    found = run.driver.eval_model(clients, down)["weights"][0]
     likelihoods = torch.stack(
         [(-sample_losses(run, fresh, theta, torch.empty(0))).exp() for theta in run.server["theta"]], dim=1
     )

@@ -10,7 +10,7 @@ import yaml
 
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
-from hpcfl.storage.slurm import job, tell_script
+from hpcfl.storage.slurm import job, write_job_note
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2", "--quiet"]
 
@@ -71,5 +71,5 @@ def test_notes_that_cannot_be_written_do_not_end_a_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HPCFL_JOB_NOTES", str(tmp_path / "gone"))
-    tell_script("saved", "runs/a 3")
+    write_job_note("saved", "runs/a 3")
     assert not list(tmp_path.iterdir())
