@@ -208,6 +208,7 @@ TRAFFIC = {
     "fedcp": Traffic(P + P_POLICY, P + P_POLICY, U, U),
     # prototypes; which of them are known (a byte each) and how many samples they are of (four)
     "fedproto": Traffic(K * F, K * F, ids_down=K, ids_up=4 * K),
+    "fedtgp": Traffic(K * F, K * F, ids_down=K, ids_up=K),
     # the head and K * F prototypes both ways; up, the statistics of K * F means and one variance too
     "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
     # the trace
@@ -364,6 +365,13 @@ STATE = {
     "gpfl": Kept({"theta": (P + P_GUIDE,)} | AVERAGED, {"head": (N, P_HEAD)}),
     "fedcp": Kept({"theta": (P_HEAD + P + P_POLICY,)} | AVERAGED, {"head": (N, P_HEAD)}),
     "fedproto": Kept(PROTOTYPES, OWN_MODEL),
+    "fedtgp": Kept(
+        PROTOTYPES
+        | {"generator/embeddings": (K, F)}
+        | {f"generator/{layer}.weight": (F, F) for layer in ("hidden", "output")}
+        | {f"generator/{layer}.bias": (F,) for layer in ("hidden", "output")},
+        OWN_MODEL,
+    ),
     # the head of a client was combined by the server, and waits there
     "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
     "fedas": Kept(
@@ -701,6 +709,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "gpfl": under_own_shares,
     "fedcp": beside_shared_head,
     "fedproto": by_nearest_prototype,
+    "fedtgp": by_nearest_prototype,
     "fedpac": with_combined_head,
     "fedas": aligned,
     "fedgh": own_body_under_the_newest_head,
