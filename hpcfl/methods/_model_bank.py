@@ -31,13 +31,17 @@ class ModelBank(OwnModel):
             "is_known": torch.zeros(clients, dtype=torch.int64),
         }
 
+    def known(self, server: State) -> Tensor:
+        """Return the ids of clients that have uploaded a model of finite numbers, in ascending order."""
+        is_sound = server["models"].norm(dim=1).isfinite()
+        return (is_sound & (server["is_known"] == 1)).nonzero().squeeze(1)
+
     def mean_model(self, server: State) -> Tensor:
         """Return the plain mean [P] of the uploaded models that have not diverged: where new clients start.
 
         While there are none, it is the common initial model.
         """
-        is_sound = server["models"].norm(dim=1).isfinite()
-        known = (is_sound & (server["is_known"] == 1)).nonzero().flatten().tolist()
+        known = self.known(server).tolist()
         if not known:
             return self.context.initial_parameters()
         return mean_of((server["models"][client] for client in known), torch.ones(len(known)))

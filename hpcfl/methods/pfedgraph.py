@@ -69,7 +69,7 @@ class PFedGraph(ModelBank):
     params: PFedGraphParams
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        known = self._known(server)
+        known = self.known(server)
         if not len(known):
             return Message(shared={"theta": self.context.initial_parameters()})
         weights, models = self.weights(server["models"], known, cohort.clients), server["models"]
@@ -92,7 +92,7 @@ class PFedGraph(ModelBank):
 
     def server_diagnostics(self, server: State) -> State:
         """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""
-        count, known = self.context.num_clients, self._known(server)
+        count, known = self.context.num_clients, self.known(server)
         if count**2 > HISTORY_LIMIT or not len(known):
             return {}
         graph = torch.zeros(count, count)
@@ -110,11 +110,6 @@ class PFedGraph(ModelBank):
         target = (shares / shares.sum()).repeat(len(is_known), 1)
         target[is_known] += self._cosines(models, known, rows) / (2 * self.params.alpha)
         return project_to_simplex(target)
-
-    def _known(self, server: State) -> Tensor:
-        """Return the ids of clients that have uploaded a model of finite numbers, in ascending order."""
-        is_sound = server["models"].norm(dim=1).isfinite()
-        return (is_sound & (server["is_known"] == 1)).nonzero().squeeze(1)
 
     def _cosines(self, models: Tensor, known: Tensor, rows: Tensor) -> Tensor:
         """Return the cosines [S, n] of the moves of some rows of known clients [n] with those of all.

@@ -177,6 +177,8 @@ TRAFFIC = {
     "fedfomo": Traffic(MODELS * P, P + MODELS, ids_down=8 * MODELS),
     "fedamp": Traffic(P, P),
     "pfedgraph": Traffic(P, P),
+    # which numbers are critical, in bits
+    "fedcac": Traffic(P, P, ids_up=-(-P // 8)),
     "ifca": Traffic(CLUSTERS * P, P, CLUSTERS * U, U, ids_up=8),
     "clustered_fl": Traffic(P, P, U, U),
     "fedem": Traffic(COMPONENTS * P, COMPONENTS * P, COMPONENTS * U, COMPONENTS * U),
@@ -323,6 +325,7 @@ STATE = {
     "fedamp": Kept(BANK, OWN_MODEL),
     # so do the weights
     "pfedgraph": Kept(BANK, OWN_MODEL),
+    "fedcac": Kept(BANK | {"critical": (N, -(-P // 8))}, OWN_MODEL),
     # a client's number follows from its data and the newest models; its last choice is kept for readers
     "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
     # each client's last update, which a cluster under partial participation waits for
@@ -683,6 +686,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedfomo": own,
     "fedamp": own,
     "pfedgraph": own,
+    "fedcac": own,
     "ifca": of_least_loss,
     "clustered_fl": of_cluster,
     "fedem": mixture,
