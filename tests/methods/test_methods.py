@@ -179,6 +179,7 @@ TRAFFIC = {
     "pfedgraph": Traffic(P, P),
     # which numbers are critical, in bits
     "fedcac": Traffic(P, P, ids_up=-(-P // 8)),
+    "pfedsim": Traffic(P, P),
     "ifca": Traffic(CLUSTERS * P, P, CLUSTERS * U, U, ids_up=8),
     "clustered_fl": Traffic(P, P, U, U),
     "fedem": Traffic(COMPONENTS * P, COMPONENTS * P, COMPONENTS * U, COMPONENTS * U),
@@ -325,6 +326,8 @@ STATE = {
     "fedamp": Kept(BANK, OWN_MODEL),
     # so do the weights
     "pfedgraph": Kept(BANK, OWN_MODEL),
+    # the model of the warm-up, for clients that have not trained since
+    "pfedsim": Kept(BANK | THETA, {"has_own": (N,)} | OWN_MODEL),
     "fedcac": Kept(BANK | {"critical": (N, -(-P // 8))}, OWN_MODEL),
     # a client's number follows from its data and the newest models; its last choice is kept for readers
     "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
@@ -413,6 +416,13 @@ def the_same_for_all(run: Run) -> State:
 
 def own(run: Run) -> State:
     return {name: run.clients[name] for name in ("theta", "buffers")}
+
+
+def own_once_trained(run: Run) -> State:
+    """Put the shared model of the first round in the place of those of clients that did not train since."""
+    theta = run.clients["theta"].clone()
+    theta[3] = run.server["theta"]
+    return {"theta": theta, "buffers": run.clients["buffers"]}
 
 
 def shared_with_own(*layers: str, name: str) -> Callable[[Run], State]:
@@ -687,6 +697,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedamp": own,
     "pfedgraph": own,
     "fedcac": own,
+    "pfedsim": own_once_trained,
     "ifca": of_least_loss,
     "clustered_fl": of_cluster,
     "fedem": mixture,

@@ -232,6 +232,7 @@ ROUNDED = (
     "pfedhn",
     "pfedla",
     "pfedla-sharded",
+    "pfedsim",
 )
 """Products of a whole cohort have other last bits than those of a smaller one."""
 
