@@ -194,6 +194,8 @@ TRAFFIC = {
     # the number of steps
     "fednova": Traffic(P, P, U, U, ids_up=8),
     "feddyn": Traffic(P, P, U, U),
+    # the sensitivity of each number
+    "elastic": Traffic(P, 2 * P, U, U),
     "fedntd": Traffic(P, P, U, U),
     "fedlc": Traffic(P, P, U, U),
     # without the paper's projection
@@ -350,6 +352,7 @@ STATE = {
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
     "fednova": Kept(THETA | AVERAGED, {}),
     "feddyn": Kept(THETA | AVERAGED | {"h": (P,)}, {"gradient": (N, P)}),
+    "elastic": Kept(THETA | AVERAGED, {}),
     "fedntd": Kept(THETA | AVERAGED, {}),
     # class counts follow from the data
     "fedlc": Kept(THETA | AVERAGED, {}),
@@ -711,6 +714,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "scaffold": the_same_for_all,
     "fednova": the_same_for_all,
     "feddyn": the_same_for_all,
+    "elastic": the_same_for_all,
     "fedntd": the_same_for_all,
     "fedlc": the_same_for_all,
     "moon": the_same_for_all,
