@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from by_hand import OneClient, batches_of, network_with, train_by_torch
+from by_hand import (
+    OneClient,
+    adapted_gaussians,
+    batches_of,
+    discriminant_head,
+    network_with,
+    train_by_torch,
+)
 from harness import SMALL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, mse_loss
@@ -216,6 +223,8 @@ TRAFFIC = {
     "fedtgp": Traffic(K * F, K * F, ids_down=K, ids_up=K),
     # the head and K * F prototypes both ways; up, the statistics of K * F means and one variance too
     "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
+    # class means and their covariance
+    "pfedfda": Traffic(P_BODY + K * F + F * F, P_BODY + K * F + F * F, U, U),
     # the trace
     "fedas": Traffic(P_BODY, P_BODY + 1, U, U),
     # a byte for each class: whether the client holds it
@@ -383,6 +392,7 @@ STATE = {
     ),
     # the head of a client was combined by the server, and waits there
     "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
+    "pfedfda": Kept(THETA | AVERAGED | {"means": (K, F), "covariance": (F, F)}, {}),
     "fedas": Kept(
         THETA | AVERAGED,
         {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)},
@@ -657,6 +667,17 @@ def with_combined_head(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def under_discriminant_heads(run: Run) -> State:
+    """Put a head on the newest body by each client's class means and covariance."""
+    theta, server = [], run.server
+    for client in range(N):
+        network = network_with(run, server["theta"], server["buffers"])
+        mu, sigma = adapted_gaussians(run, client, ROUNDS, network, server["means"], server["covariance"])
+        weights, biases = discriminant_head(mu, sigma, run.workplace.shard.samples("train", client)[1])
+        theta.append(torch.cat([server["theta"][BODY], weights.flatten(), biases]))
+    return {"theta": torch.stack(theta), "buffers": newest_statistics(run)}
+
+
 def aligned(run: Run) -> State:
     """Train the newest body for an epoch towards each client's own prototypes, under the client's head."""
     theta, statistics = [], []
@@ -730,6 +751,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedproto": by_nearest_prototype,
     "fedtgp": by_nearest_prototype,
     "fedpac": with_combined_head,
+    "pfedfda": under_discriminant_heads,
     "fedas": aligned,
     "fedgh": own_body_under_the_newest_head,
 }

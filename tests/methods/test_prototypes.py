@@ -138,7 +138,7 @@ PLAIN = Plain("without a bias")
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-@pytest.mark.parametrize("method", [*NEAREST, "fedpac", "fedas"])
+@pytest.mark.parametrize("method", [*NEAREST, "fedpac", "fedas", "pfedsim", "pfedfda"])
 def test_a_head_without_bias_is_refused(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
