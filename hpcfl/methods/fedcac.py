@@ -11,11 +11,12 @@ cautiously aggressive collaboration, ICCV 2023.
 t is the number of finished rounds. So clients share their critical numbers with fewer and fewer others; after
 round beta with none, unless all O_ij are equal.
 
-Differs from the authors' code:
-  first round  there the clients' critical numbers go back to the initial model after round 1
+Differs from PFLlib's code:
+  first round  there the clients' critical numbers go back to the initial model after round 1, and t is one
+               more than here
 
-Choices: the mean over C_i is plain, that over all clients weighted by training-set sizes (both as in the
-authors' code). A number that moved by no more than rounding errors, such as a bias before BatchNorm, is never
+Choices: the mean over C_i is plain, that over all clients weighted by training-set sizes (both as in
+PFLlib). A number that moved by no more than rounding errors, such as a bias before BatchNorm, is never
 critical. Numbers with equal Omega at the edge are all critical. Clients send M_i, a bit a number, and the
 server mixes. Of an unsampled client, theta_j and M_j are those of its last round, as the paper has all
 clients in each round. A client that never uploaded has no part in the means, and starts from that over all

@@ -21,7 +21,7 @@ Choices the paper leaves open:
                `train.batch_size` in random order, without momentum, weight decay or decay of the step size.
                Each prototype counts the same, whatever its number of samples
   step size    `train.lr` is 0.01 by default, as the authors have it. Prototypes move away from each other
-               round by round, up to tau, and features must follow: with 0.05, runs on the digits diverged
+               round by round, up to tau, and features must follow: with 0.05 a run on the digits diverged
   absent       a class that no client of the round holds is still among the c' of the others. A class that no
                client has sent so far has no Pbar_c for the clients: none is pulled to it or predicts it
   upload       it has K rows, with zeros for classes that the client does not hold, and a byte for each class.

@@ -61,8 +61,8 @@ class PFedFDAParams(Params):
     """Hyper-parameters of pFedFDA."""
 
     ridge: float = Field(1.0, gt=0)
-    """Number rho on the diagonal of a client's covariance (authors' code: 1); very large ones lead to the
-    nearest class mean, weighed by class shares."""
+    """Number rho on the diagonal of a client's covariance (authors' code: 1); a very large one leaves the
+    class shares alone."""
     beta: float | None = Field(None, ge=0, le=1)
     """Share beta of the client's own means and covariance, of every client; 0 is the global distribution
     alone, 1 the client's. Default: each client chooses its own."""
