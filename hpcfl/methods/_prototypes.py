@@ -6,6 +6,7 @@ trainable numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,33 @@ def average_prototypes(server: State, up: Upload, counts: Tensor) -> None:
     old = {"prototypes": server["prototypes"]}
     server |= layer_means(up, {"prototypes": counts.unsqueeze(2)}, [features], old)
     server["is_known"] = server["is_known"] | counts.any(dim=0).to(torch.uint8)
+
+
+def trained_on_prototypes(
+    weights: Tensors,
+    loss: Callable[[Tensors, Tensor, Tensor], Tensor],
+    features: Tensor,
+    y: Tensor,
+    *,
+    lr: float,
+    epochs: int,
+    batch_size: int,
+    stream: torch.Generator,
+) -> Tensors:
+    """Return weights by name after plain SGD on clients' prototypes, on the server.
+
+    The prototypes are features [n, F] of classes y [n], in mini-batches in random order; the loss is a
+    function of weights, features and classes.
+    """
+    for _ in range(epochs):
+        for part in torch.randperm(len(y), generator=stream).split(batch_size):
+            leaves = {name: tensor.detach().requires_grad_() for name, tensor in weights.items()}
+            slopes = torch.autograd.grad(loss(leaves, features[part], y[part]), list(leaves.values()))
+            weights = {
+                name: tensor - lr * slope
+                for (name, tensor), slope in zip(weights.items(), slopes, strict=True)
+            }
+    return weights
 
 
 # training towards prototypes

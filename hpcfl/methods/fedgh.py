@@ -29,8 +29,9 @@ from torch.nn.functional import cross_entropy
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods._own_model import OwnModel
-from hpcfl.methods._prototypes import prototypes
+from hpcfl.methods._prototypes import prototypes, trained_on_prototypes
 from hpcfl.methods.base import Params, State
+from hpcfl.parameters import Tensors
 from hpcfl.randomness import torch_stream
 from hpcfl.training.client_group import ClientGroup
 
@@ -79,15 +80,22 @@ class FedGH(OwnModel):
     def trained_head(self, head: Tensor, features: Tensor, y: Tensor, round: int) -> Tensor:
         """Return a head [numbers of the head] after the server's epochs on features [n, F], classes y [n]."""
         module = self.network.get_submodule("head")
-        stream = torch_stream(self.context.seed, "fedgh", round)
-        for _ in range(self.params.server_epochs):
-            for part in torch.randperm(len(y), generator=stream).split(self.context.train.batch_size):
-                leaf = head.detach().requires_grad_()
-                views = self.layout.views(leaf, self.layout.head.start)
-                named = {name.removeprefix("head."): tensor for name, tensor in views.items()}
-                loss = cross_entropy(functional_call(module, named, features[part]), y[part])
-                head = head - self.params.server_lr * torch.autograd.grad(loss, leaf)[0]
-        return head
+
+        def loss(weights: Tensors, features: Tensor, y: Tensor) -> Tensor:
+            views = self.layout.views(weights["head"], self.layout.head.start)
+            named = {name.removeprefix("head."): tensor for name, tensor in views.items()}
+            return cross_entropy(functional_call(module, named, features), y)
+
+        return trained_on_prototypes(
+            {"head": head},
+            loss,
+            features,
+            y,
+            lr=self.params.server_lr,
+            epochs=self.params.server_epochs,
+            batch_size=self.context.train.batch_size,
+            stream=torch_stream(self.context.seed, "fedgh", round),
+        )["head"]
 
     def _with_head(self, clients: ClientGroup, down: Message) -> Tensor:
         """Return models [C, P]: each client's own body under the server's head."""

@@ -133,6 +133,57 @@ def gradient(run: Run, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
     return torch.autograd.grad(loss(run, leaf, x, y), leaf)[0]
 
 
+def discriminant_head(mu: Tensor, sigma: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights and biases of linear discriminant analysis for a client with labels y [n]."""
+    classes, size = mu.shape
+    shares = torch.tensor([float((y == label).sum()) / len(y) + 1e-4 for label in range(classes)])
+    inverse = torch.linalg.inv((1 - 1e-4) * sigma + 1e-4 * torch.trace(sigma) / size * torch.eye(size))
+    weights = mu @ inverse
+    biases = [-mu[c] @ inverse @ mu[c] / 2 + torch.log(shares[c] / shares.sum()) for c in range(classes)]
+    return weights, torch.stack(biases)
+
+
+def class_gaussians(features: Tensor, y: Tensor, mu: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Return class means [K, F] and covariance of features, with mu for classes of two samples or fewer."""
+    means, scatter = mu.clone(), torch.zeros(mu.shape[1], mu.shape[1])
+    for label in y.unique():
+        rows = features[y == label]
+        if len(rows) > 2:
+            means[label] = rows.mean(dim=0)
+        for row in rows:
+            scatter += torch.outer(row - means[label], row - means[label])
+    return means, scatter / max(1, len(y) - 1) + ridge * torch.eye(mu.shape[1])
+
+
+def adapted_gaussians(
+    run: Run, client: int, round: int, network: Network, mu: Tensor, sigma: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what pFedFDA makes of mu and Sigma for a client whose network is in evaluation mode."""
+    x, y = run.workplace.shard.samples("train", client)
+    ridge = run.config.method.options.ridge
+    with torch.no_grad():
+        features = network.eval().body(x)
+    order = torch.randperm(len(y), generator=torch_stream(run.config.run.seed, "folds", round, client))
+    halves: tuple[list[int], list[int]] = ([], [])
+    for label in y.unique():
+        for number, place in enumerate(place for place in order.tolist() if y[place] == label):
+            halves[number % 2].append(place)
+    losses = []
+    for tenths in range(11):
+        share, total = tenths / 10, torch.zeros(())
+        for held_out, rest in (halves, halves[::-1]):
+            m, s = class_gaussians(features[rest], y[rest], mu, ridge)
+            weights, biases = discriminant_head(
+                share * m + (1 - share) * mu, share * s + (1 - share) * sigma, y
+            )
+            logits = features[held_out] @ weights.T + biases
+            total -= logits.log_softmax(dim=1)[torch.arange(len(held_out)), y[held_out]].sum()
+        losses.append(float(total))
+    share = losses.index(min(losses)) / 10
+    m, s = class_gaussians(features, y, mu, ridge)
+    return share * m + (1 - share) * mu, share * s + (1 - share) * sigma
+
+
 class OneClient(nn.Module):
     """The hypernetwork of one client as plain torch modules, with the weights of one row of a state."""
 

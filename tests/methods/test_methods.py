@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, method_settings, run_here, tiny_settings, write_digits
-from by_hand import OneClient, batches_of, network_with, train_by_torch
+from by_hand import (
+    OneClient,
+    adapted_gaussians,
+    batches_of,
+    discriminant_head,
+    network_with,
+    train_by_torch,
+)
 from harness import SMALL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, mse_loss
@@ -177,6 +184,9 @@ TRAFFIC = {
     "fedfomo": Traffic(MODELS * P, P + MODELS, ids_down=8 * MODELS),
     "fedamp": Traffic(P, P),
     "pfedgraph": Traffic(P, P),
+    # which numbers are critical, in bits
+    "fedcac": Traffic(P, P, ids_up=-(-P // 8)),
+    "pfedsim": Traffic(P, P),
     "ifca": Traffic(CLUSTERS * P, P, CLUSTERS * U, U, ids_up=8),
     "clustered_fl": Traffic(P, P, U, U),
     "fedem": Traffic(COMPONENTS * P, COMPONENTS * P, COMPONENTS * U, COMPONENTS * U),
@@ -191,6 +201,8 @@ TRAFFIC = {
     # the number of steps
     "fednova": Traffic(P, P, U, U, ids_up=8),
     "feddyn": Traffic(P, P, U, U),
+    # the sensitivity of each number
+    "elastic": Traffic(P, 2 * P, U, U),
     "fedntd": Traffic(P, P, U, U),
     "fedlc": Traffic(P, P, U, U),
     # without the paper's projection
@@ -208,8 +220,11 @@ TRAFFIC = {
     "fedcp": Traffic(P + P_POLICY, P + P_POLICY, U, U),
     # prototypes; which of them are known (a byte each) and how many samples they are of (four)
     "fedproto": Traffic(K * F, K * F, ids_down=K, ids_up=4 * K),
+    "fedtgp": Traffic(K * F, K * F, ids_down=K, ids_up=K),
     # the head and K * F prototypes both ways; up, the statistics of K * F means and one variance too
     "fedpac": Traffic(P + K * F, P + 2 * K * F + 1, U, U, ids_down=K, ids_up=4 * K),
+    # class means and their covariance
+    "pfedfda": Traffic(P_BODY + K * F + F * F, P_BODY + K * F + F * F, U, U),
     # the trace
     "fedas": Traffic(P_BODY, P_BODY + 1, U, U),
     # a byte for each class: whether the client holds it
@@ -322,6 +337,9 @@ STATE = {
     "fedamp": Kept(BANK, OWN_MODEL),
     # so do the weights
     "pfedgraph": Kept(BANK, OWN_MODEL),
+    # the model of the warm-up, for clients that have not trained since
+    "pfedsim": Kept(BANK | THETA, {"has_own": (N,)} | OWN_MODEL),
+    "fedcac": Kept(BANK | {"critical": (N, -(-P // 8))}, OWN_MODEL),
     # a client's number follows from its data and the newest models; its last choice is kept for readers
     "ifca": Kept({"theta": (CLUSTERS, P), "buffers": (CLUSTERS, U), "cluster": (N,)}, {}),
     # each client's last update, which a cluster under partial participation waits for
@@ -343,6 +361,7 @@ STATE = {
     "scaffold": Kept(THETA | AVERAGED | {"variate": (P,)}, {"variate": (N, P)}),
     "fednova": Kept(THETA | AVERAGED, {}),
     "feddyn": Kept(THETA | AVERAGED | {"h": (P,)}, {"gradient": (N, P)}),
+    "elastic": Kept(THETA | AVERAGED, {}),
     "fedntd": Kept(THETA | AVERAGED, {}),
     # class counts follow from the data
     "fedlc": Kept(THETA | AVERAGED, {}),
@@ -364,8 +383,16 @@ STATE = {
     "gpfl": Kept({"theta": (P + P_GUIDE,)} | AVERAGED, {"head": (N, P_HEAD)}),
     "fedcp": Kept({"theta": (P_HEAD + P + P_POLICY,)} | AVERAGED, {"head": (N, P_HEAD)}),
     "fedproto": Kept(PROTOTYPES, OWN_MODEL),
+    "fedtgp": Kept(
+        PROTOTYPES
+        | {"generator/embeddings": (K, F)}
+        | {f"generator/{layer}.weight": (F, F) for layer in ("hidden", "output")}
+        | {f"generator/{layer}.bias": (F,) for layer in ("hidden", "output")},
+        OWN_MODEL,
+    ),
     # the head of a client was combined by the server, and waits there
     "fedpac": Kept(THETA | AVERAGED | PROTOTYPES | {"heads": (N, P_HEAD)}, {}),
+    "pfedfda": Kept(THETA | AVERAGED | {"means": (K, F), "covariance": (F, F)}, {}),
     "fedas": Kept(
         THETA | AVERAGED,
         {"head": (N, P_HEAD), "prototypes": (N, K, F), "is_known": (N, K)},
@@ -402,6 +429,13 @@ def the_same_for_all(run: Run) -> State:
 
 def own(run: Run) -> State:
     return {name: run.clients[name] for name in ("theta", "buffers")}
+
+
+def own_once_trained(run: Run) -> State:
+    """Put the shared model of the first round in the place of those of clients that did not train since."""
+    theta = run.clients["theta"].clone()
+    theta[3] = run.server["theta"]
+    return {"theta": theta, "buffers": run.clients["buffers"]}
 
 
 def shared_with_own(*layers: str, name: str) -> Callable[[Run], State]:
@@ -633,6 +667,17 @@ def with_combined_head(run: Run) -> State:
     return {"theta": theta, "buffers": newest_statistics(run)}
 
 
+def under_discriminant_heads(run: Run) -> State:
+    """Put a head on the newest body by each client's class means and covariance."""
+    theta, server = [], run.server
+    for client in range(N):
+        network = network_with(run, server["theta"], server["buffers"])
+        mu, sigma = adapted_gaussians(run, client, ROUNDS, network, server["means"], server["covariance"])
+        weights, biases = discriminant_head(mu, sigma, run.workplace.shard.samples("train", client)[1])
+        theta.append(torch.cat([server["theta"][BODY], weights.flatten(), biases]))
+    return {"theta": torch.stack(theta), "buffers": newest_statistics(run)}
+
+
 def aligned(run: Run) -> State:
     """Train the newest body for an epoch towards each client's own prototypes, under the client's head."""
     theta, statistics = [], []
@@ -675,6 +720,8 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "fedfomo": own,
     "fedamp": own,
     "pfedgraph": own,
+    "fedcac": own,
+    "pfedsim": own_once_trained,
     "ifca": of_least_loss,
     "clustered_fl": of_cluster,
     "fedem": mixture,
@@ -688,6 +735,7 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "scaffold": the_same_for_all,
     "fednova": the_same_for_all,
     "feddyn": the_same_for_all,
+    "elastic": the_same_for_all,
     "fedntd": the_same_for_all,
     "fedlc": the_same_for_all,
     "moon": the_same_for_all,
@@ -701,7 +749,9 @@ SCORED: dict[str, Callable[[Run], State]] = {
     "gpfl": under_own_shares,
     "fedcp": beside_shared_head,
     "fedproto": by_nearest_prototype,
+    "fedtgp": by_nearest_prototype,
     "fedpac": with_combined_head,
+    "pfedfda": under_discriminant_heads,
     "fedas": aligned,
     "fedgh": own_body_under_the_newest_head,
 }

@@ -65,6 +65,8 @@ ALL = {
     "fedamp": ("method.name=fedamp",),
     "fedamp-cosine": ("method.name=fedamp", "method.weights=cosine"),
     "pfedgraph": ("method.name=pfedgraph",),
+    "fedcac": ("method.name=fedcac",),
+    "pfedsim": ("method.name=pfedsim", "method.warm_up=0"),
     "fedfomo": ("method.name=fedfomo", "method.models=2"),
     "fedafk": ("method.name=fedafk",),
 }
@@ -383,7 +385,7 @@ def test_a_download_brings_what_the_next_training_starts_from(case: str) -> None
         assert torch.equal(model["buffers"], run.clients["buffers"][[client]])
         if case == "fedfomo":
             assert torch.equal(model["theta"], work(run, client, 3)[1]["previous"])
-        elif case.startswith(("fedamp", "pfedgraph")):
+        elif case.startswith(("fedamp", "pfedgraph", "fedcac", "pfedsim")):
             u = run.method.download(run.server, cohort)["theta"][client]
             assert torch.equal(model["theta"][0], u)
             assert (u != run.clients["theta"][client]).any()

@@ -1,4 +1,4 @@
-"""FedProto, FedPAC, FedAS and FedGH: methods whose clients compare their features by class.
+"""FedProto, FedTGP, FedPAC, FedAS and FedGH: methods whose clients compare their features by class.
 
 Shapes: N clients, K classes, F features, P trainable numbers.
 """
@@ -6,6 +6,7 @@ Shapes: N clients, K classes, F features, P trainable numbers.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,8 +30,10 @@ from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods._prototypes import average_prototypes, distance, prototypes
+from hpcfl.methods.base import State
 from hpcfl.methods.fedas import squared_gradients
 from hpcfl.methods.fedpac import head_weights
+from hpcfl.methods.fedtgp import contrastive_loss, generated, margin_of
 from hpcfl.models import Network
 from hpcfl.randomness import torch_stream
 from hpcfl.training.client_group import ClientGroup
@@ -38,6 +41,8 @@ from hpcfl.training.client_group import ClientGroup
 K, F = 10, 64
 ONE_A_ROUND = "train.participation=0.25"
 ALL = "train.participation=1"
+NEAREST = ["fedproto", "fedtgp"]
+"""Methods that predict the class of the nearest prototype."""
 
 
 def sort_of(run: Run, client: int) -> dict[int, Tensor]:
@@ -133,7 +138,7 @@ PLAIN = Plain("without a bias")
 
 
 @pytest.mark.usefixtures("own_code_forgotten")
-@pytest.mark.parametrize("method", ["fedproto", "fedpac", "fedas", "feddbe"])
+@pytest.mark.parametrize("method", [*NEAREST, "fedpac", "fedas", "feddbe", "pfedsim", "pfedfda"])
 def test_a_head_without_bias_is_refused(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,9 +182,10 @@ def test_rounds_of_fedproto_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
     torch.testing.assert_close(run.clients["buffers"], buffers, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("method", NEAREST)
 @pytest.mark.usefixtures("double")
-def test_fedproto_predicts_the_class_of_the_nearest_prototype() -> None:
-    run = Run(*SOME, "method.name=fedproto", "train.lr=0.2")
+def test_the_class_of_the_nearest_prototype_is_predicted(method: str) -> None:
+    run = Run(*SOME, f"method.name={method}", "train.lr=0.2")
     evaluated, labels = run.evaluated(), run.server["is_known"].nonzero().flatten()
     for client in range(run.num_clients):
         network = network_with(run, evaluated["theta"][client], evaluated["buffers"][client]).eval()
@@ -191,8 +197,9 @@ def test_fedproto_predicts_the_class_of_the_nearest_prototype() -> None:
         assert torch.equal(found.argmax(dim=1), labels[squared.argmin(dim=1)])
 
 
-def test_fedproto_never_predicts_a_class_without_a_prototype() -> None:
-    run = Run("method.name=fedproto", "train.rounds=1")
+@pytest.mark.parametrize("method", NEAREST)
+def test_a_class_without_a_prototype_is_never_predicted(method: str) -> None:
+    run = Run(f"method.name={method}", "train.rounds=1")
     run.server["is_known"][3] = 0
     run.server["prototypes"][3] = 0
     evaluated = run.evaluated()
@@ -201,24 +208,28 @@ def test_fedproto_never_predicts_a_class_without_a_prototype() -> None:
     assert network(x).softmax(dim=1)[:, 3].count_nonzero() == 0
 
 
-def test_fedproto_predicts_by_the_own_head_before_there_are_prototypes() -> None:
-    run = Run("method.name=fedproto", "train.rounds=1")
+@pytest.mark.parametrize("method", NEAREST)
+def test_the_own_head_predicts_before_there_are_prototypes(method: str) -> None:
+    run = Run(f"method.name={method}", "train.rounds=1")
     run.server["is_known"].zero_()
     assert torch.equal(run.evaluated()["theta"], run.clients["theta"])
 
 
-def test_fedproto_without_alignment_trains_as_local_does_to_the_bit() -> None:
-    local = Run(*SOME, *SLIPPERY, "method.name=local")
-    ours = Run(*SOME, *SLIPPERY, "method.name=fedproto", "method.alignment=0")
+@pytest.mark.parametrize("method", NEAREST)
+def test_without_alignment_clients_train_as_local_does_to_the_bit(method: str) -> None:
+    keys = (*SOME, *SLIPPERY, "train.lr=0.05")
+    local = Run(*keys, "method.name=local")
+    ours = Run(*keys, f"method.name={method}", "method.alignment=0")
     for name in ("theta", "buffers"):
         assert torch.equal(ours.clients[name], local.clients[name])
-    other = Run(*SOME, *SLIPPERY, "method.name=fedproto")
+    other = Run(*keys, f"method.name={method}")
     assert not torch.equal(other.clients["theta"], local.clients["theta"])
 
 
+@pytest.mark.parametrize("method", NEAREST)
 @pytest.mark.usefixtures("double")
-def test_a_new_client_of_fedproto_trains_towards_the_prototypes() -> None:
-    run = Run(*SOME, "method.name=fedproto", "data.unseen_clients=0.3", "train.unseen_epochs=2")
+def test_a_new_client_trains_towards_the_prototypes(method: str) -> None:
+    run = Run(*SOME, f"method.name={method}", "data.unseen_clients=0.3", "train.unseen_epochs=2")
     found, means = run.adapted(), run.server["prototypes"]
     body, head = run.method.layout.body, run.method.layout.head
     bias = torch.where(run.server["is_known"] == 1, -means.square().sum(dim=1), -1e6)
@@ -230,6 +241,130 @@ def test_a_new_client_of_fedproto_trains_towards_the_prototypes() -> None:
         after = cross_entropy(network_with(run, found["theta"][0], found["buffers"][0]).eval()(x), y)
     assert after < before
     assert not torch.equal(found["theta"][0, body], run.method.context.initial_parameters()[body])
+
+
+# FedTGP
+
+
+class Generator(nn.Module):
+    """The network that makes prototypes, as the authors have it."""
+
+    def __init__(self, state: State) -> None:
+        super().__init__()
+        self.embeddings = nn.Embedding(K, F)
+        self.hidden, self.output = nn.Linear(F, F), nn.Linear(F, F)
+        weights = {name.removeprefix("generator/"): w for name, w in state.items() if "generator" in name}
+        self.load_state_dict({"embeddings.weight": weights.pop("embeddings")} | weights)
+
+    def forward(self) -> Tensor:
+        made: Tensor = self.output(self.hidden(self.embeddings.weight).relu())
+        return made
+
+
+def largest_distance(pairs: Sequence[tuple[int, Tensor]]) -> float:
+    """Return the largest distance between the means of two classes."""
+    means = []
+    for label in {label for label, _ in pairs}:
+        means.append(torch.stack([row for of, row in pairs if of == label]).mean(dim=0))
+    return max(float((one - other).norm()) for one in means for other in means)
+
+
+def fedtgp_by_hand(run: Run) -> tuple[dict[int, Tensor], Generator, Tensor, Tensor]:
+    """Return the prototypes, the network that makes them, and each client's model and running statistics."""
+    everyone, options = range(run.num_clients), run.config.method.options
+    theta, buffers = run.method.context.initial_parameters(everyone), run.method.initial_buffers(everyone)
+    generator = Generator(run.method.server_state())
+    known: dict[int, Tensor] = {}
+    for number in range(run.config.train.rounds):
+        pairs = []
+        for client in run.simulation.cohort(number).clients:
+            network = network_with(run, theta[client], buffers[client])
+            train_towards(run, client, number, network, known, options.alignment)
+            theta[client], buffers[client] = run.method.layout.flatten(network)
+            pairs += sorted(class_means(run, client, network).items(), key=lambda pair: pair[0])
+        margin = min(options.margin, largest_distance(pairs))
+        optimiser = torch.optim.SGD(generator.parameters(), options.server_lr)
+        stream = torch_stream(run.config.run.seed, "fedtgp", number)
+        for _ in range(options.server_epochs):
+            for part in torch.randperm(len(pairs), generator=stream).split(run.config.train.batch_size):
+                generator.zero_grad()
+                made, losses = generator(), []
+                for label, mean in (pairs[place] for place in part):
+                    near = (-((mean - made[label]).norm() + margin)).exp()
+                    far = [(-(mean - made[other]).norm()).exp() for other in range(K) if other != label]
+                    losses.append(-(near / (near + torch.stack(far).sum())).log())
+                torch.stack(losses).mean().backward()
+                optimiser.step()
+        labels = {label for label, _ in pairs} | set(known)
+        known = {label: generator().detach()[label] for label in labels}
+    return known, generator, theta, buffers
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("data.partition.beta=0.2", ONE_A_ROUND, "method.alignment=3", "method.margin=0.1"),
+        ("model.batchnorm=false", "method.server_lr=0.3", "method.server_epochs=3"),
+    ],
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_of_fedtgp_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, "method.name=fedtgp", "method.server_epochs=2", "train.lr=0.05", *keys)
+    known, generator, theta, buffers = fedtgp_by_hand(run)
+    assert run.server["is_known"].nonzero().flatten().tolist() == sorted(known)
+    for label, prototype in known.items():
+        torch.testing.assert_close(run.server["prototypes"][label], prototype, rtol=0, atol=1e-9)
+    for name, weights in generator.named_parameters():
+        found = run.server["generator/" + name.replace("embeddings.weight", "embeddings")]
+        torch.testing.assert_close(found, weights.detach(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients["theta"], theta, rtol=0, atol=1e-9)
+    torch.testing.assert_close(run.clients.get("buffers", buffers), buffers, rtol=0, atol=1e-9)
+
+
+@pytest.mark.quick
+def test_the_loss_and_margin_of_fedtgp_by_hand() -> None:
+    """Class means (0, 0), (3, 4) and (0, 1) are at most 5 apart.
+
+    One prototype is 2 and 3 away from those of both classes, with a margin of 1: both have logit -3.
+    """
+    found = torch.tensor([[-1.0, 0.0], [1.0, 0.0], [3.0, 4.0], [0.0, 1.0]])
+    y = torch.tensor([0, 0, 7, 2])
+    assert margin_of(found, y) == 5
+    assert margin_of(found[:2], y[:2]) == 0
+    made = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    loss = contrastive_loss(torch.zeros(1, 2), torch.tensor([0]), made, torch.tensor(1.0))
+    assert float(loss) == pytest.approx(math.log(2))
+
+
+def test_the_loss_of_fedtgp_has_a_gradient_where_a_prototype_is_met_exactly() -> None:
+    made = torch.zeros(2, 3, requires_grad=True)
+    contrastive_loss(torch.zeros(1, 3), torch.tensor([0]), made, torch.tensor(1.0)).backward()
+    assert made.grad is not None
+    assert torch.equal(made.grad, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("key", ["method.server_lr=0", "method.server_epochs=0"])
+def test_a_server_of_fedtgp_that_does_not_train_sends_what_it_drew(key: str) -> None:
+    run = Run(*SOME, "method.name=fedtgp", key)
+    assert torch.equal(run.server["prototypes"], generated(run.method.server_state()))
+
+
+def test_prototypes_of_fedtgp_move_apart() -> None:
+    run, averaged = (Run("method.name=" + name, "train.lr=0.05") for name in ("fedtgp", "fedproto"))
+    apart = [torch.cdist(one.server["prototypes"], one.server["prototypes"]).sum() for one in (run, averaged)]
+    assert apart[0] > 1.5 * apart[1]
+
+
+def test_a_class_that_nobody_of_a_cohort_holds_stays_known_to_fedtgp() -> None:
+    """Later, one client sends one class, the only one of its cohort."""
+    run = Run("method.name=fedtgp", "train.rounds=1", "method.server_epochs=1")
+    run.server["is_known"] = torch.tensor([1] + [0] * 9, dtype=torch.uint8)
+    rows = {"prototypes": random(1, K, F), "held": torch.eye(K, dtype=torch.uint8)[[4]]}
+    upload = Upload([(slice(0, 1), Message(per_client=rows, num_clients=1))])
+    run.method.aggregate(run.server, Cohort(1, (0,), torch.tensor([5])), upload)
+    assert run.server["is_known"].nonzero().flatten().tolist() == [0, 4]
+    assert run.server["prototypes"].isfinite().all()
 
 
 # FedPAC

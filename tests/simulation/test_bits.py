@@ -78,6 +78,7 @@ def variant_cases() -> dict[str, list[str]]:
         "heurpfedla-k2": ["method.k=2"],
         "heurpfedla-low_rank": ["method.heads=low_rank", "method.rank=3", "method.optimiser=adam"],
         "pfedhn-sequential": ["method.private_head=true", "method.server_step=sequential"],
+        "pfedsim-mixed": ["method.warm_up=0"],
         "pfedmb-simplex": ["method.constraint=simplex", "method.shared_alpha=true"],
     }
     cases |= {name: [*method_settings(name), *keys] for name, keys in special.items()}

@@ -223,7 +223,17 @@ CASES = {
     "fedmn-chain": [*method_settings("fedmn"), "method.order=chain"],
     "pfedla-sharded": [*method_settings("pfedla"), "method.server=sharded"],
 }
-ROUNDED = ("fedamp", "heurpfedla", "heurpfedla-topk", "pfedgraph", "pfedhn", "pfedla", "pfedla-sharded")
+ROUNDED = (
+    "fedamp",
+    "fedcac",
+    "heurpfedla",
+    "heurpfedla-topk",
+    "pfedgraph",
+    "pfedhn",
+    "pfedla",
+    "pfedla-sharded",
+    "pfedsim",
+)
 """Products of a whole cohort have other last bits than those of a smaller one."""
 
 

@@ -1,0 +1,129 @@
+"""Elastic aggregation: sensitivities and factors, rounds by hand, and what it reduces to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, train_by_torch, work
+from harness import Run
+from torch import Tensor
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.upload import Upload
+from hpcfl.methods.elastic import Elastic
+
+ELASTIC = "method.name=elastic"
+MLP = ("model.name=mlp", "model.hidden=[16]")
+ONE_A_ROUND = "train.participation=0.25"
+
+
+def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.quick
+def test_the_servers_step_worked_out() -> None:
+    """Of two clients the second has three times the samples.
+
+    Omega is alike, three times as large at the second or the first, and nothing.
+    """
+    method = method_of(Elastic, 2)
+    sensitivity = torch.tensor([[2.0, 1.0, 3.0, 0.0], [2.0, 3.0, 1.0, 0.0]])
+    assert_close(
+        method.factors(sensitivity, torch.tensor([10, 30])),
+        torch.tensor([0.5, 1.5 - 2.5 / 3, 1.5 - 1.5 / 3, 1.5]),
+        atol=1e-6,
+    )
+    size = method.layout.size
+    server = {"theta": torch.ones(size)}
+    rows = {
+        "theta": torch.tensor([[2.0], [6.0]]).expand(2, size),
+        "sensitivity": torch.tensor([[3.0], [1.0]]).expand(2, size),
+    }
+    cohort, upload = Cohort(0, (0, 1), torch.tensor([10, 30])), Message(per_client=rows, num_clients=2)
+    method.aggregate(server, cohort, Upload([(slice(0, 2), upload)]))
+    assert_close(server["theta"], torch.full((size,), 1 + 1.0 * 4.0), atol=1e-6)
+
+
+def sensitivity_by_hand(run: Run, client: int, round: int, theta: Tensor, buffers: Tensor) -> Tensor:
+    """Return Omega [P] by autograd, sample by sample within a mini-batch's forward pass."""
+    mu, omega = run.config.method.options.mu, torch.zeros_like(theta)
+    for x, _ in batches_of(run, client, round, "sensitivity", 1):
+        network = network_with(run, theta, buffers)
+        total = torch.stack([(row * row).sum() for row in network(x)]).sum() / len(x)
+        slopes = torch.autograd.grad(total, list(network.parameters()))
+        omega = mu * omega + (1 - mu) * torch.cat([slope.flatten() for slope in slopes]).abs()
+    return omega
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("method.tau=0.2", "method.mu=0.5", "train.local_epochs=2"),
+        ("method.mu=0", "model.batchnorm=false", ONE_A_ROUND),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, ELASTIC, *keys)
+    layout = run.method.layout
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    for number in range(3):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics, omegas = [], [], []
+        for client in clients:
+            omegas.append(sensitivity_by_hand(run, client, number, theta, buffers))
+            network = network_with(run, theta, buffers)
+            train_by_torch(run, client, number, network)
+            model, kept = layout.flatten(network)
+            models.append(model)
+            statistics.append(kept)
+        mean, largest = mean_by_samples(run, clients, torch.stack(omegas)), torch.stack(omegas).amax(dim=0)
+        update = mean_by_samples(run, clients, torch.stack(models)) - theta
+        ratio = [float(m / most) if most > 0 else 0.0 for m, most in zip(mean, largest, strict=True)]
+        theta = theta + (1 + run.config.method.options.tau - torch.tensor(ratio)) * update
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+    matters = torch.ones_like(theta, dtype=torch.bool)
+    for slot in layout.parameters:
+        # changes no output, so that its gradients are rounding errors
+        if layout.buffer_size and "conv" in slot.name and slot.name.endswith("bias"):
+            matters[slot.start : slot.stop] = False
+    assert_close(run.server["theta"][matters], theta[matters])
+    assert matters.double().mean() > 0.99
+
+
+def test_measuring_does_not_touch_training() -> None:
+    """Clients send the models and running statistics of FedAvg, to the bit, beside Omega."""
+    keys = (*SOME, *SLIPPERY, "train.rounds=1")
+    ours, fedavg = (Run(*keys, f"method.name={name}") for name in ("elastic", "fedavg"))
+    for run in (ours, fedavg):
+        run.server |= {name: fedavg.server[name].clone() for name in ("theta", "buffers")}
+    (one, _), (other, _) = (work(run, 0, 1) for run in (ours, fedavg))
+    for name in ("theta", "buffers"):
+        assert torch.equal(one.per_client[name], other.per_client[name])
+    assert (one.per_client["sensitivity"] >= 0).all()
+    assert (one.per_client["sensitivity"] > 0).double().mean() > 0.5
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.3])
+@pytest.mark.usefixtures("double")
+def test_of_one_client_a_round_it_is_fedavg_with_steps_of_tau(tau: float) -> None:
+    keys = (*MLP, *SOME[:-1], ONE_A_ROUND, "train.rounds=1")
+    ours, fedavg = Run(ELASTIC, *keys, f"method.tau={tau}"), Run(*keys, "method.name=fedavg")
+    start = ours.method.context.initial_parameters()
+    assert (fedavg.server["theta"] - start).abs().max() > 1e-3
+    (client,) = ours.simulation.cohort(0).clients
+    matters = sensitivity_by_hand(ours, client, 0, start, torch.zeros(0)) > 0
+    step = tau * (fedavg.server["theta"] - start)
+    assert_close(ours.server["theta"][matters], (start + step)[matters], atol=1e-12)
+    assert matters.double().mean() > 0.5
+
+
+@pytest.mark.usefixtures("double")
+def test_a_server_optimiser_acts_on_the_elastic_step() -> None:
+    keys = (ELASTIC, *MLP, *SOME[:-1], "train.rounds=1")
+    plain, double = Run(*keys), Run(*keys, "server.optimiser=momentum", "server.lr=2")
+    start = plain.method.context.initial_parameters()
+    assert_close(double.server["theta"] - start, 2 * (plain.server["theta"] - start), atol=1e-12)

@@ -1,0 +1,192 @@
+"""pFedFDA: heads of Gaussians, folds, the choice of beta, rounds by hand, and what it reduces to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from by_hand import (
+    SLIPPERY,
+    SOME,
+    adapted_gaussians,
+    discriminant_head,
+    give_one_class_each,
+    mean_by_samples,
+    method_of,
+    network_with,
+    train_by_torch,
+    work,
+)
+from harness import Run, random
+from torch import Tensor
+from torch.distributions import MultivariateNormal
+from torch.nn.functional import linear
+
+from hpcfl.methods.pfedfda import Gaussians, PFedFDA, folds
+from hpcfl.randomness import torch_stream
+
+PFEDFDA = "method.name=pfedfda"
+K, F = 10, 16
+
+
+def assert_close(found: Tensor, expected: Tensor, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+# Gaussians
+
+
+@pytest.mark.usefixtures("double")
+def test_a_head_gives_the_posterior_of_gaussians() -> None:
+    method = method_of(PFedFDA)
+    spread = random(F, F)
+    covariance, means, y = spread @ spread.T / F + torch.eye(F), random(K, F, seed=1), torch.arange(40) % 4
+    x = random(6, F, seed=2)
+    weights, bias = method.head(Gaussians(means, covariance), method.priors(y))
+    shrunk = (1 - 1e-4) * covariance + 1e-4 * covariance.diagonal().mean() * torch.eye(F)
+    priors = torch.tensor([0.2501] * 4 + [0.0001] * 6) / 1.001
+    log_density = torch.stack([MultivariateNormal(mean, shrunk).log_prob(x) for mean in means], dim=1)
+    assert_close(
+        linear(x, weights, bias).softmax(dim=1), (log_density + priors.log()).softmax(dim=1), atol=1e-12
+    )
+
+
+@pytest.mark.usefixtures("double")
+def test_moments_worked_out() -> None:
+    """Class 0 has a mean of its own; class 1 has two samples, around the mean of others; class 2 has none."""
+    method = method_of(PFedFDA, ridge=0.5)
+    features = torch.tensor([[0.0, 0.0], [3.0, 0.0], [0.0, 3.0], [5.0, 5.0], [6.0, 4.0]])
+    instead = torch.tensor([[9.0, 9.0], [5.0, 4.0], [7.0, 8.0]])
+    found = method.moments(features, torch.tensor([0, 0, 0, 1, 1]), instead)
+    assert found.means.tolist() == [[1.0, 1.0], [5.0, 4.0], [7.0, 8.0]]
+    # of class 0: (-1, -1), (2, -1), (-1, 2); of class 1: (0, 1), (1, 0)
+    assert_close(found.covariance, torch.tensor([[7.0, -3.0], [-3.0, 7.0]]) / 4 + 0.5 * torch.eye(2))
+
+
+def test_folds_are_halves_of_each_class() -> None:
+    y = torch.tensor([3] * 10 + [1] * 7 + [0])
+    found = folds(y, torch_stream(0, "folds"))
+    assert [found[y == label].sum().item() for label in (3, 1, 0)] == [5, 4, 1]
+    other = folds(y, torch_stream(1, "folds"))
+    assert not torch.equal(found, other)
+    assert torch.equal(found, folds(y, torch_stream(0, "folds")))
+
+
+@pytest.mark.usefixtures("double")
+def test_a_client_like_all_others_trusts_them_and_one_unlike_them_itself() -> None:
+    method, everyone = method_of(PFedFDA), Gaussians(3 * random(K, F), torch.eye(F))
+    y = torch.arange(40) % 8
+    alike = everyone.means[y] + random(40, F, seed=1)
+    assert method.chosen_share(alike, y, folds(y, torch_stream(0, "folds")), everyone) <= 0.3
+    unlike = 4 * random(K, F, seed=2)[y] + 0.3 * random(40, F, seed=1)
+    assert method.chosen_share(unlike, y, folds(y, torch_stream(0, "folds")), everyone) >= 0.8
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_client_of_few_samples_of_one_class_finds_a_head(count: int) -> None:
+    method, everyone = method_of(PFedFDA), Gaussians(random(K, F).double(), torch.eye(F).double())
+    features, y = random(count, F, seed=1).double(), torch.full((count,), 4)
+    share = method.chosen_share(features, y, folds(y, torch_stream(0, "folds")), everyone)
+    assert 0 <= share <= 1
+    found = method.moments(features, y, everyone.means)
+    assert all(part.isfinite().all() for part in method.head(found, method.priors(y)))
+
+
+def test_of_a_client_that_has_diverged_a_head_is_nan_and_no_error() -> None:
+    method = method_of(PFedFDA)
+    gaussians = Gaussians(torch.full((K, F), torch.nan), torch.full((F, F), torch.nan))
+    assert method.head(gaussians, method.priors(torch.arange(K)))[0].isnan().all()
+
+
+# Rounds
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        (),
+        ("data.partition.beta=0.2", "train.participation=0.25", "method.ridge=0.1"),
+        ("model.batchnorm=false", "train.local_epochs=2", "train.lr=0.02"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("double")
+def test_rounds_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
+    run = Run(*SOME, *SLIPPERY, PFEDFDA, *keys)
+    layout = run.method.layout
+    theta, buffers = run.method.context.initial_parameters(), run.method.initial_buffers()
+    start = run.method.server_state()
+    mu, sigma = start["means"], start["covariance"]
+    assert 0 <= mu.min() < 0.1 < 0.9 < mu.max() <= 1
+    assert torch.equal(sigma, torch.eye(len(sigma)))
+    for number in range(3):
+        clients = list(run.simulation.cohort(number).clients)
+        models, statistics, adapted = [], [], []
+        for client in clients:
+            _, y = run.workplace.shard.samples("train", client)
+            weights, biases = discriminant_head(mu, sigma, y)
+            begin = torch.cat([theta[layout.body], weights.flatten(), biases])
+            network = network_with(run, begin, buffers)
+            train_by_torch(run, client, number, network, part="body.")
+            model, kept = layout.flatten(network)
+            assert torch.equal(model[layout.head], begin[layout.head])
+            models.append(model)
+            statistics.append(kept)
+            adapted.append(adapted_gaussians(run, client, number, network, mu, sigma))
+        mean = mean_by_samples(run, clients, torch.stack(models))
+        theta = torch.cat([mean[layout.body], theta[layout.head]])
+        buffers = mean_by_samples(run, clients, torch.stack(statistics))
+        mu, sigma = (mean_by_samples(run, clients, torch.stack(rows)) for rows in zip(*adapted, strict=True))
+    assert_close(run.server["theta"], theta)
+    assert_close(run.server.get("buffers", buffers), buffers)
+    assert_close(run.server["means"], mu)
+    assert_close(run.server["covariance"], sigma)
+
+
+@pytest.mark.usefixtures("double")
+def test_without_a_share_of_the_clients_the_first_gaussians_stay() -> None:
+    run = Run(*SOME, PFEDFDA, "method.beta=0")
+    start = run.method.server_state()
+    for name in ("means", "covariance"):
+        assert_close(run.server[name], start[name], atol=1e-14)
+    evaluated = run.evaluated()["theta"]
+    for client in range(4):
+        y = run.workplace.shard.samples("train", client)[1]
+        weights, biases = discriminant_head(start["means"], start["covariance"], y)
+        head = torch.cat([weights.flatten(), biases])
+        assert_close(evaluated[client, run.method.layout.head], head)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_class_that_a_client_lacks_keeps_the_mean_of_all() -> None:
+    """Client 0 has class 0 alone, and sends all other means as they came."""
+    run = Run(PFEDFDA, "data.partition.name=iid", "train.rounds=1")
+    give_one_class_each(run)
+    up, _ = work(run, 0, 1)
+    sent, old = up.per_client["means"][0], run.server["means"]
+    assert torch.equal(sent[1:], old[1:])
+    assert up.per_client["covariance"].isfinite().all()
+    fixed = Run(PFEDFDA, "data.partition.name=iid", "train.rounds=1", "method.beta=1")
+    give_one_class_each(fixed)
+    up, clients = work(fixed, 0, 1)
+    theta = up.per_client["theta"]
+    network = network_with(fixed, theta[0], clients.buffers[0]).eval()
+    x, _ = fixed.workplace.shard.samples("train", 0)
+    with torch.no_grad():
+        assert_close(up.per_client["means"][0, 0], network.body(x).mean(dim=0), atol=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_new_client_makes_its_head_without_a_training_step() -> None:
+    run = Run(*SOME, PFEDFDA, "data.unseen_clients=0.3", "method.beta=0.5")
+    found, body = run.adapted(), run.method.layout.body
+    assert torch.equal(found["theta"][0, body], run.server["theta"][body])
+    assert torch.equal(found["buffers"][0], run.server["buffers"])
+    x, y = run.unseen.shard.samples("train", 0)
+    with torch.no_grad():
+        features = network_with(run, found["theta"][0], found["buffers"][0]).eval().body(x)
+    everyone = Gaussians(run.server["means"], run.server["covariance"])
+    own = run.method.moments(features, y, everyone.means)
+    mu, sigma = ((one + other) / 2 for one, other in zip(everyone, own, strict=True))
+    weights, biases = discriminant_head(mu, sigma, y)
+    head = torch.cat([weights.flatten(), biases])
+    assert_close(found["theta"][0, run.method.layout.head], head)
