@@ -91,9 +91,6 @@ class FedCAC(ModelBank):
         super().store(server, clients, block)
         server["critical"][list(clients)] = block.per_client["critical"]
 
-    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": down["theta"]})
-
 
 def critical_numbers(start: Tensor, theta: Tensor, tensors: Sequence[Slot], share: float) -> Tensor:
     """Return M, bool [C, P], of models before and after training [C, P]."""

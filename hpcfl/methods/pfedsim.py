@@ -92,9 +92,6 @@ class PFedSim(ModelBank):
         has_own = clients["has_own"].unsqueeze(1) == 1
         return Message(per_client={"theta": torch.where(has_own, clients["theta"], down["theta"])})
 
-    def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
-        return Message(per_client={"theta": down["theta"]})
-
     def model_after_training(self, clients: ClientGroup, down: Message, up: Message) -> Message:
         return Message(per_client={"theta": up.per_client["theta"]})
 
