@@ -198,8 +198,8 @@ FAULTS = {
     "nodes with other versions of hpcfl, Python, torch or NumPy": [
         "cluster/test_nodes.py::test_versions_of_one_node_that_differ",
     ],
-    "nodes whose clocks are a minute apart": [
-        "cluster/test_nodes.py::test_a_clock_that_is_off_is_warned_of",
+    "nodes whose clocks are a minute apart, or that have one name": [
+        "cluster/test_nodes.py::test_a_clock_that_is_off_and_two_nodes_of_one_name_are_warned_of",
     ],
     "a rank out of memory": [
         "simulation/test_process_faults.py::test_memory_that_ends_is_told",

@@ -198,7 +198,7 @@ def test_annotations_are_what_they_are_to_python(trimmed: Path) -> None:
 
 def test_naming_a_file_s_own_method_keeps_it_and_null_drops_it(trimmed: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
-    mine.write_text(f"method: {{path: {trimmed}, left_out: 2}}\n")
+    mine.write_text(f"method: {{name: trimmed, path: {trimmed}, left_out: 2}}\n")
     allow("--own-code", str(trimmed))
     for _ in range(2):
         tree = load_config(mine, ["method.name=trimmed"]).tree()["method"]

@@ -263,6 +263,8 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: Any, registries
     if not isinstance(holder, dict) or not isinstance(there, dict):
         return
     if group == "data" and last in ("source", "reader"):
+        if last == "source" and value == there.get("source"):
+            return
         other = {"source", "reader", "code"}
     elif group in registries.by_group and last == "path" and value is None:
         other = set(there) if "path" in there else set()

@@ -110,7 +110,7 @@ class FedMNParams(Params):
     """Temperature tau of the last round (paper: 0.1)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Probability that training sets an output of a block before the last layer to 0 (the paper has dropout
-    and gives no rate; PyTorch's default: 0.5); 0 is without."""
+    and gives no rate; PyTorch's is 0.5); 0 is without."""
     router_norm: Norm = "separate"
     """Norm of the router's embeddings: `separate` gives that of the image and that of the label a root mean
     square of 1 each; `joint` gives both together the length 1 (the paper and the authors' code)."""

@@ -61,6 +61,8 @@ class DryRun:
     """All other time of a round, per client of the cohort."""
     traffic: Mapping[str, float]
     """Bytes of a client in a round by TRAFFIC."""
+    first_traffic: Mapping[str, float]
+    """Those of the first round, where a method may not choose layers yet."""
     load: Load
     """Bytes between ranks in a round: common to all clients, and per client, with workers on other ranks."""
     send_s: float
@@ -154,11 +156,12 @@ def _prepared(
 
 
 class _Round(NamedTuple):
-    """What one round took; traffic and load as in `DryRun`."""
+    """What one round took; the other figures as in `DryRun`."""
 
     round_s: float
     train_s: float
     traffic: Mapping[str, float]
+    first_traffic: Mapping[str, float]
     load: Load
 
 
@@ -180,8 +183,12 @@ class _Rounds(Simulation):
         self._batches = batches_of(experiment.num_train[: len(members)], self.config.train)
 
     def fastest(self) -> _Round:
-        """Do some rounds like the last of the run, and return the fastest."""
-        return min((self._measured_round() for _ in range(ROUNDS)), key=lambda one: one.round_s)
+        """Do some rounds like the last of the run, and return the fastest, with the bytes of the last."""
+        rounds = [self._measured_round() for _ in range(ROUNDS)]
+        fastest = min(rounds, key=lambda one: one.round_s)
+        return fastest._replace(
+            traffic=rounds[-1].traffic, first_traffic=rounds[0].traffic, load=rounds[-1].load
+        )
 
     def measure(self, a_round: _Round) -> DryRun:
         """Measure an evaluation, an adaptation, and the last checkpoint; `a_round` is measured already."""
@@ -201,6 +208,7 @@ class _Rounds(Simulation):
             batch_s=a_round.train_s / sum(self._batches),
             server_s=max(0.0, a_round.round_s - a_round.train_s) / size,
             traffic=a_round.traffic,
+            first_traffic=a_round.first_traffic,
             load=a_round.load,
             send_s=send_s / size,
             score_s=score_s,
@@ -233,7 +241,7 @@ class _Rounds(Simulation):
         moved = self.ledger.tables()["bytes"].values[-1, 1:].reshape(2, -1)
         kinds = np.stack([moved[:, :-2].sum(axis=1), moved[:, -2], moved[:, -1]]).ravel() / size
         traffic = dict(zip(TRAFFIC, kinds.tolist(), strict=True))
-        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), traffic, load)
+        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), traffic, traffic, load)
 
     def _sent(self, number: int) -> tuple[float, Message]:
         """Return what the server sends for an evaluation, and its seconds."""

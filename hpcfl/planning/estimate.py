@@ -105,8 +105,11 @@ class Planner:
 
     def traffic(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the bytes of a round and of the whole run, by TRAFFIC."""
-        a_round = {name: self._cohort * self._measured.traffic[name] for name in TRAFFIC}
-        return a_round, {name: self._train.rounds * count for name, count in a_round.items()}
+        first, later = (
+            {name: self._cohort * moved[name] for name in TRAFFIC}
+            for moved in (self._measured.first_traffic, self._measured.traffic)
+        )
+        return later, {name: first[name] + (self._train.rounds - 1) * later[name] for name in TRAFFIC}
 
     def on(self, ranks: int) -> Estimate:
         """Return what a run takes on so many ranks."""

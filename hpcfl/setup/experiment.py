@@ -32,7 +32,6 @@ class Experiment:
 
     config: Config
     method: Method
-    adapter: MethodAdapter
     worker_context: WorkerContext
     unseen: WorkerContext
     """The context of this rank's unseen clients."""
@@ -49,6 +48,11 @@ class Experiment:
     """The engine and, on a GPU, its automatic settings."""
     state_device: torch.device
     """Where this rank keeps its clients' state during the run, except what `for_device` leaves out."""
+
+    @property
+    def adapter(self) -> MethodAdapter:
+        """What calls the method's hooks."""
+        return MethodAdapter(self.method)
 
     def place_state(self) -> None:
         """Move the clients' state from the CPU to the device that keeps it during the run.
@@ -228,7 +232,6 @@ def assemble(
     return Experiment(
         config=config,
         method=method,
-        adapter=adapter,
         worker_context=worker_context,
         unseen=unseen_context,
         data=data,

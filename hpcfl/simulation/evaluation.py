@@ -132,7 +132,7 @@ class Evaluator:
 
     def coverage(self, done: int) -> float:
         """Return the share of clients that were sampled at least once in `done` rounds."""
-        while self._counted_rounds < done:
+        while self._counted_rounds < done and len(self._sampled) < self._federation.num_clients:
             self._sampled.update(self._federation.cohort(self._counted_rounds).clients)
             self._counted_rounds += 1
         return len(self._sampled) / self._federation.num_clients

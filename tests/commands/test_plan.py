@@ -343,6 +343,7 @@ KNOWN = DryRun(
     batch_s=0.5,
     server_s=0.6,
     traffic=dict.fromkeys(TRAFFIC, 1e9),
+    first_traffic={},
     load=Load(1e9, 0.8e9),
     send_s=0.0,
     score_s=0.01,

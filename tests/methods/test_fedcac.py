@@ -169,7 +169,7 @@ def test_without_critical_numbers_all_start_from_fedavgs_model() -> None:
     run, fedavg = Run(FEDCAC, *keys, "method.share=0"), Run(*keys, "method.name=fedavg")
     everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
     assert_close(
-        run.driver.send(run.server, everyone)["theta"], fedavg.server["theta"].expand(4, -1), atol=1e-12
+        run.driver.download(run.server, everyone)["theta"], fedavg.server["theta"].expand(4, -1), atol=1e-12
     )
 
 
@@ -183,7 +183,7 @@ def test_alone_it_is_local_to_the_bit() -> None:
 def test_after_round_beta_clients_keep_their_critical_numbers() -> None:
     run = Run(FEDCAC, *MLP, *UNEQUAL_FEW, "method.beta=2.5")
     everyone = Cohort(3, (0, 1, 2, 3), run.method.context.num_samples)
-    u, size = run.driver.send(run.server, everyone)["theta"], run.method.layout.size
+    u, size = run.driver.download(run.server, everyone)["theta"], run.method.layout.size
     critical = unpacked(run.server["critical"])[:, :size]
     assert torch.equal(u[critical], run.clients["theta"][critical])
     assert 0.4 < critical.double().mean() < 0.6
@@ -199,13 +199,13 @@ def test_who_has_uploaded_nothing_or_nan_has_no_part_and_starts_from_the_mean(
     server = MethodAdapter(method).initial_server()
     everyone = Cohort(1, (0, 1, 2, 3), method.context.num_samples)
     start = method.context.initial_parameters()
-    assert torch.equal(MethodAdapter(method).send(server, everyone)["theta"], start.expand(4, -1))
+    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], start.expand(4, -1))
     sound, lost = list(clients), [client for client in range(4) if client not in clients]
     server["models"][sound] += random(2, method.layout.size)
     server["models"][lost[0]] = torch.nan
     server["is_known"][[*sound, lost[0]]] = 1
     server["critical"][:] = 255
-    sent = MethodAdapter(method).send(server, everyone)["theta"]
+    sent = MethodAdapter(method).download(server, everyone)["theta"]
     weights = method.context.num_samples[sound] / method.context.num_samples[sound].sum()
     mean = weights @ server["models"][sound]
     assert_close(sent[lost], mean.expand(2, -1), atol=1e-6)

@@ -126,11 +126,11 @@ def test_who_has_no_sound_model_starts_from_that_of_the_warm_up() -> None:
     server = MethodAdapter(method).initial_server()
     everyone = Cohort(100, (0, 1, 2, 3), method.context.num_samples)
     w = server["theta"]
-    assert torch.equal(MethodAdapter(method).send(server, everyone)["theta"], w.expand(4, -1))
+    assert torch.equal(MethodAdapter(method).download(server, everyone)["theta"], w.expand(4, -1))
     server["models"][:2] += random(2, method.layout.size)
     server["models"][2] = torch.nan
     server["is_known"][:3] = 1
-    sent = MethodAdapter(method).send(server, everyone)["theta"]
+    sent = MethodAdapter(method).download(server, everyone)["theta"]
     assert torch.equal(sent[2:], w.expand(2, -1))
     assert torch.equal(sent[:2, method.layout.head], server["models"][:2, method.layout.head])
     weights = method.weights(server["models"][:2], torch.arange(2)).float()

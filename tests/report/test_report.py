@@ -43,7 +43,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    assert main([*TINY[:-1], "--out", str(folder)]) == FINISHED
+    assert main([*TINY[:-1], "run.checkpoint_every=1", "--out", str(folder)]) == FINISHED
     assert f"open in a browser\n  {folder}/report.html\n" in capsys.readouterr().out
     written = (folder / "report.html").read_bytes()
     # the name of SVG is no address
@@ -57,7 +57,7 @@ def test_a_run_ends_with_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert min(run["seconds"]["training"], run["seconds"]["evaluation"], run["seconds"]["checkpoints"]) > 0
     assert run["pictures"][0]["axes"] == ["client", "layer", "client"]
     # the same command again, and the command for it, write the same page
-    assert main([*TINY, "--out", str(folder)]) == FINISHED
+    assert main([*TINY, "run.checkpoint_every=1", "--out", str(folder)]) == FINISHED
     assert main(["report", str(folder)]) == FINISHED
     assert (folder / "report.html").read_bytes() == written
 

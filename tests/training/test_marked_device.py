@@ -144,7 +144,7 @@ def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
     found: list[Crossed] = []
     ways = ("to device", "to host")
     in_messages = Counter[str]()
-    down, up, ask = Channel.down, Channel.up, Federation.ask
+    down, up, send_requests = Channel.down, Channel.up, Federation.send_requests
 
     def counted_down(*arguments: Any) -> Message:
         received = down(*arguments)
@@ -155,10 +155,10 @@ def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
         in_messages["to host"] += real_numbers(message)
         return up(self, message, *others, **keys)
 
-    def counted_ask(self: Federation, requests: Message, cohort: Cohort) -> Upload:
+    def counted_requests(self: Federation, requests: Message, cohort: Cohort) -> Upload:
         # clients are given what they asked together with the answer
         in_messages["to device"] += real_numbers(requests)
-        return ask(self, requests, cohort)
+        return send_requests(self, requests, cohort)
 
     def watched(hook: Any) -> Any:
         def watch(*arguments: Any) -> Any:
@@ -173,7 +173,7 @@ def crossings(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[Crossed]:
 
     monkeypatch.setattr(Channel, "down", counted_down)
     monkeypatch.setattr(Channel, "up", counted_up)
-    monkeypatch.setattr(Federation, "ask", counted_ask)
+    monkeypatch.setattr(Federation, "send_requests", counted_requests)
     for name in ("_round", "_evaluate"):
         monkeypatch.setattr(Simulation, name, watched(getattr(Simulation, name)))
     return found
@@ -239,12 +239,12 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
     assert run_here(tmp_path / "run", keys) == FINISHED
     assert len(stops_between_steps) >= 4
     assert set(stops_between_steps) == {0}
-    # two rounds and the first one's evaluation
-    assert len(crossings) == 3
+    # two rounds, each with an evaluation
+    assert len(crossings) == 4
     if case != "fedmn":
         own = OWN_NUMBERS.get(case, 0)
         assert {crossed.to_host for crossed in crossings} == {0}
-        assert {crossed.to_device for crossed in crossings} <= {own * times for times in range(9)}
+        assert {crossed.to_device for crossed in crossings} <= {own * times for times in range(13)}
 
 
 @pytest.mark.filterwarnings("ignore:.*never split")
@@ -268,7 +268,7 @@ def test_what_keeps_state_on_the_host_brings_it_in_every_round(
     run = Run(*keys, "run.clients_at_once=2", f"run.state={state}")
     model = run.method.layout.size if state == "host" else 0
     in_rounds, in_evaluation = Crossed(2 * model, 2 * model), Crossed(4 * model, 0)
-    assert crossings == [in_rounds, in_rounds, in_evaluation, in_rounds]
+    assert crossings == [in_rounds, in_rounds, in_evaluation, in_rounds, in_evaluation]
     assert run.clients["theta"].device == (CPU if state == "host" else DEVICE)
 
 
