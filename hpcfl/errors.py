@@ -19,6 +19,8 @@ STOPPED = 75
 """Exit code of a run or table that stopped early with a checkpoint; the same command resumes it."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C in a command that has no rounds."""
+BROKEN_PIPE = 141
+"""Exit code where whatever read a command's output wants no more of it, as in `hpcfl list | head`."""
 
 
 class UserError(Exception):

@@ -18,6 +18,7 @@ folder cannot be written: fix it and rerun; 75 stopped early with a checkpoint: 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from hpcfl.commands.arguments import RunOptions, command_line, parse_run
 from hpcfl.commands.run import run, started_world
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config import Config
-from hpcfl.errors import FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
+from hpcfl.errors import BROKEN_PIPE, FINISHED, INTERRUPTED, STOPPED, StorageError, UserError, for_terminal
 from hpcfl.formatting import did_you_mean
 from hpcfl.registries import load_config
 from hpcfl.simulation.stopping import StopFlag
@@ -45,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if name == "run":
                 return _run(words, world)
             takes_part = world.is_server or name in COLLECTIVE_COMMANDS
-            stopped = run_collectively(world, lambda: command(name)(words, world) if takes_part else False)
-            return STOPPED if stopped else FINISHED
+            return run_collectively(world, lambda: _command(name, words, world) if takes_part else FINISHED)
     except (UserError, StorageError) as error:
         if speaks:
             print_line(f"hpcfl: error: {for_terminal(error)}", sys.stderr)
@@ -65,6 +65,17 @@ def _names_a_command(arguments: Sequence[str]) -> bool:
         return False
     otherwise = f"; a configuration file ends in .yaml; commands: {', '.join(known)}"
     raise UserError(f"unknown command {word!r}{did_you_mean(word, known, otherwise)}")
+
+
+def _command(name: str, words: Sequence[str], world: Communicator) -> int:
+    try:
+        stopped = command(name)(words, world)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is left in the buffer would fail again at Python's exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    return STOPPED if stopped else FINISHED
 
 
 def _run(arguments: Sequence[str], world: Communicator) -> int:

@@ -311,6 +311,16 @@ def test_list_has_a_line_for_everything(capsys: pytest.CaptureFixture[str]) -> N
     assert all(line.partition(": ")[2].strip() for line in lines)
 
 
+def test_a_reader_that_stops_is_no_error_message() -> None:
+    """Of the long output and of one that fits the pipe's buffer."""
+    for words in ("claims", "list"):
+        script = f"{shlex.quote(sys.executable)} -m hpcfl.main {words} | true; echo ${{PIPESTATUS[0]}}"
+        done = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY
+        )
+        assert (done.stdout, done.stderr) == ("141\n", "")
+
+
 def test_options_may_stand_anywhere() -> None:
     options = parse_run(["--out", "a", "b.yaml", "--quiet", "train.lr=1", "--fresh", "run.seed=2"], "help")
     assert options == RunOptions(Path("b.yaml"), ("train.lr=1", "run.seed=2"), Path("a"), True, True)
