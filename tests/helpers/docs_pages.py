@@ -36,13 +36,24 @@ def pages() -> dict[Path, str]:
 def overview() -> str:
     """Return the page that lists all methods."""
     names = [*PAPERS, *sorted(set(METHODS) - set(PAPERS))]
-    rows = ((f"[`{name}`]({name}.md)", METHODS[name].summary, citation(f"method.{name}")) for name in names)
+    rows = (
+        (
+            f"[`{name}`]({name}.md)",
+            METHODS[name].summary,
+            *(f"{ratio:.2f}" for ratio in traffic(name)),
+            *cost(name),
+            citation(f"method.{name}"),
+        )
+        for name in names
+    )
     return (
         "# Methods\n\n"
         "Each method is one file, `hpcfl/methods/NAME.py`. It opens with the citation, the update rules and\n"
         "the choices that the paper leaves open; these pages are made from the files.\n"
         "`hpcfl run method.name=NAME` runs one, and `hpcfl list keys method.NAME` prints its keys.\n\n"
-        + table(("name", "what it does", "defined in"), rows)
+        "`fedavg` has 1 in each column: of bytes in a small run on the digits, and of the time of a round\n"
+        "of one local epoch and of an evaluation, by `hpcfl bench --parts methods` on one core.\n\n"
+        + table(("name", "what it does", "down", "up", "round", "evaluation", "defined in"), rows)
     )
 
 
@@ -136,10 +147,24 @@ def escaped(text: str) -> str:
     )
 
 
-def sends(name: str) -> str:
-    """Say how much a method sends, by its golden run beside FedAvg's."""
+def traffic(name: str) -> list[float]:
+    """Return the bytes that a method's clients receive and send over FedAvg's, by the golden runs."""
     golden = json.loads((REPOSITORY / "tests" / "golden.json").read_text())["methods"]
-    ways = [golden[name][way][-1] / golden["fedavg"][way][-1] for way in ("bytes_down", "bytes_up")]
+    return [golden[name][way][-1] / golden["fedavg"][way][-1] for way in ("bytes_down", "bytes_up")]
+
+
+def cost(name: str) -> list[str]:
+    """Return a method's time of a round and of an evaluation over FedAvg's; empty where none was measured."""
+    ratios = json.loads((REPOSITORY / "configs/tables/results/bench_methods.json").read_text())["ratios"]
+    found = {ratio["name"]: ratio for ratio in ratios}.get(f"{name}: round / FedAvg's")
+    if name == "fedavg":
+        return ["1.0", "1.0"]
+    return ["", ""] if found is None else [f"{found['value']:.1f}", f"{found['parts']['evaluation']:.1f}"]
+
+
+def sends(name: str) -> str:
+    """Say how much a method sends."""
+    ways = traffic(name)
     return (
         f"In a small run on the digits, a client receives {ways[0]:.2f} times and sends {ways[1]:.2f} times\n"
         "the model parameters that it does with `fedavg`. `bytes.csv` of a run has the bytes by round,\n"
