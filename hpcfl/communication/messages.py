@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BUFFERS = "buffers"
 """Name of the running statistics in a message; their bytes have a column of their own."""
@@ -138,3 +139,16 @@ class Message:
             self.layer_mask | other.layer_mask,
             self.num_clients,
         )
+
+
+def packed(bits: Tensor) -> Tensor:
+    """Return bits, bool [C, n], as bytes, uint8 [C, ceil(n / 8)]; the first bit of a byte is its highest."""
+    places = torch.arange(7, -1, -1, device=bits.device)
+    bytes_ = pad(bits, (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8)) << places
+    return bytes_.sum(dim=2).to(torch.uint8)
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """Undo `packed`: bool [C, 8 bytes], the last of which may be filled up with zeros."""
+    places = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed.unsqueeze(2) >> places) & 1).bool().flatten(1)

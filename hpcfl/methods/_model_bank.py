@@ -47,6 +47,11 @@ class ModelBank(OwnModel):
         is_sound = server["models"].norm(dim=1).isfinite()
         return (is_sound & (server["is_known"] == 1)).nonzero().squeeze(1)
 
+    def models_of(self, server: State, known: Tensor) -> Tensor:
+        """Return the models [n, P] of known clients; all of them are not copied."""
+        models = server["models"]
+        return models if len(known) == len(models) else models[known]
+
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         for positions, block in up:
             self.store(server, cohort.clients[positions], block)
@@ -58,3 +63,10 @@ class ModelBank(OwnModel):
 
     def model_after_download(self, clients: ClientGroup, down: Message) -> Message:
         return Message(per_client={"theta": down["theta"]})
+
+
+def rows_among(known: Tensor, clients: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the places of known clients in `clients`, and those in `known`, whose ids ascend."""
+    ids = torch.tensor(list(clients))
+    positions = torch.isin(ids, known).nonzero().squeeze(1)
+    return positions, torch.searchsorted(known, ids[positions])

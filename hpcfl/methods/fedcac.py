@@ -32,10 +32,9 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
-from hpcfl.communication.messages import Cohort, Message
-from hpcfl.methods._model_bank import ModelBank
+from hpcfl.communication.messages import Cohort, Message, packed, unpacked
+from hpcfl.methods._model_bank import ModelBank, rows_among
 from hpcfl.methods.base import Params, State
 from hpcfl.parameters import COLUMNS_AT_ONCE, Slot
 from hpcfl.training.client_group import ClientGroup
@@ -66,18 +65,15 @@ class FedCAC(ModelBank):
         return super().server_state() | {"critical": critical}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        known, models = self.known(server), server["models"]
+        known = self.known(server)
         if not len(known):
             return Message(shared={"theta": self.context.initial_parameters()})
-        read = models if len(known) == len(models) else models[known]
+        read = self.models_of(server, known)
         shares = self.context.num_samples[known].double()
-        theta = ((shares / shares.sum()).to(models) @ read).repeat(len(cohort), 1)
-        # of clients that have sent a model, positions in the cohort and among the known
-        ids = torch.tensor(cohort.clients)
-        positions = torch.isin(ids, known).nonzero().squeeze(1)
-        rows = torch.searchsorted(known, ids[positions])
+        theta = ((shares / shares.sum()).to(read) @ read).repeat(len(cohort), 1)
+        positions, rows = rows_among(known, cohort.clients)
         similar = collaborators(overlaps(server["critical"][known]), cohort.round / self.params.beta)[rows]
-        own = similar.to(models) @ read / similar.sum(dim=1, keepdim=True)
+        own = similar.to(read) @ read / similar.sum(dim=1, keepdim=True)
         critical = unpacked(server["critical"][known[rows]])[:, : self.layout.size]
         theta[positions] = torch.where(critical, own, theta[positions])
         return Message(per_client={"theta": theta})
@@ -128,16 +124,3 @@ def collaborators(overlap: Tensor, progress: float) -> Tensor:
     # rounding may put the mean of equal numbers above them
     mean = torch.minimum(pairs.mean(), largest)
     return own | (overlap >= mean + progress * (largest - mean))
-
-
-def packed(bits: Tensor) -> Tensor:
-    """Return bits, bool [C, n], as bytes, uint8 [C, ceil(n / 8)]."""
-    places = torch.arange(8, device=bits.device)
-    bytes_ = pad(bits, (0, -bits.shape[1] % 8)).unflatten(1, (-1, 8)) << places
-    return bytes_.sum(dim=2).to(torch.uint8)
-
-
-def unpacked(packed: Tensor) -> Tensor:
-    """Undo `packed`: bool [C, 8 bytes], the last of which may be filled up with zeros."""
-    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(2) >> places) & 1).bool().flatten(1)

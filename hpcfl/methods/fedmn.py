@@ -72,13 +72,13 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 
 from hpcfl.communication.aggregation import layer_means
-from hpcfl.communication.messages import BUFFERS, Cohort, Message
+from hpcfl.communication.messages import BUFFERS, Cohort, Message, packed, unpacked
 from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, Params, State, Traits, TwoPhaseMethod
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models.modular import CLASSIFIER, ROUTER, ModularNetwork, Norm, Routed, num_paths, path_names
-from hpcfl.models.routing import Decisions, Routing, packed, unpacked
+from hpcfl.models.routing import Decisions, Routing
 from hpcfl.parameters import Layer, Tensors, columns
 from hpcfl.randomness import stream_seed
 from hpcfl.training.batches import Batch
@@ -215,10 +215,11 @@ class FedMN(TwoPhaseMethod):
         clients["probability"] = logits.sigmoid().to(clients.device)
         clients["decision"] = decision.to(clients.device)
         clients.scratch["slope"] = slope.to(clients.device)
-        return Message(per_client={"paths": packed(decision)})
+        return Message(per_client={"paths": packed(decision > 0)})
 
     def server_response(self, server: State, cohort: Cohort, requests: State) -> Message:
-        active = self.network.active(unpacked(requests["paths"], num_paths(self.params.architecture)))
+        paths = unpacked(requests["paths"])[:, : num_paths(self.params.architecture)]
+        active = self.network.active(paths)
         # the router and the classifier are the last layers
         keep = pad(active, (0, len(self.layers) - active.shape[1]))
         return Message(shared={"parts": server["theta"]}, layer_mask={"parts": keep})

@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank
+from hpcfl.methods._model_bank import HISTORY_LIMIT, ModelBank, rows_among
 from hpcfl.methods._simplex import project_to_simplex
 from hpcfl.methods.base import Params, State
 from hpcfl.methods.diagnostics import Diagnostic
@@ -72,9 +72,8 @@ class PFedGraph(ModelBank):
         known = self.known(server)
         if not len(known):
             return Message(shared={"theta": self.context.initial_parameters()})
-        weights, models = self.weights(server["models"], known, cohort.clients), server["models"]
-        read = models if len(known) == len(models) else models[known]
-        return Message(per_client={"theta": weights.to(models) @ read})
+        weights, read = self.weights(server["models"], known, cohort.clients), self.models_of(server, known)
+        return Message(per_client={"theta": weights.to(read) @ read})
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         u = down["theta"]
@@ -102,10 +101,9 @@ class PFedGraph(ModelBank):
         `models` [N, P] are all clients'; `clients` may be any ids.
         """
         shares = self.context.num_samples[known].double()
-        is_known = torch.isin(torch.tensor(list(clients)), known)
-        rows = torch.searchsorted(known, torch.tensor(list(clients))[is_known])
-        target = (shares / shares.sum()).repeat(len(is_known), 1)
-        target[is_known] += self._cosines(models, known, rows) / (2 * self.params.alpha)
+        positions, rows = rows_among(known, clients)
+        target = (shares / shares.sum()).repeat(len(clients), 1)
+        target[positions] += self._cosines(models, known, rows) / (2 * self.params.alpha)
         return project_to_simplex(target)
 
     def _cosines(self, models: Tensor, known: Tensor, rows: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn.functional import normalize
 from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.methods._model_bank import ModelBank
+from hpcfl.methods._model_bank import ModelBank, rows_among
 from hpcfl.methods._prototypes import num_features
 from hpcfl.methods.base import Context, Params, State
 from hpcfl.training.client_group import ClientGroup
@@ -62,14 +62,12 @@ class PFedSim(ModelBank):
         return super().client_state(clients) | {"has_own": torch.zeros(len(clients), dtype=torch.uint8)}
 
     def download(self, server: State, cohort: Cohort) -> Message:
-        known, models = self.known(server), server["models"]
-        ids = torch.tensor(cohort.clients)
-        positions = torch.isin(ids, known).nonzero().squeeze(1)
+        known = self.known(server)
+        positions, rows = rows_among(known, cohort.clients)
         if not len(positions):
             return Message(shared={"theta": server["theta"]})
         theta, body = server["theta"].repeat(len(cohort), 1), self.layout.body
-        read = models if len(known) == len(models) else models[known]
-        rows = torch.searchsorted(known, ids[positions])
+        read = self.models_of(server, known)
         mixed = read[rows]
         mixed[:, body] = self.weights(read, rows).to(read) @ read[:, body]
         theta[positions] = mixed

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,13 +59,3 @@ class Decisions:
             return torch.ones_like(soft)
         hard = (soft > 0.5).to(soft.dtype)
         return torch.stack([self.network.opened(row, z) for row, z in zip(hard, logits, strict=True)])
-
-
-def packed(decision: Tensor) -> Tensor:
-    """Return which paths of decisions [C, E] are open, as bits: uint8 [C, ceil(E / 8)]."""
-    return torch.from_numpy(np.packbits(decision.numpy() > 0, axis=1))
-
-
-def unpacked(bits: Tensor, num_paths: int) -> Tensor:
-    """Undo `packed`: bool [C, E]."""
-    return torch.from_numpy(np.unpackbits(bits.numpy(), axis=1, count=num_paths)).bool()
