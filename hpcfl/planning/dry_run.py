@@ -109,12 +109,12 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
         warnings.simplefilter("ignore")
         folder = Path(at_exit.enter_context(TemporaryDirectory(prefix="hpcfl-")))
         rounds = _prepared(config, arrays, parts, 1, folder / "first", at_exit)
-        a_round = rounds.fastest()
-        batches = int(TRAINING_S / a_round.train_s)
+        done = rounds.done()
+        batches = int(TRAINING_S / _fastest(done).train_s)
         if batches > 1:
             rounds = _prepared(config, arrays, parts, batches, folder / "second", at_exit)
-            a_round = rounds.fastest()
-        found = rounds.measure(a_round)
+            done = rounds.done()
+        found = rounds.measure(done)
         return replace(found, wall_s=time.monotonic() - began_s)
 
 
@@ -156,13 +156,16 @@ def _prepared(
 
 
 class _Round(NamedTuple):
-    """What one round took; the other figures as in `DryRun`."""
+    """What one round took; traffic and load as in `DryRun`."""
 
     round_s: float
     train_s: float
     traffic: Mapping[str, float]
-    first_traffic: Mapping[str, float]
     load: Load
+
+
+def _fastest(rounds: Sequence[_Round]) -> _Round:
+    return min(rounds, key=lambda one: one.round_s)
 
 
 class _Rounds(Simulation):
@@ -182,17 +185,13 @@ class _Rounds(Simulation):
         self.server, _ = self._saver.start()
         self._batches = batches_of(experiment.num_train[: len(members)], self.config.train)
 
-    def fastest(self) -> _Round:
-        """Do some rounds like the last of the run, and return the fastest, with the bytes of the last."""
-        rounds = [self._measured_round() for _ in range(ROUNDS)]
-        fastest = min(rounds, key=lambda one: one.round_s)
-        return fastest._replace(
-            traffic=rounds[-1].traffic, first_traffic=rounds[0].traffic, load=rounds[-1].load
-        )
+    def done(self) -> list[_Round]:
+        """Do some rounds like the last of the run."""
+        return [self._measured_round() for _ in range(ROUNDS)]
 
-    def measure(self, a_round: _Round) -> DryRun:
-        """Measure an evaluation, an adaptation, and the last checkpoint; `a_round` is measured already."""
-        last, size = self.config.train.rounds - 1, len(self._members)
+    def measure(self, rounds: Sequence[_Round]) -> DryRun:
+        """Measure an evaluation, an adaptation, and the last checkpoint; `rounds` are measured already."""
+        last, size, fastest = self.config.train.rounds - 1, len(self._members), _fastest(rounds)
         send_s, sent = self._sent(last)
         chosen = any(mask.dim() == 2 for mask in sent.layer_mask.values())
         score_s, models = self._scored(last + 1, send_s)
@@ -205,11 +204,11 @@ class _Rounds(Simulation):
         return DryRun(
             wall_s=0.0,
             device=self._federation.worker_context.device.type,
-            batch_s=a_round.train_s / sum(self._batches),
-            server_s=max(0.0, a_round.round_s - a_round.train_s) / size,
-            traffic=a_round.traffic,
-            first_traffic=a_round.first_traffic,
-            load=a_round.load,
+            batch_s=fastest.train_s / sum(self._batches),
+            server_s=max(0.0, fastest.round_s - fastest.train_s) / size,
+            traffic=rounds[-1].traffic,
+            first_traffic=rounds[0].traffic,
+            load=rounds[-1].load,
             send_s=send_s / size,
             score_s=score_s,
             adapt_s=adapt_s,
@@ -241,7 +240,7 @@ class _Rounds(Simulation):
         moved = self.ledger.tables()["bytes"].values[-1, 1:].reshape(2, -1)
         kinds = np.stack([moved[:, :-2].sum(axis=1), moved[:, -2], moved[:, -1]]).ravel() / size
         traffic = dict(zip(TRAFFIC, kinds.tolist(), strict=True))
-        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), traffic, traffic, load)
+        return _Round(round_s, max(1e-6, self.timing.train_s[-1]), traffic, load)
 
     def _sent(self, number: int) -> tuple[float, Message]:
         """Return what the server sends for an evaluation, and its seconds."""
