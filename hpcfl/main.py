@@ -18,7 +18,6 @@ folder cannot be written: fix it and rerun; 75 stopped early with a checkpoint: 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,7 @@ from hpcfl.errors import BROKEN_PIPE, FINISHED, INTERRUPTED, STOPPED, StorageErr
 from hpcfl.formatting import did_you_mean
 from hpcfl.registries import load_config
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.terminal import print_line, print_warning, warnings_to
+from hpcfl.terminal import drop_buffered, print_line, print_warning, warnings_to
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,8 +71,7 @@ def _command(name: str, words: Sequence[str], world: Communicator) -> int:
         stopped = command(name)(words, world)
         sys.stdout.flush()
     except BrokenPipeError:
-        # what is left in the buffer would fail again at Python's exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_buffered(sys.stdout)
         return BROKEN_PIPE
     return STOPPED if stopped else FINISHED
 

@@ -115,15 +115,19 @@ def _dropped_if_refused(stream: IO[str]) -> Iterator[None]:
     try:
         yield
     except OSError:
-        # text left in the buffer would fail again at Python's exit and change the exit code
-        with suppress(OSError), ExitStack() as at_exit:
-            number = stream.fileno()
-            kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
-            at_exit.callback(os.close, kept)
-            at_exit.callback(os.close, nowhere)
-            at_exit.callback(os.dup2, kept, number)
-            os.dup2(nowhere, number)
-            stream.flush()
+        drop_buffered(stream)
+
+
+def drop_buffered(stream: IO[str]) -> None:
+    """Drop text left in the buffer, which would fail again at Python's exit and change the exit code."""
+    with suppress(OSError), ExitStack() as at_exit:
+        number = stream.fileno()
+        kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+        at_exit.callback(os.close, kept)
+        at_exit.callback(os.close, nowhere)
+        at_exit.callback(os.dup2, kept, number)
+        os.dup2(nowhere, number)
+        stream.flush()
 
 
 def console() -> Console:

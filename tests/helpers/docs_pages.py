@@ -12,9 +12,11 @@ import inspect
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 from hpcfl.commands.reference import Key, about, citation, keys
 from hpcfl.methods import METHODS
@@ -147,19 +149,26 @@ def escaped(text: str) -> str:
     )
 
 
+@cache
+def read_json(path: str) -> Any:
+    """Return a file of the repository."""
+    return json.loads((REPOSITORY / path).read_text())
+
+
 def traffic(name: str) -> list[float]:
     """Return the bytes that a method's clients receive and send over FedAvg's, by the golden runs."""
-    golden = json.loads((REPOSITORY / "tests" / "golden.json").read_text())["methods"]
+    golden = read_json("tests/golden.json")["methods"]
     return [golden[name][way][-1] / golden["fedavg"][way][-1] for way in ("bytes_down", "bytes_up")]
 
 
 def cost(name: str) -> list[str]:
     """Return a method's time of a round and of an evaluation over FedAvg's; empty where none was measured."""
-    ratios = json.loads((REPOSITORY / "configs/tables/results/bench_methods.json").read_text())["ratios"]
-    found = {ratio["name"]: ratio for ratio in ratios}.get(f"{name}: round / FedAvg's")
     if name == "fedavg":
         return ["1.0", "1.0"]
-    return ["", ""] if found is None else [f"{found['value']:.1f}", f"{found['parts']['evaluation']:.1f}"]
+    for ratio in read_json("configs/tables/results/bench_methods.json")["ratios"]:
+        if ratio["name"] == f"{name}: round / FedAvg's":
+            return [f"{ratio['value']:.1f}", f"{ratio['parts']['evaluation']:.1f}"]
+    return ["", ""]
 
 
 def sends(name: str) -> str:
