@@ -34,9 +34,7 @@ from collections.abc import Sequence
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
@@ -48,9 +46,7 @@ from hpcfl.parameters import Tensors
 from hpcfl.training.batches import Batch
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.forward import Forward
-
-NUMBERS_AT_ONCE = 2**24
-"""Most numbers of gradients by sample that are in memory at once, or one sample's."""
+from hpcfl.training.sample_gradients import squared_gradients
 
 
 class FedASParams(Params):
@@ -121,21 +117,6 @@ def information(clients: ClientGroup, theta: Tensor) -> Tensor:
         for position in range(len(clients))
     ]
     return torch.stack(traces)
-
-
-def squared_gradients(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Return ||d log p(y | x) / d weights||^2 of each sample [n], in the network's mode."""
-    weights = {name: parameter.detach() for name, parameter in network.named_parameters()}
-
-    def loss(weights: Tensors, x: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(functional_call(network, weights, x.unsqueeze(0)), y.unsqueeze(0))
-
-    def squared(x: Tensor, y: Tensor) -> Tensor:
-        slopes: Tensors = grad(loss)(weights, x, y)
-        return torch.stack([slope.square().sum() for slope in slopes.values()]).sum()
-
-    at_once = max(1, NUMBERS_AT_ONCE // sum(weight.numel() for weight in weights.values()))
-    return vmap(squared, chunk_size=at_once)(x, y)
 
 
 def _distance_of_body(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:

@@ -21,7 +21,7 @@ from by_hand import (
     torchs_sgd,
     train_by_torch,
 )
-from harness import Run, make_network, random
+from harness import Run, random
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -31,7 +31,6 @@ from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods._prototypes import average_prototypes, distance, prototypes
 from hpcfl.methods.base import State
-from hpcfl.methods.fedas import squared_gradients
 from hpcfl.methods.fedpac import head_weights
 from hpcfl.methods.fedtgp import contrastive_loss, generated, margin_of
 from hpcfl.models import Network
@@ -613,15 +612,6 @@ def test_rounds_of_fedas_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
             torch.testing.assert_close(
                 run.clients["prototypes"][client, label], own[client][label], rtol=0, atol=1e-9
             )
-
-
-def test_information_comes_sample_by_sample_in_any_number_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    network, x = make_network(), random(7, 1, 8, 8)
-    y = torch.arange(7)
-    whole = squared_gradients(network.eval(), x, y)
-    assert whole.sum() == pytest.approx(float(information_by_hand(network, x, y)), rel=1e-5)
-    monkeypatch.setattr("hpcfl.methods.fedas.NUMBERS_AT_ONCE", 1)
-    torch.testing.assert_close(squared_gradients(network.eval(), x, y), whole)
 
 
 def test_fedas_of_one_client_a_round_without_alignment_is_fedper_to_the_bit() -> None:

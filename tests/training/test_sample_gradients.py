@@ -1,0 +1,87 @@
+"""Squared gradients of single samples are those that autograd gives for each sample alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import make_network
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from hpcfl.training import sample_gradients
+from hpcfl.training.sample_gradients import squared_gradients
+
+
+class Twice(nn.Module):
+    """A network whose hidden layer is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.hidden(self.hidden(x.flatten(start_dim=1)).tanh()))
+        return logits
+
+
+def by_hand(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    squares = []
+    for number in range(len(y)):
+        loss = cross_entropy(network(x[number : number + 1]), y[number : number + 1])
+        slopes = torch.autograd.grad(loss, list(network.parameters()))
+        squares.append(sum(slope.square().sum() for slope in slopes))
+    return torch.stack(squares)  # type: ignore[arg-type]
+
+
+BY_LAYER = {
+    "convolutions, BatchNorm": make_network(batchnorm=True),
+    "convolutions": make_network("lenet_small", side=16),
+    "linear": make_network("mlp", hidden=[12, 7]),
+    "stride, padding, dilation, no bias": nn.Sequential(
+        nn.Conv2d(1, 4, (3, 2), stride=(2, 1), padding=(1, 0), bias=False),
+        nn.Conv2d(4, 3, 3, padding=2, dilation=2),
+        nn.Flatten(),
+        nn.LazyLinear(10, bias=False),
+    ),
+    "linear at each position": nn.Sequential(nn.Linear(8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(40, 10)),
+}
+ONE_BY_ONE = {
+    "in groups": nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten(), nn.LazyLinear(10)
+    ),
+    "another layer": nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.LazyLinear(10)),
+    "used twice": Twice(),
+}
+
+
+def sampled(network: nn.Module, side: int = 8) -> tuple[nn.Module, Tensor, Tensor]:
+    """Return a network in float64 with running statistics that are not those of its start, and samples."""
+    network = network.double().train()
+    x = torch.randn(7, 1, side, side, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x = x.squeeze(1) if isinstance(network, nn.Sequential) and isinstance(network[0], nn.Linear) else x
+    network(x * 2 + 1)
+    return network.eval(), x, torch.arange(7)
+
+
+@pytest.mark.parametrize("name", [*BY_LAYER, *ONE_BY_ONE])
+def test_squared_gradients_are_those_of_each_sample_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x, y = sampled((BY_LAYER | ONE_BY_ONE)[name], side=16 if name == "convolutions" else 8)
+    if name in BY_LAYER:
+        monkeypatch.setattr(sample_gradients, "_one_by_one", None)
+    known = by_hand(network, x, y)
+    torch.testing.assert_close(squared_gradients(network, x, y), known, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["convolutions, BatchNorm", "in groups"])
+def test_samples_may_come_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    network, x, y = sampled((BY_LAYER | ONE_BY_ONE)[name])
+    whole = squared_gradients(network, x, y)
+    monkeypatch.setattr(sample_gradients, "SAMPLES_AT_ONCE", 3)
+    monkeypatch.setattr(sample_gradients, "NUMBERS_AT_ONCE", 1)
+    torch.testing.assert_close(squared_gradients(network, x, y), whole, rtol=1e-12, atol=0)
+
+
+def test_no_hook_stays_behind() -> None:
+    network, x, y = sampled(BY_LAYER["linear"])
+    squared_gradients(network, x, y)
+    assert not any(module._forward_hooks for module in network.modules())
