@@ -16,7 +16,8 @@ from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
 from hpcfl.config import ENVIRONMENT, Config, read_yaml
 from hpcfl.config.own_code import RESERVED_OPTIONS
-from hpcfl.data.sources import SOURCES, Source, arrays_of
+from hpcfl.data.arrays import arrays_of
+from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method, Params
 from hpcfl.registries import merge, resolve

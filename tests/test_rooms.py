@@ -28,7 +28,7 @@ ROOMS = [
     ["methods"],
     ["training"],
     ["communication", "data", "models"],
-    ["parameters", "torchvision_parts"],
+    ["parameters", "samples", "torchvision_parts"],
     ["config"],
     ["randomness"],
     ["errors", "formatting", "machine"],

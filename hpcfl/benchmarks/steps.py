@@ -16,6 +16,7 @@ from hpcfl.data.sources import Arrays
 from hpcfl.methods import Context
 from hpcfl.models import ConvNetOptions
 from hpcfl.randomness import numpy_stream, torch_stream
+from hpcfl.samples import SampleType
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
@@ -77,7 +78,7 @@ def context_of(num_clients: int, model: str = "lenet", batchnorm: bool = True) -
     """Return a run's context with so many clients of TRAIN_SAMPLES images."""
     options = ConvNetOptions(batchnorm=batchnorm)
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
-    return Context(model, options, IMAGE, NUM_CLASSES, num_samples, TRAIN, 0)
+    return Context(model, options, SampleType(IMAGE), NUM_CLASSES, num_samples, TRAIN, 0)
 
 
 def _epoch(

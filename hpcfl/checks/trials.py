@@ -21,6 +21,7 @@ from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes, readable_seconds
 from hpcfl.registries import load_config
+from hpcfl.samples import SampleType
 from hpcfl.setup.experiment import load_data
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.lock import FolderLock, Holder, holder
@@ -103,7 +104,7 @@ def _write_checkpoint(folder: Path) -> float:
     snapshot = Snapshot(
         Header("doctor", 1, load_config(None, []).yaml()),
         LayoutRecord((), ()),
-        DataRecord((1, 1, 1), "uint8", 1.0, (0.0,), (1.0,), 1, (1,)),
+        DataRecord(SampleType((1, 1, 1)), "uint8", 1.0, (0.0,), (1.0,), 1, (1,)),
         {"numbers": torch.arange(NUM_WRITTEN, dtype=torch.float32)},
         {},
         Rows({}, []),

@@ -17,7 +17,7 @@ COMMANDS = {
     "data": "fetch_data",
     "report": "make_report",
     "export": "export_models",
-    "predict": "predict_images",
+    "predict": "predict_samples",
     "compare": "compare_runs",
     "bench": "run_bench",
     "table": "run_table",

@@ -1,4 +1,4 @@
-"""`hpcfl predict`: label images with a run's model."""
+"""`hpcfl predict`: label samples with a run's model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hpcfl.results.run import load_run
 from hpcfl.storage.atomic import replace_file
 
 
-def predict_images(arguments: Sequence[str], world: Communicator) -> None:
-    """Label images with a client's model: array x of IMAGES.npz, as the run's data set stores them.
+def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
+    """Label samples with a client's model: array x of SAMPLES.npz, as the run's data set stores them.
 
-    Writes one line per image, with its label and the probability of each class.
+    Writes one line per sample, with its label and the probability of each class.
     A Python file that the run's config.yaml names runs only if --own-code names it too.
     """
     options = parser().parse_args(arguments)
@@ -31,8 +31,8 @@ def predict_images(arguments: Sequence[str], world: Communicator) -> None:
         raise UserError(f"--out {out} is invalid; give a FILE.csv")
     if (out.resolve().parent / "config.yaml").exists():
         raise UserError(f"--out {out} is in a run folder, which must not change; give another FILE")
-    where = str(options.images)
-    (x,) = read_arrays(where, where, ["x"])
+    where = str(options.samples)
+    x = read_arrays(where, where, ["x"])["x"]
     models = load_run(options.run).models
     probabilities = models.probabilities(client, x, options.layout, where)
     labels = probabilities.argmax(axis=1)
@@ -40,18 +40,18 @@ def predict_images(arguments: Sequence[str], world: Communicator) -> None:
         replace_file(out, _csv(labels, probabilities))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
-    print(f"labels and probabilities of {len(labels)} images are in {out}")
+    print(f"labels and probabilities of {len(labels)} samples are in {out}")
 
 
 def parser() -> Parser:
     """Return what reads the words of `hpcfl predict`."""
-    parser = Parser("hpcfl predict", predict_images.__doc__)
+    parser = Parser("hpcfl predict", predict_samples.__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, such as runs/NAME")
-    parser.add_argument("images", type=Path, metavar="IMAGES.npz")
+    parser.add_argument("samples", type=Path, metavar="SAMPLES.npz")
     parser.add_argument("--client", required=True, help="a client's number, or global (the server's model)")
     parser.add_argument(
         "--layout",
-        choices=("NHWC", "NCHW"),
+        choices=("NHWC", "NCHW", "NCL", "NLC"),
         help="axis order of x (default: the one that fits; if both fit, the run's data.layout)",
     )
     parser.add_argument(

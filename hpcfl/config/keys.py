@@ -81,8 +81,9 @@ class DataConfig(Settings):
     """Folder of downloaded data sets; changes no result."""
     path: str | None = None
     """File of source `npz`; folder of sources `femnist` and `pfllib`."""
-    layout: Literal["NHWC", "NCHW"] | None = None
-    """Axis order of source `npz`; other sources know theirs."""
+    layout: Literal["NHWC", "NCHW", "NCL", "NLC"] | None = None
+    """Axis order of source `npz`: of images NHWC or NCHW, of series NCL or NLC (channels and steps); other
+    sources know theirs. Without it, x with three axes holds grey images."""
     split: str = "mnist"
     """Split of source `emnist`, such as letters or byclass."""
     clients: int | None = Field(None, ge=1)
@@ -98,7 +99,9 @@ class DataConfig(Settings):
     subset_fraction: float | None = Field(None, gt=0, le=1)
     """Use a seeded random share of the source; the class frequencies stay about the same."""
     normalise: str | list[list[float]] = "auto"
-    """`auto` (the source's constants), `none`, `half`, a source's name, or [[means], [deviations]]."""
+    """`auto` (the source's constants; for series and features: `standard`), `standard` (mean 0 and deviation
+    1 of each channel or feature over the training samples of all clients), `none`, `half`, a source's name,
+    or [[means], [deviations]]. Tokens are not normalised."""
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     """Seed of subset, partition and unseen clients; default: run.seed."""
     unseen_clients: float | None = Field(None, ge=0, lt=1)

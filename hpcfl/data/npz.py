@@ -6,31 +6,41 @@ import os
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hpcfl.errors import UserError, one_line
 
+MAX_VOCABULARY = 2**24
+"""Most tokens of a file that does not say how many there are."""
 MAX_NAMES = 10
 """Arrays of a file that an error names."""
 
 
-def read_npz(path: str, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """Read the arrays x and y of a file.
+def read_npz(path: str, layout: str | None) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Read the arrays of a file: x, y, and `client` and `vocabulary` if they are there.
 
     Args:
-        layout: `NHWC` or `NCHW`, for a four-dimensional x.
+        layout: the axes of an x with 3 or 4 of them, see `data.layout`.
 
     Returns:
-        x uint8 or float32 [n, C, H, W], maybe a view of another layout, and y int64 [n].
+        x with channels first, maybe a view of another layout, y, and the other two by name, as
+        `sources.arrays_of` takes and checks them.
 
     Raises:
         UserError: the file is missing, damaged or unfit.
     """
     where = f"data.path={path}"
-    x, y = read_arrays(path, where, ("x", "y"))
-    x = as_pixels(_as_channels_first(x, where, layout), where)
-    return x, as_labels(y, where, len(x))
+    found: dict[str, Any] = read_arrays(path, where, ("x", "y"), ("client", "vocabulary"))
+    x = _as_channels_first(found.pop("x"), where, layout)
+    y = found.pop("y")
+    if "vocabulary" in found:
+        number = found["vocabulary"]
+        if number.size != 1 or number.dtype.kind not in "iu" or number.item() < 1:
+            raise UserError(f"{where}: vocabulary must be one whole number, how many tokens there are")
+        found["vocabulary"] = number.item()
+    return x, y, found
 
 
 def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
@@ -44,6 +54,20 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
     if not np.isfinite(pixels).all():
         raise UserError(f"{where}: x holds values that are not finite in float32; clean or rescale them")
     return pixels
+
+
+def as_tokens(x: np.ndarray, where: str, vocabulary: int | None) -> tuple[np.ndarray, int]:
+    """Return whole numbers [n, L] as int64, and how many tokens there are; default: the largest one, and 1.
+
+    Raises UserError, which begins with `where`, if a token is not in the vocabulary.
+    """
+    most = MAX_VOCABULARY if vocabulary is None else vocabulary
+    if x.min() < 0 or x.max() >= most:
+        raise UserError(
+            f"{where}: x holds tokens {x.min()}..{x.max()}; allowed: 0..{most - 1} (integers with two axes "
+            "are tokens; give the features of a table as floats)"
+        )
+    return x.astype(np.int64), int(x.max()) + 1 if vocabulary is None else vocabulary
 
 
 def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
@@ -65,8 +89,13 @@ def count_classes(y: np.ndarray, where: str) -> int:
     return int(y.max()) + 1
 
 
-def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]:
-    """Read arrays of an npz file; raise UserError, which begins with `where`, if they are missing."""
+def read_arrays(
+    path: str, where: str, names: Sequence[str], others: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
+    """Read arrays of an npz file by name, and `others` that may be there.
+
+    Raises UserError, which begins with `where`, if the file cannot be read or one of `names` is missing.
+    """
     file = Path(path).expanduser()
     # unlike Path's method, returns False for an invalid name
     if not os.path.isfile(file):
@@ -87,8 +116,8 @@ def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]
                     f"{where}: has no array '{absent[0]}' (it holds {', '.join(there[:MAX_NAMES])}{more}); "
                     f"needed: {' and '.join(names)}"
                 )
-            found = [archive[name] for name in names]
-            if not all(isinstance(array, np.ndarray) for array in found):
+            found = {name: archive[name] for name in (*names, *others) if name in there}
+            if not all(isinstance(array, np.ndarray) for array in found.values()):
                 raise ValueError("a member is no array")
             return found
     except UserError:
@@ -98,11 +127,18 @@ def read_arrays(path: str, where: str, names: Sequence[str]) -> list[np.ndarray]
 
 
 def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndarray:
-    """Return x as a view [n, C, H, W]."""
-    if x.ndim not in (3, 4):
-        raise UserError(f"{where}: x has {x.ndim} dimensions; allowed: 4, or 3 for grey images [n, H, W]")
+    """Return x as a view with the channels of images and series as the second axis."""
+    if x.ndim not in (2, 3, 4):
+        raise UserError(
+            f"{where}: x has {x.ndim} dimensions; allowed: 4 (images), 3 (grey images or series) or 2 "
+            "(features or tokens)"
+        )
     if x.size == 0:
-        raise UserError(f"{where}: x is empty, its shape is {x.shape}; give one image or more")
+        raise UserError(f"{where}: x is empty, its shape is {x.shape}; give one sample or more")
+    if x.ndim == 2:
+        return x
+    if x.ndim == 3 and layout in ("NCL", "NLC"):
+        return x.transpose(0, 2, 1) if layout == "NLC" else x
     if x.ndim == 3:
         return x[:, None]
     if layout not in ("NHWC", "NCHW"):

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from hpcfl.data.arrays import Arrays, Channels
 from hpcfl.data.partitions import ClientIndices
-from hpcfl.data.sources import SOURCES, Arrays, Channels
+from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
+from hpcfl.samples import SampleType
 
 SPLITS = ("train", "val", "test")
 
@@ -20,7 +22,7 @@ class Shard:
 
     Attributes:
         clients: the global ids; local client i is clients[i].
-        x: float32 [total, C, H, W], channels last in memory.
+        x: float32 [total, ...], images channels last in memory; tokens int64 [total, L].
         y: int64 [total].
         offset, count: for each of `SPLITS` an int64 tensor [local clients] on the CPU: where a client's
             samples start in x and y, and how many they are.
@@ -54,13 +56,13 @@ class Shard:
 
         Args:
             parts: the indices of every client of the run.
-            mean, std: a channel each; x becomes (raw / scale - mean) / std.
+            mean, std: a channel or feature each; x becomes (raw / scale - mean) / std, tokens stay.
         """
         pieces = [getattr(parts[client], split) for split in SPLITS for client in clients]
         offset, count = _places([len(piece) for piece in pieces], len(clients))
         indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
         # Normalised on the CPU, so that every device trains on the same bits.
-        x = _normalised(arrays.x[indices], arrays.scale, mean, std)
+        x = _normalised(arrays.x[indices], arrays.sample, arrays.scale, mean, std)
         y = torch.from_numpy(arrays.y[indices])
         return cls(clients, x.to(device), y.to(device), offset, count)
 
@@ -75,18 +77,20 @@ class Shard:
         pieces = [pair for split in SPLITS for pair in samples.get(split, [nothing] * len(clients))]
         device = self.x.device
         x = torch.cat([nothing[0], *(x.to(device) for x, _ in pieces)])
-        x = x.contiguous(memory_format=torch.channels_last)
+        x = _channels_last(x)
         y = torch.cat([nothing[1], *(y.to(device) for _, y in pieces)])
         return Shard(clients, x, y, *_places([len(y) for _, y in pieces], len(clients)))
 
     def samples(self, split: str, local_client: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one client's part as views, x [n, C, H, W] and y [n]."""
+        """Return one client's part as views, x [n, ...] and y [n]."""
         start = int(self.offset[split][local_client])
         stop = start + int(self.count[split][local_client])
         return self.x[start:stop], self.y[start:stop]
 
-    def images(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the images at some positions [B], x [B, C, H, W], channels last in memory."""
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the samples at some positions [B], x [B, ...], images channels last in memory."""
+        if self.x.dim() != 4:
+            return self.x.index_select(0, positions)
         return self.x.permute(0, 2, 3, 1).index_select(0, positions).permute(0, 3, 1, 2)
 
     @property
@@ -106,34 +110,51 @@ def _places(
 
 
 def resolve_normalisation(
-    arrays: Arrays, setting: str | Sequence[Sequence[float]]
+    arrays: Arrays, setting: str | Sequence[Sequence[float]], train: np.ndarray
 ) -> tuple[Channels, Channels]:
-    """Return (mean, std), a number a channel, for values divided by `arrays.scale`.
+    """Return (mean, std), a number a channel or feature, for values divided by `arrays.scale`.
+
+    Tokens have none.
 
     Args:
-        setting: `auto` (the source's constants), `none` (0 and 1), `half` (0.5 and 0.5), the name of
-            another source, or [[means], [stds]].
+        setting: `auto` (the source's constants, or `standard` if it has none), `standard` (mean and deviation
+            of the training samples), `none` (0 and 1), `half` (0.5 and 0.5), the name of another source, or
+            [[means], [stds]].
+        train: indices of the training samples.
 
     Raises:
         UserError: unknown setting, another number of channels, or a std that is not positive.
     """
-    num_channels = arrays.x.shape[1]
-    if isinstance(setting, str):
+    num_channels = arrays.sample.channels
+    if setting == "standard" or (setting == "auto" and not arrays.mean):
+        mean, std = _of_samples(arrays, train)
+    elif isinstance(setting, str):
         mean, std = _named_normalisation(arrays, setting)
     else:
         mean, std = _explicit_normalisation(setting)
     if len(mean) != num_channels or len(std) != num_channels:
         raise UserError(
             f"data.normalise={setting}: has {len(mean)} means and {len(std)} stds, "
-            f"the images have {num_channels} channels; give one of each a channel"
+            f"the data, {arrays.sample}, have {num_channels} channels; give one of each a channel"
         )
     return mean, std
 
 
+def _of_samples(arrays: Arrays, train: np.ndarray) -> tuple[Channels, Channels]:
+    """Return mean and deviation of each channel over some samples; a constant channel has deviation 1."""
+    mean, std = [], []
+    for channel in range(arrays.sample.channels):
+        values = arrays.x[train, channel].astype(np.float64) / arrays.scale
+        mean.append(float(values.mean()))
+        std.append(float(values.std()) or 1.0)
+    return tuple(mean), tuple(std)
+
+
 def _named_normalisation(arrays: Arrays, setting: str) -> tuple[Channels, Channels]:
-    num_channels = arrays.x.shape[1]
+    num_channels = arrays.sample.channels
     named = {
         "auto": (arrays.mean, arrays.std),
+        "standard": ((), ()),
         "none": ((0.0,) * num_channels, (1.0,) * num_channels),
         "half": ((0.5,) * num_channels, (0.5,) * num_channels),
     }
@@ -161,8 +182,15 @@ def _explicit_normalisation(setting: Sequence[Sequence[float]]) -> tuple[Channel
     return mean, std
 
 
-def _normalised(raw: np.ndarray, scale: float, mean: Channels, std: Channels) -> torch.Tensor:
-    """Return (raw / scale - mean) / std as float32 [n, C, H, W], channels last in memory."""
-    x = torch.from_numpy(raw).to(torch.float32).contiguous(memory_format=torch.channels_last)
-    means, stds = torch.tensor([mean, std], dtype=torch.float32)[:, :, None, None]
-    return x.div_(scale).sub_(means).div_(stds)
+def _normalised(
+    raw: np.ndarray, sample: SampleType, scale: float, mean: Channels, std: Channels
+) -> torch.Tensor:
+    """Return (raw / scale - mean) / std as float32 [n, ...], images channels last in memory; tokens stay."""
+    if sample.kind == "tokens":
+        return torch.from_numpy(raw)
+    x = _channels_last(torch.from_numpy(raw).to(torch.float32))
+    return x.div_(scale).sub_(sample.by_channel(mean)).div_(sample.by_channel(std))
+
+
+def _channels_last(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.contiguous_format)

@@ -6,7 +6,6 @@ the clients' own split follows the partition). A run never downloads; `fetch` do
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,36 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from hpcfl.config.own_code import run_own_file
-from hpcfl.data import torchvision_datasets
+from hpcfl.data import bundled, torchvision_datasets
+from hpcfl.data.arrays import Arrays, Channels, arrays_of
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
-from hpcfl.data.npz import as_labels, as_pixels, count_classes, read_npz
+from hpcfl.data.npz import read_npz
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
-
-Channels = tuple[float, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Arrays:
-    """One pool of samples, as stored.
-
-    Attributes:
-        x: uint8 or float32 [n, C, H, W]; may be a view of another layout.
-        y: int64 [n], classes 0..num_classes-1.
-        scale: what x is divided by to lie in [0, 1]; 1 for floats.
-        mean, std: constants a channel, for scaled values.
-        owner: int64 [n], increasing, the client 0..M-1 of each sample; None where the source has no clients.
-        is_test: bool [n], the source's own split of each client's samples; None where it has none.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    num_classes: int
-    scale: float
-    mean: Channels
-    std: Channels
-    owner: np.ndarray | None = None
-    is_test: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +44,14 @@ class Source:
 _MNIST = (0.1307,), (0.3081,)
 
 SOURCES: dict[str, Source] = {
-    "digits": Source("8x8 grey digits, 10 classes, 1797 images, bundled", 10, (0.3053,), (0.3760,)),
+    "digits": Source("8x8 grey digits, 10 classes, 1797 images, bundled", 10, *bundled.OF_DIGITS),
+    "wine": Source("13 features of wines, 3 classes, 178 samples, bundled", 3),
+    "breast_cancer": Source("30 features of tumours, 2 classes, 569 samples, bundled", 2),
+    "topics": Source(
+        "32 characters of Python's help texts, of which to tell the next one; a client a text, bundled",
+        bundled.NUM_CHARACTERS,
+        partition="given",
+    ),
     "mnist": Source("28x28 grey digits, 10 classes, 70000 images", 10, *_MNIST),
     "fashionmnist": Source("28x28 grey clothes, 10 classes, 70000 images", 10, (0.2860,), (0.3530,)),
     "emnist": Source(
@@ -91,7 +73,8 @@ SOURCES: dict[str, Source] = {
         (0.2673, 0.2564, 0.2762),
     ),
     "npz": Source(
-        "your own file: arrays x (images) and y (labels); data.path, data.layout=NHWC or NCHW",
+        "your own file: arrays x (images, series, features or tokens) and y (labels), and client; data.path, "
+        "data.layout",
         path_names="FILE.npz",
     ),
     "femnist": Source(
@@ -110,6 +93,9 @@ SOURCES: dict[str, Source] = {
 
 _WHY_NOT_FETCHED = {
     "digits": "bundled with scikit-learn, there is nothing to fetch",
+    "wine": "bundled with scikit-learn, there is nothing to fetch",
+    "breast_cancer": "bundled with scikit-learn, there is nothing to fetch",
+    "topics": "bundled with Python, there is nothing to fetch",
     "npz": "your own file, there is nothing to fetch; name it with data.path=FILE",
     "femnist": "there is nothing to fetch; make the files with data/femnist/preprocess.sh of LEAF "
     "(-s niid --sf 1.0 -t sample) and name their folder with data.path=FOLDER",
@@ -133,8 +119,8 @@ def load_arrays(
         UserError: unknown source or split; missing, damaged or unfit files.
     """
     known = _known(source)
-    if source == "digits":
-        return _load_digits()
+    if source in bundled.READERS:
+        return bundled.READERS[source]()
     if known.path_names is not None and path is None:
         raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
     if known.read is not None:
@@ -195,19 +181,6 @@ def _emnist_classes(split: str) -> int:
     return classes[split]
 
 
-def _load_digits() -> Arrays:
-    """Read the file of scikit-learn's load_digits: importing scikit-learn in every rank costs seconds."""
-    package = importlib.util.find_spec("sklearn")
-    assert package is not None
-    assert package.origin is not None
-    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
-    x = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.uint8)
-    known = SOURCES["digits"]
-    assert known.mean is not None
-    assert known.std is not None
-    return Arrays(x, table[:, -1].astype(np.int64), 10, 16.0, known.mean, known.std)
-
-
 def add_own_source(path: str, expected: str | None = None) -> tuple[str, str]:
     """Add the one Source with a `read` that a user's Python file makes, under the file's name.
 
@@ -219,26 +192,6 @@ def add_own_source(path: str, expected: str | None = None) -> tuple[str, str]:
     )
     file.add_to(SOURCES, file.name, source)
     return file.name, file.code
-
-
-def arrays_of(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
-    """Make a pool of images [n, C, H, W] and labels [n]; bytes are normalised to -1..1, floats are not
-    changed.
-
-    Raises UserError, which begins with `where`, if they are of another shape or type.
-    """
-    if x.ndim != 4 or not len(x):
-        raise UserError(f"{where}: x has shape {x.shape}; x must be [n, channels, height, width], of some n")
-    x = as_pixels(x, where)
-    return _as_they_are(x, as_labels(y, where, len(x)), where)
-
-
-def _as_they_are(x: np.ndarray, y: np.ndarray, where: str) -> Arrays:
-    num_channels = x.shape[1]
-    is_bytes = x.dtype == np.uint8
-    mean = (0.5 if is_bytes else 0.0,) * num_channels
-    std = (0.5 if is_bytes else 1.0,) * num_channels
-    return Arrays(x, y, count_classes(y, where), 255.0 if is_bytes else 1.0, mean, std)
 
 
 def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | None) -> Arrays:
@@ -254,23 +207,25 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
         raise UserError(
             f"{where}: its read returned a {type(arrays).__name__}; return arrays_of(x, y, name), or Arrays"
         )
-    checked = arrays_of(arrays.x, arrays.y, where)
+    checked = arrays_of(arrays.x, arrays.y, where, vocabulary=arrays.vocabulary)
     if arrays.num_classes < checked.num_classes:
         raise UserError(
             f"{where}: y holds labels 0..{checked.num_classes - 1}, and num_classes is {arrays.num_classes}; "
             "raise it in the file of data.reader"
         )
-    return replace(arrays, x=checked.x, y=checked.y)
+    return replace(arrays, x=checked.x, y=checked.y, vocabulary=checked.vocabulary)
 
 
 def _load_path(source: str, path: str, layout: str | None) -> Arrays:
     where = f"data.path={path}"
     if source == "npz":
-        return _as_they_are(*read_npz(path, layout), where)
+        x, y, others = read_npz(path, layout)
+        return arrays_of(x, y, where, **others)
     if source == "femnist":
         return _load_femnist(path)
     samples = read_pfllib(path)
-    return replace(_as_they_are(samples.x, samples.y, where), owner=samples.owner, is_test=samples.is_test)
+    arrays = arrays_of(samples.x, samples.y, where)
+    return replace(arrays, owner=samples.owner, is_test=samples.is_test)
 
 
 def _load_femnist(path: str) -> Arrays:

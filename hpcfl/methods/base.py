@@ -24,6 +24,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
 from hpcfl.parameters import Layer, ParameterLayout, Tensors
+from hpcfl.samples import SampleType
 from hpcfl.training.client_group import ClientGroup, GradientOf
 
 State = Tensors
@@ -37,7 +38,7 @@ class Context:
         self,
         model: str,
         model_options: NetworkOptions,
-        image_shape: tuple[int, int, int],
+        sample: SampleType,
         num_classes: int,
         num_samples: Tensor,
         train: TrainConfig,
@@ -54,13 +55,13 @@ class Context:
         self.num_clients = len(num_samples)
         """Clients that take part in training, N; their ids are 0 to N - 1."""
         self.num_classes = num_classes
-        self.image_shape = image_shape
+        self.sample = sample
         self.train = train
         self.server = server or ServerConfig()
         self.seed = seed
         self.model_name = model
         self.build_network: Callable[[int], Network] = lambda draw: build_network(
-            model, image_shape, num_classes, model_options, seed, draw
+            model, sample, num_classes, model_options, seed, draw
         )
         """Builds the model with the initial weights of a draw: a client's id, or -1 for the common draw."""
         self.network = self.build_network(-1)
@@ -79,7 +80,7 @@ class Context:
         """Fewest samples of a mini-batch: 2 if a BatchNorm layer cannot compute statistics of one, else 1."""
         network = copy.deepcopy(self.network).train()
         try:
-            network(torch.zeros(1, *self.image_shape))
+            network(self.sample.zeros(1))
         except ValueError:
             return 2
         return 1

@@ -32,7 +32,7 @@ class FedBN(OwnLayers):
         if not self.layout.batchnorm_modules:
             warnings.warn(
                 f"model.name={context.model_name} has no BatchNorm, so fedbn is fedavg here; "
-                "model.batchnorm=true adds it",
+                "model.batchnorm=true adds it to convolutional networks",
                 stacklevel=1,
             )
 

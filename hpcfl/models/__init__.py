@@ -5,9 +5,11 @@ import torch
 from hpcfl.config.own_code import run_own_file
 from hpcfl.errors import UserError
 from hpcfl.machine import free_bytes
-from hpcfl.models.networks import ConvNet, ConvNetOptions, ImageShape, Mlp, Model, Network, NetworkOptions
-from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18
+from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
+from hpcfl.models.sequences import Lstm, TextCnn, Transformer
+from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18, Vit
 from hpcfl.randomness import stream_seed
+from hpcfl.samples import SampleType
 
 MODELS: dict[str, Model] = {
     "digits_cnn": ConvNet("small CNN for 8x8 images: conv 16/32 3x3, fc 64", (16, 32), 3, 1, (64,)),
@@ -22,45 +24,61 @@ MODELS: dict[str, Model] = {
         "FedEM's and FedMN's FemnistCNN: conv 32/64 5x5, fc 2048", (32, 64), 5, 0, (2048,)
     ),
     "mlp": Mlp("fully connected layers of the widths model.hidden"),
+    "cnn1d": SeriesConvNet("for series: conv 32/64 of 9 steps, fc 128", (32, 64), 9, 0, (128,)),
+    "textcnn": TextCnn("for text: an embedding, convolutions over 3, 4 and 5 tokens"),
+    "lstm": Lstm("for text and series: an LSTM of 2 layers of 256, in front of it an embedding of width 8"),
+    "transformer": Transformer("for text and series: 2 blocks of width 64 with 4 heads"),
     "resnet18": RESNET18,
     "mobilenetv2": MOBILENETV2,
+    "vit": Vit("torchvision's vision transformer, by default 6 layers of width 192 on patches of 4x4"),
 }
 
-_fitting: set[tuple[str, ImageShape, int, str]] = set()
-"""Networks known to fit in memory: name, image, classes and options."""
+_fitting: set[tuple[str, SampleType, int, str]] = set()
+"""Networks known to fit in memory: name, samples, classes and options."""
 
 
 def build_network(
-    name: str, shape: ImageShape, num_classes: int, options: NetworkOptions, seed: int, client: int = -1
+    name: str, sample: SampleType, num_classes: int, options: NetworkOptions, seed: int, client: int = -1
 ) -> Network:
     """Build a network whose weights depend on (seed, client) alone; client -1 is the common start.
 
-    Raises UserError for images [C, H, W] that are too small and if a part of the model is not available.
+    Raises UserError for samples of another kind or that are too small, and if a part of the model is not
+    available.
     """
-    model, (_, height, width) = MODELS[name], shape
-    if min(height, width) < model.smallest_side:
-        allowed = [other for other in MODELS if MODELS[other].smallest_side <= min(height, width)]
+    model = MODELS[name]
+    fitting = [other for other in MODELS if sample.kind in MODELS[other].kinds]
+    if name not in fitting:
         raise UserError(
-            f"model.name={name} needs images of {model.smallest_side}x{model.smallest_side} or larger, not "
-            f"{height}x{width}; allowed: {', '.join(allowed)}"
+            f"model.name={name} takes {' or '.join(model.kinds)}, and the data are {sample}; allowed: "
+            f"{', '.join(fitting)}"
+        )
+    shortest = min(sample.shape[1:] or sample.shape)
+    if shortest < model.smallest_side:
+        allowed = [other for other in fitting if MODELS[other].smallest_side <= shortest]
+        side = model.smallest_side
+        smallest = (
+            f"images of {side}x{side} or larger" if sample.kind == "images" else f"{side} steps or more"
+        )
+        raise UserError(
+            f"model.name={name} needs {smallest}, and the data are {sample}; allowed: {', '.join(allowed)}"
         )
     options_text = options.model_dump_json()
-    if (name, shape, num_classes, options_text) not in _fitting:
-        _check_beyond_memory(name, shape, num_classes, options)
-        _fitting.add((name, shape, num_classes, options_text))
+    if (name, sample, num_classes, options_text) not in _fitting:
+        _check_beyond_memory(name, sample, num_classes, options)
+        _fitting.add((name, sample, num_classes, options_text))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
-        return model.build(shape, num_classes, options)
+        return model.build(sample, num_classes, options)
 
 
-def _check_beyond_memory(name: str, shape: ImageShape, num_classes: int, options: NetworkOptions) -> None:
+def _check_beyond_memory(name: str, sample: SampleType, num_classes: int, options: NetworkOptions) -> None:
     """Raise UserError if a network does not fit in the free memory; allocates nothing."""
     model, chosen = MODELS[name], options
     if getattr(options, "weights", None) is not None:
         chosen = options.model_copy(update={"weights": None})
     try:
         with torch.device("meta"):
-            network = model.build(shape, num_classes, chosen)
+            network = model.build(sample, num_classes, chosen)
         count = sum(parameter.numel() for parameter in network.parameters())
     # a user's own model may need tensors with values
     except (NotImplementedError, RuntimeError) as error:
@@ -70,8 +88,8 @@ def _check_beyond_memory(name: str, shape: ImageShape, num_classes: int, options
     free = free_bytes()
     if 4 * count > free:
         raise UserError(
-            f"model.name={name} with {options.model_dump_json()} takes {4e-9 * count:.3g} GB for images of "
-            f"{list(shape)} and {num_classes} classes, and {free / 1e9:.3g} GB of memory are free; choose a "
+            f"model.name={name} with {options.model_dump_json()} takes {4e-9 * count:.3g} GB for {sample} "
+            f"and {num_classes} classes, and {free / 1e9:.3g} GB of memory are free; choose a "
             "smaller model"
         )
 

@@ -5,7 +5,9 @@ Max-pooling comes before ReLU: the two commute, so the function is the papers', 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -13,13 +15,11 @@ from pydantic import Field, PositiveInt, Strict
 from torch import Tensor, nn
 
 from hpcfl.config.keys import NetworkOptions
-
-ImageShape = tuple[int, int, int]
-"""Channels, height and width."""
+from hpcfl.samples import SampleKind, SampleType
 
 
 class Network(nn.Module):
-    """A body that maps images to features [n, F] and a head that maps features to logits [n, K]."""
+    """A body that maps samples to features [n, F] and a head that maps features to logits [n, K]."""
 
     def __init__(self, body: OrderedDict[str, nn.Module], head: OrderedDict[str, nn.Module]) -> None:
         super().__init__()
@@ -40,17 +40,23 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """A family of networks, one for each image shape, number of classes and choice of options."""
+    """A family of networks, one for each type of samples, number of classes and choice of options.
+
+    `kinds` are the kinds of samples that the family takes; `has_batched_engine` is False if torch.func.vmap
+    cannot follow its networks.
+    """
 
     options: ClassVar[type[NetworkOptions]]
+    kinds: ClassVar[tuple[SampleKind, ...]] = ("images",)
+    has_batched_engine: ClassVar[bool] = True
     description: str
 
     @property
     def smallest_side(self) -> int:
-        """Pixels that an image needs in both directions."""
+        """Pixels that an image needs in both directions, or steps that a series needs."""
         return 1
 
-    def build(self, shape: ImageShape, num_classes: int, options: Any) -> Network:
+    def build(self, sample: SampleType, num_classes: int, options: Any) -> Network:
         """Build with weights from torch's generator; `options` are of this model's class."""
         raise NotImplementedError
 
@@ -67,6 +73,7 @@ class ConvNet(Model):
     """Convolutions with pooling, then fully connected layers; the last of them is the head."""
 
     options = ConvNetOptions
+    parts: ClassVar[tuple[Callable[..., nn.Module], ...]] = (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d)
     channels: tuple[int, ...]
     kernel: int
     padding: int
@@ -79,18 +86,27 @@ class ConvNet(Model):
             side = 2 * side + self.kernel - 1 - 2 * self.padding
         return side
 
-    def build(self, shape: ImageShape, num_classes: int, options: ConvNetOptions) -> Network:
-        in_channels, height, width = shape
+    def build(self, sample: SampleType, num_classes: int, options: ConvNetOptions) -> Network:
+        in_channels, *sides = sample.shape
+        convolution, norm, pool = self.parts
         body: OrderedDict[str, nn.Module] = OrderedDict()
         for number, out_channels in enumerate(self.channels, start=1):
-            body[f"conv{number}"] = nn.Conv2d(in_channels, out_channels, self.kernel, padding=self.padding)
+            body[f"conv{number}"] = convolution(in_channels, out_channels, self.kernel, padding=self.padding)
             if options.batchnorm:
-                body[f"bn{number}"] = nn.BatchNorm2d(out_channels)
-            body[f"pool{number}"] = nn.MaxPool2d(2)
+                body[f"bn{number}"] = norm(out_channels)
+            body[f"pool{number}"] = pool(2)
             body[f"relu{number}"] = nn.ReLU()
-            height, width = ((side + 2 * self.padding - self.kernel + 1) // 2 for side in (height, width))
+            sides = [(side + 2 * self.padding - self.kernel + 1) // 2 for side in sides]
             in_channels = out_channels
-        return _with_linear_layers(body, in_channels * height * width, self.hidden, num_classes)
+        return with_linear_layers(body, in_channels * math.prod(sides), self.hidden, num_classes)
+
+
+@dataclass(frozen=True)
+class SeriesConvNet(ConvNet):
+    """The same over the steps of a series."""
+
+    kinds = ("series",)
+    parts = (nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d)
 
 
 class MlpOptions(NetworkOptions):
@@ -101,16 +117,16 @@ class MlpOptions(NetworkOptions):
 
 
 class Mlp(Model):
-    """Fully connected layers on flattened images; the last of them is the head."""
+    """Fully connected layers on flattened samples; the last of them is the head."""
 
     options = MlpOptions
+    kinds = ("images", "series", "features")
 
-    def build(self, shape: ImageShape, num_classes: int, options: MlpOptions) -> Network:
-        channels, height, width = shape
-        return _with_linear_layers(OrderedDict(), channels * height * width, options.hidden, num_classes)
+    def build(self, sample: SampleType, num_classes: int, options: MlpOptions) -> Network:
+        return with_linear_layers(OrderedDict(), math.prod(sample.shape), options.hidden, num_classes)
 
 
-def _with_linear_layers(
+def with_linear_layers(
     body: OrderedDict[str, nn.Module], features: int, hidden: tuple[int, ...] | list[int], num_classes: int
 ) -> Network:
     """Put flatten and hidden layers on top of a body that ends in `features` numbers, then the head."""

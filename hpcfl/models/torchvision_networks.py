@@ -1,4 +1,4 @@
-"""ResNet18 and MobileNetV2 of torchvision: its topology and names, with the last layer replaced."""
+"""ResNet18, MobileNetV2 and ViT of torchvision: its topology and names, with the last layer replaced."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpcfl.errors import UserError
-from hpcfl.models.networks import ImageShape, Model, Network, NetworkOptions
+from hpcfl.models.networks import Model, Network, NetworkOptions
+from hpcfl.samples import SampleType
 from hpcfl.torchvision_parts import torchvision_part
 
 
@@ -40,13 +43,13 @@ class TorchvisionNet(Model):
     head: str
     features: int
 
-    def build(self, shape: ImageShape, num_classes: int, options: TorchvisionOptions) -> Network:
+    def build(self, sample: SampleType, num_classes: int, options: TorchvisionOptions) -> Network:
         """See Model; raises UserError if torchvision or the weights are not available."""
         body = self.make_body(getattr(torchvision_part("models"), self.function)(weights=None, num_classes=1))
         head: OrderedDict[str, nn.Module] = OrderedDict({self.head: nn.Linear(self.features, num_classes)})
         network = Network(body, head)
-        if shape[0] != 3:
-            _replace_first_convolution(network.body, shape[0])
+        if sample.channels != 3:
+            _replace_first_convolution(network.body, sample.channels)
         if options.weights is not None:
             self._load(network.body, options.weights)
         return network
@@ -81,6 +84,58 @@ def _resnet18_body(network: Any) -> OrderedDict[str, nn.Module]:
 def _mobilenetv2_body(network: Any) -> OrderedDict[str, nn.Module]:
     """Leave out the dropout in front of the head: local training draws nothing but batches."""
     return OrderedDict(features=network.features, avgpool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten())
+
+
+class VitOptions(NetworkOptions):
+    """Options of `vit`."""
+
+    patch_size: int = Field(4, ge=1)
+    """Pixels of a patch in both directions, which divide the image's."""
+    width: int = Field(192, ge=1)
+    """Width of a patch's embedding."""
+    heads: int = Field(3, ge=1)
+    """Heads of attention, which divide the width."""
+    layers: int = Field(6, ge=1)
+    """Layers of the encoder, whose inner width is 4 times the width."""
+
+    def model_post_init(self, _: Any) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width={self.width}")
+
+
+class Vit(Model):
+    """torchvision's VisionTransformer without dropout, from a random start.
+
+    Dosovitskiy et al., An image is worth 16x16 words, 2021.
+    """
+
+    options = VitOptions
+
+    def build(self, sample: SampleType, num_classes: int, options: VitOptions) -> Network:
+        """See Model; raises UserError if patches do not fit the image, or torchvision is not available."""
+        channels, height, width = sample.shape
+        if height != width or height % options.patch_size:
+            raise UserError(
+                f"model.name=vit needs square images whose side is a multiple of model.patch_size="
+                f"{options.patch_size}, and the data are {sample}; set another model.patch_size"
+            )
+        vit = torchvision_part("models").VisionTransformer(
+            height, options.patch_size, options.layers, options.heads, options.width, 4 * options.width
+        )
+        if channels != 3:
+            vit.conv_proj = nn.Conv2d(channels, options.width, options.patch_size, options.patch_size)
+        vit.heads = nn.Identity()
+        head = nn.Linear(options.width, num_classes)
+        return Network(OrderedDict(vit=_PlainAttention(vit)), OrderedDict(head=head))
+
+
+class _PlainAttention(nn.Sequential):
+    """Attention by products and softmax: torch's own on a CPU has no second derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            features: Tensor = super().forward(x)
+        return features
 
 
 RESNET18 = TorchvisionNet(

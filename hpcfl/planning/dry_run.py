@@ -134,10 +134,10 @@ def _prepared(
     """Return a simulation of the first clients, with so many mini-batches each, and an unseen one."""
     world = Communicator()
     device = prepare(config.run, world)
-    data = describe(config.data.normalise, arrays, list(parts))
+    data = describe(config.data, arrays, list(parts))
     method = method_of(config, data)
     num_clients = method.context.num_clients
-    most = CLIENTS_TOGETHER if is_batched(config.run.engine, device) else CLIENTS
+    most = CLIENTS_TOGETHER if is_batched(config.run.engine, device, config.model.name) else CLIENTS
     members = range(min(most, config.train.cohort_size(num_clients)))
     # with sharded models, the server mixes the rows of all clients
     count = len(members) if method.sharded_state is None else num_clients

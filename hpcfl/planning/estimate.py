@@ -158,7 +158,9 @@ class Planner:
         rounds, count = self._train.rounds, self._num_clients
         some = 1 if self._cohort == count else min(rounds, SAMPLED_COHORTS)
         # a batched engine trains its clients at home
-        is_batched_here = is_batched(self._run.engine, Communicator().device("auto"))
+        is_batched_here = is_batched(
+            self._run.engine, Communicator().device("auto"), self._method.context.model_name
+        )
         visit = self._run.placement == "balanced" and not is_batched_here
         home = {client: worker for worker, shard in enumerate(shards) for client in shard}
         placed = []
@@ -191,7 +193,7 @@ class Planner:
         """Return the memory of rank 0, and of the clients of the worker that needs most."""
         measured = self._measured
         a_message = COPIES * (measured.evaluation.common + measured.evaluation.rows)
-        a_sample = 4 * math.prod(self._method.context.image_shape) + 8
+        a_sample = self._method.context.sample.num_bytes + 8
         most = max(len(own) for by_worker in placed for own in by_worker)
         largest = max(
             a_sample * float(self._num_samples[shard].sum()) + measured.client_bytes * len(shard)

@@ -25,21 +25,22 @@ KINDS = (".pt", ".safetensors", ".pt2")
 
 
 class Deployed(nn.Module):
-    """A network with all that it needs before and after it: from images as stored to probabilities."""
+    """A network with all that it needs before and after it: from samples as stored to probabilities."""
 
     mean: Tensor
     std: Tensor
 
     def __init__(self, network: nn.Module, data: DataRecord) -> None:
         super().__init__()
-        self.network, self.scale = network, data.scale
-        mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
+        self.network, self.scale, self.takes_tokens = network, data.scale, data.sample.kind == "tokens"
+        self.register_buffer("mean", data.sample.by_channel(data.mean))
+        self.register_buffer("std", data.sample.by_channel(data.std))
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Return class probabilities [n, classes] of images [n, channels, height, width]."""
-        logits: Tensor = self.network((images.to(torch.float32) / self.scale - self.mean) / self.std)
+    def forward(self, samples: Tensor) -> Tensor:
+        """Return class probabilities [n, classes] of samples [n, ...]."""
+        if not self.takes_tokens:
+            samples = (samples.to(torch.float32) / self.scale - self.mean) / self.std
+        logits: Tensor = self.network(samples)
         return logits.softmax(dim=1)
 
 
@@ -110,6 +111,7 @@ def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients
     parts = f"parts that {config.method.name} combines by a rule of its own"
     if models.is_network:
         parts = getattr(models.network(client), "parts", "one network, whose state the tensors are")
+    is_text = data.sample.kind == "tokens"
     recipe = {
         "hpcfl": __version__,
         "run": models.path.resolve().parent.name,
@@ -118,12 +120,14 @@ def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients
         "round": models.round,
         "model": tree["model"],
         "source": config.data.source,
-        "image_shape": list(data.image_shape),
-        "image_type": data.dtype,
+        "kind": data.sample.kind,
+        "sample_shape": list(data.sample.shape),
+        "sample_type": data.dtype,
+        "vocabulary": data.sample.vocabulary,
         "scale": data.scale,
         "mean": list(data.mean),
         "std": list(data.std),
-        "normalisation": "(image / scale - mean) / std, a mean and a std a channel",
+        "normalisation": "none" if is_text else "(sample / scale - mean) / std, by channel or feature",
         "classes": list(range(data.num_classes)),
         "outputs": "logits (.pt2: probabilities), in the order of classes, the labels of the data set",
         "parts": parts,
@@ -150,17 +154,17 @@ def _write_safetensors(weights: Tensors, recipe: dict[str, Any], path: Path) -> 
 
 
 def _write_whole(models: TrainedModels, client: ClientName, path: Path) -> bool:
-    """Write a model from images as stored to probabilities; return False, with a warning, if that fails."""
+    """Write a model from samples as stored to probabilities; return False, with a warning, if that fails."""
     if not models.is_network:
         warnings.warn(f"no {path}: {models.config.method.name} does not predict by one network", stacklevel=2)
         return False
     data = models.data
-    images = torch.zeros(2, *data.image_shape, dtype=getattr(torch, data.dtype))
+    samples = torch.zeros(2, *data.sample.shape, dtype=getattr(torch, data.dtype))
     try:
         whole = torch.export.export(
             Deployed(models.network(client), data).eval(),
-            (images,),
-            dynamic_shapes=({0: torch.export.Dim("images")},),
+            (samples,),
+            dynamic_shapes=({0: torch.export.Dim("samples")},),
         )
     # any network may be there, and so any exception
     except Exception as error:

@@ -1,6 +1,6 @@
 """The models in a run's checkpoint: as tensors, as networks, and their predictions.
 
-Shapes: P trainable numbers, U running statistics, n images, K classes.
+Shapes: P trainable numbers, U running statistics, n samples, K classes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.config import Config
-from hpcfl.data.npz import as_pixels
+from hpcfl.data.arrays import Arrays
+from hpcfl.data.npz import as_pixels, as_tokens
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
-from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
@@ -34,7 +34,7 @@ GLOBAL: Literal["global"] = "global"
 ClientName = int | Literal["global"]
 """A client's id, or "global" for the server's model."""
 
-Layout = Literal["NHWC", "NCHW"]
+Layout = Literal["NHWC", "NCHW", "NCL", "NLC"]
 
 
 class TrainedModels:
@@ -51,7 +51,7 @@ class TrainedModels:
     @cached_property
     def data(self) -> DataRecord:
         """Description of the networks' input; for older checkpoints without it, the data set is read."""
-        return self._checkpoint.data or describe(self.config.data.normalise, *load_data(self.config))
+        return self._checkpoint.data or describe(self.config.data, *load_data(self.config))
 
     @cached_property
     def method(self) -> Method:
@@ -87,7 +87,7 @@ class TrainedModels:
         return _with_buffers(self._checkpoint.model(client))
 
     def network(self, client: ClientName) -> nn.Module:
-        """Return a model as a network in evaluation mode, from normalised images to logits.
+        """Return a model as a network in evaluation mode, from normalised samples to logits.
 
         Raises:
             UserError: there is no such model, or its method does not predict by one network.
@@ -137,30 +137,33 @@ class TrainedModels:
         return found
 
     def probabilities(
-        self, client: ClientName, images: object, layout: Layout | None = None, where: str = "images"
+        self, client: ClientName, samples: object, layout: Layout | None = None, where: str = "samples"
     ) -> np.ndarray:
         """Return class probabilities float32 [n, K], by the method's own rule.
 
         Args:
             client: the model's client, or "global".
-            images: as the run's source stores them, of the run's shape and type: [n, C, H, W], [n, H, W, C],
-                or grey ones [n, H, W].
-            layout: which of the first two; default: the one that fits; if both fit, the run's data.layout.
+            samples: as the run's source stores them, of the run's shape and type. Channels of images and
+                series may also be the last axis; grey images may be [n, H, W].
+            layout: which axis the channels are; default: the one that fits; if both fit, the run's
+                data.layout.
             where: prefix of error messages.
 
         Raises:
-            UserError: there is no such model, or the images are not like the run's.
+            UserError: there is no such model, or the samples are not like the run's.
         """
-        x = self._as_stored(images, layout, where)
+        x = self._as_stored(samples, layout, where)
         model = Message(per_client={name: tensor.unsqueeze(0) for name, tensor in self.saved(client).items()})
         clients = self._visitor(0 if client == GLOBAL else client, x)
         with torch.no_grad():
             return self.method.predict(clients, model, 0, clients.samples("test", 0)[0]).numpy()
 
     def _visitor(self, client: int, x: np.ndarray) -> ClientGroup:
-        """Return a group of one client whose test samples are some images, on the CPU."""
+        """Return a group of one client whose test samples are given, on the CPU."""
         data, nothing = self.data, np.empty(0, np.int64)
-        arrays = Arrays(x, np.zeros(len(x), np.int64), data.num_classes, data.scale, data.mean, data.std)
+        labels = np.zeros(len(x), np.int64)
+        vocabulary = data.sample.vocabulary
+        arrays = Arrays(x, labels, data.num_classes, data.scale, data.mean, data.std, vocabulary=vocabulary)
         part = ClientIndices(nothing, nothing, np.arange(len(x)))
         shard = Shard.build(arrays, [part], range(1), data.mean, data.std, "cpu")
         engine = LoopEngine(copy.deepcopy(self.method.network), self.method.layout)
@@ -168,27 +171,31 @@ class TrainedModels:
         place = WorkerContext(shard, [client], engine, engine, config.train, config.run.seed, device, {})
         return ClientGroup(place, [client], self.round)
 
-    def _as_stored(self, images: object, layout: Layout | None, where: str) -> np.ndarray:
-        """Return images [n, C, H, W] of the run's type; raise UserError if they are not like the run's."""
-        x = given = np.asarray(images)
-        data = self.data
-        channels, height, width = data.image_shape
-        if x.ndim == 3:
+    def _as_stored(self, samples: object, layout: Layout | None, where: str) -> np.ndarray:
+        """Return samples [n, ...] of the run's type; raise UserError if they are not like the run's."""
+        x = given = np.asarray(samples)
+        data, sample = self.data, self.data.sample
+        channels, *sides = sample.shape
+        first, last = ("NCHW", "NHWC") if sample.kind == "images" else ("NCL", "NLC")
+        if sample.kind == "images" and x.ndim == 3:
             x = x[:, None]
-        elif x.ndim == 4:
-            fits_first, fits_last = (
-                x.shape[1:] == shape for shape in (data.image_shape, (height, width, channels))
-            )
+        elif sides and x.ndim == len(sample.shape) + 1:
+            fits_first, fits_last = (x.shape[1:] == shape for shape in (sample.shape, (*sides, channels)))
             # data.layout decides only if both fit
             of_run = self.config.data.layout if fits_first and fits_last else None
-            if (layout or of_run or ("NCHW" if fits_first else "NHWC")) == "NHWC":
-                x = x.transpose(0, 3, 1, 2)
-        if x.ndim != 4 or x.shape[1:] != data.image_shape or not len(x):
-            grey = f", [n, {height}, {width}]" if channels == 1 else ""
-            raise UserError(
-                f"{where}: x has shape {list(given.shape)}; allowed: [n, {height}, {width}, {channels}] with "
-                f"layout NHWC, [n, {channels}, {height}, {width}] with NCHW{grey}, for some n"
-            )
+            if (layout or of_run or (first if fits_first else last)) == last:
+                x = np.moveaxis(x, -1, 1)
+        if x.shape[1:] != sample.shape or not len(x):
+            allowed = f"[n, {', '.join(map(str, sample.shape))}]"
+            if sides:
+                text = ", ".join(map(str, sides))
+                allowed = f"[n, {text}, {channels}] with layout {last}, {allowed} with {first}"
+                allowed += f", [n, {text}]" if sample.kind == "images" and channels == 1 else ""
+            raise UserError(f"{where}: x has shape {list(given.shape)}; allowed: {allowed}, for some n")
+        if sample.vocabulary is not None:
+            if x.dtype.kind not in "iu":
+                raise UserError(f"{where}: x has type {x.dtype}; allowed: whole numbers, the tokens")
+            return as_tokens(x, where, sample.vocabulary)[0]
         if (x.dtype == np.uint8) != (data.dtype == "uint8"):
             allowed = f"uint8, 0..{data.scale:g}" if data.dtype == "uint8" else "float, as the run's data set"
             raise UserError(

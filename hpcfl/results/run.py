@@ -256,21 +256,21 @@ class Run:
         return self.models.tensors(client)
 
     def network(self, client: ClientName) -> nn.Module:
-        """Return the same model as a network in evaluation mode, from normalised images to logits.
+        """Return the same model as a network in evaluation mode, from normalised samples to logits.
 
         Raises:
             UserError: as `model`, or its method does not predict by one network.
         """
         return self.models.network(client)
 
-    def predict(self, client: ClientName, images: object, layout: Layout | None = None) -> np.ndarray:
-        """Return class probabilities float32 [n, K] of images as the run's data set stores them.
+    def predict(self, client: ClientName, samples: object, layout: Layout | None = None) -> np.ndarray:
+        """Return class probabilities float32 [n, K] of samples as the run's data set stores them.
 
-        Images are an array [n, C, H, W], [n, H, W, C] or, grey, [n, H, W]; `layout` is by default the one
-        that fits, or the run's data.layout if both fit. Raises UserError as `model`, or if images are not
-        like the run's.
+        Channels of images and series are the second or last axis, and grey images may be [n, H, W]; `layout`
+        is by default the one that fits, or the run's data.layout if both fit. Raises UserError as `model`, or
+        if samples are not like the run's.
         """
-        return self.models.probabilities(client, images, layout)
+        return self.models.probabilities(client, samples, layout)
 
     def export(self, client: ClientName | Literal["all"], out: str | Path) -> list[Path]:
         """Write models for use without hpcfl, and return the files (see hpcfl.results.export)."""

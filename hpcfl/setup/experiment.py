@@ -11,11 +11,14 @@ import torch
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
-from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
+from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.models import MODELS
 from hpcfl.randomness import numpy_stream
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
 from hpcfl.setup.validate import check_chain, check_large_state, check_single_samples, check_slow_precision
@@ -109,15 +112,13 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
-def describe(normalise: str | list[list[float]], arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
-    """Return what a method and its networks need to know of the data. May raise UserError.
-
-    `normalise` is `data.normalise`.
-    """
-    _, channels, height, width = arrays.x.shape
-    mean, std = resolve_normalisation(arrays, normalise)
+def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
+    """Return what a method and its networks need to know of the data. May raise UserError."""
+    in_training = parts[: len(parts) - data.num_unseen(len(parts))]
+    train = np.concatenate([part.train for part in in_training])
+    mean, std = resolve_normalisation(arrays, data.normalise, train)
     return DataRecord(
-        (channels, height, width),
+        arrays.sample,
         str(arrays.x.dtype),
         float(arrays.scale),
         tuple(map(float, mean)),
@@ -129,7 +130,7 @@ def describe(normalise: str | list[list[float]], arrays: Arrays, parts: list[Cli
 
 def make_method(config: Config, arrays: Arrays, parts: list[ClientIndices]) -> Method:
     """Build the network's layout and the method. May raise UserError."""
-    return method_of(config, describe(config.data.normalise, arrays, parts))
+    return method_of(config, describe(config.data, arrays, parts))
 
 
 def method_of(config: Config, data: DataRecord) -> Method:
@@ -139,7 +140,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
     context = Context(
         config.model.name,
         config.model.options,
-        data.image_shape,
+        data.sample,
         data.num_classes,
         num_samples[:num_clients],
         config.train,
@@ -154,7 +155,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     """Build this rank's part of a run. Collective. May raise UserError on any rank."""
     device = prepare(config.run, world)
     arrays, parts = load_data(config)
-    data = describe(config.data.normalise, arrays, parts)
+    data = describe(config.data, arrays, parts)
     method = method_of(config, data)
     check_chain(method, world.num_workers)
     check_large_state(method, world)
@@ -189,7 +190,7 @@ def assemble(
     clients = world.shard(num_clients)
     own_unseen = world.shard(len(parts) - num_clients)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
-    many_at_once = is_batched(config.run.engine, device)
+    many_at_once = is_batched(config.run.engine, device, config.model.name)
     check_slow_precision(config.train.precision, many_at_once or device.type != "cpu")
     shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
     unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
@@ -244,6 +245,14 @@ def assemble(
     )
 
 
-def is_batched(engine: str, device: torch.device) -> bool:
-    """Whether a run with this `run.engine` trains with the batched engine on a device."""
-    return engine == "batched" or (engine == "auto" and device.type == "cuda")
+def is_batched(engine: str, device: torch.device, model: str) -> bool:
+    """Whether a run with this `run.engine` and model trains with the batched engine on a device.
+
+    Raises UserError if it should and the model cannot.
+    """
+    can = MODELS[model].has_batched_engine
+    if engine == "batched" and not can:
+        raise UserError(
+            f"run.engine=batched: model.name={model} trains client by client; set run.engine=loop or auto"
+        )
+    return engine == "batched" or (engine == "auto" and device.type == "cuda" and can)

@@ -26,6 +26,7 @@ import torch
 from hpcfl import __version__
 from hpcfl.errors import UserError, one_line
 from hpcfl.parameters import Slot
+from hpcfl.samples import SampleType
 from hpcfl.storage.reading import record_of
 from hpcfl.storage.snapshot import (
     Block,
@@ -304,22 +305,28 @@ def _check_own_content(group: h5py.Group) -> None:
 def _write_data(group: h5py.Group, record: DataRecord) -> None:
     group["num_samples"] = np.array(record.num_samples, dtype=np.int64)
     group.attrs["dtype"] = _encode([record.dtype]).reshape(())
-    for name in ("image_shape", "scale", "mean", "std", "num_classes"):
+    group.attrs["sample_shape"] = record.sample.shape
+    group.attrs["vocabulary"] = record.sample.vocabulary or 0
+    for name in ("scale", "mean", "std", "num_classes"):
         group.attrs[name] = getattr(record, name)
 
 
 def _read_data(group: h5py.Group) -> DataRecord:
     found = group.attrs
-    channels, height, width = found["image_shape"].tolist()
+    # earlier files know images only
+    shape = tuple(np.ravel(found.get("sample_shape", found.get("image_shape"))).tolist())
+    vocabulary = int(found.get("vocabulary", 0)) or None
     dtype = found["dtype"].decode()
-    # torch has types of these names
-    if dtype not in ("uint8", "float32"):
-        raise ValueError(f"images of type {dtype!r}")
+    if dtype not in (("int64",) if vocabulary else ("uint8", "float32")):
+        raise ValueError(f"samples of type {dtype!r}")
+    if not (len(shape) == 1 if vocabulary else 1 <= len(shape) <= 3):
+        raise ValueError(f"samples of shape {shape}")
+    sample = SampleType(shape, vocabulary)
     scale, mean, std = (np.ravel(found[name]).tolist() for name in ("scale", "mean", "std"))
-    if [len(scale), len(mean), len(std)] != [1, channels, channels]:
-        raise ValueError(f"no scale, or not one mean and deviation for each of {channels} channels")
+    if [len(scale), len(mean), len(std)] != [1, sample.channels, sample.channels]:
+        raise ValueError(f"no scale, or not one mean and deviation for each of {sample.channels} channels")
     return DataRecord(
-        (channels, height, width),
+        sample,
         dtype,
         scale[0],
         tuple(mean),

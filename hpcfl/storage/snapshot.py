@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hpcfl.parameters import ParameterLayout, Slot
+from hpcfl.samples import SampleType
 
 Block = tuple[np.ndarray, Mapping[str, torch.Tensor]]
 """The ids of some clients, int64 [n] and strictly increasing, and by name their rows [n, ...]."""
@@ -38,15 +39,15 @@ class LayoutRecord:
 
 @dataclass(frozen=True)
 class DataRecord:
-    """The data of a run: a network's input is (image / scale - mean) / std of images as they are stored."""
+    """The data of a run: a network's input is (sample / scale - mean) / std of samples as they are stored, or
+    the tokens as they are."""
 
-    image_shape: tuple[int, int, int]
-    """Channels, height and width."""
+    sample: SampleType
     dtype: str
-    """How the source stores images: "uint8" or "float32"."""
+    """How the source stores samples: "uint8", "float32" or, tokens, "int64"."""
     scale: float
     mean: tuple[float, ...]
-    """One number per channel, as `std`."""
+    """One number per channel or feature, as `std`; none for tokens."""
     std: tuple[float, ...]
     num_classes: int
     num_samples: tuple[int, ...]

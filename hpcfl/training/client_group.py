@@ -190,7 +190,7 @@ class ClientGroup:
             everyone = len(alike) == len(self)
             group = slice(None) if everyone else members[tuple(alike)]
             where = found.view(len(alike), -1)
-            x = shard.images(found).unsqueeze(0) if len(alike) == 1 else shard.x[where]
+            x = shard.at(found).unsqueeze(0) if len(alike) == 1 else shard.x[where]
             counted = slice(None) if everyone else some[tuple(alike)]
             yield Batch(group, x, shard.y[where], flat.view(len(alike), -1), counted)
 

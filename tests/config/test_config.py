@@ -220,7 +220,10 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ("train.rounds=abc", "train.rounds=abc is invalid; allowed: an integer >= 1 (default: 30)"),
         ("train.rounds.x=3", "train.rounds={'x': 3} is invalid"),
         ("train.lr=.inf", "train.lr=inf is invalid; allowed: a number > 0 (default: 0.05)"),
-        ("data.layout=HWC", "data.layout=HWC is invalid; allowed: NHWC, NCHW or null (default: null)"),
+        (
+            "data.layout=HWC",
+            "data.layout=HWC is invalid; allowed: NHWC, NCHW, NCL, NLC or null (default: null)",
+        ),
         ("method.weights=max", "method.weights=max is invalid; allowed: softmax, relu"),
         ("method.name=pfedl", "did you mean pfedla?"),
         ("method=fedavg", "method='fedavg' must be a group of keys, such as method.name=..."),

@@ -22,6 +22,7 @@ from hpcfl.models import MODELS, Network
 from hpcfl.models.hypernetworks import Hypernetworks
 from hpcfl.models.modular import ModularNetwork
 from hpcfl.randomness import torch_stream
+from hpcfl.samples import SampleType
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 
@@ -104,7 +105,7 @@ def method_of(kind: type[Method], clients: int = 4, **params: object) -> Any:
     """Return a method for so many clients and a small network, without data or a run."""
     network = MODELS["mlp"].options.model_validate({"hidden": [16]})
     sizes = torch.full((clients,), 20)
-    context = Context("mlp", network, (1, 8, 8), 10, sizes, TrainConfig(), 0)
+    context = Context("mlp", network, SampleType((1, 8, 8)), 10, sizes, TrainConfig(), 0)
     return kind(context, kind.Params.model_validate(params))
 
 

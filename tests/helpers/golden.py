@@ -43,8 +43,10 @@ LABELS = np.repeat(np.arange(10), 40)
 """The classes that partitions deal: 40 samples of each of ten."""
 PARTITION_OPTIONS: dict[str, dict[str, Any]] = {"pachinko": {"coarse_classes": 5}}
 
-SHAPES = {"digits_cnn": (1, 8, 8), "mlp": (1, 8, 8)}
-"""Images that a network is built for, where they are not those of CIFAR-10."""
+SHAPES = {"digits_cnn": (1, 8, 8), "mlp": (1, 8, 8), "cnn1d": (9, 128), "textcnn": (80,), "lstm": (80,)}
+SHAPES |= {"transformer": (80,)}
+"""Samples that a network is built for, where they are not images of CIFAR-10; one axis is a text."""
+VOCABULARY = 128
 
 
 def run_case(case: str, folder: Path) -> None:
@@ -91,12 +93,18 @@ def class_counts(name: str) -> list[list[int]]:
 
 
 def first_logits(name: str) -> list[float]:
-    """Return what a freshly drawn network says of one image whose numbers rise from -1 to 1."""
+    """Return what a freshly drawn network says of one sample whose numbers, or tokens, rise."""
+    # "compare" reads this file beside commits that have no such module
+    from hpcfl.samples import SampleType
+
     shape = SHAPES.get(name, (3, 32, 32))
-    network = build_network(name, shape, 10, MODELS[name].options.model_validate({}), 0, -1).eval()
-    image = torch.linspace(-1, 1, int(np.prod(shape))).view(1, *shape)
+    sample = SampleType(shape, VOCABULARY if len(shape) == 1 else None)
+    network = build_network(name, sample, 10, MODELS[name].options.model_validate({}), 0, -1).eval()
+    x = torch.linspace(-1, 1, int(np.prod(shape))).view(1, *shape)
+    if sample.vocabulary is not None:
+        x = torch.arange(len(x[0])).unsqueeze(0)
     with torch.no_grad():
-        return [float(f"{logit:.6g}") for logit in network(image)[0].tolist()]
+        return [float(f"{logit:.6g}") for logit in network(x)[0].tolist()]
 
 
 def write() -> None:

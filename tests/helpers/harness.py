@@ -19,6 +19,7 @@ from hpcfl.methods.base import State
 from hpcfl.models import MODELS, build_network
 from hpcfl.parameters import ParameterLayout
 from hpcfl.registries import load_config
+from hpcfl.samples import SampleType
 from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
@@ -66,7 +67,8 @@ class Run:
         self.workplace = experiment.worker_context
         self.unseen = experiment.unseen
         for place in (self.workplace, self.unseen):
-            place.shard.x = place.shard.x.to(torch.get_default_dtype())
+            if place.shard.x.is_floating_point():
+                place.shard.x = place.shard.x.to(torch.get_default_dtype())
         self.method: Any = experiment.method
         self.driver = experiment.adapter
         self.config = experiment.config
@@ -122,7 +124,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def make_network(name: str = "digits_cnn", *, seed: int = 0, side: int = 8, **options: object) -> nn.Module:
     """Build a network for grey images of `side` pixels, in torch's default type."""
     chosen = MODELS[name].options.model_validate(options)
-    return build_network(name, (1, side, side), 10, chosen, seed)
+    return build_network(name, SampleType((1, side, side)), 10, chosen, seed)
 
 
 def make_place(

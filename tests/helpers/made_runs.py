@@ -13,6 +13,7 @@ from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.config import ENVIRONMENT
 from hpcfl.registries import load_config
+from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.ledger import Ledger, write_partition
 from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, Rows, Snapshot
@@ -70,7 +71,7 @@ def make_run(
         Snapshot(
             Header(config.method.name, rounds, config.yaml()),
             LayoutRecord((), ()),
-            DataRecord((1, 8, 8), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
+            DataRecord(SampleType((1, 8, 8)), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
             {},
             {name: torch.from_numpy(values) for name, values in (derived or {}).items()},
             Rows({}, ()),

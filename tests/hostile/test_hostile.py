@@ -437,7 +437,7 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (lambda file: file.__delitem__("ledger"), "KeyError"),
         (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
         # this text stands in the source of an exported model, which is run to try it
-        (text("data", "dtype", OWN_CODE), "images of type"),
+        (text("data", "dtype", OWN_CODE), "samples of type"),
         (replaced("history/accuracy", data=np.zeros(3)), "not by evaluation and client"),
         (replaced("personalised/theta", data=np.zeros((2, 47), np.float32)), "has 2 rows for 3 clients"),
     ],

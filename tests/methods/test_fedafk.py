@@ -21,6 +21,7 @@ from hpcfl.communication.messages import Cohort
 from hpcfl.methods.fedafk import FIXED_HEAD, FedAFK
 from hpcfl.models import MODELS, build_network
 from hpcfl.parameters import ParameterLayout, Tensors
+from hpcfl.samples import SampleType
 from hpcfl.training.client_group import ClientGroup
 
 OURS = "method.name=fedafk"
@@ -110,7 +111,7 @@ def test_the_fixed_head_never_travels_and_costs_nothing() -> None:
 @pytest.mark.parametrize(("shape", "num_bytes"), [((1, 28, 28), 2_307_584), ((3, 32, 32), 3_493_632)])
 def test_bytes_of_the_papers_networks(shape: tuple[int, int, int], num_bytes: int) -> None:
     options = MODELS["fedavgcnn"].options()
-    layout = ParameterLayout(build_network("fedavgcnn", shape, 10, options, 0))
+    layout = ParameterLayout(build_network("fedavgcnn", SampleType(shape), 10, options, 0))
     assert 4 * layout.body.stop == num_bytes
 
 

@@ -27,6 +27,7 @@ from hpcfl.methods.fedfomo import FedFomo, FedFomoParams
 from hpcfl.methods.local import Local
 from hpcfl.models import MODELS
 from hpcfl.randomness import torch_stream
+from hpcfl.samples import SampleType
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 
@@ -297,7 +298,8 @@ def test_a_client_needs_samples_to_judge_on_and_to_train_on(model: str, fewest: 
 
     def fedfomo(count: int) -> FedFomo:
         options, sizes = MODELS[model].options(), torch.tensor([9, count, 9, 9])
-        return FedFomo(Context(model, options, (1, 8, 8), 10, sizes, TrainConfig(), 0), FedFomoParams())
+        context = Context(model, options, SampleType((1, 8, 8)), 10, sizes, TrainConfig(), 0)
+        return FedFomo(context, FedFomoParams())
 
     with pytest.raises(UserError, match=f"client 1 has {fewest - 1} of them in all; give each {fewest} or"):
         fedfomo(fewest - 1)

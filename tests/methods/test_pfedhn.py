@@ -25,6 +25,7 @@ from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
 from hpcfl.models import NetworkOptions
 from hpcfl.models.generators import Generator, Gradients
+from hpcfl.samples import SampleType
 from hpcfl.training.client_group import ClientGroup
 
 OURS = "method.name=pfedhn"
@@ -358,7 +359,8 @@ class Given(NetworkOptions):
 
 
 def test_given_weights_are_the_common_start_and_refused_where_the_generator_draws_its_own() -> None:
-    context = Context("digits_cnn", Given(), (1, 8, 8), 10, torch.tensor([4, 4]), TrainConfig(), 0)
+    sizes = torch.tensor([4, 4])
+    context = Context("digits_cnn", Given(), SampleType((1, 8, 8)), 10, sizes, TrainConfig(), 0)
     common = PFedHN(context, PFedHNParams())
     sent = MethodAdapter(common).download(
         MethodAdapter(common).initial_server(), Cohort(0, (0, 1), torch.ones(2))

@@ -128,7 +128,7 @@ from hpcfl.models.networks import Model, Network, NetworkOptions
 class Plain(Model):
     options = NetworkOptions
 
-    def build(self, shape, num_classes, options):
+    def build(self, sample, num_classes, options):
         body = OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(64, 16))
         return Network(body, OrderedDict(out=nn.Linear(16, num_classes, bias=False)))
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpcfl.models import MODELS, build_network
 from hpcfl.models.modular import ModularNetwork, Norm, num_paths, path_names
+from hpcfl.samples import SampleType
 
 SIZES = [[1, 1], [2, 2, 2], [3, 1, 2], [1, 3, 2, 2], [2, 4, 3]]
 
@@ -38,7 +39,8 @@ def modular(
 ) -> ModularNetwork:
     chosen = MODELS[model].options.model_validate(options)
     networks = [
-        build_network(model, shape, classes, chosen, 0, -1 - number) for number in range(sizes[0] + 1)
+        build_network(model, SampleType(shape), classes, chosen, 0, -1 - number)
+        for number in range(sizes[0] + 1)
     ]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

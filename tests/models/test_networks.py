@@ -15,13 +15,21 @@ from hpcfl.errors import UserError
 from hpcfl.models import MODELS, Network, build_network
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import stream_seed
+from hpcfl.samples import SampleType
 from hpcfl.torchvision_parts import torchvision_part
+from hpcfl.training.batches import Batch
+from hpcfl.training.engines import BatchedEngine, LoopEngine
 from hpcfl.training.forward import Forward
+from hpcfl.training.losses import cross_entropy_loss
+
+Shape = tuple[int, int, int]
 
 CIFAR, MNIST = (3, 32, 32), (1, 28, 28)
+SERIES, TEXT = SampleType((9, 128)), SampleType((20,), vocabulary=50)
 TORCHVISION = {"resnet18": "resnet18", "mobilenetv2": "mobilenet_v2"}
 WIDTH = {"digits_cnn": 64, "lenet": 84, "lenet_small": 84, "fedavgcnn": 512, "femnist_cnn": 2048, "mlp": 256}
-WIDTH |= {"resnet18": 512, "mobilenetv2": 1280}
+WIDTH |= {"resnet18": 512, "mobilenetv2": 1280, "vit": 192}
+WIDTH |= {"cnn1d": 128, "textcnn": 192, "lstm": 256, "transformer": 64}
 SMALLEST_SIDE = {
     "digits_cnn": 4,
     "lenet": 16,
@@ -30,21 +38,36 @@ SMALLEST_SIDE = {
     "femnist_cnn": 16,
     "mlp": 1,
 }
-SMALLEST_SIDE |= {"resnet18": 1, "mobilenetv2": 1}
+SMALLEST_SIDE |= {"resnet18": 1, "mobilenetv2": 1, "vit": 4, "cnn1d": 28, "textcnn": 5}
+SMALLEST_SIDE |= {"lstm": 1, "transformer": 1}
 
 
 def network_of(
-    name: str, shape: tuple[int, int, int], classes: int = 10, *, seed: int = 0, client: int = -1, **keys: Any
+    name: str, sample: Shape | SampleType, classes: int = 10, *, seed: int = 0, client: int = -1, **keys: Any
 ) -> Network:
     options = MODELS[name].options.model_validate(keys)
-    return build_network(name, shape, classes, options, seed, client)
+    sample = sample if isinstance(sample, SampleType) else SampleType(sample)
+    return build_network(name, sample, classes, options, seed, client)
 
 
-def layout_of(name: str, shape: tuple[int, int, int], classes: int, **keys: Any) -> ParameterLayout:
-    return ParameterLayout(network_of(name, shape, classes, **keys))
+def layout_of(name: str, sample: Shape | SampleType, classes: int, **keys: Any) -> ParameterLayout:
+    return ParameterLayout(network_of(name, sample, classes, **keys))
 
 
-def refusal(name: str, weights: Path, shape: tuple[int, int, int] = CIFAR) -> str:
+def fitting(name: str) -> SampleType:
+    """Return samples that a model takes."""
+    return {"images": SampleType(MNIST), "series": SERIES, "tokens": TEXT}[MODELS[name].kinds[0]]
+
+
+def drawn(sample: SampleType, count: int, seed: int = 0) -> Tensor:
+    """Draw samples as a network takes them."""
+    stream = torch.Generator().manual_seed(seed)
+    if sample.vocabulary is not None:
+        return torch.randint(sample.vocabulary, (count, *sample.shape), generator=stream)
+    return torch.randn(count, *sample.shape, generator=stream)
+
+
+def refusal(name: str, weights: Path, shape: Shape = CIFAR) -> str:
     """Return the message with which a file of weights is refused."""
     with pytest.raises(UserError) as caught:
         network_of(name, shape, weights=str(weights))
@@ -72,10 +95,30 @@ def refusal(name: str, weights: Path, shape: tuple[int, int, int] = CIFAR) -> st
         ("mlp", (1, 8, 8), 2, {"hidden": [5, 3]}, 351),
         ("mlp", MNIST, 10, {"hidden": []}, 7850),
         ("digits_cnn", (1, 8, 8), 10, {}, 13_706),
+        # 9 * 128 inputs
+        ("mlp", SERIES, 6, {"hidden": [5]}, 1152 * 5 + 5 + 5 * 6 + 6),
+        ("mlp", SampleType((13,)), 3, {"hidden": []}, 42),
+        # 128 steps: 120, 60, 52, 26
+        ("cnn1d", SERIES, 6, {}, (9 * 9 + 1) * 32 + (32 * 9 + 1) * 64 + (64 * 26 + 1) * 128 + 129 * 6),
+        ("textcnn", TEXT, 4, {"embedding": 8, "filters": 2}, 50 * 8 + (3 + 4 + 5) * 8 * 2 + 3 * 2 + 7 * 4),
+        # four gates, two biases
+        ("lstm", TEXT, 4, {"embedding": 8, "hidden": 5, "layers": 1}, 50 * 8 + 4 * 5 * (8 + 5 + 2) + 6 * 4),
+        ("lstm", SERIES, 4, {"hidden": 5, "layers": 2}, 4 * 5 * (9 + 5 + 2) + 4 * 5 * (5 + 5 + 2) + 6 * 4),
+        # tokens, positions; two norms, four products, two layers; a norm, the head
+        (
+            "transformer",
+            TEXT,
+            4,
+            {"width": 8, "heads": 2, "blocks": 1},
+            50 * 8 + 20 * 8 + (2 * 16 + 4 * 72 + 9 * 32 + 33 * 8) + 16 + 9 * 4,
+        ),
+        ("transformer", SERIES, 4, {"width": 8, "blocks": 1}, 10 * 8 + 128 * 8 + 872 + 16 + 9 * 4),
+        # a class token, patches, 50 positions, a layer like the transformer's, a norm, the head
+        ("vit", MNIST, 10, {"width": 8, "layers": 1, "heads": 1}, 8 + 17 * 8 + 50 * 8 + 872 + 16 + 90),
     ],
 )
 def test_parameter_counts(
-    name: str, shape: tuple[int, int, int], classes: int, keys: dict[str, Any], size: int
+    name: str, shape: Shape | SampleType, classes: int, keys: dict[str, Any], size: int
 ) -> None:
     assert layout_of(name, shape, classes, **keys).size == size
 
@@ -89,7 +132,7 @@ def test_parameter_counts(
         ("fedavgcnn", CIFAR, {"conv1": 2432, "conv2": 51_264, "fc1": 819_712, "fc2": 5130}),
     ],
 )
-def test_layer_sizes(name: str, shape: tuple[int, int, int], sizes: dict[str, int]) -> None:
+def test_layer_sizes(name: str, shape: Shape, sizes: dict[str, int]) -> None:
     assert {layer.name: layer.size for layer in layout_of(name, shape, 10).layers()} == sizes
 
 
@@ -132,7 +175,7 @@ def test_batchnorm_adds_96_trainable_numbers_and_96_statistics_to_lenet() -> Non
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_depend_on_seed_and_client_alone(name: str) -> None:
     def weights(seed: int, client: int = -1) -> torch.Tensor:
-        network = network_of(name, CIFAR, seed=seed, client=client)
+        network = network_of(name, fitting(name), seed=seed, client=client)
         return torch.cat([p.detach().flatten() for p in network.parameters()])
 
     torch.manual_seed(1)
@@ -163,10 +206,10 @@ def test_pooling_before_relu_is_relu_before_pooling() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_body_and_head_are_the_network(name: str) -> None:
-    network = network_of(name, MNIST).train()
+    network = network_of(name, fitting(name)).train()
     layout = ParameterLayout(network)
     theta, buffers = layout.flatten(network)
-    x = torch.randn(3, *MNIST, generator=torch.Generator().manual_seed(0))
+    x = drawn(fitting(name), 3)
     forward = Forward(network, layout, buffers)
     features = forward.features(theta, x)
     assert features.shape == (3, WIDTH[name])
@@ -175,21 +218,128 @@ def test_body_and_head_are_the_network(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_images_have_the_smallest_side_or_are_refused(name: str) -> None:
+def test_samples_have_the_smallest_side_or_are_refused(name: str) -> None:
     side = SMALLEST_SIDE[name]
-    assert network_of(name, (1, side, side))(torch.ones(2, 1, side, side)).shape == (2, 10)
+    smallest, less = (
+        {
+            "images": SampleType((1, side, width)),
+            "series": SampleType((1, width)),
+            "tokens": SampleType((width,), vocabulary=9),
+        }[MODELS[name].kinds[0]]
+        for width in (side, side - 1)
+    )
+    assert network_of(name, smallest)(smallest.zeros(2)).shape == (2, 10)
     if side > 1:
-        with pytest.raises(
-            UserError, match=f"needs images of {side}x{side} or larger, not {side}x{side - 1};"
-        ):
-            network_of(name, (1, side, side - 1))
+        with pytest.raises(UserError, match=f"model.name={name} needs .*{side}.*, and the data are {less}"):
+            network_of(name, less)
 
 
 def test_what_small_images_allow_is_named() -> None:
-    with pytest.raises(UserError, match=r"not 15x20; allowed: digits_cnn, mlp, resnet18, mobilenetv2$"):
+    allowed = r"allowed: digits_cnn, mlp, resnet18, mobilenetv2, vit$"
+    with pytest.raises(
+        UserError, match=rf"of 16x16 or larger, and the data are images of 1x15x20; {allowed}"
+    ):
         network_of("lenet", (1, 15, 20))
-    with pytest.raises(UserError, match=r"model\.name=digits_cnn .*; allowed: mlp, resnet18, mobilenetv2$"):
+    with pytest.raises(UserError, match=r"model\.name=digits_cnn .*; allowed: mlp, resnet18"):
         network_of("digits_cnn", (1, 3, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "sample", "said"),
+    [
+        (
+            "lenet",
+            TEXT,
+            "takes images, and the data are sequences of 20 of 50 tokens; allowed: textcnn, lstm, t",
+        ),
+        ("mlp", TEXT, "takes images or series or features, and the data are"),
+        ("lstm", SampleType((13,)), "takes tokens or series, and the data are 13 features; allowed: mlp$"),
+        ("textcnn", SERIES, "the data are series of 9x128; allowed: mlp, cnn1d, lstm, transformer$"),
+        ("vit", SampleType((1, 8, 12)), "square images whose side is a multiple of model.patch_size=4, and"),
+        ("vit", SampleType((1, 9, 9)), "set another model.patch_size$"),
+    ],
+)
+def test_samples_of_another_kind_are_refused(name: str, sample: SampleType, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        network_of(name, sample)
+
+
+@pytest.mark.parametrize(
+    ("name", "sample", "keys"),
+    [
+        ("cnn1d", SERIES, {"batchnorm": True}),
+        ("textcnn", TEXT, {}),
+        ("transformer", TEXT, {"width": 8}),
+        ("transformer", SERIES, {"width": 8}),
+        ("vit", SampleType(MNIST), {"width": 6, "layers": 2}),
+    ],
+)
+def test_vmap_over_models_gives_each_model_s_gradient(
+    name: str, sample: SampleType, keys: dict[str, Any]
+) -> None:
+    networks = [network_of(name, sample, client=client, **keys).double() for client in range(3)]
+    layout = ParameterLayout(networks[0])
+    theta, buffers = (torch.stack(tensors) for tensors in zip(*map(layout.flatten, networks), strict=True))
+    x = torch.stack([drawn(sample, 5, seed) for seed in range(3)])
+    x = x if sample.vocabulary else x.double()
+    batch = Batch(slice(None), x, torch.arange(5).expand(3, -1), torch.arange(5).expand(3, -1))
+    together, losses = BatchedEngine(networks[0], layout, 3).gradient(
+        cross_entropy_loss, {"theta": theta}, buffers.clone(), batch
+    )
+    loop = LoopEngine(networks[0], layout)
+    for n in range(3):
+        alone = Batch(slice(None), x[n : n + 1], batch.y[:1], batch.index[:1])
+        gradient, loss = loop.gradient(
+            cross_entropy_loss, {"theta": theta[n : n + 1]}, buffers[n : n + 1], alone
+        )
+        torch.testing.assert_close(gradient["theta"][0], together["theta"][n], rtol=0, atol=1e-12)
+        torch.testing.assert_close(loss[0], losses[n], rtol=0, atol=1e-12)
+
+
+def test_an_lstm_gives_the_output_of_the_last_step() -> None:
+    network = network_of("lstm", TEXT)
+    x = drawn(TEXT, 3)
+    twin = nn.LSTM(8, 256, 2, batch_first=True)
+    twin.load_state_dict(network.body.lstm.state_dict())
+    last = twin(network.body.embedding(x))[0][:, -1]
+    assert torch.equal(network(x), network.head(last))
+
+
+def test_blocks_of_the_transformer_are_torch_s() -> None:
+    block = network_of("transformer", TEXT).body.block1.double()
+    width = 64
+    twin = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True).double()
+    projections = [block.query, block.key, block.value]
+    with torch.no_grad():
+        twin.self_attn.in_proj_weight.copy_(torch.cat([layer.weight for layer in projections]))
+        twin.self_attn.in_proj_bias.copy_(torch.cat([layer.bias for layer in projections]))
+    for name, layer in {
+        "self_attn.out_proj": block.out,
+        "linear1": block.fc1,
+        "linear2": block.fc2,
+        "norm1": block.norm1,
+        "norm2": block.norm2,
+    }.items():
+        twin.get_submodule(name).load_state_dict(layer.state_dict())
+    x = torch.randn(3, 20, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(block(x), twin(x), rtol=0, atol=1e-12)
+
+
+def test_a_transformer_knows_the_order_of_tokens_and_a_textcnn_their_neighbours() -> None:
+    x = drawn(TEXT, 4)
+    for name in ("transformer", "textcnn", "lstm"):
+        network = network_of(name, TEXT).eval()
+        assert not torch.allclose(network(x), network(x.flip(1)), atol=1e-4)
+
+
+def test_vit_is_torchvision_s() -> None:
+    network = network_of("vit", CIFAR).eval()
+    twin = torchvision_part("models").VisionTransformer(32, 4, 6, 3, 192, 768, num_classes=10).eval()
+    state = {name.removeprefix("body.vit.0."): t for name, t in network.state_dict().items()}
+    state |= {f"heads.{name}": state.pop(f"head.{name}") for name in ("head.weight", "head.bias")}
+    twin.load_state_dict(state)
+    x = drawn(SampleType(CIFAR), 2)
+    torch.testing.assert_close(network(x), twin(x), rtol=0, atol=1e-5)
 
 
 # torchvision's networks
@@ -277,9 +427,12 @@ def test_torchvision_is_imported_with_its_networks_only() -> None:
 import sys
 from hpcfl.setup.experiment import build
 from hpcfl.models import MODELS, build_network
+from hpcfl.samples import SampleType
 def build_one(name):
-    build_network(name, (1, 16, 16), 10, MODELS[name].options(), 0)
+    samples = [SampleType((1, 16, 16)), SampleType((1, 30)), SampleType((9,), vocabulary=5)]
+    (sample,) = [sample for sample in samples if sample.kind == MODELS[name].kinds[0]]
+    build_network(name, sample, 10, MODELS[name].options(), 0)
     return "torchvision" in sys.modules
 print(*[name for name in MODELS if build_one(name)])
 """
-    assert run_tree([sys.executable, "-c", program]).stdout.split() == list(TORCHVISION)
+    assert run_tree([sys.executable, "-c", program]).stdout.split() == [*TORCHVISION, "vit"]

@@ -173,7 +173,7 @@ def test_the_recipe_says_what_is_needed_beside_and_inside(place: Place, tmp_path
     assert (recipe["run"], recipe["client"], recipe["round"]) == ("fedem", 2, 3)
     assert recipe["method"] == {"name": "fedem", "components": 2}
     assert recipe["model"] == {"name": "digits_cnn", "batchnorm": True}
-    assert (recipe["image_shape"], recipe["image_type"], recipe["scale"]) == ([1, 7, 7], "float32", 1.0)
+    assert (recipe["sample_shape"], recipe["sample_type"], recipe["scale"]) == ([1, 7, 7], "float32", 1.0)
     assert (recipe["mean"], recipe["std"], recipe["classes"]) == ([0.0], [1.0], list(range(10)))
     assert "weights[m] * softmax(components.m(x))" in recipe["parts"]
     assert recipe["accuracy"] == run.clients["accuracy"][2]
@@ -287,6 +287,7 @@ def test_a_model_and_a_method_of_files_of_ones_own(place: Place, tmp_path: Path)
 
 OWN_MODEL = '''"""A network with a branch."""
 
+import math
 from collections import OrderedDict
 
 import torch
@@ -308,8 +309,8 @@ class Both(nn.Module):
 class Wide(Model):
     options = NetworkOptions
 
-    def build(self, shape, num_classes, options):
-        size = shape[0] * shape[1] * shape[2]
+    def build(self, sample, num_classes, options):
+        size = math.prod(sample.shape)
         body = OrderedDict(flatten=nn.Flatten(), both=Both(size))
         return Network(body, OrderedDict(fc=nn.Linear(16, num_classes)))
 

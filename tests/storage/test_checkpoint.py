@@ -23,6 +23,7 @@ from processes import forked
 import hpcfl
 from hpcfl.errors import UserError
 from hpcfl.parameters import Slot
+from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
 from hpcfl.storage.snapshot import (
@@ -47,7 +48,9 @@ LAYOUT = LayoutRecord(
     ),
     buffers=(),
 )
-DATA = DataRecord((3, 8, 9), "uint8", 255.0, (0.5, 0.1, 0.25), (0.2, 0.3, 1.0), 10, tuple(range(2, 9)))
+DATA = DataRecord(
+    SampleType((3, 8, 9)), "uint8", 255.0, (0.5, 0.1, 0.25), (0.2, 0.3, 1.0), 10, tuple(range(2, 9))
+)
 LAYOUT_COLUMNS = ("names", "shapes", "offsets", "layers")
 
 
@@ -228,7 +231,7 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
         assert file["layout/parameters/offsets"][:2].tolist() == [0, 18]
         assert file["layout/parameters/layers"].asstr()[1] == "conv1"
         assert file["data/num_samples"][:].tolist() == [2, 3, 4, 5, 6, 7, 8]
-        assert file["data"].attrs["image_shape"].tolist() == [3, 8, 9]
+        assert file["data"].attrs["sample_shape"].tolist() == [3, 8, 9]
         assert file["data"].attrs["mean"].tolist() == [0.5, 0.1, 0.25]
         assert file["data"].attrs["dtype"] == b"uint8"
         assert file["server/alpha"].attrs["derived"] == 1

@@ -1,0 +1,98 @@
+"""A pool of samples, and how arrays become one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hpcfl.data.npz import as_labels, as_pixels, as_tokens, count_classes
+from hpcfl.errors import UserError
+from hpcfl.samples import SampleType
+
+Channels = tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrays:
+    """One pool of samples, as stored.
+
+    Attributes:
+        x: images [n, C, H, W], series [n, C, L] or features [n, F], uint8 or float32, or tokens [n, L],
+            int64; may be a view of another layout.
+        y: int64 [n], classes 0..num_classes-1.
+        scale: what x is divided by to lie in [0, 1]; 1 for floats.
+        mean, std: constants a channel or feature, for scaled values; none for tokens. If both are empty for
+            other samples, they are computed from the training samples.
+        vocabulary: how many tokens there are; None if samples are numbers.
+        owner: int64 [n], increasing, the client 0..M-1 of each sample; None where the source has no clients.
+        is_test: bool [n], the source's own split of each client's samples; None where it has none.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    num_classes: int
+    scale: float
+    mean: Channels
+    std: Channels
+    owner: np.ndarray | None = None
+    is_test: np.ndarray | None = None
+    vocabulary: int | None = None
+
+    @property
+    def sample(self) -> SampleType:
+        return SampleType(self.x.shape[1:], self.vocabulary)
+
+
+def arrays_of(
+    x: np.ndarray,
+    y: np.ndarray,
+    where: str,
+    *,
+    vocabulary: int | None = None,
+    client: np.ndarray | None = None,
+) -> Arrays:
+    """Make a pool of samples and labels [n].
+
+    Args:
+        x: images [n, C, H, W], series [n, C, L], features [n, F], or tokens [n, L], which are integers. Bytes
+            of images are normalised to -1..1, floats of images are not changed; series and features get mean
+            0 and deviation 1 over all training samples.
+        where: how errors begin.
+        vocabulary: how many tokens there are; default: the largest that occurs, and 1.
+        client: the client of each sample [n], numbers or texts, for `data.partition.name=given`.
+
+    Raises:
+        UserError: x or y have another shape or type.
+    """
+    if not 2 <= x.ndim <= 4 or not x.size:
+        raise UserError(
+            f"{where}: x has shape {x.shape}; allowed: images [n, channels, height, width], series "
+            "[n, channels, steps], features [n, features] or tokens [n, length], of some n"
+        )
+    y = as_labels(y, where, len(x))
+    classes = count_classes(y, where)
+    owner = None
+    if client is not None:
+        order, owner = _by_client(client, where, len(x))
+        x, y = x[order], y[order]
+    if x.ndim == 2 and x.dtype.kind in "iu":
+        x, vocabulary = as_tokens(x, where, vocabulary)
+        return Arrays(x, y, classes, 1.0, (), (), owner, vocabulary=vocabulary)
+    x = as_pixels(x, where)
+    is_bytes = x.dtype == np.uint8
+    constants: Channels = (0.5, 0.5) if is_bytes else (0.0, 1.0)
+    mean, std = ((number,) * x.shape[1] if x.ndim == 4 else () for number in constants)
+    return Arrays(x, y, classes, 255.0 if is_bytes else 1.0, mean, std, owner)
+
+
+def _by_client(client: np.ndarray, where: str, num_samples: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the samples in the order of their clients, and the number of each one's client."""
+    if client.shape != (num_samples,) or client.dtype.kind not in "iuUS":
+        raise UserError(
+            f"{where}: client has shape {client.shape} and type {client.dtype}; allowed: a whole number or a "
+            f"text for each of {num_samples} samples"
+        )
+    owner = np.unique(client, return_inverse=True)[1].astype(np.int64)
+    order = np.argsort(owner, kind="stable")
+    return order, owner[order]
