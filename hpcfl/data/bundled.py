@@ -16,7 +16,7 @@ OF_DIGITS = (0.3053,), (0.3760,)
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
 """The tokens of `topics`: a line's end and printable ASCII; any other character is a question mark."""
 NUM_CHARACTERS = len(CHARACTERS)
-WINDOW, STEP = 32, 4
+WINDOW, STEP = 32, 8
 """Characters of a sample, and from a sample's start to the next one's."""
 FEWEST_CHARACTERS = 2000
 """Shorter help texts are left out."""

@@ -45,8 +45,10 @@ _MNIST = (0.1307,), (0.3081,)
 
 SOURCES: dict[str, Source] = {
     "digits": Source("8x8 grey digits, 10 classes, 1797 images, bundled", 10, *bundled.OF_DIGITS),
-    "wine": Source("13 features of wines, 3 classes, 178 samples, bundled", 3),
-    "breast_cancer": Source("30 features of tumours, 2 classes, 569 samples, bundled", 2),
+    "wine": Source("13 features of wines, 3 classes, 178 samples, bundled", 3, partition="dirichlet"),
+    "breast_cancer": Source(
+        "30 features of tumours, 2 classes, 569 samples, bundled", 2, partition="dirichlet"
+    ),
     "topics": Source(
         "32 characters of Python's help texts, of which to tell the next one; a client a text, bundled",
         bundled.NUM_CHARACTERS,

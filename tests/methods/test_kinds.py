@@ -1,0 +1,49 @@
+"""Every method trains on features, series and tokens, with both engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import SMALL, Run
+from kinds import MODELS_OF, made, words_of
+
+import hpcfl
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+
+FEW = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretrain_rounds=1"]}
+
+
+@pytest.mark.filterwarnings("ignore:model.name=.* has no BatchNorm, so fedbn is fedavg")
+@pytest.mark.filterwarnings("ignore:method.name=clustered_fl never split")
+@pytest.mark.parametrize("kind", MODELS_OF)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("double")
+def test_both_engines_train_every_method_on_every_kind(method: str, kind: str, tmp_path: Path) -> None:
+    keys = [*words_of(kind, tmp_path), *FEW.get(method, []), f"method.name={method}"]
+    keys += ["data.unseen_clients=0.25", "train.rounds=2", "run.eval_every=1"]
+    loop, batched = (Run(*keys, f"run.engine={engine}").evaluated() for engine in ("loop", "batched"))
+    assert loop.keys() == batched.keys()
+    assert loop["theta"].isfinite().all()
+    for name in loop:
+        torch.testing.assert_close(batched[name], loop[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", MODELS_OF)
+def test_fedavg_learns_each_kind_and_its_models_predict(kind: str, tmp_path: Path) -> None:
+    keys = [
+        *SMALL,
+        *words_of(kind, tmp_path),
+        "method.name=fedavg",
+        "train.rounds=20",
+        "train.local_epochs=2",
+    ]
+    run = hpcfl.run(*keys, out=tmp_path / "run", quiet=True)
+    assert run is not None
+    assert run.metrics["accuracy_mean"][-1] > 0.7
+    arrays = made(kind)
+    assert (run.predict("global", arrays["x"]).argmax(axis=1) == arrays["y"]).mean() > 0.7
+    with pytest.raises(UserError, match=r"samples: x has shape \[240.*; allowed: \[n, "):
+        run.predict("global", arrays["x"][..., :-1])
