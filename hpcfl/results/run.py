@@ -212,7 +212,9 @@ class Run:
         )
         if counted != expected:
             places = list(zip(found["client"].tolist(), found["class"].tolist(), strict=True))
-            wrong = [number for number, place in enumerate(places) if counted[place] != expected.get(place)]
+            wrong = [
+                number for number, place in enumerate(places) if counted.get(place) != expected.get(place)
+            ]
             # the header is line 1
             raise damaged(path, 2 + (wrong[0] if wrong else len(places)))
         return found

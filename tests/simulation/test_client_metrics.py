@@ -90,7 +90,7 @@ def test_they_change_nothing_else_and_are_added_to_a_finished_run(
     assert named[0] == named[1]
 
 
-@pytest.mark.parametrize(("line", "cell"), [(2, "0,1,1,99"), (-1, None)], ids=["other samples", "lost line"])
+@pytest.mark.parametrize(("line", "cell"), [(2, "0,1,1,99"), (2, "0,1,1,0"), (-1, None)])
 def test_a_damaged_file_is_told(
     folders: dict[str, Path], tmp_path: Path, line: int, cell: str | None
 ) -> None:
