@@ -14,6 +14,7 @@ from hpcfl.errors import FINISHED, UserError
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.setup.experiment import load_data
+from hpcfl.simulation import federation
 from hpcfl.storage.reading import read_columns
 from hpcfl.training.metrics import CLIENT_METRICS
 
@@ -71,6 +72,16 @@ def test_three_ranks_and_a_resume_give_the_same_bits(
     run_killed_in_round(1, tmp_path / "killed", keys["fedem"])
     assert run_here(tmp_path / "killed", keys["fedem"]) == FINISHED
     assert not differing(folders["fedem"], tmp_path / "killed")
+
+
+def test_clients_are_in_order_whatever_the_cohorts_of_an_evaluation(
+    folders: dict[str, Path], settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients 0, 2 and 4 are scored before 1 and 3."""
+    size = len(load_run(folders["pfedla"]).models.saved(0)["theta"])
+    monkeypatch.setattr(federation, "EVALUATED_ELEMENTS", 4 * size)
+    assert run_here(tmp_path / "run", [*settings, *CASES["pfedla"], "run.metrics=true"]) == FINISHED
+    assert "confusion.csv" not in differing(folders["pfedla"], tmp_path / "run")
 
 
 def test_they_change_nothing_else_and_are_added_to_a_finished_run(
