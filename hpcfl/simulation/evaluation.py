@@ -114,25 +114,35 @@ class Evaluator:
             (self.adapted, federation.unseen(done)),
         ):
             for cohort in cohorts:
-                rows, own_cells = [torch.zeros(0, len(CLIENT_METRICS), dtype=torch.float64)], cells[:1]
-                # strict: the models are iterated to their end
-                groups = zip(federation.groups(cohort), models_of(server, cohort), strict=True)
-                for (_, clients), model in groups:
-                    for position, client in enumerate(clients.ids):
-                        probabilities, y = self._predictions(clients, model, position)
-                        scored = probabilities.double().cpu().numpy(), y.cpu().numpy()
-                        rows.append(torch.tensor([metrics_of(*scored)], dtype=torch.float64))
-                        counts = confusion(*scored)
-                        places = np.nonzero(counts)
-                        ids = np.full(len(places[0]), client)
-                        own_cells.append(np.column_stack([ids, *places, counts[places]]))
-                found = federation.channel.collect(cohort, torch.cat(rows))
-                if found is not None:
-                    figures[list(cohort.clients)] = found.numpy()
-                gathered = federation.world.gather_bytes(np.concatenate(own_cells).tobytes())
+                found, own_cells = self._metrics_here(cohort, models_of(server, cohort))
+                collected = federation.channel.collect(cohort, found)
+                if collected is not None:
+                    figures[list(cohort.clients)] = collected.numpy()
+                gathered = federation.world.gather_bytes(own_cells.tobytes())
                 cells += [np.frombuffer(part, np.int64).reshape(-1, 4) for part in gathered or ()]
         lines = np.concatenate(cells)
         return ClientMetrics(figures, lines[np.lexsort(lines.T[::-1])])
+
+    def _metrics_here(self, cohort: Cohort, models: Iterator[Message]) -> tuple[Tensor, np.ndarray]:
+        """Return CLIENT_METRICS [own members, F] and lines of `ClientMetrics.confusion` of a cohort's members
+        on this rank. Collective, as `models` is."""
+        rows = [torch.zeros(0, len(CLIENT_METRICS), dtype=torch.float64)]
+        cells = [np.zeros((0, 4), np.int64)]
+
+        def score(model: Message, group: tuple[slice, ClientGroup]) -> None:
+            _, clients = group
+            for position, client in enumerate(clients.ids):
+                probabilities, y = self._predictions(clients, model, position)
+                scored = probabilities.double().cpu().numpy(), y.cpu().numpy()
+                rows.append(torch.tensor([metrics_of(*scored)], dtype=torch.float64))
+                counts = confusion(*scored)
+                places = np.nonzero(counts)
+                ids = np.full(len(places[0]), client)
+                cells.append(np.column_stack([ids, *places, counts[places]]))
+
+        # without a loop variable, as in `evaluate`; models first, so that they are iterated to their end
+        deque(map(score, models, self._federation.groups(cohort)), maxlen=0)
+        return torch.cat(rows), np.concatenate(cells)
 
     def try_new_client_download(self, server: State) -> None:
         """Call `new_client_download` once before the first round, so that a method without it fails early.
