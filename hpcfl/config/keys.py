@@ -264,6 +264,10 @@ class RunConfig(Settings):
     """What evaluations score: choose hyper-parameters on val, report on test."""
     checkpoint_every: int = Field(10, ge=1, json_schema_extra=NO_RESULT)
     """Rounds between checkpoints; the last round always has one. Changes no result."""
+    metrics: bool = Field(False, json_schema_extra=NO_RESULT)
+    """Whether the end of a run also writes each client's balanced accuracy, macro F1, AUC, calibration error
+    and confusion matrix, at the cost of one more evaluation; changes no result. A finished run gets them when
+    the same command is repeated with this key."""
     engine: Literal["auto", "loop", "batched"] = "auto"
     """Local training client by client (loop), or many clients as one computation (batched); auto: batched on
     CUDA, else loop."""

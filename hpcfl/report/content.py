@@ -18,8 +18,9 @@ from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pict
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
-from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
-from hpcfl.storage.reading import Columns
+from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT, mean_of_known
+from hpcfl.storage.reading import COLUMNS, Columns
+from hpcfl.training.metrics import CLIENT_METRICS
 
 PICTURE_BYTES = 1_400_000
 """Bytes of the pictures of all runs of a page, before base64."""
@@ -38,7 +39,15 @@ CURVES = (
 CLIENT_COLUMNS = (
     *("accuracy", "accuracy_after_download", "accuracy_after_training", "loss"),
     *("train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
+    *CLIENT_METRICS,
 )
+METRIC_NAMES = dict(
+    zip(CLIENT_METRICS, ("Balanced accuracy", "Macro F1", "AUC", "Calibration error"), strict=True)
+)
+CONFUSION_LINES = 20_000
+"""Lines of confusion matrices of all runs of a page."""
+MAX_CLASSES = 1000
+"""Most classes of a confusion matrix that is drawn."""
 UNSEEN_CURVES = ("accuracy_unseen", "loss_unseen")
 
 
@@ -62,9 +71,10 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
         )
     has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
     has_diverged = any(_times_diverged(run) for run in runs)
+    has_metrics = any(_has_metrics(run) for run in runs)
     try:
         shown = [
-            _run_content(run, label, len(runs), has_unseen, has_diverged)
+            _run_content(run, label, len(runs), has_unseen, has_diverged, has_metrics)
             for run, label in zip(runs, labels, strict=True)
         ]
     finally:
@@ -73,9 +83,11 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
-def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_diverged: bool) -> Json:
-    """Return the content for one run. `has_unseen` and `has_diverged`: whether any run of the page has unseen
-    or diverged clients.
+def _run_content(
+    run: Run, label: str, num_runs: int, has_unseen: bool, has_diverged: bool, has_metrics: bool
+) -> Json:
+    """Return the content for one run. `has_unseen`, `has_diverged` and `has_metrics`: whether any run of the
+    page has unseen or diverged clients, or CLIENT_METRICS.
     """
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
@@ -97,6 +109,8 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
     for one, shown in zip(pictures, packed, strict=True):
         entries, axis = one.diagnostic.entries, one.diagnostic.axes[-1]
         shown["names"] = {"layer": layers} | ({axis: entries(config.method.options)} if entries else {})
+    confusion, left_out = _confusion(run, CONFUSION_LINES // num_runs)
+    notes += left_out
     bands, warnings = _bands(run, metrics["round"][kept]), _warnings(run)
     # free each run's history: those of many runs would not fit in memory together
     run.close()
@@ -110,7 +124,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
         "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, steps[-1], has_unseen, has_diverged, num_runs),
+        "headline": _headline(run, clients, best, steps[-1], has_unseen, has_diverged, has_metrics, num_runs),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
@@ -122,6 +136,7 @@ def _run_content(run: Run, label: str, num_runs: int, has_unseen: bool, has_dive
         "clients": {name: numbers(values, 6) for name, values in clients.items()},
         "numUnseen": run.num_unseen,
         "classes": _classes(run),
+        "confusion": confusion,
         "layerBytes": _layer_bytes(run),
         "seconds": _seconds(metrics),
         "pictures": packed,
@@ -143,6 +158,7 @@ def _headline(
     steps: float,
     has_unseen: bool,
     has_diverged: bool,
+    has_metrics: bool,
     num_runs: int,
 ) -> list[Json]:
     """Return the headline figures: name, text, the number for sorting, and a remark.
@@ -180,6 +196,16 @@ def _headline(
         of_unseen = [percent("Unseen clients", last["accuracy_unseen"], remark)]
     elif has_unseen:
         of_unseen = [entry("Unseen clients", "none", math.nan)]
+    of_metrics = []
+    for name in CLIENT_METRICS if has_metrics else ():
+        values = run.in_training.get(name)
+        if values is None:
+            of_metrics.append(entry(METRIC_NAMES[name], "none", math.nan))
+            continue
+        known = int((~np.isnan(values)).sum())
+        some = f"{known} of " * (known < in_training)
+        remark = f"mean over {some}{_counted(in_training)}"
+        of_metrics.append(percent(METRIC_NAMES[name], mean_of_known(values), remark))
     highest = float(metrics["accuracy_mean"][best])
     times, of_diverged = _times_diverged(run), []
     if has_diverged:
@@ -191,6 +217,7 @@ def _headline(
         percent("Spread", last["accuracy_std"], "standard deviation over clients"),
         *([worst] if len(accuracies) or num_runs > 1 else []),
         *of_unseen,
+        *of_metrics,
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
         *of_diverged,
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
@@ -202,6 +229,11 @@ def _headline(
 def _times_diverged(run: Run) -> int:
     """Return how often a client had nan or infinite numbers in a round."""
     return int(run.metrics["diverged"][-1]) if "diverged" in run.metrics else 0
+
+
+def _has_metrics(run: Run) -> bool:
+    """Return whether the run has CLIENT_METRICS."""
+    return CLIENT_METRICS[0] in run.in_training
 
 
 def _warnings(run: Run) -> list[str]:
@@ -267,6 +299,34 @@ def _classes(run: Run) -> Json:
     table = np.zeros((client.max() + 1, label.max() + 1), np.int64)
     table[client, label] = run.partition["train_samples"] + run.partition["evaluated_samples"]
     return {"shape": table.shape, "counts": base64_of(table.clip(max=2**16 - 1).astype("<u2"))}
+
+
+def _confusion(run: Run, most_lines: int) -> tuple[Json, list[str]]:
+    """Return the confusion matrices of all clients in training together and of single clients, and notes.
+
+    Lines of uint32 in base64: 0 or a client's number plus 1, class, predicted class, samples.
+    """
+    columns = run.confusion
+    if not columns:
+        return {}, []
+    lines = np.stack([columns[name] for name in COLUMNS["confusion.csv"]], axis=1).clip(max=2**32 - 1)
+    classes = int(lines[:, 1:3].max()) + 1
+    if classes > MAX_CLASSES:
+        return {}, [f"no confusion matrix of {classes} classes"]
+    together = np.zeros((classes, classes))
+    in_training = lines[lines[:, 0] < len(run.in_training["client"])].astype(np.int64)
+    np.add.at(together, (in_training[:, 1], in_training[:, 2]), in_training[:, 3])
+    places = np.nonzero(together)
+    whole = np.column_stack([np.zeros(len(places[0])), *places, together[places]])
+    # of whole clients, as many as there is room for
+    clients = np.unique(lines[:, 0])
+    ends = np.searchsorted(lines[:, 0], clients, side="right")
+    shown = int((ends <= most_lines).sum())
+    of_clients = lines[: ends[shown - 1] if shown else 0]
+    of_clients[:, 0] += 1
+    packed = np.concatenate([whole, of_clients]).clip(max=2**32 - 1).astype("<u4")
+    notes = [] if shown == len(clients) else [f"confusion matrices: {shown} of {len(clients)} clients"]
+    return {"classes": classes, "lines": base64_of(packed)}, notes
 
 
 def _layer_bytes(run: Run) -> Json:

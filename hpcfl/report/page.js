@@ -333,7 +333,8 @@ function cells(context, codes, rows, columns, colours, [x, y, width, height]) {
   context.drawImage(small, x, y, width, height);
 }
 
-/* spec: codes, rows and columns: {label, count, names}, colours, text(row, column), width, label */
+/* spec: codes, rows and columns: {label, count, names}, colours, text(row, column), width, label, and optional
+   number(row, column), which stands in cells that are large enough */
 function matrix(place, spec) {
   const { rows, columns } = spec;
   const rowNames = rows.names?.length ? rows.names : null, columnNames = columns.names?.length ? columns.names : null;
@@ -350,6 +351,16 @@ function matrix(place, spec) {
   cells(context, spec.codes, rows.count, columns.count, spec.colours, [left, 2, wide, high]);
   const every = (count, pixels, least) => Math.max(1, ...[1, 2, 5, 10, 20, 50, 100, 200, 500].filter((step) => step * (pixels / count) >= least).slice(0, 1), count * least > pixels * 500 ? count : 1);
   context.textBaseline = "middle";
+  if (spec.number && cell >= 22 && high / rows.count >= 13) {
+    context.save();
+    context.textAlign = "center";
+    for (let n = 0; n < rows.count * columns.count; n += 1) {
+      const [r, c] = [Math.floor(n / columns.count), n % columns.count], [red, green, blue] = spec.colours[spec.codes[n]];
+      context.fillStyle = 0.3 * red + 0.59 * green + 0.11 * blue > 128 ? "#000" : "#fff";
+      context.fillText(String(spec.number(r, c)), left + (c + 0.5) * cell, 2 + (r + 0.5) * (high / rows.count), cell - 2);
+    }
+    context.restore();
+  }
   for (let n = 0; n < rows.count; n += every(rows.count, high, 13)) {
     context.textAlign = "right";
     context.fillText((rowNames?.[n] ?? String(n)).slice(0, 18), left - 5, 2 + (n + 0.5) * (high / rows.count));
@@ -520,9 +531,53 @@ function clientStrips(place, run) {
     explore(canvas, (x, y) => tell(x < 0 ? -1 : Math.floor((y - 2) / row)), (dx, dy) => tell(within(current + dx + dy, count)));
   };
   select.addEventListener("change", draw);
-  const columns = Object.entries(run.clients), format = (name) => (name.startsWith("accuracy") ? percent : name.includes("bytes") ? bytes : name === "loss" ? decimal : whole);
+  const columns = Object.entries(run.clients), format = (name) => (/accuracy|macro_f1|auc|calibration/.test(name) ? percent : name.includes("bytes") ? bytes : name === "loss" ? decimal : whole);
   tableUnder(place, ["client", ...columns.map(([name]) => name.replaceAll("_", " "))], () =>
     accuracy.map((_, c) => [[c, nameOf(c)], ...columns.map(([name, values]) => [values[c], isKnown(values[c]) ? format(name)(values[c]) : "nan"])]));
+  return draw;
+}
+
+/* ---- confusion matrices: of all clients together, or of the chosen one ---- */
+function confusion(place, run) {
+  const { classes, lines } = run.confusion, all = new Uint32Array(decode(lines).buffer);
+  const nameOf = (of) => (of ? `client ${of - 1}${of > run.clients.accuracy.length - run.numUnseen ? ", unseen" : ""}` : "all clients in training");
+  const found = new Map();
+  for (let n = 0; n < all.length; n += 4) {
+    if (!found.has(all[n])) found.set(all[n], []);
+    found.get(all[n]).push(all.subarray(n + 1, n + 4));
+  }
+  const byClass = (of) => {
+    const rows = Array.from({ length: classes }, () => ({ samples: 0, right: 0 }));
+    for (const [label, predicted, samples] of found.get(of)) {
+      rows[label].samples += samples;
+      if (label === predicted) rows[label].right += samples;
+    }
+    return rows;
+  };
+  caption(place, "Confusion matrix and accuracy by class", `${run.split === "val" ? "Validation" : "Test"} samples at the end of the run. Rows: true classes, with the share predicted correctly; columns: predicted classes. The colour is the share of the row's samples.`);
+  const label = make(make(place, "div", { class: "controls" }), "label", {}, "samples of");
+  const select = make(label, "select"), holder = make(place, "div", { class: "maps" });
+  for (const of of found.keys()) make(select, "option", { value: of }, nameOf(of));
+  const draw = () => {
+    holder.replaceChildren();
+    const of = Number(select.value), rows = byClass(of), codes = new Uint8Array(classes * classes), counts = new Uint32Array(classes * classes);
+    rows.forEach(({ samples }, label) => { if (!samples) codes.fill(UNKNOWN, label * classes, (label + 1) * classes); });
+    for (const [label, predicted, samples] of found.get(of)) {
+      counts[label * classes + predicted] = samples;
+      codes[label * classes + predicted] = Math.round((samples / rows[label].samples) * STEPS);
+    }
+    const names = rows.map(({ samples, right }, label) => `${label}: ${samples ? `${Number(((100 * right) / samples).toFixed(1))} %` : "-"}`);
+    matrix(holder, {
+      codes, rows: { label: "true class", count: classes, names }, columns: { label: "predicted class", count: classes }, colours: palette(false),
+      width: Math.min(widthOf(place), 760), label: `Confusion matrix of ${nameOf(of)}; the table below has the accuracy by class`,
+      number: (r, c) => counts[r * classes + c] || "",
+      text: (r, c) => `${nameOf(of)}\nclass ${r}, predicted as ${c}\nsamples: ${counts[r * classes + c]} of ${rows[r].samples}`,
+    });
+  };
+  select.addEventListener("change", draw);
+  tableUnder(place, ["samples of", "class", "samples", "predicted correctly", "accuracy"], () =>
+    [...found.keys()].flatMap((of) => byClass(of).flatMap(({ samples, right }, label) =>
+      (samples ? [[[of, nameOf(of)], [label], [samples], [right], [right / samples, percent(right / samples)]]] : []))));
   return draw;
 }
 
@@ -593,6 +648,7 @@ const DRAWINGS = {
   accuracy: (place, runs, isOne) => overRounds(place, runs, isOne, "accuracy"),
   loss: (place, runs, isOne) => overRounds(place, runs, isOne, "loss"),
   clients: (place, [run]) => (run.clients.accuracy ? clientStrips(place, run) : null),
+  confusion: (place, [run]) => confusion(place, run),
   distribution: (place, runs) => distribution(place, runs),
   picture: (place, [run]) => {
     const spec = run.pictures[Number(place.dataset.picture)];

@@ -6,6 +6,7 @@ Shapes: N clients, E evaluations.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -193,6 +194,47 @@ class Run:
             raise UserError(f"{loaded.path} holds parts that do not go together; {_NO_CHECKPOINT}")
         return loaded
 
+    @cached_property
+    def confusion(self) -> Columns:
+        """Columns of confusion.csv: samples of each client by class and predicted class.
+
+        Empty before the end of the run, and where it was run without `run.metrics`. Raises UserError if the
+        file is damaged, or counts other samples than partition.csv.
+        """
+        path = self.path / "confusion.csv"
+        found = read_columns(path) if self.is_finished else {}
+        if not found or not self.partition:
+            return found
+        names = ("client", "class", "evaluated_samples")
+        counted, expected = (
+            _samples_by_class(*(columns[name].tolist() for name in names))
+            for columns in (found, self.partition)
+        )
+        if counted != expected:
+            places = list(zip(found["client"].tolist(), found["class"].tolist(), strict=True))
+            wrong = [
+                number for number, place in enumerate(places) if counted.get(place) != expected.get(place)
+            ]
+            # the header is line 1
+            raise damaged(path, 2 + (wrong[0] if wrong else len(places)))
+        return found
+
+    @property
+    def accuracy_by_class(self) -> np.ndarray:
+        """Share of the samples of each class that are predicted correctly, clients in training together [K].
+
+        nan for a class without samples; empty where `confusion` is.
+        """
+        found = self.confusion
+        if not found:
+            return np.empty(0)
+        is_there = found["client"] < len(self.in_training["client"])
+        label, predicted = (found[name][is_there].astype(int) for name in ("class", "predicted"))
+        samples = found["evaluated_samples"][is_there]
+        total = np.bincount(label, samples)
+        with np.errstate(invalid="ignore"):
+            return np.bincount(label, samples * (label == predicted)) / total
+
     def close(self) -> None:
         """Free the checkpoint and its history; they are read again when needed."""
         checkpoint = self.__dict__.pop("checkpoint", None)
@@ -282,6 +324,16 @@ def scored_when(config: Config) -> str:
     if config.train.finetune_epochs:
         return "after fine-tuning"
     return f"after {METHODS[config.method.name].traits.eval_after}"
+
+
+def _samples_by_class(
+    clients: list[float], classes: list[float], samples: list[float]
+) -> dict[tuple[float, float], float]:
+    """Return the samples of each client and class, where there are any."""
+    found: defaultdict[tuple[float, float], float] = defaultdict(float)
+    for client, label, count in zip(clients, classes, samples, strict=True):
+        found[client, label] += count
+    return {place: count for place, count in found.items() if count}
 
 
 def _goes_together(checkpoint: LoadedCheckpoint) -> bool:

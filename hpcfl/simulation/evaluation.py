@@ -14,7 +14,9 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Method, State
 from hpcfl.simulation.federation import Federation, stack
+from hpcfl.storage.ledger import ClientMetrics
 from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.metrics import CLIENT_METRICS, confusion, metrics_of
 from hpcfl.training.scoring import verdicts
 
 
@@ -99,6 +101,49 @@ class Evaluator:
             numbers = [client - self._federation.num_clients for client in cohort.clients]
             found.accuracy[numbers], found.loss[numbers] = figures.T.numpy()
 
+    def client_metrics(self, server: State, done: int) -> ClientMetrics:
+        """Return the CLIENT_METRICS of every client's evaluated model after `done` rounds. Collective.
+
+        On ranks other than the server there are only zeros.
+        """
+        federation = self._federation
+        figures = np.zeros((federation.num_clients + federation.num_unseen, len(CLIENT_METRICS)))
+        cells = [np.zeros((0, 4), np.int64)]
+        for models_of, cohorts in (
+            (self.models, federation.everyone(done)),
+            (self.adapted, federation.unseen(done)),
+        ):
+            for cohort in cohorts:
+                found, own_cells = self._metrics_here(cohort, models_of(server, cohort))
+                collected = federation.channel.collect(cohort, found)
+                if collected is not None:
+                    figures[list(cohort.clients)] = collected.numpy()
+                gathered = federation.world.gather_bytes(own_cells.tobytes())
+                cells += [np.frombuffer(part, np.int64).reshape(-1, 4) for part in gathered or ()]
+        lines = np.concatenate(cells)
+        return ClientMetrics(figures, lines[np.lexsort(lines.T[::-1])])
+
+    def _metrics_here(self, cohort: Cohort, models: Iterator[Message]) -> tuple[Tensor, np.ndarray]:
+        """Return CLIENT_METRICS [own members, F] and lines of `ClientMetrics.confusion` of a cohort's members
+        on this rank. Collective, as `models` is."""
+        rows = [torch.zeros(0, len(CLIENT_METRICS), dtype=torch.float64)]
+        cells = [np.zeros((0, 4), np.int64)]
+
+        def score(model: Message, group: tuple[slice, ClientGroup]) -> None:
+            _, clients = group
+            for position, client in enumerate(clients.ids):
+                probabilities, y = self._predictions(clients, model, position)
+                scored = probabilities.double().cpu().numpy(), y.cpu().numpy()
+                rows.append(torch.tensor([metrics_of(*scored)], dtype=torch.float64))
+                counts = confusion(*scored)
+                places = np.nonzero(counts)
+                ids = np.full(len(places[0]), client)
+                cells.append(np.column_stack([ids, *places, counts[places]]))
+
+        # without a loop variable, as in `evaluate`; models first, so that they are iterated to their end
+        deque(map(score, models, self._federation.groups(cohort)), maxlen=0)
+        return torch.cat(rows), np.concatenate(cells)
+
     def try_new_client_download(self, server: State) -> None:
         """Call `new_client_download` once before the first round, so that a method without it fails early.
         Collective."""
@@ -139,7 +184,10 @@ class Evaluator:
 
     def _score(self, clients: ClientGroup, model: Message, position: int) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
-        x, y = clients.samples(self._split, position)
-        probabilities = self._method.predict(clients, model, position, x)
-        is_right, loss = verdicts(probabilities, y)
+        is_right, loss = verdicts(*self._predictions(clients, model, position))
         return torch.stack([is_right.mean(), loss.mean()]).cpu().unsqueeze(0)
+
+    def _predictions(self, clients: ClientGroup, model: Message, position: int) -> tuple[Tensor, Tensor]:
+        """Return the class probabilities [n, K] of one client's samples, and their classes [n]."""
+        x, y = clients.samples(self._split, position)
+        return self._method.predict(clients, model, position, x), y

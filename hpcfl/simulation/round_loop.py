@@ -140,9 +140,10 @@ class Simulation:
             self._progress.round_done(done, self.ledger)
             if stops:
                 return "stopped"
+        added = self._evaluator.client_metrics(self.server, train.rounds) if run.metrics else None
         if self._folder is not None:
             experiment = self._experiment
-            self._folder.write_clients(self.ledger, experiment.num_train, experiment.num_evaluated)
+            self._folder.write_clients(self.ledger, experiment.num_train, experiment.num_evaluated, added)
         return "already finished" if first == train.rounds else "finished"
 
     def cohort(self, number: int) -> Cohort:

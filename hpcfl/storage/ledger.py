@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from hpcfl.communication.traffic import Traffic
 from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.snapshot import LedgerTable
+from hpcfl.training.metrics import CLIENT_METRICS
 
 METRICS = (
     "round",
@@ -62,6 +64,16 @@ OF_UNSEEN = ("accuracy_unseen", "loss_unseen")
 
 BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
 DIRECTIONS = ("down", "up")
+
+
+@dataclass(frozen=True)
+class ClientMetrics:
+    """What `run.metrics` adds at the end of a run, of all clients; unseen ones come last."""
+
+    figures: np.ndarray
+    """Float64 [N + U, CLIENT_METRICS]."""
+    confusion: np.ndarray
+    """Int64 [lines, 4], in order: client, class, predicted class, and how many samples, at least one."""
 
 
 class Ledger:
@@ -252,8 +264,9 @@ class Ledger:
         self.spent = dict(zip(SPENT, spent, strict=True))
 
     def start_files(self, folder: Path) -> None:
-        """Rewrite the CSV files with all rows so far; delete clients.csv, which is written at the end."""
-        (folder / "clients.csv").unlink(missing_ok=True)
+        """Rewrite the CSV files with all rows so far; delete those that are written at the end."""
+        for name in ("clients.csv", "confusion.csv"):
+            (folder / name).unlink(missing_ok=True)
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
         _write(folder / "metrics.csv", "w", [self._columns])
         _write(folder / "bytes.csv", "w", [COLUMNS["bytes.csv"]])
@@ -275,8 +288,14 @@ class Ledger:
         _write(folder / "bytes.csv", "a", lines)
         self._written = {"metrics.csv": len(self.metrics), "bytes.csv": len(self._rounds)}
 
-    def write_clients(self, folder: Path, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
-        """Write clients.csv: one row per client, from the newest evaluation.
+    def write_clients(
+        self,
+        folder: Path,
+        num_train: np.ndarray,
+        num_evaluated: np.ndarray,
+        added: ClientMetrics | None = None,
+    ) -> None:
+        """Write clients.csv: one row per client, from the newest evaluation; with `added` confusion.csv too.
 
         Clients that take no part in training come last, with 1 in a column `unseen`, which is there only if
         they are. They have no bytes, no rounds that diverged, and no accuracy at the other moments.
@@ -297,6 +316,9 @@ class Ledger:
         columns["diverged"] = np.append(self.diverged, nothing)
         if self._num_unseen:
             columns["unseen"] = np.append(np.zeros(len(self.diverged), np.int64), nothing + 1)
+        if added is not None:
+            columns |= dict(zip(CLIENT_METRICS, added.figures.T, strict=True))
+            _write_whole(folder / "confusion.csv", [COLUMNS["confusion.csv"], *added.confusion.tolist()])
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         _write_whole(folder / "clients.csv", [list(columns), *rows])
 

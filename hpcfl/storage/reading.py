@@ -20,7 +20,7 @@ _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
 _OF_TEXT = ("direction", "layer")
 """Columns whose cells are text."""
-_WHOLE = ("round", "client", "class", "unseen", "diverged")
+_WHOLE = ("round", "client", "class", "predicted", "unseen", "diverged")
 COLUMNS = {
     "metrics.csv": (
         *("round", "wall_s", "accuracy_mean", "accuracy_std", "accuracy_weighted", "loss_mean"),
@@ -36,6 +36,7 @@ COLUMNS = {
         "bytes_up",
     ),
     "bytes.csv": ("round", "direction", "layer", "bytes"),
+    "confusion.csv": ("client", "class", "predicted", "evaluated_samples"),
     "partition.csv": ("client", "class", "train_samples", "evaluated_samples"),
 }
 """Columns that these files have in every run."""

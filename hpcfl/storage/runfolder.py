@@ -26,7 +26,7 @@ from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
-from hpcfl.storage.ledger import Ledger, can_restore, write_partition
+from hpcfl.storage.ledger import ClientMetrics, Ledger, can_restore, write_partition
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
 from hpcfl.storage.slurm import job
@@ -38,7 +38,7 @@ UNFINISHED_NAME = "config.yaml.tmp"
 
 _WRITTEN = re.compile(
     rf"{re.escape(LOCK_NAME)}|{re.escape(RUN_ID_NAME)}|log\.txt|events\.out\.tfevents\..*|checkpoint(\.prev|\.tmp)?\.h5|"
-    r"config\.yaml(\.tmp)?|\.?(metrics|bytes|clients|partition)\.csv(\..*)?|\.?report\.html(\..*)?",
+    r"config\.yaml(\.tmp)?|\.?(metrics|bytes|clients|confusion|partition)\.csv(\..*)?|\.?report\.html(\..*)?",
     re.DOTALL,
 )
 """Names of all files that a run writes, incomplete ones included."""
@@ -199,10 +199,12 @@ class RunFolder:
         with self._writing("partition.csv"):
             write_partition(self.path, train, evaluated)
 
-    def write_clients(self, ledger: Ledger, num_train: np.ndarray, num_evaluated: np.ndarray) -> None:
-        """Write clients.csv, which marks a finished run."""
+    def write_clients(
+        self, ledger: Ledger, num_train: np.ndarray, num_evaluated: np.ndarray, added: ClientMetrics | None
+    ) -> None:
+        """Write clients.csv, which marks a finished run, and confusion.csv if `run.metrics` is true."""
         with self._writing("clients.csv"):
-            ledger.write_clients(self.path, num_train, num_evaluated)
+            ledger.write_clients(self.path, num_train, num_evaluated, added)
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint."""

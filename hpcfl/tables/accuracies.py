@@ -13,8 +13,10 @@ import numpy as np
 from hpcfl.config import Config
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import PairedDifference, mean_and_deviation, paired_difference, worst_tenth
+from hpcfl.storage.ledger import mean_of_known
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import Pair, Row
+from hpcfl.training.metrics import CLIENT_METRICS
 
 ACCURACIES = (
     "accuracy_mean",
@@ -25,11 +27,13 @@ ACCURACIES = (
     "spread_over_clients",
     "worst_tenth_accuracy",
     "accuracy_unseen",
+    *CLIENT_METRICS,
 )
 """Figures between 0 and 1; tables show their mean and standard deviation over seeds. `spread_over_clients` is
 the population standard deviation over clients at the last evaluation, `worst_tenth_accuracy` the mean over
 the worst tenth of the clients. `accuracy_unseen` is the mean over clients that take no part in training
-(`data.unseen_clients`); all other figures are of those that do."""
+(`data.unseen_clients`); all other figures are of those that do. CLIENT_METRICS are means over the clients
+that have them; runs without `run.metrics` have none."""
 
 COSTS = ("bytes_down", "bytes_up", "other_bytes_down", "other_bytes_up", "client_steps_per_s", "wall_s")
 """Bytes are per client and round; `other_bytes` are those of running statistics and indices."""
@@ -70,6 +74,19 @@ class Result:
 
     def mean(self, name: str) -> float | None:
         return mean_and_deviation(self.values(name))[0]
+
+    def known_clients(self, name: str) -> tuple[int, int]:
+        """Return how many clients in training have a figure of clients.csv, and how many there are, of all
+        seeds."""
+        values = [value for seed in self.runs for value in self.by_client(seed, name)]
+        return sum(not isnan(value) for value in values), len(values)
+
+    @property
+    def accuracy_by_class(self) -> np.ndarray:
+        """Mean over the seeds of `Run.accuracy_by_class` [K]; nan for a class that a seed does not have."""
+        found = [values for run in self.runs.values() if len(values := run.accuracy_by_class)]
+        classes = min(map(len, found), default=0)
+        return np.mean([values[:classes] for values in found], axis=0) if found else np.empty(0)
 
     def deviation(self, name: str) -> float | None:
         return mean_and_deviation(self.values(name))[1]
@@ -176,6 +193,10 @@ def _figures(run: Run, config: Config) -> dict[str, float]:
         "spread_over_clients": last["accuracy_std"],
         "worst_tenth_accuracy": worst_tenth(accuracies),
         "accuracy_unseen": last.get("accuracy_unseen", nan),
+        **{
+            name: mean_of_known(run.in_training[name]) if name in run.in_training else nan
+            for name in CLIENT_METRICS
+        },
         "coverage": last["coverage"],
         # harmonic mean: there are about equally many steps between any two evaluations
         "client_steps_per_s": statistics.harmonic_mean(metrics["client_steps_per_s"].tolist()),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import isnan
 
 from hpcfl.formatting import Document, Grid, half_width, percent
 from hpcfl.tables.accuracies import Difference, Result
 from hpcfl.tables.cells import Table
 from hpcfl.tables.file import DEFAULT_SHOW, ONLY, QUANTITIES
+from hpcfl.training.metrics import CLIENT_METRICS
 
 MISSING = "missing"
 NO_CELL = "-"
@@ -25,7 +27,22 @@ def document(table: Table, results: Sequence[Result], compared: Sequence[Differe
     if compared:
         grids.append(_comparison(table, compared))
     not_run = [f"{label}: not run: {reason}" for label, reason in table.not_run.items()]
-    return Document(table.title, [*([table.size] if table.size else []), _setting(table), *not_run], grids)
+    size = [table.size] if table.size else []
+    return Document(table.title, [*size, _setting(table), *_without_metrics(table, results), *not_run], grids)
+
+
+def _without_metrics(table: Table, results: Sequence[Result]) -> list[str]:
+    """Say which shown metrics some finished runs do not have, and how to add them."""
+    names = [name for name in table.show if name in (*CLIENT_METRICS, "by_class")]
+    if not names:
+        return []
+    lacking = [run for result in results for run in result.runs.values() if not run.confusion]
+    if not lacking:
+        return []
+    return [
+        f"finished cells without {', '.join(names)}: {len(lacking)}; to add them, type hpcfl run "
+        "CELL/config.yaml run.metrics=true --out CELL with each cell's folder as CELL"
+    ]
 
 
 def _overview(table: Table, results: Sequence[Result]) -> Grid:
@@ -124,6 +141,16 @@ def _accuracy(name: str) -> Callable[[Result], str]:
     return show
 
 
+def _auc(result: Result) -> str:
+    known, clients = result.known_clients("auc")
+    some = f" ({known} of {clients} clients)" if 0 < known < clients else ""
+    return _accuracy("auc")(result) + some
+
+
+def _by_class(result: Result) -> str:
+    return " ".join("-" if isnan(value) else f"{100 * value:.1f}" for value in result.accuracy_by_class)
+
+
 def _best(result: Result) -> str:
     rounds = sorted({int(value) for value in result.values("best_round")})
     span = f"{rounds[0]}" if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
@@ -147,6 +174,11 @@ _OF_RUNS: dict[str, Callable[[Result], str]] = {
     "spread": _accuracy("spread_over_clients"),
     "worst_tenth": _accuracy("worst_tenth_accuracy"),
     "unseen": _accuracy("accuracy_unseen"),
+    "balanced_accuracy": _accuracy("balanced_accuracy"),
+    "macro_f1": _accuracy("macro_f1"),
+    "auc": _auc,
+    "calibration_error": _accuracy("calibration_error"),
+    "by_class": _by_class,
     "coverage": lambda result: f"{100 * (result.mean('coverage') or 0):.0f}",
     "bytes_down": _bytes("down"),
     "bytes_up": _bytes("up"),

@@ -109,7 +109,7 @@ def _line(table: Table, result: Result) -> dict[str, object]:
     """Return a line of table.csv.
 
     Accuracies are fractions. `seeds_after_download` and `seeds_after_training` are how many of the seeds were
-    scored at that moment.
+    scored at that moment, `clients_with_auc` how many clients of all seeds have samples of several classes.
     """
     config = result.config
     line: dict[str, object] = {
@@ -127,6 +127,7 @@ def _line(table: Table, result: Result) -> dict[str, object]:
     line |= {"best_round": result.mean("best_round"), "scored": result.scored}
     line |= {"coverage": result.mean("coverage"), "seeds": len(result.runs), "missing_seeds": result.missing}
     line |= {f"seeds_{moment}": result.count(f"accuracy_{moment}") for moment in MOMENTS}
+    line["clients_with_auc"] = result.known_clients("auc")[0] or None
     line |= {"rounds": config.train.rounds, "eval_split": config.run.eval_split}
     for name in COSTS:
         mean = result.mean(name)

@@ -186,6 +186,7 @@ def test_the_run_name_tells_configurations_apart() -> None:
         "data.root",
         "run.checkpoint_every",
         "run.max_elements",
+        "run.metrics",
         "run.on_divergence",
         "run.placement",
         "run.report",

@@ -15,7 +15,7 @@ from hpcfl.config import ENVIRONMENT
 from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore
-from hpcfl.storage.ledger import Ledger, write_partition
+from hpcfl.storage.ledger import ClientMetrics, Ledger, write_partition
 from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, Rows, Snapshot
 
 LAYERS = ["conv1", "conv2", "fc1", "fc2"]
@@ -30,11 +30,12 @@ def make_run(
     unseen: np.ndarray | None = None,
     derived: Mapping[str, np.ndarray] | None = None,
     diverged: Sequence[int] = (),
+    added: ClientMetrics | None = None,
 ) -> Path:
     """Write a finished run with these accuracies [E, N], of unseen clients [E, U], and history [E, ...].
 
     `derived` is what the checkpoint has of the server for readers; `diverged` are clients that diverge in
-    every round.
+    every round; `added` is what `run.metrics` adds. Client c has 40 and 10 samples, all of class c % 10.
     """
     evaluations, in_training = accuracy.shape
     num_unseen = 0 if unseen is None else unseen.shape[1]
@@ -79,11 +80,26 @@ def make_run(
             ledger.tables,
         )
     )
-    ledger.write_clients(folder, np.full(clients, 40), np.full(clients, 10))
+    ledger.write_clients(folder, np.full(clients, 40), np.full(clients, 10), added)
     counts = np.zeros((clients, 10), np.int64)
     counts[np.arange(clients), np.arange(clients) % 10] = 40
     write_partition(folder, counts, counts // 4)
     return folder
+
+
+def metrics_of_runs(clients: int) -> ClientMetrics:
+    """Return metrics, of which client 0 has no AUC; client c has c % 10 of its 10 samples of class c right.
+
+    The others are predicted as class 9, and as 0 those of class 9.
+    """
+    figures = np.tile([0.25, 0.5, 0.75, 0.125], (clients, 1))
+    figures[0, 2] = np.nan
+    cells = []
+    for client in range(clients):
+        label = right = client % 10
+        wrong = [client, label, 0 if label == 9 else 9, 10 - right]
+        cells += sorted([wrong, *([[client, label, label, right]] if right else [])])
+    return ClientMetrics(figures, np.array(cells))
 
 
 def rising(evaluations: int, clients: int) -> np.ndarray:

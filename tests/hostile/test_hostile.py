@@ -225,7 +225,7 @@ def table_reader(folder: Path) -> Read:
     return read
 
 
-TABLES = ("metrics.csv", "clients.csv", "bytes.csv", "partition.csv")
+TABLES = ("metrics.csv", "clients.csv", "bytes.csv", "confusion.csv", "partition.csv")
 CELLS = ("", "nan", "-inf", "-1", "0", "1e308", "0.5", "1_0", " 1", "\u0661", "a", '"', "\x1b[2J", "1" * 400)
 
 
@@ -248,7 +248,7 @@ def hostile_table(whole: bytes, draw: random.Random) -> bytes:
 
 def run_folder_reader(folder: Path) -> Read:
     good, hostile = folder / "made", folder / "hostile"
-    assert run_here(good, SMALL) == FINISHED
+    assert run_here(good, [*SMALL, "run.metrics=true"]) == FINISHED
     np.savez(folder / "x.npz", x=np.zeros((2, 1, 8, 8), np.float32))
     record = yaml.safe_load((good / "config.yaml").read_text())
     page, out = ["--out", str(folder / "page.html")], ["--out", str(folder / "out")]

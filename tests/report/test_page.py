@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import browser_program, opened_browser, opened_page
-from made_runs import LAYERS, make_run, rising
+from made_runs import LAYERS, make_run, metrics_of_runs, rising
 from playwright.sync_api import Browser, Page
 
 from hpcfl.methods import METHODS
@@ -205,6 +205,41 @@ def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) 
         assert [row for row in rows if "unseen" in row] == told[-2:]
     with opened_page(browser, written(make_run(tmp_path / "local", rising(4, 7)))) as opened:
         assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
+
+
+def test_a_confusion_matrix_is_of_all_clients_or_the_chosen_one(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(
+        tmp_path / "fedavg",
+        rising(4, 4),
+        ["method.name=fedavg"],
+        unseen=np.full((4, 1), 0.5),
+        added=metrics_of_runs(5),
+    )
+    path = written(folder)
+    draws_all(browser, path, "confusion", *(kind for kind in KINDS if kind != "picture"))
+    with opened_page(browser, path, width=360) as opened:
+        page = opened.page
+        figure = page.locator("[data-chart=confusion]")
+        clients = figure.locator("option").all_inner_texts()
+        assert clients == ["all clients in training", *(f"client {n}" for n in range(4)), "client 4, unseen"]
+        together = image(page, "[data-chart=confusion] canvas")
+        figure.locator("select").select_option(label="client 3")
+        assert image(page, "[data-chart=confusion] canvas") != together
+        figure.locator("canvas").focus()
+        for key in ["ArrowDown"] * 3 + ["ArrowRight"] * 3:
+            page.keyboard.press(key)
+        assert page.locator("#tooltip").inner_text().splitlines() == [
+            "client 3",
+            "class 3, predicted as 3",
+            "samples: 3 of 10",
+        ]
+        figure.locator("summary").click()
+        lines = figure.locator("tbody tr").all_inner_texts()
+        assert len(lines) == 4 + 5
+        assert lines[3].split("\t") == ["all clients in training", "3", "10", "3", "30.00 %"]
+        assert lines[8].split("\t") == ["client 4, unseen", "4", "10", "4", "40.00 %"]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert opened.complaints == []
 
 
 def test_one_client_and_one_round(browser: Browser, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import tomllib
@@ -10,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_runs import make_run, rising
+from made_runs import make_run, metrics_of_runs, rising
 from processes import REPOSITORY
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.methods import pfedla
 from hpcfl.methods.diagnostics import Diagnostic
+from hpcfl.report import content
 from hpcfl.report.packing import UNKNOWN, Recorded, packed_pictures, spread_out
 from hpcfl.report.page import labels_of
 from hpcfl.results.run import load_run
@@ -139,6 +141,40 @@ def test_unseen_clients_are_apart_from_those_in_training(tmp_path: Path) -> None
     assert names[0] == names[1]
     assert [e["text"] for e in other_run["headline"] if e["name"] == "Unseen clients"] == ["none"]
     assert "accuracy_unseen" not in other_run["curves"]
+
+
+def test_metrics_are_means_over_clients_that_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unseen = np.full((2, 2), 0.5)
+    whole = make_run(tmp_path / "pfedla", rising(2, 4), unseen=unseen, added=metrics_of_runs(6))
+    plain = make_run(tmp_path / "fedavg", rising(2, 4), ["method.name=fedavg"])
+    out = tmp_path / "both.html"
+    assert main(["report", str(whole), str(plain), "--out", str(out)]) == FINISHED
+    runs = data_of(out)["runs"]
+    first, second = ({entry["name"]: entry for entry in run["headline"]} for run in runs)
+    assert list(first) == list(second)
+    assert (first["Macro F1"]["text"], first["Macro F1"]["remark"]) == ("50.00 %", "mean over 4 clients")
+    assert (first["AUC"]["text"], first["AUC"]["remark"]) == ("75.00 %", "mean over 3 of 4 clients")
+    assert (second["AUC"]["text"], second["AUC"]["value"], second["AUC"]["remark"]) == ("none", None, "")
+    assert runs[0]["clients"]["auc"] == [None, *[0.75] * 5]
+    assert (runs[0]["confusion"]["classes"], runs[1]["confusion"]) == (10, {})
+    assert "Macro F1" not in str(data_of_one(plain, tmp_path))
+    # of whole clients: 0 has one line, and the others two
+    monkeypatch.setattr(content, "CONFUSION_LINES", 4)
+    (run,) = data_of_one(whole, tmp_path)["runs"]
+    lines = np.frombuffer(base64.b64decode(run["confusion"]["lines"]), "<u4").reshape(-1, 4).tolist()
+    assert lines[-3:] == [[1, 0, 9, 10], [2, 1, 1, 1], [2, 1, 9, 9]]
+    assert run["notes"] == ["confusion matrices: 2 of 6 clients"]
+    monkeypatch.setattr(content, "MAX_CLASSES", 9)
+    (run,) = data_of_one(whole, tmp_path)["runs"]
+    assert (run["confusion"], run["notes"]) == ({}, ["no confusion matrix of 10 classes"])
+
+
+def data_of_one(folder: Path, out: Path) -> Any:
+    """Write the page of a run, and return its block of data."""
+    assert main(["report", str(folder), "--out", str(out / "one.html")]) == FINISHED
+    return data_of(out / "one.html")
 
 
 def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

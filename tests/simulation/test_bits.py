@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import torch
 from bits import (
@@ -108,7 +110,7 @@ def cases_of(ranks: int) -> dict[str, list[str]]:
 def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     digits = tmp_path_factory.mktemp("digits") / "digits.npz"
     write_digits(digits)
-    return [*tiny_settings(digits), *MEETS_ALL_SOON, "train.rounds=2"]
+    return [*tiny_settings(digits), *MEETS_ALL_SOON, "train.rounds=2", "run.metrics=true"]
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +199,20 @@ def test_personalised_is_what_was_scored(serial: Folders, settings: list[str], c
     models = saved_models(serial(case), "personalised", len(expected))
     assert sorted({*models} - {"theta", "buffers"}) == PARTS.get(case.partition("-")[0], [])
     assert losses_of(models, place) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("case", SERIAL_CASES)
+def test_metrics_are_of_what_was_scored_also_when_a_finished_run_is_repeated(
+    serial: Folders, settings: list[str], tmp_path: Path, case: str
+) -> None:
+    run = load_run(serial(case))
+    client, label, predicted, samples = run.confusion.values()
+    right = np.bincount(client.astype(int), samples * (label == predicted))
+    assert (right / run.clients["evaluated_samples"]).tolist() == run.clients["accuracy"].tolist()
+    shutil.copytree(serial(case), tmp_path / "run")
+    (tmp_path / "run" / "confusion.csv").unlink()
+    assert run_here(tmp_path / "run", [*settings, *SERIAL_CASES[case]]) == 0
+    assert not differing(serial(case), tmp_path / "run")
 
 
 def some_between(rows: Tensor, low: float, high: float) -> bool:

@@ -27,6 +27,7 @@ from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Cell, Table
 from hpcfl.tables.file import QUANTITIES
 from hpcfl.tables.write_results import MAX_CLIENT_LINES, write, write_results
+from hpcfl.training.metrics import CLIENT_METRICS
 
 TABLE = """
 title: Two & two
@@ -403,6 +404,45 @@ def test_unseen_clients_are_shown_on_demand_and_left_out_of_all_else(table: Tabl
     assert re.search(r"^ours_1 +25\.0 \(1 of 3 seeds\)$", write(table), re.MULTILINE)
     line = read_csv(table.folder / "table.csv")[0]
     assert (line["label"], float(line["accuracy_unseen"])) == ("ours_1", 0.25)
+
+
+def test_metrics_are_shown_of_runs_that_have_them(table: Table) -> None:
+    table.show = ["macro_f1", "auc", "by_class"]
+    assert "finished cells without macro_f1, auc, by_class: 6; to add them, type hpcfl run " in write(table)
+    header = ["client", "class", "predicted", "evaluated_samples"]
+    for cell in table.cells:
+        if (cell.label, cell.column) == ("ours_1", "easy"):
+            rows = read_csv(cell.folder / "clients.csv")
+            more = dict.fromkeys(CLIENT_METRICS, 0.25)
+            macro_f1 = [0.1 * cell.seed + 0.1 * n for n in range(4)]
+            write_csv(
+                cell.folder / "clients.csv",
+                [row | more | {"macro_f1": f1} for row, f1 in zip(rows, macro_f1, strict=True)],
+            )
+            counts = [(0, 0, 0, 3), (1, 0, 2, 1), (1, 2, 2, cell.seed), (2, 2, 0, 2 - cell.seed)]
+            cells = [dict(zip(header, line, strict=True)) for line in counts if line[-1]]
+            write_csv(cell.folder / "confusion.csv", cells)
+    (cell, *_) = table.cells
+    rows = read_csv(cell.folder / "clients.csv")
+    write_csv(cell.folder / "clients.csv", [{**rows[0], "auc": math.nan}, *rows[1:]])
+    text = write(table)
+    lines = text.splitlines()
+    easy = lines.index("easy:")
+    found = [re.split(" {2,}", line) for line in lines[easy + 1 : easy + 3]]
+    # by seed 15, 25 and 35 %; class 1 is of no client, and class 2 is right for seed 1 half, for 2 wholly
+    assert found == [
+        ["method", "macro F1, %", "AUC, %", "accuracy by class, %"],
+        ["ours_1", "25.0 ± 10.0", "25.0 ± 0.0 (11 of 12 clients)", "75.0 - 50.0"],
+    ]
+    assert re.fullmatch(r"theirs *", lines[easy + 3])
+    assert "finished cells without macro_f1, auc, by_class: 3;" in text
+    ours, theirs, *_ = read_csv(table.folder / "table.csv")
+    assert float(ours["macro_f1"]) == pytest.approx(0.25)
+    assert float(ours["macro_f1_std_over_seeds"]) == pytest.approx(0.1)
+    assert (float(ours["calibration_error"]), theirs["calibration_error"]) == (0.25, "")
+    assert (ours["clients_with_auc"], theirs["clients_with_auc"]) == ("11", "")
+    table.show = ["accuracy"]
+    assert "finished cells" not in write(table)
 
 
 def test_results_lie_beside_the_table_file_with_every_client(table: Table, tmp_path: Path) -> None:
