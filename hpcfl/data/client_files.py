@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ from hpcfl.errors import UserError, one_line
 FEMNIST_CLASSES = 62
 _SIDE = 28
 _PARTS = ("train", "test")
+_HAR_SHAPE = (9, 128)
 _MAKE_LEAF = "LEAF's data/femnist/preprocess.sh writes such files into data/all_data, data/train, data/test"
 _MAKE_PFLLIB = "PFLlib's dataset/generate_*.py write {train,test}/0.npz, 1.npz, ..."
 _MAKE_AGAIN = "make the files again, or name another folder with data.path=FOLDER"
 
 Samples = tuple[np.ndarray, np.ndarray]
-"""Images x [n, C, H, W] and labels y [n]."""
+"""Samples x [n, ...] and labels y [n]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,7 @@ class ClientSamples:
     """The samples of all clients, ordered by client, a client's training samples first.
 
     Attributes:
-        x: uint8 or float32 [n, C, H, W].
+        x: as in `arrays.Arrays`, tokens of any integer type.
         y: int64 [n].
         owner: int64 [n], the client, 0..M-1.
         is_test: bool [n], or None where the files know no split.
@@ -101,12 +103,18 @@ def read_pfllib(path: str) -> ClientSamples:
                 f"they must be numbered 0..{num_clients - 1} in train and in test"
             )
     pieces = [_read_client(folder / name, f"data.path={path}: {name}") for name in names]
-    kinds = [f"{x.dtype} images of shape {x.shape[1:]}" for x, _ in pieces]
+    kinds = [f"{x.dtype} samples of shape {x.shape[1:]}" for x, _ in pieces]
     for name, kind in zip(names, kinds, strict=True):
         if kind != kinds[0]:
             raise UserError(
                 f"data.path={path}: {name} holds {kind}, {names[0]} {kinds[0]}; all files must agree"
             )
+    if pieces[0][0].shape[1:] == _HAR_SHAPE:
+        warnings.warn(
+            f"data.path={path}: if these are the files of PFLlib's generate_HAR.py, channels and steps are "
+            "mixed: it reshapes [n, 128, 9] to [n, 9, 1, 128] without transposing",
+            stacklevel=2,
+        )
     return _pooled(pieces, len(_PARTS))
 
 
@@ -235,7 +243,9 @@ def _read_client(file: Path, where: str) -> Samples:
         with zipfile.ZipFile(file) as archive:
             fields = _read_pickled_dict(archive.read("data.npy"), where)
         x, y = (
-            value.rebuilt() if isinstance(value := _field(fields, key, where), _PickledArray) else value
+            (_texts(value) if key == "x" and value.holds_objects else value.rebuilt())
+            if isinstance(value := _field(fields, key, where), _PickledArray)
+            else value
             for key in ("x", "y")
         )
     except UserError:
@@ -243,9 +253,23 @@ def _read_client(file: Path, where: str) -> Samples:
     except Exception as error:
         raise UserError(f"{where}: cannot be read ({one_line(error)}); {_MAKE_PFLLIB}") from error
     x, y = _numbers(x, "x", where), _numbers(y, "y", where)
-    if x.ndim != 4 or x.size == 0:
-        raise UserError(f"{where}: x has shape {x.shape}; must be [n, C, H, W], not empty; {_MAKE_AGAIN}")
-    return as_pixels(x, where), as_labels(y, where, len(x))
+    if x.ndim not in (2, 3, 4) or x.size == 0:
+        raise UserError(
+            f"{where}: x has shape {x.shape}; must be images [n, C, H, W], series [n, C, L] or [n, C, 1, L], "
+            f"or tokens [n, L], not empty; {_MAKE_AGAIN}"
+        )
+    if x.ndim == 4 and x.shape[2] == 1:
+        x = x[:, :, 0]
+    is_tokens = x.ndim == 2 and x.dtype.kind in "iu"
+    return x if is_tokens else as_pixels(x, where), as_labels(y, where, len(x))
+
+
+def _texts(pairs: _PickledArray) -> np.ndarray:
+    """Return the tokens [n, L] of an array [n, 2] that pairs them with their number."""
+    tokens = np.array(pairs.content[::2])
+    if pairs.shape != (len(tokens), 2) or tokens.ndim != 2:
+        raise ValueError("x holds objects, and not texts of one length with the numbers of their tokens")
+    return tokens
 
 
 def _read_pickled_dict(npy: bytes, where: str) -> Any:
@@ -282,6 +306,10 @@ class _PickledArray:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, self.shape, self.dtype, self.is_fortran, self.content = state
+
+    @property
+    def holds_objects(self) -> bool:
+        return bool(self.dtype.code == "O8") and isinstance(self.content, list)
 
     def rebuilt(self) -> np.ndarray:
         flat: np.ndarray = np.frombuffer(self.content, self.dtype.rebuilt())

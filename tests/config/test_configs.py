@@ -179,26 +179,30 @@ def test_the_table_of_baselines_has_a_row_for_every_method() -> None:
 
 
 def test_values_chosen_for_a_baseline_were_tried_on_validation_samples_and_the_table_says_so() -> None:
-    names = ("baselines", "baselines_tuning")
-    baselines, tuning = (Table(FOLDER / "tables" / f"{name}.yaml") for name in names)
+    names = ("baselines", "baselines_steps", "baselines_tuning")
+    baselines, steps, tuning = (Table(FOLDER / "tables" / f"{name}.yaml") for name in names)
 
     def choices(cell: Cell) -> tuple[object, ...]:
-        return cell.config.method.name, cell.config.method.options, cell.config.train.lr
+        return cell.config.method.name, cell.config.method.options
 
-    tried = [choices(cell) for cell in tuning.cells]
-    tuned = {row.label: row.tuned for row in baselines.rows}
-    for cell in tuning.cells:
+    for cell in (*steps.cells, *tuning.cells):
         assert cell.config.run.eval_split == "val"
         assert cell.config.data.val_fraction == 0.2
+    tried = [(*choices(cell), cell.config.train.lr) for cell in steps.cells]
+    compared = [choices(cell) for cell in tuning.cells]
+    tuned = {row.label: row.tuned for row in baselines.rows}
     for cell in baselines.cells:
         assert cell.config.run.eval_split == "test"
         assert cell.config.data.val_fraction == 0
-        method, params, lr = choices(cell)
-        if tuned[cell.label] is None:
-            assert (params, lr) == (METHODS[cell.config.method.name].Params(), 0.05)
+        method, options = choices(cell)
+        assert (method, options, cell.config.train.lr) in tried
+        *others, grid = str(tuned[cell.label]).split("; ")
+        assert grid == "train.lr of 0.02, 0.05, 0.1, 0.2"
+        if others:
+            assert (method, options) in compared
+            assert len([name for name, _ in compared if name == method]) > 1
         else:
-            assert (method, params, lr) in tried
-            assert len([name for name, *_ in tried if name == method]) > 1
+            assert options == METHODS[cell.config.method.name].Params()
     same = ("data", "model")
     ours, theirs = baselines.cells[0].config.tree(), tuning.cells[0].config.tree()
     ours["data"]["val_fraction"] = theirs["data"]["val_fraction"]

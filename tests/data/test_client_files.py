@@ -18,6 +18,7 @@ from hpcfl.data.sources import Arrays, fetch, load_arrays
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config
+from hpcfl.samples import SampleType
 
 Fields = dict[str, Any]
 
@@ -268,6 +269,30 @@ def test_a_pickle_cannot_pass_bytes_for_objects(tmp_path: Path) -> None:
         pfllib(tmp_path)
 
 
+def test_pfllib_s_texts_and_characters_are_tokens(tmp_path: Path) -> None:
+    """AG News pairs lists of tokens with their number; Shakespeare has a plain array."""
+    pairs = [([1, 2, 7], 3), ([4, 5, 0], 2)]
+    news = np.empty((2, 2), dtype=object)
+    news[:] = pairs
+    letters = np.array([[1, 2, 7], [4, 5, 0]])
+    for name, x in (("news", news), ("letters", letters)):
+        part = {"x": x, "y": np.array([0, 1])}
+        pfllib_folder(tmp_path / name, [part], [part])
+        arrays = pfllib(tmp_path / name)
+        np.testing.assert_array_equal(arrays.x, np.concatenate([letters, letters]))
+        assert (arrays.x.dtype, arrays.sample) == (np.int64, SampleType((3,), vocabulary=8))
+
+
+def test_pfllib_s_images_of_one_row_are_series_and_its_activities_come_with_a_warning(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 9, 1, 128))
+    part = {"x": x, "y": np.array([0, 1])}
+    pfllib_folder(tmp_path, [part], [part])
+    with pytest.warns(UserWarning, match="generate_HAR.py, channels and steps are mixed"):
+        arrays = pfllib(tmp_path)
+    assert arrays.sample == SampleType((9, 128))
+    np.testing.assert_array_equal(arrays.x[:2], x[:, :, 0].astype(np.float32))
+
+
 GOOD = client([0, 1], 0)
 
 
@@ -277,11 +302,16 @@ GOOD = client([0, 1], 0)
         ({"x": GOOD["x"]}, "has no field 'y'"),
         ([1, 2], r"cannot be read \(ValueError: data is int64 of shape \(2,\), not one dict"),
         ({**GOOD, "x": [[0.0]]}, "x is not an array of numbers"),
-        ({**GOOD, "x": GOOD["x"][0]}, r"x has shape \(3, 4, 5\); must be \[n, C, H, W\]"),
+        ({**GOOD, "x": GOOD["x"][0, 0, 0]}, r"x has shape \(5,\); must be images \[n, C, H, W\], series"),
+        ({**GOOD, "x": np.array([[[1, 2], 2], [[1], 1]], object)}, r"cannot be read \(ValueError: "),
+        (
+            {**GOOD, "x": np.array([[[1, 2]], [[1, 3]]], object)},
+            "cannot be read .ValueError: x holds objects",
+        ),
         ({**GOOD, "x": GOOD["x"].astype(np.int64)}, "x has type int64; allowed: uint8"),
         ({**GOOD, "x": GOOD["x"] * np.nan}, "x holds values that are not finite"),
         ({**GOOD, "y": GOOD["y"][:1]}, r"y has shape \(1,\), x has 2 samples"),
-        ({**GOOD, "x": GOOD["x"][:, :, 1:]}, r"holds float32 images of shape \(3, 3, 5\), train/0.npz"),
+        ({**GOOD, "x": GOOD["x"][:, :, 1:]}, r"holds float32 samples of shape \(3, 3, 5\), train/0.npz"),
     ],
 )
 def test_unfit_pfllib_files_are_refused(content: Any, said: str, tmp_path: Path) -> None:

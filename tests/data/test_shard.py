@@ -139,15 +139,15 @@ def test_normalisation_by_hand() -> None:
 def test_normalisation_settings(
     setting: str | Sequence[Sequence[float]], mean: tuple[float, ...], std: tuple[float, ...]
 ) -> None:
-    assert resolve_normalisation(pool(), setting) == (mean, std)
+    assert resolve_normalisation(pool(), setting, indices(0)) == (mean, std)
 
 
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("imagenet", "unknown; allowed: auto, none, half, digits, mnist,"),
+        ("imagenet", "unknown; allowed: auto, standard, none, half, digits, mnist,"),
         ("npz", "unknown; allowed: auto"),
-        ("mnist", "has 1 means and 1 stds, the images have 3 channels"),
+        ("mnist", "has 1 means and 1 stds, the data, images of 3x"),
         ([[0.5] * 3, [0.5] * 2], "has 3 means and 2 stds"),
         ([[0.5] * 3], r"must be \[\[means\], \[stds\]\]"),
         ([0.5, 0.5], r"must be \[\[means\], \[stds\]\]"),
@@ -158,4 +158,22 @@ def test_normalisation_settings(
 )
 def test_unfit_normalisation_is_refused(setting: str | Sequence[Sequence[float]], message: str) -> None:
     with pytest.raises(UserError, match=rf"^data\.normalise=.*: .*{message}"):
-        resolve_normalisation(pool(), setting)
+        resolve_normalisation(pool(), setting, indices(0))
+
+
+def test_standard_normalisation_is_that_of_the_training_samples() -> None:
+    x = np.array([[1.0, 5.0], [3.0, 5.0], [1e6, -7.0]], np.float32)
+    table = Arrays(x, np.arange(3), 3, 1.0, (), ())
+    for setting in ("auto", "standard"):
+        assert resolve_normalisation(table, setting, indices(0, 1)) == ((2.0, 5.0), (1.0, 1.0))
+    parts = [ClientIndices(indices(0, 1), indices(), indices(2))]
+    shard = Shard.build(table, parts, range(1), (2.0, 5.0), (1.0, 1.0), "cpu")
+    assert shard.x.tolist() == [[-1.0, 0.0], [1.0, 0.0], [999998.0, -12.0]]
+
+
+def test_tokens_are_not_normalised() -> None:
+    texts = Arrays(np.array([[1, 2], [3, 0]]), np.arange(2), 2, 1.0, (), (), vocabulary=4)
+    assert resolve_normalisation(texts, "auto", indices(0)) == ((), ())
+    shard = Shard.build(texts, [ClientIndices(indices(1, 0), indices(), indices())], range(1), (), (), "cpu")
+    assert (shard.x.dtype, shard.x.tolist()) == (torch.int64, [[3, 0], [1, 2]])
+    assert torch.equal(shard.at(torch.tensor([1])), torch.tensor([[1, 2]]))

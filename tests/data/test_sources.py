@@ -16,6 +16,7 @@ from processes import run_tree
 
 from hpcfl.data.sources import SOURCES, fetch, load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
+from hpcfl.samples import SampleType
 from hpcfl.torchvision_parts import torchvision_part
 
 
@@ -209,7 +210,7 @@ def test_nothing_to_fetch(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_source_and_split_list_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^data.source=svhn: unknown; allowed: digits, mnist,"):
+    with pytest.raises(UserError, match="^data.source=svhn: unknown; allowed: digits, wine, .*, mnist,"):
         load_arrays("svhn", root=str(tmp_path))
     with pytest.raises(UserError, match=r"^data.split=all: .* allowed: mnist, digits, letters,"):
         load_arrays("emnist", root=str(tmp_path), split="all")
@@ -242,6 +243,7 @@ def test_npz_of_grey_floats_needs_no_layout(tmp_path: Path) -> None:
 
 
 GOOD_X, GOOD_Y = np.zeros((3, 4, 5), np.uint8), np.array([0, 1, 2])
+TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,15 @@ GOOD_X, GOOD_Y = np.zeros((3, 4, 5), np.uint8), np.array([0, 1, 2])
     [
         ({"x": GOOD_X}, "no array 'y' .it holds x."),
         ({"images": GOOD_X, "y": GOOD_Y}, "no array 'x' .it holds images, y."),
-        ({"x": np.zeros((3, 4)), "y": GOOD_Y}, "x has 2 dimensions; allowed: 4, or 3"),
+        ({"x": np.zeros(3), "y": GOOD_Y}, "x has 1 dimensions; allowed: 4 .images., 3 "),
+        ({"x": np.array([[1, -1]] * 3), "y": GOOD_Y}, "x holds tokens -1..1; allowed: 0..16777215 "),
+        ({"x": GOOD_X, "y": GOOD_Y, "client": np.array([0, 1])}, r"client has shape \(2,\) and type int64"),
+        (
+            {"x": GOOD_X, "y": GOOD_Y, "client": np.array([0, 1, 1.5])},
+            "number or a text for each of 3 samples",
+        ),
+        (TEXTS | {"vocabulary": np.array(0)}, "vocabulary must be one whole number"),
+        (TEXTS | {"vocabulary": np.array(4)}, "x holds tokens 0..4; allowed: 0..3 "),
         ({"x": GOOD_X[:0], "y": GOOD_Y[:0]}, r"x is empty, its shape is \(0, 4, 5\)"),
         ({"x": GOOD_X.astype(np.int64), "y": GOOD_Y}, "x has type int64; allowed: uint8"),
         ({"x": np.full((3, 4, 5), np.nan), "y": GOOD_Y}, "not finite"),
@@ -266,6 +276,47 @@ def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_p
     path = write_npz(tmp_path, **arrays)
     with pytest.raises(UserError, match=f"^data.path={path}: .*{message}"):
         load_arrays("npz", root="", path=path)
+
+
+def test_npz_of_tokens_features_and_series(tmp_path: Path) -> None:
+    texts = load_arrays("npz", root="", path=write_npz(tmp_path, **TEXTS))
+    assert (texts.sample, texts.x.dtype, texts.mean) == (SampleType((2,), vocabulary=5), np.int64, ())
+    more = write_npz(tmp_path, **TEXTS, vocabulary=np.array([9]))
+    assert load_arrays("npz", root="", path=more).vocabulary == 9
+    features = load_arrays("npz", root="", path=write_npz(tmp_path, x=np.ones((3, 4)), y=GOOD_Y))
+    assert (features.sample, features.x.dtype, features.mean) == (SampleType((4,)), np.float32, ())
+    x = np.arange(24.0).reshape(3, 2, 4)
+    path = write_npz(tmp_path, x=x, y=GOOD_Y)
+    for layout, expected in (("NCL", x), ("NLC", x.transpose(0, 2, 1))):
+        series = load_arrays("npz", root="", path=path, layout=layout)
+        np.testing.assert_array_equal(series.x, expected)
+        assert series.sample == SampleType(expected.shape[1:])
+
+
+def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
+    client = np.array(["zoe", "ann", "zoe"])
+    arrays = load_arrays("npz", root="", path=write_npz(tmp_path, **TEXTS, client=client))
+    assert arrays.owner is not None
+    assert arrays.owner.tolist() == [0, 1, 1]
+    assert arrays.y.tolist() == [1, 0, 2]
+    assert arrays.x.tolist() == [[1, 1], [0, 4], [3, 0]]
+
+
+def test_bundled_tables_and_texts() -> None:
+    wine, cancer, topics = (load_arrays(name, root="") for name in ("wine", "breast_cancer", "topics"))
+    assert (wine.sample, np.bincount(wine.y).tolist()) == (SampleType((13,)), [59, 71, 48])
+    assert (cancer.sample, np.bincount(cancer.y).tolist()) == (SampleType((30,)), [212, 357])
+    assert topics.sample == SampleType((32,), vocabulary=96)
+    assert topics.owner is not None
+    assert topics.is_test is not None
+    assert (np.diff(topics.owner) >= 0).all()
+    # windows of 32 characters begin every 8, and the next character is the label
+    assert topics.x[0, 8:].tolist() == topics.x[1, :24].tolist()
+    assert topics.y[0] == topics.x[1, 24]
+    for client in np.unique(topics.owner):
+        tests = topics.is_test[topics.owner == client]
+        assert 0.25 < tests.mean() < 0.35
+        assert (np.diff(tests.astype(int)) >= 0).all()
 
 
 @pytest.mark.parametrize("layout", [None, "HWC"])
