@@ -210,7 +210,7 @@ def test_nothing_to_fetch(name: str, tmp_path: Path) -> None:
 
 
 def test_unknown_source_and_split_list_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="^data.source=svhn: unknown; allowed: digits, wine, .*, mnist,"):
+    with pytest.raises(UserError, match=r"^data.source=svhn: unknown; allowed: digits, wine, .*, mnist,"):
         load_arrays("svhn", root=str(tmp_path))
     with pytest.raises(UserError, match=r"^data.split=all: .* allowed: mnist, digits, letters,"):
         load_arrays("emnist", root=str(tmp_path), split="all")
