@@ -24,9 +24,12 @@ Precision = Literal["float32", "bfloat16"]
 LastBatch = Literal["even", "drop", "keep"]
 CodecName = Literal["none", "float16", "int8", "topk"]
 Direction = Literal["down", "up"]
+Optimiser = Literal["adam", "adamw"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_TOPK_RATIO = 0.1
+ADAM_DEFAULTS = (0.9, 0.999, 1e-8)
+"""Defaults of `train.beta1`, `train.beta2` and `train.epsilon`."""
 SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
     "momentum": {"lr": 1.0, "beta1": 0.9},
     "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 1e-3},
@@ -143,13 +146,25 @@ class TrainConfig(Settings):
     a smaller last mini-batch, whose step has the same step size as the others and is the last one before the
     model is sent or scored. A single sample that is not left out always joins the mini-batch before it."""
     lr: float = Field(0.05, gt=0)
-    """Step size of local SGD, with a fresh optimiser each round."""
+    """Step size of local training, with a fresh optimiser each round. Adam needs a smaller one than SGD,
+    such as 0.001; the same goes for a method's own step sizes of models, such as `method.head_lr`."""
     lr_decay: float = Field(1.0, gt=0, le=1)
     """Factor on the step size after each round; 1 keeps it constant."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Momentum of local SGD, starting from zero each round."""
     weight_decay: float = Field(0.0, ge=0)
-    """L2 penalty's factor in the gradient."""
+    """L2 penalty's factor in the gradient; with adamw decoupled from it: weights shrink by `train.lr` times
+    this factor at each step."""
+    optimiser: Optimiser | None = None
+    """Local optimiser, whose state starts anew each round; null or sgd: SGD. adam and adamw step as
+    torch.optim's do. What a method moves with a step size of its own beside models, such as the mixing weight
+    of `apfl`, still moves by plain gradients. Refused by methods that compute with SGD's steps."""
+    beta1: float | None = Field(None, ge=0, lt=1)
+    """Decay of adam's and adamw's first moment; default: 0.9."""
+    beta2: float | None = Field(None, ge=0, lt=1)
+    """Decay of adam's and adamw's second moment; default: 0.999."""
+    epsilon: float | None = Field(None, gt=0)
+    """What adam and adamw add to the root of the second moment; default: 1e-08."""
     precision: Precision = "float32"
     """Number format of products in local training.
 
@@ -165,6 +180,19 @@ class TrainConfig(Settings):
     buffers: BufferPolicy | None = None
     """Running statistics of BatchNorm: kept by the client, averaged like parameters, or (pFedLA) mixed with
     the weights of their BatchNorm layer; default: the method's."""
+
+    @field_validator("optimiser", mode="before")
+    @classmethod
+    def _sgd_is_null(cls, name: Any) -> Any:
+        return None if name == "sgd" else name
+
+    @property
+    def adam_constants(self) -> tuple[float, float, float]:
+        """beta1, beta2 and epsilon, as adam and adamw use them."""
+        given = (self.beta1, self.beta2, self.epsilon)
+        return tuple(  # type: ignore[return-value]
+            default if value is None else value for value, default in zip(given, ADAM_DEFAULTS, strict=True)
+        )
 
     def of_unseen(self) -> TrainConfig:
         """Return the settings of clients that take no part in the rounds, and adapt before an evaluation."""

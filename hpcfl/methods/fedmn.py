@@ -139,7 +139,12 @@ class FedMN(TwoPhaseMethod):
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
     # means over encoders and blocks reduce the effect of each step, so the default step size is larger
-    traits = Traits(averages=("theta",), uses_total_rounds=True, train_defaults={"lr": 0.1})
+    traits = Traits(
+        averages=("theta",),
+        uses_total_rounds=True,
+        train_defaults={"lr": 0.1},
+        refuses={"optimiser": "whose router has a step size of its own, by which adam would divide again"},
+    )
     diagnostics = (
         Diagnostic(
             "probability",

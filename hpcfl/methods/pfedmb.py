@@ -93,7 +93,10 @@ class PFedMB(Method):
     name = "pfedmb"
     summary = "several branches per layer, mixed by each client's own weights"
     Params = PFedMBParams
-    traits = Traits(averages=("branches",))
+    traits = Traits(
+        averages=("branches",),
+        refuses={"optimiser": "whose branches' steps are shares of the step that SGD makes"},
+    )
     diagnostics = (
         Diagnostic(
             "alpha",

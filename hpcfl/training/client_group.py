@@ -21,10 +21,10 @@ from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
+from hpcfl.training.descent import Descent, Trained
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
 from hpcfl.training.scoring import BatchedScorer
-from hpcfl.training.sgd import Descent, Trained
 
 _Planned = tuple[list[int], list[Tensor]]
 """A planned mini-batch: its clients' positions in the group, and the sample indices of each."""
@@ -234,7 +234,7 @@ class ClientGroup:
         purpose: str = "batches",
         samples: Sequence[Tensor] | None = None,
     ) -> Trained:
-        """Train by SGD from theta [C, ..., P], which is not changed.
+        """Train with the run's optimiser from theta [C, ..., P], which is not changed.
 
         `gradient(theta, batch)` returns gradient and losses on a batch; default: those of the cross-entropy
         of models [C, P]. `extra_gradient(theta, members)`, such as a proximal pull, is added to the gradient;
@@ -254,7 +254,10 @@ class ClientGroup:
         return Trained(descent.theta, self.steps - steps_before)
 
     def descent(self, theta: Tensor, *, lr: float | None = None, trained: slice = slice(None)) -> Descent:
-        """Return SGD from theta [C, ...] for a method's own training loop; `lr` defaults to this round's."""
+        """Return the run's optimiser from theta [C, ...] for a method's own training loop.
+
+        `lr` defaults to this round's.
+        """
         return Descent(theta, self.lr if lr is None else lr, self._worker.train, trained)
 
     @property

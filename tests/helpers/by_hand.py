@@ -31,6 +31,18 @@ SOME = (*UNEQUAL_FEW, "train.participation=0.75", "model.batchnorm=true")
 SLIPPERY = ("train.momentum=0.9", "train.weight_decay=0.01", "train.lr_decay=0.9")
 """Settings under which numbers that should stand still drift if they are not left out of the optimiser."""
 
+ADAM = (
+    "train.optimiser=adam",
+    "train.momentum=0",
+    "train.weight_decay=0.01",
+    "train.lr=0.01",
+    "train.beta1=0.8",
+    "train.beta2=0.9",
+    "train.epsilon=0.001",
+    "train.local_epochs=2",
+)
+ADAMW = (*ADAM, "train.optimiser=adamw", "train.weight_decay=0.3")
+
 
 def network_with(run: Run, theta: Tensor, buffers: Tensor) -> Network:
     """Return the run's network with weights [P] and running statistics [U] of its own, in training mode."""
@@ -52,10 +64,13 @@ def batches_of(
             yield x[order[start:stop]], y[order[start:stop]]
 
 
-def torchs_sgd(run: Run, parameters: Sequence[nn.Parameter], round: int) -> torch.optim.SGD:
+def torchs_optimiser(run: Run, parameters: Sequence[nn.Parameter], round: int) -> torch.optim.Optimizer:
     """Return torch's optimiser with the settings of a round."""
-    train = run.config.train
-    lr = train.lr * train.lr_decay**round
+    train, lr = run.config.train, step_size(run, round)
+    if train.optimiser is not None:
+        kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimiser]
+        beta1, beta2, epsilon = train.adam_constants
+        return kind(parameters, lr, (beta1, beta2), epsilon, train.weight_decay)
     return torch.optim.SGD(parameters, lr, momentum=train.momentum, weight_decay=train.weight_decay)
 
 
@@ -70,7 +85,9 @@ def train_by_torch(
     epochs: int | None = None,
 ) -> None:
     """Train the parameters whose names begin with `part` on cross-entropy."""
-    optimiser = torchs_sgd(run, [p for name, p in network.named_parameters() if name.startswith(part)], round)
+    optimiser = torchs_optimiser(
+        run, [p for name, p in network.named_parameters() if name.startswith(part)], round
+    )
     for x, y in batches_of(run, client, round, purpose, epochs):
         network.zero_grad()
         cross_entropy(network(x), y).backward()

@@ -1,0 +1,77 @@
+"""Local training beyond plain SGD: how the engines agree on it, and what refuses it.
+
+The numbers are compared with torch's in the tests of methods, with `ADAM` of by_hand.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Run, make_network, make_place, spread
+
+from hpcfl.config.keys import TrainConfig
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.registries import load_config
+from hpcfl.training.client_group import ClientGroup
+
+# mini-batches of 4: 13 are four, 11 three, 8 two, 3 and 2 are one
+SIZES = (13, 11, 8, 3, 2)
+
+KEYS: dict[str, object] = {
+    "optimiser": "adamw",
+}
+"""A value by key that changes what clients do."""
+
+
+@pytest.mark.parametrize("batchnorm", [False, True])
+def test_engines_agree_in_float64(batchnorm: bool) -> None:
+    network = make_network(batchnorm=batchnorm).double()
+    keys = KEYS | {"batch_size": 4, "local_epochs": 2, "lr": 0.01, "weight_decay": 0.1, "epsilon": 1e-3}
+    train = TrainConfig.model_validate(keys)
+    theta, buffers = spread(network, 5)
+    together = ClientGroup(make_place(network, SIZES, train, clients_at_once=5), range(5), 0)
+    together.buffers = buffers.clone()
+    batched = together.sgd(theta).theta
+    place = make_place(network, SIZES, train)
+    for client in range(5):
+        alone = ClientGroup(place, [client], 0)
+        alone.buffers = buffers[[client]].clone()
+        torch.testing.assert_close(batched[[client]], alone.sgd(theta[[client]]).theta, rtol=0, atol=1e-9)
+    assert (batched - theta).abs().amax(dim=1).min() > 0.01
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_defaults_and_their_other_spellings_change_no_name(key: str) -> None:
+    plain = load_config(None, ["method.name=fedavg"])
+    assert getattr(plain.train, key) is None
+    for spelling in {"optimiser": ["sgd"]}.get(key, []):
+        assert load_config(None, ["method.name=fedavg", f"train.{key}={spelling}"]) == plain
+    value = str(KEYS[key]).replace("'", "")
+    changed = load_config(None, ["method.name=fedavg", f"train.{key}={value}"])
+    assert changed.run_name() != plain.run_name()
+
+
+REFUSALS = [(name, key) for name, method in METHODS.items() for key in method.traits.refuses]
+
+
+@pytest.mark.parametrize(("method", "key"), REFUSALS)
+def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
+    value = {"momentum": 0.5, **KEYS}[key]
+    words = [f"method.name={method}", f"train.{key}={value}".replace("'", "")]
+    with pytest.raises(UserError, match=rf"^train\.{key}=.* does not go with .*{method}, wh.*; allowed: "):
+        Run(*words, "train.rounds=1")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["beta1=0.5"], r"train\.beta1=0\.5 needs train\.optimiser=adam or adamw; set that, or"),
+        (["optimiser=yogi"], r"train\.optimiser=yogi is invalid; allowed: adam, adamw or null"),
+        (["optimiser=adam", "momentum=0.5"], r"train\.momentum=0\.5 does not go with .*; set train\.mom"),
+    ],
+)
+def test_keys_that_do_nothing_or_contradict_are_refused(keys: list[str], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        load_config(None, ["method.name=fedavg", *(f"train.{key}" for key in keys)])
