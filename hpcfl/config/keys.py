@@ -181,6 +181,12 @@ class TrainConfig(Settings):
     """Running statistics of BatchNorm: kept by the client, averaged like parameters, or (pFedLA) mixed with
     the weights of their BatchNorm layer; default: the method's."""
 
+    clip: float | None = Field(None, gt=0)
+    """Largest L2 norm of a mini-batch's gradient; a longer one is shortened to it, as torch's clip_grad_norm_
+    does. It counts all that a client's optimiser trains and the method's own terms, but not the weight decay
+    nor momentum, which act afterwards; default: none. A method that trains two models side by side clips each
+    by itself. Refused by methods that scale gradients before the step."""
+
     @field_validator("optimiser", mode="before")
     @classmethod
     def _sgd_is_null(cls, name: Any) -> Any:

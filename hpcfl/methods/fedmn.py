@@ -143,7 +143,7 @@ class FedMN(TwoPhaseMethod):
         averages=("theta",),
         uses_total_rounds=True,
         train_defaults={"lr": 0.1},
-        refuses={"optimiser": "whose router has a step size of its own, by which adam would divide again"},
+        refuses=dict.fromkeys(("optimiser", "clip"), "which scales the router's gradients by its step size"),
     )
     diagnostics = (
         Diagnostic(

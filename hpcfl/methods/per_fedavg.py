@@ -59,7 +59,9 @@ class PerFedAvg(FedAvg):
     name = "per_fedavg"
     summary = "a global initialisation for one local step of adaptation (MAML)"
     Params = PerFedAvgParams
-    traits = FedAvg.traits.replace(refuses={"optimiser": "which learns a start for steps of plain gradients"})
+    traits = FedAvg.traits.replace(
+        refuses=dict.fromkeys(("optimiser", "clip"), "which learns a start for steps of plain gradients")
+    )
     params: PerFedAvgParams
 
     def __init__(self, context: Context, params: PerFedAvgParams) -> None:

@@ -95,7 +95,9 @@ class PFedMB(Method):
     Params = PFedMBParams
     traits = Traits(
         averages=("branches",),
-        refuses={"optimiser": "whose branches' steps are shares of the step that SGD makes"},
+        refuses=dict.fromkeys(
+            ("optimiser", "clip"), "whose branches' steps are shares of the step that SGD makes"
+        ),
     )
     diagnostics = (
         Diagnostic(

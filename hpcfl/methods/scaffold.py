@@ -11,9 +11,10 @@ gradients. w and c go down; what goes up are y_i and the change of c_i.
 
 Choices: the means of models and of control variates have the same weights p_i. Whatever the weights of the
 models, corrected steps come to rest where c = 0, which is a stationary point of sum_i p_i L_i; with weights
-by samples, this is the objective of the other methods. With momentum or Adam, (w - y_i) / (K lr) would not be
-a mean gradient, so both are refused. Weight decay counts as part of the gradient. The evaluated model is w.
-In the first round, where c = c_i = 0, the method with weights by samples equals FedAvg bit for bit.
+by samples, this is the objective of the other methods. With momentum, Adam or clipping, (w - y_i) / (K lr)
+would not be a mean gradient, so these are refused. Weight decay counts as part of the gradient. The evaluated
+model is w. In the first round, where c = c_i = 0, the method with weights by samples equals FedAvg bit for
+bit.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Scaffold(FedAvg):
     name = "scaffold"
     summary = "FedAvg whose clients correct their drift by control variates"
     Params = ScaffoldParams
-    traits = FedAvg.traits.replace(refuses=dict.fromkeys(("momentum", "optimiser"), _PLAIN))
+    traits = FedAvg.traits.replace(refuses=dict.fromkeys(("momentum", "optimiser", "clip"), _PLAIN))
     params: ScaffoldParams
 
     def server_state(self) -> State:

@@ -36,6 +36,8 @@ class Descent:
         """Move the group's clients `members` against their gradient [len(members), ...]."""
         weights, decay = self.theta[members], self._train.weight_decay
         moved = weights[..., self._trained]
+        if self._train.clip is not None:
+            gradient = clipped(gradient, self._train.clip, self._trained)
         if decay and self._train.optimiser == "adamw":
             moved.mul_(1 - self._lr * decay)
         elif decay:
@@ -49,6 +51,16 @@ class Descent:
         moved.add_(gradient[..., self._trained], alpha=-self._lr)
         if not isinstance(members, slice):
             self.theta[members] = weights
+
+
+def clipped(gradient: Tensor, largest: float, trained: slice) -> Tensor:
+    """Return gradients [C, ..., P], each of which is at most so long in its trained part.
+
+    The formula is that of torch.nn.utils.clip_grad_norm_.
+    """
+    norms = gradient[..., trained].flatten(start_dim=1).norm(dim=1)
+    factors = (largest / (norms + 1e-6)).clamp(max=1)
+    return gradient * factors.view(-1, *[1] * (gradient.dim() - 1))
 
 
 class Moments:

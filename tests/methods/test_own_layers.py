@@ -343,6 +343,7 @@ class FedRoDTwin:
     [
         ("train.rounds=1", "train.batch_size=64"),
         SLIPPERY,
+        ADAM,
         ("method.hyper_head=true", "method.hidden=5"),
         ("method.hyper_head=true", "method.hidden=3", *SLIPPERY),
     ],

@@ -20,6 +20,7 @@ SIZES = (13, 11, 8, 3, 2)
 
 KEYS: dict[str, object] = {
     "optimiser": "adamw",
+    "clip": 0.5,
 }
 """A value by key that changes what clients do."""
 
@@ -68,6 +69,7 @@ def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
     ("keys", "expected"),
     [
         (["beta1=0.5"], r"train\.beta1=0\.5 needs train\.optimiser=adam or adamw; set that, or"),
+        (["clip=0"], r"train\.clip=0 is invalid; allowed: a number or null > 0"),
         (["optimiser=yogi"], r"train\.optimiser=yogi is invalid; allowed: adam, adamw or null"),
         (["optimiser=adam", "momentum=0.5"], r"train\.momentum=0\.5 does not go with .*; set train\.mom"),
     ],
