@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -149,7 +149,17 @@ class TrainConfig(Settings):
     """Step size of local training, with a fresh optimiser each round. Adam needs a smaller one than SGD,
     such as 0.001; the same goes for a method's own step sizes of models, such as `method.head_lr`."""
     lr_decay: float = Field(1.0, gt=0, le=1)
-    """Factor on the step size after each round; 1 keeps it constant."""
+    """Factor on the step size after each round, or after those of `train.lr_decay_rounds`; 1 keeps it
+    constant."""
+    lr_decay_rounds: list[Annotated[int, Field(ge=1)]] | None = Field(None, min_length=1)
+    """Numbers of rounds, such as [100, 150], after which `train.lr_decay` acts; default: each round."""
+    lr_end: float | None = Field(None, gt=0)
+    """Step size to which cosine annealing goes from `train.lr` over `train.rounds`; a run with it cannot be
+    extended to more rounds. Adaptation before the last evaluation has this step size; default: no
+    annealing."""
+    warmup_rounds: int | None = Field(None, ge=1)
+    """Rounds W of a linear warm-up: round k of them has k / (W + 1) of the step size that it would have
+    without; default, or 0: none."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Momentum of local SGD, starting from zero each round."""
     weight_decay: float = Field(0.0, ge=0)
@@ -191,6 +201,32 @@ class TrainConfig(Settings):
     @classmethod
     def _sgd_is_null(cls, name: Any) -> Any:
         return None if name == "sgd" else name
+
+    @field_validator("lr_decay_rounds")
+    @classmethod
+    def _in_order(cls, rounds: list[int] | None) -> list[int] | None:
+        return None if rounds is None else sorted(set(rounds))
+
+    @field_validator("warmup_rounds", mode="before")
+    @classmethod
+    def _zero_is_null(cls, rounds: Any) -> Any:
+        return None if rounds == 0 else rounds
+
+    def lr_factor(self, round: int) -> float:
+        """Return a round's step size as a factor of `lr`; rounds count from 0.
+
+        Cosine annealing: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR
+        2017, eq. 5 without restarts.
+        """
+        if self.lr_end is not None:
+            end, done = self.lr_end / self.lr, min(1.0, round / self.rounds)
+            factor = end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
+        elif self.lr_decay_rounds is not None:
+            factor = self.lr_decay ** sum(after <= round for after in self.lr_decay_rounds)
+        else:
+            factor = self.lr_decay**round
+        warmup = self.warmup_rounds
+        return factor if warmup is None else factor * min(1.0, (round + 1) / (warmup + 1))
 
     @property
     def adam_constants(self) -> tuple[float, float, float]:

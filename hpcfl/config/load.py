@@ -181,6 +181,9 @@ def _check_needs(config: Config, sources: Registry) -> None:
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
     needs: list[tuple[str, Any, bool, str]] = [
         ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
+        ("train.lr_decay_rounds", train.lr_decay_rounds, train.lr_decay < 1, "train.lr_decay below 1"),
+        ("train.lr_end", train.lr_end, train.lr_decay == 1, "train.lr_decay=1"),
+        ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
         ("train.unseen_epochs", train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
         ("comm.topk_ratio", comm.topk_ratio, *topk),
         ("comm.error_feedback", comm.error_feedback, *topk),

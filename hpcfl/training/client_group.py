@@ -272,8 +272,8 @@ class ClientGroup:
 
     @property
     def lr_decay(self) -> float:
-        """The learning-rate factor of this round: `train.lr_decay` to the power of the rounds before it."""
-        return self._worker.train.lr_decay**self.round
+        """The factor of this round's step size: `train.lr_decay` and what else changes it by round."""
+        return self._worker.train.lr_factor(self.round)
 
     def record(self, batch: Batch, losses: Tensor) -> None:
         """Count one training step of the batch's clients, with their losses [len(batch.members)]."""

@@ -21,6 +21,7 @@ SIZES = (13, 11, 8, 3, 2)
 KEYS: dict[str, object] = {
     "optimiser": "adamw",
     "clip": 0.5,
+    "warmup_rounds": 2,
 }
 """A value by key that changes what clients do."""
 
@@ -46,11 +47,28 @@ def test_engines_agree_in_float64(batchnorm: bool) -> None:
 def test_defaults_and_their_other_spellings_change_no_name(key: str) -> None:
     plain = load_config(None, ["method.name=fedavg"])
     assert getattr(plain.train, key) is None
-    for spelling in {"optimiser": ["sgd"]}.get(key, []):
+    for spelling in {"optimiser": ["sgd"], "warmup_rounds": ["0"]}.get(key, []):
         assert load_config(None, ["method.name=fedavg", f"train.{key}={spelling}"]) == plain
     value = str(KEYS[key]).replace("'", "")
     changed = load_config(None, ["method.name=fedavg", f"train.{key}={value}"])
     assert changed.run_name() != plain.run_name()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"lr_decay": 0.5}, [1, 0.5, 0.25, 0.125, 0.0625]),
+        ({"lr_decay": 0.5, "lr_decay_rounds": [3, 1]}, [1, 0.5, 0.5, 0.25, 0.25]),
+        # 0.2 + 0.8 (1 + cos(k pi / 3)) / 2; evaluations after the last round have k = 3, and stay there
+        ({"lr_end": 0.1}, [1, 0.8, 0.4, 0.2, 0.2]),
+        ({"warmup_rounds": 2}, [1 / 3, 2 / 3, 1, 1, 1]),
+        ({"warmup_rounds": 1, "lr_end": 0.1}, [0.5, 0.8, 0.4, 0.2, 0.2]),
+    ],
+)
+def test_step_sizes_by_round_are_those_by_hand(keys: dict[str, object], expected: list[float]) -> None:
+    train = TrainConfig.model_validate({"lr": 0.5, "rounds": 3} | keys)
+    assert [train.lr_factor(round) for round in range(5)] == pytest.approx(expected, rel=1e-12)
 
 
 REFUSALS = [(name, key) for name, method in METHODS.items() for key in method.traits.refuses]
@@ -69,6 +87,9 @@ def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
     ("keys", "expected"),
     [
         (["beta1=0.5"], r"train\.beta1=0\.5 needs train\.optimiser=adam or adamw; set that, or"),
+        (["lr_decay_rounds=[3]"], r"train\.lr_decay_rounds=\[3\] needs train\.lr_decay below 1; set that"),
+        (["lr_end=0.01", "lr_decay=0.9"], r"train\.lr_end=0\.01 needs train\.lr_decay=1; set that, or"),
+        (["lr_end=0.1"], r"train\.lr_end=0\.1 needs a train\.lr that is not below it; set that, or"),
         (["clip=0"], r"train\.clip=0 is invalid; allowed: a number or null > 0"),
         (["optimiser=yogi"], r"train\.optimiser=yogi is invalid; allowed: adam, adamw or null"),
         (["optimiser=adam", "momentum=0.5"], r"train\.momentum=0\.5 does not go with .*; set train\.mom"),
