@@ -197,6 +197,12 @@ class TrainConfig(Settings):
     nor momentum, which act afterwards; default: none. A method that trains two models side by side clips each
     by itself. Refused by methods that scale gradients before the step."""
 
+    label_smoothing: float | None = Field(None, ge=0, lt=1)
+    """Share of a sample's label that local training spreads evenly over all classes, as torch's cross_entropy
+    does; default, or 0: none. Evaluations score the plain cross-entropy, and so does what a method computes
+    outside local training. Refused by methods whose loss gives a class the probability 0, or is a
+    likelihood."""
+
     @field_validator("optimiser", mode="before")
     @classmethod
     def _sgd_is_null(cls, name: Any) -> Any:
@@ -207,10 +213,10 @@ class TrainConfig(Settings):
     def _in_order(cls, rounds: list[int] | None) -> list[int] | None:
         return None if rounds is None else sorted(set(rounds))
 
-    @field_validator("warmup_rounds", mode="before")
+    @field_validator("warmup_rounds", "label_smoothing", mode="before")
     @classmethod
-    def _zero_is_null(cls, rounds: Any) -> Any:
-        return None if rounds == 0 else rounds
+    def _zero_is_null(cls, value: Any) -> Any:
+        return None if value == 0 else value
 
     def lr_factor(self, round: int) -> float:
         """Return a round's step size as a factor of `lr`; rounds count from 0.

@@ -201,7 +201,8 @@ def assemble(
     sharing = world.workers_on_device
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
     kept_on = state_device(config.run.state, device, sharing, state_bytes)
-    evaluator = LoopEngine(network, method.layout, config.train.precision)
+    smoothing = config.train.label_smoothing or 0.0
+    evaluator = LoopEngine(network, method.layout, config.train.precision, smoothing)
     engine: Engine = evaluator
     scorer, engine_name = None, "loop"
     if many_at_once:
@@ -209,7 +210,8 @@ def assemble(
         at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, len(clients), beside)
         # on a GPU the choice affects the last bits, so config.yaml records it
         engine_name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-        engine = BatchedEngine(with_convolutions(network, config.run.convolutions), method.layout, at_once)
+        convolved = with_convolutions(network, config.run.convolutions)
+        engine = BatchedEngine(convolved, method.layout, at_once, smoothing)
         scorer = BatchedScorer(network, method.layout)
     worker_context = WorkerContext(
         shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer

@@ -106,7 +106,7 @@ def train_by_torch(
     )
     for x, y in batches_of(run, client, round, purpose, epochs):
         network.zero_grad()
-        cross_entropy(network(x), y).backward()
+        cross_entropy(network(x), y, label_smoothing=run.config.train.label_smoothing or 0.0).backward()
         optimiser.step()
 
 

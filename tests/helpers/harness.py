@@ -150,8 +150,9 @@ def make_place(
     shard = Shard(
         range(len(sizes)), x.to(device), y.to(device), offset, {"train": counts, "val": none, "test": none}
     )
-    loop = LoopEngine(network, layout)
-    engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once)
+    smoothing = train.label_smoothing or 0.0
+    loop = LoopEngine(network, layout, label_smoothing=smoothing)
+    engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once, smoothing)
     return WorkerContext(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
 
 

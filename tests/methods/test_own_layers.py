@@ -138,6 +138,7 @@ TOGETHER: Phases = [("batches", None, "")]
             [("head", 2, "head."), ("batches", 1, "body.")],
         ),
         (("method.name=fedper", *ADAM), in_head, TOGETHER),
+        (("method.name=fedper", "train.label_smoothing=0.3"), in_head, TOGETHER),
         (("method.name=lg_fedavg",), before_the_last(2), TOGETHER),
         (("method.name=lg_fedavg", "method.global_layers=3"), before_the_last(3), TOGETHER),
         (("method.name=fedbn",), in_batchnorm, TOGETHER),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from bits import method_settings
 from harness import Run, make_network, make_place, spread
 
 from hpcfl.config.keys import TrainConfig
@@ -22,6 +23,7 @@ KEYS: dict[str, object] = {
     "optimiser": "adamw",
     "clip": 0.5,
     "warmup_rounds": 2,
+    "label_smoothing": 0.1,
 }
 """A value by key that changes what clients do."""
 
@@ -29,7 +31,7 @@ KEYS: dict[str, object] = {
 @pytest.mark.parametrize("batchnorm", [False, True])
 def test_engines_agree_in_float64(batchnorm: bool) -> None:
     network = make_network(batchnorm=batchnorm).double()
-    keys = KEYS | {"batch_size": 4, "local_epochs": 2, "lr": 0.01, "weight_decay": 0.1, "epsilon": 1e-3}
+    keys = KEYS | {"batch_size": 4, "local_epochs": 2, "lr": 0.05, "weight_decay": 0.1, "epsilon": 1e-3}
     train = TrainConfig.model_validate(keys)
     theta, buffers = spread(network, 5)
     together = ClientGroup(make_place(network, SIZES, train, clients_at_once=5), range(5), 0)
@@ -47,11 +49,33 @@ def test_engines_agree_in_float64(batchnorm: bool) -> None:
 def test_defaults_and_their_other_spellings_change_no_name(key: str) -> None:
     plain = load_config(None, ["method.name=fedavg"])
     assert getattr(plain.train, key) is None
-    for spelling in {"optimiser": ["sgd"], "warmup_rounds": ["0"]}.get(key, []):
+    for spelling in {"optimiser": ["sgd"], "warmup_rounds": ["0"], "label_smoothing": ["0"]}.get(key, []):
         assert load_config(None, ["method.name=fedavg", f"train.{key}={spelling}"]) == plain
     value = str(KEYS[key]).replace("'", "")
     changed = load_config(None, ["method.name=fedavg", f"train.{key}={value}"])
     assert changed.run_name() != plain.run_name()
+
+
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        (name, key)
+        for name, method in METHODS.items()
+        for key in ("label_smoothing",)
+        if key not in method.traits.refuses
+    ],
+)
+def test_every_method_trains_with_it_or_refuses_it(method: str, key: str) -> None:
+    small = {"fedbn": ["model.batchnorm=true"], "fedmn": []}.get(
+        method, ["model.name=mlp", "model.hidden=[8]"]
+    )
+    keys = [*method_settings(method), *small, "train.rounds=2"]
+    plain, changed = Run(*keys), Run(*keys, f"train.{key}={KEYS[key]}".replace("'", ""))
+    assert any(
+        not torch.equal(before[name], after[name])
+        for before, after in ((plain.server, changed.server), (plain.clients, changed.clients))
+        for name in before
+    )
 
 
 @pytest.mark.quick
@@ -90,6 +114,10 @@ def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
         (["lr_decay_rounds=[3]"], r"train\.lr_decay_rounds=\[3\] needs train\.lr_decay below 1; set that"),
         (["lr_end=0.01", "lr_decay=0.9"], r"train\.lr_end=0\.01 needs train\.lr_decay=1; set that, or"),
         (["lr_end=0.1"], r"train\.lr_end=0\.1 needs a train\.lr that is not below it; set that, or"),
+        (
+            ["label_smoothing=1"],
+            r"train\.label_smoothing=1 is invalid; allowed: a number or null >= 0 and < 1",
+        ),
         (["clip=0"], r"train\.clip=0 is invalid; allowed: a number or null > 0"),
         (["optimiser=yogi"], r"train\.optimiser=yogi is invalid; allowed: adam, adamw or null"),
         (["optimiser=adam", "momentum=0.5"], r"train\.momentum=0\.5 does not go with .*; set train\.mom"),
