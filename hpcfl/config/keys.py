@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -25,6 +25,7 @@ LastBatch = Literal["even", "drop", "keep"]
 CodecName = Literal["none", "float16", "int8", "topk"]
 Direction = Literal["down", "up"]
 Optimiser = Literal["adam", "adamw"]
+Change = Literal["crop", "flip"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_TOPK_RATIO = 0.1
@@ -202,6 +203,23 @@ class TrainConfig(Settings):
     does; default, or 0: none. Evaluations score the plain cross-entropy, and so does what a method computes
     outside local training. Refused by methods whose loss gives a class the probability 0, or is a
     likelihood."""
+
+    augment: list[Change] | None = None
+    """Random changes of the images in mini-batches of local training, such as [crop,flip]; default, or none:
+    none. crop: the image moves by up to an eighth of its height and width, rounded up (4 pixels of 28 or 32),
+    and what comes in is of value 0 before normalisation, as with torchvision's RandomCrop. flip: it is
+    mirrored left to right with probability 1/2. Evaluations, prototypes and all that methods measure have the
+    images themselves. Refused by methods that compare an image's features or logits with a teacher's of the
+    image itself."""
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _in_their_order(cls, changes: Any) -> Any:
+        if changes in ("none", []):
+            return None
+        if not isinstance(changes, list) or not set(map(str, changes)) <= set(get_args(Change)):
+            return changes
+        return [change for change in get_args(Change) if change in changes]
 
     @field_validator("optimiser", mode="before")
     @classmethod

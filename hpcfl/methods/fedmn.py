@@ -324,7 +324,7 @@ class FedMN(TwoPhaseMethod):
         if self.buffers == "local":
             # a new client has no running statistics, and gradients find them
             gradient = self.local_gradient(clients, model)
-            for batch in clients.batches("statistics"):
+            for batch in clients.batches("statistics", augmented=False):
                 gradient(down["theta"][batch.members], batch)
         return model
 

@@ -41,6 +41,7 @@ class FedNTD(FedAvg):
     name = "fedntd"
     summary = "FedAvg whose clients keep the global model's view of the other classes"
     Params = FedNTDParams
+    traits = FedAvg.traits.replace(refuses={"augment": "whose teachers see the images themselves"})
     params: FedNTDParams
 
     def train(self, clients: ClientGroup, down: Message) -> Message:

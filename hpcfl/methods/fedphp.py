@@ -58,7 +58,11 @@ class FedPHP(OwnBesideGlobal):
     name = "fedphp"
     summary = "each client's moving average of its models, the teacher of its next model"
     Params = FedPHPParams
-    traits = OwnBesideGlobal.traits.replace(uses_total_rounds=True, needs_body=True)
+    traits = OwnBesideGlobal.traits.replace(
+        uses_total_rounds=True,
+        needs_body=True,
+        refuses={"augment": "whose teachers see the images themselves"},
+    )
     params: FedPHPParams
 
     def client_state(self, clients: Sequence[int]) -> State:

@@ -44,7 +44,9 @@ class Moon(FedAvg):
     name = "moon"
     summary = "FedAvg with a contrastive loss: features near the global model's, far from the client's last"
     Params = MoonParams
-    traits = FedAvg.traits.replace(needs_body=True)
+    traits = FedAvg.traits.replace(
+        needs_body=True, refuses={"augment": "whose teachers see the images themselves"}
+    )
     params: MoonParams
 
     def client_state(self, clients: Sequence[int]) -> State:

@@ -10,16 +10,18 @@ import torch
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
-from hpcfl.config import Config, DataConfig, RunConfig
+from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import Arrays, load_arrays, subset_fraction, subset_per_class
+from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.randomness import numpy_stream
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
 from hpcfl.setup.validate import check_chain, check_large_state, check_single_samples, check_slow_precision
 from hpcfl.storage.snapshot import DataRecord
+from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import WorkerContext
 from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
@@ -214,7 +216,16 @@ def assemble(
         engine = BatchedEngine(convolved, method.layout, at_once, smoothing)
         scorer = BatchedScorer(network, method.layout)
     worker_context = WorkerContext(
-        shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
+        shard,
+        clients,
+        engine,
+        evaluator,
+        config.train,
+        config.run.seed,
+        device,
+        state,
+        scorer,
+        augmentation_of(config.train, data, device),
     )
     unseen_context = replace(
         worker_context,
@@ -244,6 +255,20 @@ def assemble(
         engine_name=engine_name,
         state_device=kept_on,
     )
+
+
+def augmentation_of(train: TrainConfig, data: DataRecord, device: torch.device) -> Augmentation | None:
+    """Return the changes of `train.augment` to images of a run's data. May raise UserError."""
+    if train.augment is None:
+        return None
+    _, height, width = data.image_shape
+    if min(height, width) < 2:
+        raise UserError(
+            f"train.augment=[{','.join(train.augment)}] changes images, and these samples have {height} x "
+            f"{width} pixels; set train.augment=none"
+        )
+    mean, std = torch.tensor([data.mean, data.std])
+    return Augmentation(train.augment, (-mean / std).to(device))
 
 
 def is_batched(engine: str, device: torch.device) -> bool:

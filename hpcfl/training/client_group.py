@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -20,6 +20,7 @@ from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
+from hpcfl.training.augmentation import DRAWS, Augmentation
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
 from hpcfl.training.descent import Descent, Trained
 from hpcfl.training.engines import Engine, LoopEngine
@@ -38,7 +39,8 @@ class WorkerContext:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
     `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
-    (`run.state`); `scorer` (may be None) scores many clients' models at once.
+    (`run.state`); `scorer` (may be None) scores many clients' models at once, `augmentation` (may be None)
+    changes the images of mini-batches.
     """
 
     shard: Shard
@@ -50,6 +52,7 @@ class WorkerContext:
     device: torch.device
     state: Tensors
     scorer: BatchedScorer | None = None
+    augmentation: Augmentation | None = None
 
 
 class ClientGroup:
@@ -136,6 +139,7 @@ class ClientGroup:
         *,
         steps: int | None = None,
         samples: Sequence[Tensor] | None = None,
+        augmented: bool = True,
     ) -> Iterator[Batch]:
         """Yield mini-batches of the training split in an order given by (seed, purpose, round, client).
 
@@ -143,7 +147,8 @@ class ClientGroup:
         copied to the device before the first mini-batch, so that a GPU need not wait for the host between
         them. `epochs` defaults to `train.local_epochs`; if `steps` is given, each client gets `steps`
         mini-batches instead. `samples` are the sample indices to use, one int64 tensor per client with at
-        least one entry; default: all.
+        least one entry; default: all. Images are changed as `train.augment` says, unless a method measures
+        something with them and sets `augmented` to False.
         """
         train = self._worker.train
         if samples is None:
@@ -168,8 +173,14 @@ class ClientGroup:
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
                 for _size, alike in same_size_groups([stop - start for start, stop in spans]):
                     plan.append((alike, [orders[m][slice(*spans[m])] for m in alike]))
-        if plan:
-            yield from self._planned(plan)
+        batches = self._planned(plan) if plan else iter(())
+        augmentation = self._worker.augmentation
+        if augmentation is None or not augmented:
+            yield from batches
+            return
+        uniform = self.uniform(f"augment/{purpose}")
+        for batch in batches:
+            yield replace(batch, x=augmentation(batch.x, uniform(batch, DRAWS)))
 
     def _planned(self, plan: list[_Planned]) -> Iterator[Batch]:
         """Yield planned mini-batches; their indices are copied to the device in one piece, before the

@@ -104,6 +104,7 @@ LOCAL_SETTINGS = [
     "train.lr=0.01",
     "train.clip=1",
     "train.label_smoothing=0.1",
+    "train.augment=[crop,flip]",
     "train.lr_decay_rounds=[2]",
     "train.warmup_rounds=1",
 ]

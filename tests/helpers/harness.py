@@ -23,6 +23,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import Progress
+from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 
@@ -153,7 +154,9 @@ def make_place(
     smoothing = train.label_smoothing or 0.0
     loop = LoopEngine(network, layout, label_smoothing=smoothing)
     engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once, smoothing)
-    return WorkerContext(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
+    changes = None if train.augment is None else Augmentation(train.augment, torch.full((1,), -0.5))
+    place = WorkerContext(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
+    return replace(place, augmentation=changes)
 
 
 def spread(network: nn.Module, num_clients: int) -> tuple[Tensor, Tensor]:
