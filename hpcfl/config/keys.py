@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -24,9 +24,13 @@ Precision = Literal["float32", "bfloat16"]
 LastBatch = Literal["even", "drop", "keep"]
 CodecName = Literal["none", "float16", "int8", "topk"]
 Direction = Literal["down", "up"]
+Optimiser = Literal["adam", "adamw"]
+Change = Literal["crop", "flip"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_TOPK_RATIO = 0.1
+ADAM_DEFAULTS = (0.9, 0.999, 1e-8)
+"""Defaults of `train.beta1`, `train.beta2` and `train.epsilon`."""
 SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
     "momentum": {"lr": 1.0, "beta1": 0.9},
     "adagrad": {"lr": 0.1, "beta1": 0.0, "tau": 1e-3},
@@ -146,13 +150,35 @@ class TrainConfig(Settings):
     a smaller last mini-batch, whose step has the same step size as the others and is the last one before the
     model is sent or scored. A single sample that is not left out always joins the mini-batch before it."""
     lr: float = Field(0.05, gt=0)
-    """Step size of local SGD, with a fresh optimiser each round."""
+    """Step size of local training, with a fresh optimiser each round. Adam needs a smaller one than SGD,
+    such as 0.001; the same goes for a method's own step sizes of models, such as `method.head_lr`."""
     lr_decay: float = Field(1.0, gt=0, le=1)
-    """Factor on the step size after each round; 1 keeps it constant."""
+    """Factor on the step size after each round, or after those of `train.lr_decay_rounds`; 1 keeps it
+    constant."""
+    lr_decay_rounds: list[Annotated[int, Field(ge=1)]] | None = Field(None, min_length=1)
+    """Numbers of rounds, such as [100, 150], after which `train.lr_decay` acts; default: each round."""
+    lr_end: float | None = Field(None, gt=0)
+    """Step size to which cosine annealing goes from `train.lr` over `train.rounds`; a run with it cannot be
+    extended to more rounds. Adaptation before the last evaluation has this step size; default: no
+    annealing."""
+    warmup_rounds: int | None = Field(None, ge=1)
+    """Rounds W of a linear warm-up: round k of them has k / (W + 1) of the step size that it would have
+    without; default, or 0: none."""
     momentum: float = Field(0.0, ge=0, lt=1)
     """Momentum of local SGD, starting from zero each round."""
     weight_decay: float = Field(0.0, ge=0)
-    """L2 penalty's factor in the gradient."""
+    """L2 penalty's factor in the gradient; with adamw decoupled from it: weights shrink by `train.lr` times
+    this factor at each step."""
+    optimiser: Optimiser | None = None
+    """Local optimiser, whose state starts anew each round; null or sgd: SGD. adam and adamw step as
+    torch.optim's do. What a method moves with a step size of its own beside models, such as the mixing weight
+    of `apfl`, still moves by plain gradients. Refused by methods that compute with SGD's steps."""
+    beta1: float | None = Field(None, ge=0, lt=1)
+    """Decay of adam's and adamw's first moment; default: 0.9."""
+    beta2: float | None = Field(None, ge=0, lt=1)
+    """Decay of adam's and adamw's second moment; default: 0.999."""
+    epsilon: float | None = Field(None, gt=0)
+    """What adam and adamw add to the root of the second moment; default: 1e-08."""
     precision: Precision = "float32"
     """Number format of products in local training.
 
@@ -168,6 +194,74 @@ class TrainConfig(Settings):
     buffers: BufferPolicy | None = None
     """Running statistics of BatchNorm: kept by the client, averaged like parameters, or (pFedLA) mixed with
     the weights of their BatchNorm layer; default: the method's."""
+
+    clip: float | None = Field(None, gt=0)
+    """Largest L2 norm of a mini-batch's gradient; a longer one is shortened to it, as torch's clip_grad_norm_
+    does. It counts all that a client's optimiser trains and the method's own terms, but not the weight decay
+    nor momentum, which act afterwards; default: none. A method that trains two models side by side clips each
+    by itself. Refused by methods that scale gradients before the step."""
+
+    label_smoothing: float | None = Field(None, ge=0, lt=1)
+    """Share of a sample's label that local training spreads evenly over all classes, as torch's cross_entropy
+    does; default, or 0: none. Evaluations score the plain cross-entropy, and so does what a method computes
+    outside local training. Refused by methods whose loss gives a class the probability 0, or is a
+    likelihood."""
+
+    augment: list[Change] | None = None
+    """Random changes of the images in mini-batches of local training, such as [crop,flip]; default, or none:
+    none. crop: the image moves by up to an eighth of its height and width, rounded up (4 pixels of 28 or 32),
+    and what comes in is of value 0 before normalisation, as with torchvision's RandomCrop. flip: it is
+    mirrored left to right with probability 1/2. Evaluations, prototypes and all that methods measure have the
+    images themselves. Refused by methods that compare an image's features or logits with a teacher's of the
+    image itself."""
+
+    @field_validator("augment", mode="before")
+    @classmethod
+    def _in_their_order(cls, changes: Any) -> Any:
+        if changes in ("none", []):
+            return None
+        if not isinstance(changes, list) or not set(map(str, changes)) <= set(get_args(Change)):
+            return changes
+        return [change for change in get_args(Change) if change in changes]
+
+    @field_validator("optimiser", mode="before")
+    @classmethod
+    def _sgd_is_null(cls, name: Any) -> Any:
+        return None if name == "sgd" else name
+
+    @field_validator("lr_decay_rounds")
+    @classmethod
+    def _in_order(cls, rounds: list[int] | None) -> list[int] | None:
+        return None if rounds is None else sorted(set(rounds))
+
+    @field_validator("warmup_rounds", "label_smoothing", mode="before")
+    @classmethod
+    def _zero_is_null(cls, value: Any) -> Any:
+        return None if value == 0 else value
+
+    def lr_factor(self, round: int) -> float:
+        """Return a round's step size as a factor of `lr`; rounds count from 0.
+
+        Cosine annealing: Loshchilov and Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR
+        2017, eq. 5 without restarts.
+        """
+        if self.lr_end is not None:
+            end, done = self.lr_end / self.lr, min(1.0, round / self.rounds)
+            factor = end + (1 - end) * (1 + math.cos(math.pi * done)) / 2
+        elif self.lr_decay_rounds is not None:
+            factor = self.lr_decay ** sum(after <= round for after in self.lr_decay_rounds)
+        else:
+            factor = self.lr_decay**round
+        warmup = self.warmup_rounds
+        return factor if warmup is None else factor * min(1.0, (round + 1) / (warmup + 1))
+
+    @property
+    def adam_constants(self) -> tuple[float, float, float]:
+        """beta1, beta2 and epsilon, as adam and adamw use them."""
+        given = (self.beta1, self.beta2, self.epsilon)
+        return tuple(  # type: ignore[return-value]
+            default if value is None else value for value, default in zip(given, ADAM_DEFAULTS, strict=True)
+        )
 
     def of_unseen(self) -> TrainConfig:
         """Return the settings of clients that take no part in the rounds, and adapt before an evaluation."""

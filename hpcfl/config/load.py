@@ -175,13 +175,16 @@ def _own_file(
 
 def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
-    data, comm, server = config.data, config.comm, config.server
+    data, train, comm, server = config.data, config.train, config.comm, config.server
     readers = [name for name, source in sources.known.items() if source.path_names is not None]
     topk = comm.codec == "topk", "comm.codec=topk"
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
     needs: list[tuple[str, Any, bool, str]] = [
         ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
-        ("train.unseen_epochs", config.train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
+        ("train.lr_decay_rounds", train.lr_decay_rounds, train.lr_decay < 1, "train.lr_decay below 1"),
+        ("train.lr_end", train.lr_end, train.lr_decay == 1, "train.lr_decay=1"),
+        ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
+        ("train.unseen_epochs", train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
         ("comm.topk_ratio", comm.topk_ratio, *topk),
         ("comm.error_feedback", comm.error_feedback, *topk),
         ("comm.directions", comm.directions, comm.codec in coding, f"comm.codec={' or '.join(coding)}"),
@@ -192,6 +195,9 @@ def _check_needs(config: Config, sources: Registry) -> None:
         whole = "another data.partition.name than given, whose clients keep all their samples"
         needs.append((key, value, not is_given, whole))
         needs.append((key, value, getattr(data, f"subset_{other}") is None, f"data.subset_{other}=null"))
+    for key in ("beta1", "beta2", "epsilon"):
+        is_adam = train.optimiser is not None
+        needs.append((f"train.{key}", getattr(train, key), is_adam, "train.optimiser=adam or adamw"))
     for key, value in server.model_dump(exclude={"optimiser"}).items():
         having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
         needs.append(
@@ -200,6 +206,11 @@ def _check_needs(config: Config, sources: Registry) -> None:
     for key, value, is_met, needed in needs:
         if value is not None and not is_met:
             raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}=null")
+    if train.optimiser is not None and train.momentum:
+        raise UserError(
+            f"train.momentum={train.momentum:g} does not go with train.optimiser={train.optimiser}, which "
+            "has train.beta1 instead; set train.momentum=0"
+        )
     if config.run.eval_split == "val" and not data.val_fraction:
         raise UserError("run.eval_split=val needs validation samples: set data.val_fraction, such as 0.2")
     if data.clients is not None:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import BUFFERS
@@ -134,7 +133,7 @@ def aligned_gradient(clients: ClientGroup, strength: float, targets: Tensor, is_
         features = forward.features(tensors["theta"], batch.x)
         towards = tensors["targets"].detach(), tensors["is_known"].detach()
         away = distance(features, batch.y, *towards)
-        return cross_entropy(forward.head(tensors["theta"], features), batch.y) + strength * away
+        return forward.cross_entropy(forward.head(tensors["theta"], features), batch.y) + strength * away
 
     return gradient_towards(clients, loss, targets, is_known)
 

@@ -20,6 +20,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import BufferPolicy, Params, ServerConfig, TrainConfig
+from hpcfl.config.messages import shown
 from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
 from hpcfl.models import Network, NetworkOptions, build_network
@@ -140,6 +141,9 @@ class Traits:
     """Defaults under `train.*` that differ from the general ones."""
     server_defaults: dict[str, Any] = field(default_factory=dict)
     """The same under `server.*`."""
+    refuses: dict[str, str] = field(default_factory=dict)
+    """Keys under `train.*` that must keep their defaults with this method, each with the reason: half a
+    sentence that begins with "whose" or "which"."""
 
     def replace(self, **changes: Any) -> Traits:
         """Return these traits with some changes."""
@@ -201,6 +205,13 @@ class Method:
                 f"train.buffers={self.buffers} does not go with method.name={self.name}; "
                 f"allowed: {', '.join(allowed)}"
             )
+        for key, reason in self.traits.refuses.items():
+            value, default = getattr(context.train, key), TrainConfig.model_fields[key].default
+            if value != default:
+                raise UserError(
+                    f"train.{key}={shown(value)} does not go with method.name={self.name}, {reason}; "
+                    f"allowed: {shown(default)}"
+                )
         if context.server.optimiser is not None and not self.traits.averages:
             raise UserError(
                 f"server.optimiser={context.server.optimiser} does not go with method.name={self.name}, "
@@ -301,8 +312,8 @@ class Method:
         )
 
     def finetune(self, clients: ClientGroup, down: Message, epochs: int) -> Message:
-        """Return the evaluated models after local adaptation; default: SGD on the `finetuned` numbers of
-        `theta` with `local_gradient`."""
+        """Return the evaluated models after local adaptation; default: local training of the `finetuned`
+        numbers of `theta` with `local_gradient`."""
         model = self.eval_model(clients, down).with_clients(len(clients))
         theta = clients.sgd(
             model["theta"],

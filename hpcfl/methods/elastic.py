@@ -61,7 +61,7 @@ class Elastic(FedAvg):
     def sensitivity(self, clients: ClientGroup, theta: Tensor) -> Tensor:
         """Return Omega [C, P] of models [C, P]."""
         sensitivity = torch.zeros_like(theta)
-        for batch in clients.batches("sensitivity", 1):
+        for batch in clients.batches("sensitivity", 1, augmented=False):
             members = batch.members
             gradients, _ = clients.gradient(_squared_outputs, {"theta": theta[members]}, batch)
             sensitivity[members] = torch.lerp(gradients["theta"].abs(), sensitivity[members], self.params.mu)

@@ -39,7 +39,6 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
@@ -195,7 +194,7 @@ class FedAFK(Method):
 
     def _local_loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         features = forward.features(tensors["theta"], batch.x)
-        loss = cross_entropy(forward.head(tensors["theta"], features), batch.y)
+        loss = forward.cross_entropy(forward.head(tensors["theta"], features), batch.y)
         if "teacher" in tensors:
             teacher = forward.features(tensors["teacher"].detach(), batch.x, forward.buffers_copy())
             loss = loss + self.params.transfer * self.transfer_loss(teacher.detach(), features)
@@ -204,4 +203,6 @@ class FedAFK(Method):
     @staticmethod
     def _loss_aside(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         """Return the cross-entropy of a model, and discard the update of its running statistics."""
-        return cross_entropy(forward.logits(tensors["theta"], batch.x, forward.buffers_copy()), batch.y)
+        return forward.cross_entropy(
+            forward.logits(tensors["theta"], batch.x, forward.buffers_copy()), batch.y
+        )

@@ -26,7 +26,6 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import Message
 from hpcfl.errors import UserError
@@ -143,4 +142,4 @@ class FedALA(FedAvg):
 def _loss_of_top(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
     """Return the mean cross-entropy as a function of the top alone, which saves all other gradients."""
     logits = forward.logits_of_parts(tensors["lower"].detach(), tensors["top"], batch.x)
-    return cross_entropy(logits, batch.y)
+    return forward.cross_entropy(logits, batch.y)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Context, Params
@@ -53,6 +52,7 @@ class FedCP(FedPer):
     name = "fedcp"
     summary = "a policy divides features, sample by sample, between the client's own head and a shared one"
     Params = FedCPParams
+    traits = FedPer.traits.replace(refuses={"augment": "whose teachers see the images themselves"})
     params: FedCPParams
 
     def __init__(self, context: Context, params: FedCPParams) -> None:
@@ -103,7 +103,7 @@ class FedCP(FedPer):
         relevance = relevant(scores, tensors["noise"].detach())
         logits = forward.head(theta, relevance * features)
         logits = logits + forward.call("shared_head", theta, (1 - relevance) * features)
-        loss = cross_entropy(logits, batch.y)
+        loss = forward.cross_entropy(logits, batch.y)
         if "taught" in tensors:
             away = discrepancy(features, tensors["taught"].detach(), BANDWIDTHS)
             loss = loss + self.params.alignment * away

@@ -30,7 +30,6 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.aggregation import weighted_mean, weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
@@ -143,12 +142,11 @@ class FedDBE(FedAvg):
         of_batch, share = features.mean(dim=0), self.params.mean_momentum
         mean = (1 - share) * tensors["mean"].detach() + share * of_batch
         away = (mean - tensors["consensus"].detach()).square().mean() / 2
-        return (
-            cross_entropy(logits, batch.y) + self.params.kappa * away + tensors["probe"] @ of_batch.detach()
-        )
+        fit = forward.cross_entropy(logits, batch.y)
+        return fit + self.params.kappa * away + tensors["probe"] @ of_batch.detach()
 
     @staticmethod
     def _loss_of_offset(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         theta = tensors["theta"].detach()
         features = forward.features(theta, batch.x)
-        return cross_entropy(forward.head(theta, features + tensors["offset"]), batch.y)
+        return forward.cross_entropy(forward.head(theta, features + tensors["offset"]), batch.y)

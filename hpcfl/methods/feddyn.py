@@ -11,10 +11,10 @@ n_i / mean n, as in the authors' code, and the rest is a stationary point of sum
 the other methods; with uniform weights, alpha_i = alpha as in the paper, and it is one of sum_i L_i.
 
 Choices: g_i stays with the client, and is that of its last round. Momentum and weight decay act on the whole
-gradient; the authors' code has no momentum, weight decay 0.001, and clips gradients at norm 10, which is left
-out. The step of the server is no mean of models, so `server.optimiser` is refused. The evaluated model is w
-(the authors' code scores the mean of theta_i before h is added). In the first round, clients train as
-FedProx's do with mu = alpha_i, and the server goes on from their mean by S/N of the way.
+gradient; the authors' code has no momentum, weight decay 0.001, and clips gradients at norm 10
+(`train.clip=10`). The step of the server is no mean of models, so `server.optimiser` is refused. The
+evaluated model is w (the authors' code scores the mean of theta_i before h is added). In the first round,
+clients train as FedProx's do with mu = alpha_i, and the server goes on from their mean by S/N of the way.
 """
 
 from __future__ import annotations

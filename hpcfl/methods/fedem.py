@@ -55,7 +55,12 @@ class FedEM(FedAvg):
     name = "fedem"
     summary = "a mixture of global models, weighed by each client"
     Params = FedEMParams
-    traits = Traits(averages=("theta",), buffers=("average",), train_defaults={"lr": 0.15})
+    traits = Traits(
+        averages=("theta",),
+        buffers=("average",),
+        train_defaults={"lr": 0.15},
+        refuses={"label_smoothing": "whose losses are likelihoods"},
+    )
     diagnostics = (
         Diagnostic(
             "weights",

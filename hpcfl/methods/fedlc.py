@@ -43,6 +43,9 @@ class FedLC(FedAvg):
     name = "fedlc"
     summary = "FedAvg whose clients learn with wider margins for their rare classes"
     Params = FedLCParams
+    traits = FedAvg.traits.replace(
+        refuses={"label_smoothing": "whose loss leaves out the classes that a client does not have"}
+    )
     params: FedLCParams
 
     def train(self, clients: ClientGroup, down: Message) -> Message:

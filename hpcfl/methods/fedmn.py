@@ -69,7 +69,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, Strict
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 
 from hpcfl.communication.aggregation import layer_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message, packed, unpacked
@@ -139,7 +139,12 @@ class FedMN(TwoPhaseMethod):
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
     Params = FedMNParams
     # means over encoders and blocks reduce the effect of each step, so the default step size is larger
-    traits = Traits(averages=("theta",), uses_total_rounds=True, train_defaults={"lr": 0.1})
+    traits = Traits(
+        averages=("theta",),
+        uses_total_rounds=True,
+        train_defaults={"lr": 0.1},
+        refuses=dict.fromkeys(("optimiser", "clip"), "which scales the router's gradients by its step size"),
+    )
     diagnostics = (
         Diagnostic(
             "probability",
@@ -285,14 +290,14 @@ class FedMN(TwoPhaseMethod):
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         theta = tensors["theta"]
         if "decision" not in tensors:
-            return cross_entropy(forward.logits(theta, batch.x), batch.y)
+            return forward.cross_entropy(forward.logits(theta, batch.x), batch.y)
         decision = tensors["decision"].detach()
         if "slope" in tensors and self.params.routing != "open":
             logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
             # the decision itself, with the derivative of v (straight-through)
             decision = decision + tensors["slope"].detach() * (logits - logits.detach())
         kept = tensors["kept"].detach() if "kept" in tensors else None
-        return cross_entropy(forward.call("", theta, batch.x, decision, kept), batch.y)
+        return forward.cross_entropy(forward.call("", theta, batch.x, decision, kept), batch.y)
 
     # evaluation
 
@@ -319,7 +324,7 @@ class FedMN(TwoPhaseMethod):
         if self.buffers == "local":
             # a new client has no running statistics, and gradients find them
             gradient = self.local_gradient(clients, model)
-            for batch in clients.batches("statistics"):
+            for batch in clients.batches("statistics", augmented=False):
                 gradient(down["theta"][batch.members], batch)
         return model
 

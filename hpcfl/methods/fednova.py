@@ -30,6 +30,9 @@ from hpcfl.training.client_group import ClientGroup
 class FedNova(FedAvg):
     name = "fednova"
     summary = "FedAvg of the clients' mean steps, whatever number of steps each does"
+    traits = FedAvg.traits.replace(
+        refuses={"optimiser": "which knows how gradients add up to a client's update with SGD only"}
+    )
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
         theta, steps = clients.sgd(down["theta"])

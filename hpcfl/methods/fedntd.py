@@ -17,7 +17,6 @@ from __future__ import annotations
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Params
@@ -42,6 +41,7 @@ class FedNTD(FedAvg):
     name = "fedntd"
     summary = "FedAvg whose clients keep the global model's view of the other classes"
     Params = FedNTDParams
+    traits = FedAvg.traits.replace(refuses={"augment": "whose teachers see the images themselves"})
     params: FedNTDParams
 
     def train(self, clients: ClientGroup, down: Message) -> Message:
@@ -59,7 +59,7 @@ class FedNTD(FedAvg):
         kept = distillation_loss(
             not_true(others, batch.y), not_true(logits, batch.y), self.params.temperature
         )
-        return cross_entropy(logits, batch.y) + self.params.beta * kept
+        return forward.cross_entropy(logits, batch.y) + self.params.beta * kept
 
 
 def not_true(logits: Tensor, y: Tensor) -> Tensor:

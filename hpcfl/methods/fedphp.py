@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods._own_model import OwnBesideGlobal
@@ -59,7 +58,11 @@ class FedPHP(OwnBesideGlobal):
     name = "fedphp"
     summary = "each client's moving average of its models, the teacher of its next model"
     Params = FedPHPParams
-    traits = OwnBesideGlobal.traits.replace(uses_total_rounds=True, needs_body=True)
+    traits = OwnBesideGlobal.traits.replace(
+        uses_total_rounds=True,
+        needs_body=True,
+        refuses={"augment": "whose teachers see the images themselves"},
+    )
     params: FedPHPParams
 
     def client_state(self, clients: Sequence[int]) -> State:
@@ -100,4 +103,4 @@ class FedPHP(OwnBesideGlobal):
             away = discrepancy(features, taught, self.params.bandwidths)
         else:
             away = distillation_loss(taught, logits, self.params.temperature)
-        return (1 - share) * cross_entropy(logits, batch.y) + share * away
+        return (1 - share) * forward.cross_entropy(logits, batch.y) + share * away

@@ -55,7 +55,11 @@ class FedRoD(FedAvg):
     name = "fedrod"
     summary = "a generic model by balanced softmax, plus each client's own head"
     Params = FedRoDParams
-    traits = FedAvg.traits.replace(averages=("theta", "hypernetwork"), needs_body=True)
+    traits = FedAvg.traits.replace(
+        averages=("theta", "hypernetwork"),
+        needs_body=True,
+        refuses={"label_smoothing": "whose loss leaves out the classes that a client does not have"},
+    )
     params: FedRoDParams
 
     def __init__(self, context: Context, params: FedRoDParams) -> None:

@@ -15,8 +15,9 @@ Choices: u_G, u_i and the g_y of the third term are made of the received g and c
 cosines are of the g that learns, and have no temperature (both as in the authors' code). The third term is a
 mean over samples (the authors' code has the norm of the whole mini-batch, which grows with its size). u_G and
 u_i come from the g that was just received (in the authors' code from the client's g before). g starts from
-N(0, 1), and all heads from the common initial one. Running statistics are averaged with the body. A client
-that takes no part in training learns a head beside f, g and V as they are.
+N(0, 1), and all heads from the common initial one. Running statistics are averaged with the body. Label
+smoothing acts on the first term alone. A client that takes no part in training learns a head beside f, g and
+V as they are.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ class GPFL(FedPer):
         cosines = normalize(guided, dim=1) @ normalize(embeddings, dim=1).T
         away = (guided - received[batch.y]).norm(dim=1).mean()
         return (
-            cross_entropy(forward.head(theta, own), batch.y)
+            forward.cross_entropy(forward.head(theta, own), batch.y)
             + cross_entropy(cosines, batch.y)
             + self.params.magnitude * away
         )

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy
+from torch.nn.functional import cosine_similarity
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.methods.base import Params, State
@@ -44,7 +44,9 @@ class Moon(FedAvg):
     name = "moon"
     summary = "FedAvg with a contrastive loss: features near the global model's, far from the client's last"
     Params = MoonParams
-    traits = FedAvg.traits.replace(needs_body=True)
+    traits = FedAvg.traits.replace(
+        needs_body=True, refuses={"augment": "whose teachers see the images themselves"}
+    )
     params: MoonParams
 
     def client_state(self, clients: Sequence[int]) -> State:
@@ -76,7 +78,7 @@ class Moon(FedAvg):
 
     def _loss(self, forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
         features = forward.features(tensors["theta"], batch.x)
-        loss = cross_entropy(forward.head(tensors["theta"], features), batch.y)
+        loss = forward.cross_entropy(forward.head(tensors["theta"], features), batch.y)
         return loss + self.params.mu * self.contrast(
             features, tensors["z_w"].detach(), tensors["z_p"].detach()
         )

@@ -30,7 +30,6 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 from torch.func import grad
-from torch.nn.functional import cross_entropy
 
 from hpcfl.communication.messages import Message
 from hpcfl.methods.base import Context, Params
@@ -59,6 +58,9 @@ class PerFedAvg(FedAvg):
     name = "per_fedavg"
     summary = "a global initialisation for one local step of adaptation (MAML)"
     Params = PerFedAvgParams
+    traits = FedAvg.traits.replace(
+        refuses=dict.fromkeys(("optimiser", "clip"), "which learns a start for steps of plain gradients")
+    )
     params: PerFedAvgParams
 
     def __init__(self, context: Context, params: PerFedAvgParams) -> None:
@@ -117,7 +119,7 @@ def _slope_along(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
     """Return <g(theta), direction>, whose gradient is the Hessian times the direction."""
 
     def loss(theta: Tensor, buffers: Tensor) -> Tensor:
-        return cross_entropy(forward.logits(theta, batch.x, buffers), batch.y)
+        return forward.cross_entropy(forward.logits(theta, batch.x, buffers), batch.y)
 
     # the running statistics are an argument, since torch.func changes nothing in place that is not
     slope: Tensor = grad(loss)(tensors["theta"], forward.buffers_copy())

@@ -93,7 +93,12 @@ class PFedMB(Method):
     name = "pfedmb"
     summary = "several branches per layer, mixed by each client's own weights"
     Params = PFedMBParams
-    traits = Traits(averages=("branches",))
+    traits = Traits(
+        averages=("branches",),
+        refuses=dict.fromkeys(
+            ("optimiser", "clip"), "whose branches' steps are shares of the step that SGD makes"
+        ),
+    )
     diagnostics = (
         Diagnostic(
             "alpha",

@@ -11,9 +11,10 @@ gradients. w and c go down; what goes up are y_i and the change of c_i.
 
 Choices: the means of models and of control variates have the same weights p_i. Whatever the weights of the
 models, corrected steps come to rest where c = 0, which is a stationary point of sum_i p_i L_i; with weights
-by samples, this is the objective of the other methods. With momentum, (w - y_i) / (K lr) would not be a mean
-gradient, so momentum is refused. Weight decay counts as part of the gradient. The evaluated model is w. In
-the first round, where c = c_i = 0, the method with weights by samples equals FedAvg bit for bit.
+by samples, this is the objective of the other methods. With momentum, Adam or clipping, (w - y_i) / (K lr)
+would not be a mean gradient, so these are refused. Weight decay counts as part of the gradient. The evaluated
+model is w. In the first round, where c = c_i = 0, the method with weights by samples equals FedAvg bit for
+bit.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from torch import Tensor
 from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.errors import UserError
-from hpcfl.methods.base import Context, Params, State
+from hpcfl.methods.base import Params, State
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.training.client_group import ClientGroup
+
+_PLAIN = "whose control variates are means of plain gradients"
 
 
 class ScaffoldParams(Params):
@@ -47,15 +49,8 @@ class Scaffold(FedAvg):
     name = "scaffold"
     summary = "FedAvg whose clients correct their drift by control variates"
     Params = ScaffoldParams
+    traits = FedAvg.traits.replace(refuses=dict.fromkeys(("momentum", "optimiser", "clip"), _PLAIN))
     params: ScaffoldParams
-
-    def __init__(self, context: Context, params: ScaffoldParams) -> None:
-        super().__init__(context, params)
-        if context.train.momentum:
-            raise UserError(
-                f"train.momentum={context.train.momentum} does not go with method.name={self.name}, whose "
-                "control variates are means of plain gradients; allowed: 0"
-            )
 
     def server_state(self) -> State:
         theta = self.context.initial_parameters()

@@ -28,6 +28,8 @@ libraries and methods' tables take the rest."""
 VECTORS = 10
 """Flat vectors of a client's model that a local round holds at once, at most: state, download, descents,
 gradients and upload."""
+OF_ADAM = 4
+"""The same that Adam adds: two moments for each of two descents."""
 _IN_WORDS = ("can't allocate memory", "cannot allocate memory", "bad_alloc", "not enough memory")
 """Texts of torch's errors for a process out of memory: torch has an exception class only for a GPU."""
 PASSES = 3
@@ -102,7 +104,8 @@ def bytes_of_client(method: Method) -> int:
         cross_entropy_loss(forward, {"theta": theta.requires_grad_()}, Batch(slice(None), x, y, y))
     size = method.layout.size
     activations = sum(kept.values()) * max(1.0, size / context.layout.size)
-    return VECTORS * size * theta.element_size() + round(PASSES * activations)
+    vectors = VECTORS + (OF_ADAM if context.train.optimiser else 0)
+    return vectors * size * theta.element_size() + round(PASSES * activations)
 
 
 def _free_bytes(device: torch.device, sharing: int) -> float:

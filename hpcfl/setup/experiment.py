@@ -10,7 +10,7 @@ import torch
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
-from hpcfl.config import Config, DataConfig, RunConfig
+from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
@@ -23,6 +23,7 @@ from hpcfl.randomness import numpy_stream
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
 from hpcfl.setup.validate import check_chain, check_large_state, check_single_samples, check_slow_precision
 from hpcfl.storage.snapshot import DataRecord
+from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import WorkerContext
 from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
@@ -202,7 +203,8 @@ def assemble(
     sharing = world.workers_on_device
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
     kept_on = state_device(config.run.state, device, sharing, state_bytes)
-    evaluator = LoopEngine(network, method.layout, config.train.precision)
+    smoothing = config.train.label_smoothing or 0.0
+    evaluator = LoopEngine(network, method.layout, config.train.precision, smoothing)
     engine: Engine = evaluator
     scorer, engine_name = None, "loop"
     if many_at_once:
@@ -210,10 +212,20 @@ def assemble(
         at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, len(clients), beside)
         # on a GPU the choice affects the last bits, so config.yaml records it
         engine_name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-        engine = BatchedEngine(with_convolutions(network, config.run.convolutions), method.layout, at_once)
+        convolved = with_convolutions(network, config.run.convolutions)
+        engine = BatchedEngine(convolved, method.layout, at_once, smoothing)
         scorer = BatchedScorer(network, method.layout)
     worker_context = WorkerContext(
-        shard, clients, engine, evaluator, config.train, config.run.seed, device, state, scorer
+        shard,
+        clients,
+        engine,
+        evaluator,
+        config.train,
+        config.run.seed,
+        device,
+        state,
+        scorer,
+        augmentation_of(config.train, data, device),
     )
     unseen_context = replace(
         worker_context,
@@ -243,6 +255,19 @@ def assemble(
         engine_name=engine_name,
         state_device=kept_on,
     )
+
+
+def augmentation_of(train: TrainConfig, data: DataRecord, device: torch.device) -> Augmentation | None:
+    """Return the changes of `train.augment` to images of a run's data. May raise UserError."""
+    if train.augment is None:
+        return None
+    if data.sample.kind != "images" or min(data.sample.shape[1:]) < 2:
+        raise UserError(
+            f"train.augment=[{','.join(train.augment)}] changes images of 2x2 or larger, and the data are "
+            f"{data.sample}; set train.augment=none"
+        )
+    mean, std = torch.tensor([data.mean, data.std])
+    return Augmentation(train.augment, (-mean / std).to(device))
 
 
 def is_batched(engine: str, device: torch.device, model: str) -> bool:

@@ -92,12 +92,13 @@ class RunFolder:
     def _changed(self, recorded: Mapping[str, Any]) -> list[str]:
         """Return the keys that differ from a recorded run's, and so prevent a resume.
 
-        A run may have more rounds than recorded, unless its method depends on their number.
+        A run may have more rounds than recorded, unless its method or step sizes depend on their number.
         """
         there = {group: keys for group, keys in recorded.items() if group != ENVIRONMENT}
         changed = differences(there, self._config.tree())
-        depends = METHODS[self._config.method.name].traits.uses_total_rounds
-        if not depends and there["train"]["rounds"] < self._config.train.rounds:
+        method, train = METHODS[self._config.method.name], self._config.train
+        depends = method.traits.uses_total_rounds or train.lr_end is not None
+        if not depends and there["train"]["rounds"] < train.rounds:
             changed = [line for line in changed if not line.startswith("train.rounds:")]
         return changed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -20,11 +20,12 @@ from hpcfl.config.keys import TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
+from hpcfl.training.augmentation import DRAWS, Augmentation
 from hpcfl.training.batches import Batch, minibatches, same_size_groups
+from hpcfl.training.descent import Descent, Trained
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
 from hpcfl.training.scoring import BatchedScorer
-from hpcfl.training.sgd import Descent, Trained
 
 _Planned = tuple[list[int], list[Tensor]]
 """A planned mini-batch: its clients' positions in the group, and the sample indices of each."""
@@ -38,7 +39,8 @@ class WorkerContext:
     """What all clients of one rank share: samples, engines, settings, and the state of each client.
 
     `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
-    (`run.state`); `scorer` (may be None) scores many clients' models at once.
+    (`run.state`); `scorer` (may be None) scores many clients' models at once, `augmentation` (may be None)
+    changes the images of mini-batches.
     """
 
     shard: Shard
@@ -50,6 +52,7 @@ class WorkerContext:
     device: torch.device
     state: Tensors
     scorer: BatchedScorer | None = None
+    augmentation: Augmentation | None = None
 
 
 class ClientGroup:
@@ -136,6 +139,7 @@ class ClientGroup:
         *,
         steps: int | None = None,
         samples: Sequence[Tensor] | None = None,
+        augmented: bool = True,
     ) -> Iterator[Batch]:
         """Yield mini-batches of the training split in an order given by (seed, purpose, round, client).
 
@@ -143,7 +147,8 @@ class ClientGroup:
         copied to the device before the first mini-batch, so that a GPU need not wait for the host between
         them. `epochs` defaults to `train.local_epochs`; if `steps` is given, each client gets `steps`
         mini-batches instead. `samples` are the sample indices to use, one int64 tensor per client with at
-        least one entry; default: all.
+        least one entry; default: all. Images are changed as `train.augment` says, unless a method measures
+        something with them and sets `augmented` to False.
         """
         train = self._worker.train
         if samples is None:
@@ -168,8 +173,14 @@ class ClientGroup:
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
                 for _size, alike in same_size_groups([stop - start for start, stop in spans]):
                     plan.append((alike, [orders[m][slice(*spans[m])] for m in alike]))
-        if plan:
-            yield from self._planned(plan)
+        batches = self._planned(plan) if plan else iter(())
+        augmentation = self._worker.augmentation
+        if augmentation is None or not augmented:
+            yield from batches
+            return
+        uniform = self.uniform(f"augment/{purpose}")
+        for batch in batches:
+            yield replace(batch, x=augmentation(batch.x, uniform(batch, DRAWS)))
 
     def _planned(self, plan: list[_Planned]) -> Iterator[Batch]:
         """Yield planned mini-batches; their indices are copied to the device in one piece, before the
@@ -234,7 +245,7 @@ class ClientGroup:
         purpose: str = "batches",
         samples: Sequence[Tensor] | None = None,
     ) -> Trained:
-        """Train by SGD from theta [C, ..., P], which is not changed.
+        """Train with the run's optimiser from theta [C, ..., P], which is not changed.
 
         `gradient(theta, batch)` returns gradient and losses on a batch; default: those of the cross-entropy
         of models [C, P]. `extra_gradient(theta, members)`, such as a proximal pull, is added to the gradient;
@@ -254,7 +265,10 @@ class ClientGroup:
         return Trained(descent.theta, self.steps - steps_before)
 
     def descent(self, theta: Tensor, *, lr: float | None = None, trained: slice = slice(None)) -> Descent:
-        """Return SGD from theta [C, ...] for a method's own training loop; `lr` defaults to this round's."""
+        """Return the run's optimiser from theta [C, ...] for a method's own training loop.
+
+        `lr` defaults to this round's.
+        """
         return Descent(theta, self.lr if lr is None else lr, self._worker.train, trained)
 
     @property
@@ -269,8 +283,8 @@ class ClientGroup:
 
     @property
     def lr_decay(self) -> float:
-        """The learning-rate factor of this round: `train.lr_decay` to the power of the rounds before it."""
-        return self._worker.train.lr_decay**self.round
+        """The factor of this round's step size: `train.lr_decay` and what else changes it by round."""
+        return self._worker.train.lr_factor(self.round)
 
     def record(self, batch: Batch, losses: Tensor) -> None:
         """Count one training step of the batch's clients, with their losses [len(batch.members)]."""

@@ -41,8 +41,14 @@ class LoopEngine:
 
     clients_at_once = 1
 
-    def __init__(self, network: nn.Module, layout: ParameterLayout, precision: Precision = "float32") -> None:
-        self._layout, self._precision = layout, precision
+    def __init__(
+        self,
+        network: nn.Module,
+        layout: ParameterLayout,
+        precision: Precision = "float32",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        self._layout, self._precision, self._label_smoothing = layout, precision, label_smoothing
         self._network = prepare(network)
         # a working copy whose parameters and gradients are views of one flat vector each
         self._working = copy.deepcopy(self._network)
@@ -62,14 +68,16 @@ class LoopEngine:
         if loss is cross_entropy_loss:
             return self._plain_gradient(tensors["theta"], buffers, one)
         leaves = {name: tensor[0].detach().requires_grad_() for name, tensor in tensors.items()}
-        value = loss(Forward(self._network, self._layout, buffers[0], self._precision), leaves, one)
+        forward = Forward(self._network, self._layout, buffers[0], self._precision, self._label_smoothing)
+        value = loss(forward, leaves, one)
         gradients = torch.autograd.grad(value, list(leaves.values()), materialize_grads=True)
         return {n: g.unsqueeze(0) for n, g in zip(leaves, gradients, strict=True)}, value.detach().view(1)
 
     def _plain_gradient(self, theta: Tensor, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
         self._load(theta[0], buffers[0])
         self._gradient.zero_()
-        value = cross_entropy(in_precision(self._precision, self._working, batch.x), batch.y)
+        logits = in_precision(self._precision, self._working, batch.x)
+        value = cross_entropy(logits, batch.y, label_smoothing=self._label_smoothing)
         value.backward()
         buffers[0].copy_(self._buffers)
         return {"theta": self._gradient.unsqueeze(0)}, value.detach().view(1)
@@ -101,8 +109,10 @@ class LoopEngine:
 class BatchedEngine:
     """Many clients as one computation, `torch.func.vmap` over the client axis: for GPUs."""
 
-    def __init__(self, network: nn.Module, layout: ParameterLayout, clients_at_once: int) -> None:
-        self._network, self._layout = prepare(network), layout
+    def __init__(
+        self, network: nn.Module, layout: ParameterLayout, clients_at_once: int, label_smoothing: float = 0.0
+    ) -> None:
+        self._network, self._layout, self._label_smoothing = prepare(network), layout, label_smoothing
         self.clients_at_once = clients_at_once
 
     def gradient(self, loss: Loss, tensors: Tensors, buffers: Tensor, batch: Batch) -> tuple[Tensors, Tensor]:
@@ -112,7 +122,7 @@ class BatchedEngine:
             tensors: Tensors, buffers: Tensor, x: Tensor, y: Tensor, index: Tensor
         ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             statistics = buffers.clone()
-            forward = Forward(self._network, self._layout, statistics)
+            forward = Forward(self._network, self._layout, statistics, label_smoothing=self._label_smoothing)
             value = loss(forward, tensors, Batch(batch.members, x, y, index))
             return value, (value.detach(), statistics)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 from hpcfl.config.keys import Precision
 from hpcfl.parameters import ParameterLayout, Tensors
@@ -39,9 +40,10 @@ class Forward:
         layout: ParameterLayout,
         buffers: Tensor,
         precision: Precision = "float32",
+        label_smoothing: float = 0.0,
     ) -> None:
         self._network, self._layout, self._buffers = network, layout, buffers
-        self._precision = precision
+        self._precision, self._label_smoothing = precision, label_smoothing
 
     def logits(self, theta: Tensor, x: Tensor, buffers: Tensor | None = None) -> Tensor:
         """Return logits [B, K] of the model theta [P]; `buffers` [U] replace the client's own."""
@@ -62,6 +64,13 @@ class Forward:
         """
         named = self._layout.views(lower) | self._layout.views(upper, len(lower))
         return self._apply("", named, x)
+
+    def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the mean cross-entropy of logits [B, K], with `train.label_smoothing`.
+
+        It is that of local training; torch's own function is for other losses.
+        """
+        return cross_entropy(logits, y, label_smoothing=self._label_smoothing)
 
     def buffers_copy(self) -> Tensor:
         """Return a copy of the client's running statistics [U], for a forward pass whose update is

@@ -21,7 +21,7 @@ Loss = Callable[[Forward, Tensors, Batch], Tensor]
 
 def cross_entropy_loss(forward: Forward, tensors: Tensors, batch: Batch) -> Tensor:
     """Return the mean cross-entropy of `theta`: the loss of plain local training."""
-    return cross_entropy(forward.logits(tensors["theta"], batch.x), batch.y)
+    return forward.cross_entropy(forward.logits(tensors["theta"], batch.x), batch.y)
 
 
 def distillation_loss(teacher: Tensor, student: Tensor, temperature: float) -> Tensor:

@@ -98,6 +98,18 @@ VARIANTS = {
 }
 """Variants that are methods of their own, tested as the others are."""
 
+LOCAL_SETTINGS = [
+    "train.momentum=0",
+    "train.optimiser=adam",
+    "train.lr=0.01",
+    "train.clip=1",
+    "train.label_smoothing=0.1",
+    "train.augment=[crop,flip]",
+    "train.lr_decay_rounds=[2]",
+    "train.warmup_rounds=1",
+]
+"""Local training with all that may change it."""
+
 CODED = {
     f"{method}-{codec}": [f"comm.codec={codec}"]
     for method in ("pfedla", "heurpfedla", "fedavg", "fedmn", "pfedmb")

@@ -24,6 +24,7 @@ from hpcfl.setup.experiment import build
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import Progress
+from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, LoopEngine
 
@@ -152,9 +153,12 @@ def make_place(
     shard = Shard(
         range(len(sizes)), x.to(device), y.to(device), offset, {"train": counts, "val": none, "test": none}
     )
-    loop = LoopEngine(network, layout)
-    engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once)
-    return WorkerContext(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
+    smoothing = train.label_smoothing or 0.0
+    loop = LoopEngine(network, layout, label_smoothing=smoothing)
+    engine = loop if clients_at_once is None else BatchedEngine(network, layout, clients_at_once, smoothing)
+    changes = None if train.augment is None else Augmentation(train.augment, torch.full((1,), -0.5))
+    place = WorkerContext(shard, range(len(sizes)), engine, loop, train, 0, torch.device(device), state or {})
+    return replace(place, augmentation=changes)
 
 
 def spread(network: nn.Module, num_clients: int) -> tuple[Tensor, Tensor]:

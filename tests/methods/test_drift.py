@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, torchs_sgd
+from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, torchs_optimiser
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -69,7 +69,7 @@ def test_rounds_of_fedprox_equal_a_slow_twin_with_the_penalty_in_its_loss() -> N
         for client in clients:
             network = network_with(run, theta, buffers)
             received = [p.detach().clone() for p in network.parameters()]
-            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            optimiser = torchs_optimiser(run, list(network.parameters()), number)
             for x, y in batches_of(run, client, number):
                 network.zero_grad()
                 pairs = zip(network.parameters(), received, strict=True)
@@ -163,7 +163,7 @@ def test_scaffold_refuses_momentum(capsys: pytest.CaptureFixture[str], tmp_path:
     assert capsys.readouterr() == (
         "",
         "hpcfl: error: train.momentum=0.9 does not go with method.name=scaffold, whose control variates are "
-        "means of plain gradients; allowed: 0\n",
+        "means of plain gradients; allowed: 0.0\n",
     )
 
 
@@ -212,7 +212,7 @@ def test_rounds_of_moon_equal_a_slow_twin(keys: tuple[str, ...]) -> None:
             of_global, of_previous = (
                 network_with(run, *model).eval() for model in (received, previous.get(client, received))
             )
-            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            optimiser = torchs_optimiser(run, list(network.parameters()), number)
             for x, y in batches_of(run, client, number):
                 z = network.body(x)
                 with torch.no_grad():

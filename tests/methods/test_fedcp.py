@@ -13,7 +13,7 @@ from by_hand import (
     batches_of,
     give_one_class_each,
     mean_by_samples,
-    torchs_sgd,
+    torchs_optimiser,
     work,
 )
 from harness import UNEQUAL_FEW, Run
@@ -91,7 +91,7 @@ def trained(run: Run, client: int, number: int, model: Policy, frozen: Policy) -
     weight = run.config.method.options.alignment
     noise = SplitMix(stream_seed(run.config.run.seed, "policy", number, client))
     learning = [p for name, p in model.named_parameters() if not name.startswith("shared_head")]
-    optimiser = torchs_sgd(run, learning, number)
+    optimiser = torchs_optimiser(run, learning, number)
     frozen.eval()
     for x, y in batches_of(run, client, number):
         features = model.body(x)

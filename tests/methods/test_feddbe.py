@@ -11,7 +11,7 @@ from by_hand import (
     give_one_class_each,
     mean_by_samples,
     network_with,
-    torchs_sgd,
+    torchs_optimiser,
     train_by_torch,
     work,
 )
@@ -57,7 +57,7 @@ class Twin:
 
     def train(self, client: int, number: int, network: Network, consensus: Tensor) -> None:
         offset = nn.Parameter(self.offsets[client].clone())
-        optimiser = torchs_sgd(self.run, [*network.parameters(), offset], number)
+        optimiser = torchs_optimiser(self.run, [*network.parameters(), offset], number)
         mean = torch.zeros(FEATURES)
         for x, y in batches_of(self.run, client, number):
             features = network.body(x)
@@ -170,7 +170,7 @@ def test_unseen_clients_learn_an_offset_beside_the_model(keys: tuple[str, ...]) 
     for client in range(2):
         network = network_with(run, theta, buffers)
         offset = nn.Parameter(torch.zeros(FEATURES))
-        optimiser = torchs_sgd(run, [offset], 3)
+        optimiser = torchs_optimiser(run, [offset], 3)
         for batch in ClientGroup(run.unseen, [3 + client], 3).batches("finetune"):
             optimiser.zero_grad()
             cross_entropy(network.head(network.body(batch.x[0]) + offset), batch.y[0]).backward()

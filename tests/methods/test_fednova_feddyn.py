@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from by_hand import SOME, batches_of, mean_by_samples, method_of, network_with, torchs_sgd, train_by_torch
+from by_hand import (
+    ADAM,
+    SOME,
+    batches_of,
+    mean_by_samples,
+    method_of,
+    network_with,
+    torchs_optimiser,
+    train_by_torch,
+)
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -106,7 +115,7 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
 
 
 @pytest.mark.parametrize(
-    "keys", [(), ("method.weights=uniform", "train.momentum=0.8", "train.weight_decay=0.01")]
+    "keys", [(), ("method.weights=uniform", "train.momentum=0.8", "train.weight_decay=0.01"), ADAM]
 )
 @pytest.mark.usefixtures("double")
 def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tuple[str, ...]) -> None:
@@ -123,7 +132,7 @@ def test_rounds_of_feddyn_equal_a_slow_twin_with_all_terms_in_its_loss(keys: tup
             if run.config.method.options.weights == "samples":
                 alpha = 0.3 / (float(samples[client]) * 4 / float(samples.sum()))
             network = network_with(run, w, buffers)
-            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            optimiser = torchs_optimiser(run, list(network.parameters()), number)
             for x, y in batches_of(run, client, number):
                 theta = torch.cat([p.flatten() for p in network.parameters()])
                 penalty = alpha * (moves[client] @ theta) + alpha / 2 * (theta - w).square().sum()

@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, torchs_sgd, work
+from by_hand import (
+    SLIPPERY,
+    SOME,
+    batches_of,
+    mean_by_samples,
+    method_of,
+    network_with,
+    torchs_optimiser,
+    work,
+)
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -32,7 +41,7 @@ def assert_rounds_by_hand(run: Run, loss_of: LossOf) -> None:
         ends = []
         for client in clients:
             network, loss = network_with(run, theta, buffers), loss_of(run, client, theta, buffers)
-            optimiser = torchs_sgd(run, list(network.parameters()), number)
+            optimiser = torchs_optimiser(run, list(network.parameters()), number)
             for x, y in batches_of(run, client, number):
                 network.zero_grad()
                 loss(network, x, y).backward()

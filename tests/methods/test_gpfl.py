@@ -13,7 +13,7 @@ from by_hand import (
     batches_of,
     give_one_class_each,
     mean_by_samples,
-    torchs_sgd,
+    torchs_optimiser,
     work,
 )
 from harness import UNEQUAL_FEW, Run
@@ -71,7 +71,7 @@ def trained(run: Run, client: int, number: int, model: Guided) -> Guided:
     params = run.config.method.options
     received, shares = model.embeddings.detach().clone(), shares_of(run, client)
     general, own = received.mean(dim=0), (shares.unsqueeze(1) * received).sum(dim=0)
-    optimiser = torchs_sgd(run, model.flat(), number)
+    optimiser = torchs_optimiser(run, model.flat(), number)
     for x, y in batches_of(run, client, number):
         features = model.body(x)
         guided = model.valve(features, general)

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, network_with, torchs_sgd
+from by_hand import SLIPPERY, SOME, network_with, torchs_optimiser
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -50,7 +50,7 @@ def trained(
     """Train the parameters whose names begin with `part`, with torch's own modules and optimiser."""
     network = network_with(run, theta, buffers)
     parameters = [p for name, p in network.named_parameters() if name.startswith(part)]
-    optimiser = torchs_sgd(run, parameters, ROUNDS)
+    optimiser = torchs_optimiser(run, parameters, ROUNDS)
     for x, y in batches(run, purpose, epochs):
         network.zero_grad()
         cross_entropy(network(x), y).backward()

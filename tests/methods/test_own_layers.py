@@ -8,7 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, network_with, torchs_sgd, train_by_torch
+from by_hand import (
+    ADAM,
+    ADAMW,
+    SLIPPERY,
+    SOME,
+    batches_of,
+    mean_by_samples,
+    network_with,
+    torchs_optimiser,
+    train_by_torch,
+)
 from harness import UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
@@ -122,6 +132,13 @@ TOGETHER: Phases = [("batches", None, "")]
             in_head,
             [("head", None, "head."), ("batches", 2, "body.")],
         ),
+        (
+            ("method.name=fedrep", "method.head_epochs=2", *ADAMW),
+            in_head,
+            [("head", 2, "head."), ("batches", 1, "body.")],
+        ),
+        (("method.name=fedper", *ADAM), in_head, TOGETHER),
+        (("method.name=fedper", "train.label_smoothing=0.3"), in_head, TOGETHER),
         (("method.name=lg_fedavg",), before_the_last(2), TOGETHER),
         (("method.name=lg_fedavg", "method.global_layers=3"), before_the_last(3), TOGETHER),
         (("method.name=fedbn",), in_batchnorm, TOGETHER),
@@ -289,8 +306,8 @@ class FedRoDTwin:
         for client in clients:
             network = network_with(self.run, self.theta, self.buffers)
             personal, counts = self.personal(client), counts_of(self.run, client)
-            generic_sgd = torchs_sgd(self.run, list(network.parameters()), number)
-            personal_sgd = torchs_sgd(self.run, list(personal.parameters()), number)
+            generic_sgd = torchs_optimiser(self.run, list(network.parameters()), number)
+            personal_sgd = torchs_optimiser(self.run, list(personal.parameters()), number)
             for x, y in batches_of(self.run, client, number):
                 z = network.body(x)
                 generic = network.head(z)
@@ -327,6 +344,7 @@ class FedRoDTwin:
     [
         ("train.rounds=1", "train.batch_size=64"),
         SLIPPERY,
+        ADAM,
         ("method.hyper_head=true", "method.hidden=5"),
         ("method.hyper_head=true", "method.hidden=3", *SLIPPERY),
     ],

@@ -18,7 +18,7 @@ from by_hand import (
     method_of,
     network_with,
     step_size,
-    torchs_sgd,
+    torchs_optimiser,
     work,
 )
 from harness import UNEQUAL_FEW, Run, random
@@ -327,7 +327,7 @@ def test_fedphps_rounds_by_hand_with_a_teacher_in_evaluation_mode(regulariser: s
             private, statistics = own[client]
             student, teacher = (network_with(run, theta, statistics) for theta in (w, private))
             teacher.eval()
-            optimiser = torchs_sgd(run, list(student.parameters()), number)
+            optimiser = torchs_optimiser(run, list(student.parameters()), number)
             share = 0.5 if count[client] else 0.0
             for x, y in batches_of(run, client, number):
                 features = student.body(x)

@@ -18,7 +18,7 @@ from by_hand import (
     batches_of,
     mean_by_samples,
     network_with,
-    torchs_sgd,
+    torchs_optimiser,
     train_by_torch,
 )
 from harness import Run, random
@@ -70,7 +70,7 @@ def train_towards(
 ) -> None:
     """Train on cross-entropy plus the squared distance to the targets, sample by sample, with torch's SGD."""
     named = [p for name, p in network.named_parameters() if name.startswith(part)]
-    optimiser = torchs_sgd(run, named, round)
+    optimiser = torchs_optimiser(run, named, round)
     for x, y in batches_of(run, client, round):
         network.zero_grad()
         features = network.body(x)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bits import (
     CODED,
+    LOCAL_SETTINGS,
     MEETS_ALL_SOON,
     VARIANTS,
     contents,
@@ -73,6 +74,7 @@ def variant_cases() -> dict[str, list[str]]:
     special = {
         "clustered_fl-single": ["method.linkage=single", "train.rounds=3"],
         "fedafk-sequential": ["method.schedule=sequential"],
+        "fedavg-adam": LOCAL_SETTINGS,
         "fedem-finetuned": ["train.finetune_epochs=1"],
         "fedmn-dropout": ["method.architecture=[2,2,2]", "method.dropout=0.5"],
         "fedmn-pretrained": ["method.architecture=[2,2,2]", "method.pretrain_rounds=1"],

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from bits import (
     CODED,
+    LOCAL_SETTINGS,
     MEETS_ALL_SOON,
     VARIANTS,
     completed_rounds,
@@ -34,9 +35,11 @@ ROUNDS = 3
 
 SPECIAL = {
     "fedmn-pretrained": ["method.pretrain_rounds=1"],
+    "fedavg-adam": LOCAL_SETTINGS,
     "heurpfedla-sharded": ["method.server=sharded", "method.heads=low_rank"],
 }
-"""FedMN whose first round is another than those after it, and models and codes that are kept elsewhere."""
+"""FedMN whose first round is another than those after it, local training with all there is, and models and
+codes that are kept elsewhere."""
 
 REMEMBERED = [case for case in CODED if case.endswith("-topk")]
 """Cases whose clients keep what a codec has not sent."""
@@ -159,12 +162,19 @@ def test_prolonged_round_by_round_past_an_evaluation_off_schedule(
     assert not differing(undisturbed("heurpfedla"), tmp_path / "run")
 
 
-@pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.traits.uses_total_rounds])
+ANNEALED = ["train.lr_decay=1", "train.lr_end=0.01"]
+
+
+@pytest.mark.parametrize(
+    ("method", "more"),
+    [*((name, []) for name, kind in METHODS.items() if kind.traits.uses_total_rounds), ("fedavg", ANNEALED)],
+)
 def test_schedules_over_all_rounds_cannot_be_prolonged(
-    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str
+    settings: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], method: str, more: list[str]
 ) -> None:
-    assert run_here(tmp_path / "run", [*settings, *short(method), "train.rounds=1"]) == FINISHED
-    assert run_here(tmp_path / "run", [*settings, *short(method), "train.rounds=2"]) == BAD_INPUT
+    keys = [*settings, *short(method), *more]
+    assert run_here(tmp_path / "run", [*keys, "train.rounds=1"]) == FINISHED
+    assert run_here(tmp_path / "run", [*keys, "train.rounds=2"]) == BAD_INPUT
     (error,) = capfd.readouterr().err.splitlines()
     assert "train.rounds" in error
 
