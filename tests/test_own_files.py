@@ -255,7 +255,7 @@ def test_images_of_another_shape_are_refused(
     files: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     files["data.reader"].write_text(
-        STRIPES.replace("(200, 1, 8, 8)", "(200, 8, 8)").replace("x[np", "# x[np")
+        STRIPES.replace("(200, 1, 8, 8)", "(200, 1, 1, 8, 8)").replace("x[np", "# x[np")
     )
     said = refused(capsys, f"data.reader={files['data.reader']}")
-    assert "stripes: x has shape (200, 8, 8); x must be [n, channels, height, width]" in said
+    assert "stripes: x has shape (200, 1, 1, 8, 8); allowed: images [n, channels, height, width], series" in said

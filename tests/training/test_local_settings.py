@@ -101,7 +101,9 @@ def test_black_is_the_pixel_0_of_each_channel_and_lines_are_no_images(tmp_path: 
     (batch, *_) = ClientGroup(place.worker_context, [0], 0).batches(epochs=1)
     assert batch.x[0, :, 0].unique().tolist() == [-0.5]
     assert batch.x[0, :, 1].unique().tolist() == [-0.25]
-    with pytest.raises(UserError, match=r"^train\.augment=\[crop\] changes images of 2x2 .*, and the data are images of 2x1x8; set"):
+    with pytest.raises(
+        UserError, match=r"^train\.augment=\[crop\] changes images .*, and the data are images of 2x1x8;"
+    ):
         build(load_config(None, [*keys, f"data.path={tmp_path / 'line.npz'}"]), Communicator())
 
 
