@@ -65,7 +65,9 @@ def _print_names() -> None:
         "method": {name: method.summary for name, method in METHODS.items()},
         "source": {name: source.description for name, source in SOURCES.items()},
         "partition": {name: partition.description for name, partition in PARTITIONS.items()},
-        "model": {name: model.description for name, model in MODELS.items()},
+        "model": {
+            name: f"{model.description}; takes {', '.join(model.kinds)}" for name, model in MODELS.items()
+        },
         "codec": {name: codec.description for name, codec in CODECS.items()},
     }
     for kind, entries in kinds.items():

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bits import differing, run_here, run_killed_in_round
 from harness import SMALL, Run
 from kinds import MODELS_OF, made, words_of
+from processes import Mpirun
 
 import hpcfl
 from hpcfl.errors import UserError
@@ -47,3 +49,22 @@ def test_fedavg_learns_each_kind_and_its_models_predict(kind: str, tmp_path: Pat
     assert (run.predict("global", arrays["x"]).argmax(axis=1) == arrays["y"]).mean() > 0.7
     with pytest.raises(UserError, match=r"samples: x has shape \[240.*; allowed: \[n, "):
         run.predict("global", arrays["x"][..., :-1])
+
+
+@pytest.mark.parametrize("kind", MODELS_OF)
+def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(kind: str, tmp_path: Path, mpirun: Mpirun) -> None:
+    keys = [*SMALL, *words_of(kind, tmp_path), "data.partition.name=given", "data.clients=6"]
+    keys += [
+        "data.per_client=null",
+        "method.name=pfedla",
+        "train.participation=0.5",
+        "run.checkpoint_every=1",
+    ]
+    keys += ["run.report=false"]
+    serial, parallel, killed = (tmp_path / name for name in ("serial", "parallel", "killed"))
+    assert run_here(serial, keys) == 0
+    mpirun(3, "-m", "hpcfl.main", *keys, "--out", str(parallel))
+    run_killed_in_round(1, killed, keys)
+    assert run_here(killed, keys) == 0
+    assert differing(serial, parallel) == []
+    assert differing(serial, killed) == []
