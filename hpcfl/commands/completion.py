@@ -53,7 +53,7 @@ COMPLETERS: dict[Any, Any] = {
     "DIR": shtab.DIRECTORY,
     "FILE": shtab.FILE,
     "FILE.py": shtab.FILE,
-    "IMAGES.npz": shtab.FILE,
+    "SAMPLES.npz": shtab.FILE,
     "CLAIMS.yaml": shtab.FILE,
 }
 """What completes an argument, by the name that its help gives it."""
