@@ -79,6 +79,11 @@ def arrays_of(
     if x.ndim == 2 and x.dtype.kind in "iu":
         x, vocabulary = as_tokens(x, where, vocabulary)
         return Arrays(x, y, classes, 1.0, (), (), owner, vocabulary=vocabulary)
+    if vocabulary is not None:
+        raise UserError(
+            f"{where}: x has shape {x.shape} and type {x.dtype}, and a vocabulary; tokens are whole numbers "
+            "[n, length]; leave the vocabulary out for other samples"
+        )
     x = as_pixels(x, where)
     is_bytes = x.dtype == np.uint8
     constants: Channels = (0.5, 0.5) if is_bytes else (0.0, 1.0)

@@ -258,6 +258,7 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
             {"x": GOOD_X, "y": GOOD_Y, "client": np.array([0, 1, 1.5])},
             "number or a text for each of 3 samples",
         ),
+        (TEXTS | {"x": np.ones((3, 2)), "vocabulary": np.array(9)}, "tokens are whole numbers "),
         (TEXTS | {"vocabulary": np.array(0)}, "vocabulary must be one whole number"),
         (TEXTS | {"vocabulary": np.array(4)}, "x holds tokens 0..4; allowed: 0..3 "),
         ({"x": GOOD_X[:0], "y": GOOD_Y[:0]}, r"x is empty, its shape is \(0, 4, 5\)"),
