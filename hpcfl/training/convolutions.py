@@ -15,6 +15,12 @@ from torch.nn.functional import unfold
 ConvolutionKind = Literal["grouped", "unfold"]
 
 
+def unfolded(module: nn.Conv2d, images: Tensor) -> Tensor:
+    """Return what a convolution multiplies by its weights at each place, [n, numbers of a patch, places]."""
+    assert not isinstance(module.padding, str)
+    return unfold(images, module.kernel_size, module.dilation, module.padding, module.stride)
+
+
 class UnfoldedConv2d(nn.Conv2d):
     """A convolution as unfold and a product; equal to nn.Conv2d but for rounding."""
 
@@ -36,8 +42,7 @@ class UnfoldedConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         kernel, stride, padding, dilation = self.kernel_size, self.stride, self.padding, self.dilation
         assert not isinstance(padding, str)
-        columns = unfold(input, kernel, dilation, padding, stride)
-        product = self.weight.flatten(start_dim=1) @ columns
+        product = self.weight.flatten(start_dim=1) @ unfolded(self, input)
         sides = [
             (input.shape[-2 + axis] + 2 * padding[axis] - dilation[axis] * (kernel[axis] - 1) - 1)
             // stride[axis]
@@ -58,10 +63,11 @@ def with_convolutions(network: nn.Module, kind: ConvolutionKind) -> nn.Module:
         return network
     network = nn.Sequential(copy.deepcopy(network))
     for name, module in list(network.named_modules()):
-        if type(module) is nn.Conv2d and _is_covered(module):
+        if type(module) is nn.Conv2d and is_unfoldable(module):
             network.set_submodule(name, UnfoldedConv2d.from_module(module))
     return network[0]
 
 
-def _is_covered(module: nn.Conv2d) -> bool:
+def is_unfoldable(module: nn.Conv2d) -> bool:
+    """Whether a convolution is a product of its weights and the unfolded images: see `with_convolutions`."""
     return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
