@@ -17,7 +17,8 @@ import numpy as np
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.config import Config
-from hpcfl.data.sources import SOURCES, Source, arrays_of
+from hpcfl.data.arrays import arrays_of
+from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout

@@ -10,9 +10,9 @@ from torch import nn
 
 from hpcfl.benchmarks.ratios import Ratio, compare
 from hpcfl.config.keys import TrainConfig
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
-from hpcfl.data.sources import Arrays
 from hpcfl.methods import Context
 from hpcfl.models import ConvNetOptions
 from hpcfl.randomness import numpy_stream, torch_stream

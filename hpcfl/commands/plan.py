@@ -15,8 +15,8 @@ from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
 from hpcfl.config import Config
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
-from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
 from hpcfl.methods.adapter import MethodAdapter

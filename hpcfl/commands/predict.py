@@ -6,11 +6,13 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from hpcfl.commands.arguments import Parser, add_own_code, client_of
 from hpcfl.communication.communicator import Communicator
+from hpcfl.config.keys import Layout
 from hpcfl.data.npz import read_arrays
 from hpcfl.errors import UserError
 from hpcfl.results.models import GLOBAL
@@ -51,7 +53,7 @@ def parser() -> Parser:
     parser.add_argument("--client", required=True, help="a client's number, or global (the server's model)")
     parser.add_argument(
         "--layout",
-        choices=("NHWC", "NCHW", "NCL", "NLC"),
+        choices=get_args(Layout),
         help="axis order of x (default: the one that fits; if both fit, the run's data.layout)",
     )
     parser.add_argument(

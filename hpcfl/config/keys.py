@@ -24,6 +24,7 @@ Precision = Literal["float32", "bfloat16"]
 LastBatch = Literal["even", "drop", "keep"]
 CodecName = Literal["none", "float16", "int8", "topk"]
 Direction = Literal["down", "up"]
+Layout = Literal["NHWC", "NCHW", "NCL", "NLC"]
 Optimiser = Literal["adam", "adamw"]
 Change = Literal["crop", "flip"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
@@ -85,7 +86,7 @@ class DataConfig(Settings):
     """Folder of downloaded data sets; changes no result."""
     path: str | None = None
     """File of source `npz`; folder of sources `femnist` and `pfllib`."""
-    layout: Literal["NHWC", "NCHW", "NCL", "NLC"] | None = None
+    layout: Layout | None = None
     """Axis order of source `npz`: of images NHWC or NCHW, of series NCL or NLC (channels and steps); other
     sources know theirs. Without it, x with three axes holds grey images."""
     split: str = "mnist"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcfl.data.npz import as_labels, as_pixels, as_tokens, count_classes
+from hpcfl.data.npz import are_tokens, as_labels, as_pixels, as_tokens, count_classes
 from hpcfl.errors import UserError
 from hpcfl.samples import SampleType
 
@@ -71,24 +71,41 @@ def arrays_of(
             "[n, channels, steps], features [n, features] or tokens [n, length], of some n"
         )
     y = as_labels(y, where, len(x))
-    classes = count_classes(y, where)
     owner = None
     if client is not None:
         order, owner = _by_client(client, where, len(x))
         x, y = x[order], y[order]
-    if x.ndim == 2 and x.dtype.kind in "iu":
+    if not are_tokens(x):
+        if vocabulary is not None:
+            raise UserError(
+                f"{where}: x has shape {x.shape} and type {x.dtype}, and a vocabulary; tokens are whole "
+                "numbers [n, length]; leave the vocabulary out for other samples"
+            )
+        x = as_pixels(x, where)
+    return pool_of(x, y, where, vocabulary=vocabulary, owner=owner)
+
+
+def pool_of(
+    x: np.ndarray,
+    y: np.ndarray,
+    where: str,
+    *,
+    vocabulary: int | None = None,
+    owner: np.ndarray | None = None,
+    is_test: np.ndarray | None = None,
+) -> Arrays:
+    """Make a pool of numbers that `as_pixels` has checked, or of integers that are tokens, and labels int64.
+
+    Raises UserError, which begins with `where`, if a token or label is not plausible.
+    """
+    classes = count_classes(y, where)
+    if are_tokens(x):
         x, vocabulary = as_tokens(x, where, vocabulary)
-        return Arrays(x, y, classes, 1.0, (), (), owner, vocabulary=vocabulary)
-    if vocabulary is not None:
-        raise UserError(
-            f"{where}: x has shape {x.shape} and type {x.dtype}, and a vocabulary; tokens are whole numbers "
-            "[n, length]; leave the vocabulary out for other samples"
-        )
-    x = as_pixels(x, where)
+        return Arrays(x, y, classes, 1.0, (), (), owner, is_test, vocabulary)
     is_bytes = x.dtype == np.uint8
     constants: Channels = (0.5, 0.5) if is_bytes else (0.0, 1.0)
     mean, std = ((number,) * x.shape[1] if x.ndim == 4 else () for number in constants)
-    return Arrays(x, y, classes, 255.0 if is_bytes else 1.0, mean, std, owner)
+    return Arrays(x, y, classes, 255.0 if is_bytes else 1.0, mean, std, owner, is_test)
 
 
 def _by_client(client: np.ndarray, where: str, num_samples: int) -> tuple[np.ndarray, np.ndarray]:

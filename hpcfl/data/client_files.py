@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcfl.data.npz import as_labels, as_pixels
+from hpcfl.data.npz import are_tokens, as_labels, as_pixels
 from hpcfl.errors import UserError, one_line
 
 FEMNIST_CLASSES = 62
@@ -260,8 +260,7 @@ def _read_client(file: Path, where: str) -> Samples:
         )
     if x.ndim == 4 and x.shape[2] == 1:
         x = x[:, :, 0]
-    is_tokens = x.ndim == 2 and x.dtype.kind in "iu"
-    return x if is_tokens else as_pixels(x, where), as_labels(y, where, len(x))
+    return x if are_tokens(x) else as_pixels(x, where), as_labels(y, where, len(x))
 
 
 def _texts(pairs: _PickledArray) -> np.ndarray:

@@ -56,6 +56,11 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
     return pixels
 
 
+def are_tokens(x: np.ndarray) -> bool:
+    """Whether samples are tokens: whole numbers with two axes."""
+    return x.ndim == 2 and x.dtype.kind in "iu"
+
+
 def as_tokens(x: np.ndarray, where: str, vocabulary: int | None) -> tuple[np.ndarray, int]:
     """Return whole numbers [n, L] as int64, and how many tokens there are; default: the largest one, and 1.
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpcfl.config.own_code import run_own_file
 from hpcfl.data import bundled, torchvision_datasets
-from hpcfl.data.arrays import Arrays, Channels, arrays_of
+from hpcfl.data.arrays import Arrays, Channels, arrays_of, pool_of
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import UserError
@@ -226,8 +226,7 @@ def _load_path(source: str, path: str, layout: str | None) -> Arrays:
     if source == "femnist":
         return _load_femnist(path)
     samples = read_pfllib(path)
-    arrays = arrays_of(samples.x, samples.y, where)
-    return replace(arrays, owner=samples.owner, is_test=samples.is_test)
+    return pool_of(samples.x, samples.y, where, owner=samples.owner, is_test=samples.is_test)
 
 
 def _load_femnist(path: str) -> Arrays:

@@ -22,8 +22,8 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import Load
 from hpcfl.config import Config, TrainConfig
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
-from hpcfl.data.sources import Arrays
 from hpcfl.machine import peak_bytes
 from hpcfl.setup.experiment import Experiment, assemble, describe, is_batched, method_of, prepare
 from hpcfl.simulation.evaluation import Evaluation

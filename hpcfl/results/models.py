@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hpcfl.communication.messages import BUFFERS, Message
 from hpcfl.config import Config
+from hpcfl.config.keys import Layout
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.npz import as_pixels, as_tokens
 from hpcfl.data.partitions import ClientIndices
@@ -33,8 +34,6 @@ from hpcfl.training.engines import LoopEngine
 GLOBAL: Literal["global"] = "global"
 ClientName = int | Literal["global"]
 """A client's id, or "global" for the server's model."""
-
-Layout = Literal["NHWC", "NCHW", "NCL", "NLC"]
 
 
 class TrainedModels:

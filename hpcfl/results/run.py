@@ -17,12 +17,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config
+from hpcfl.config.keys import Layout
 from hpcfl.config.own_code import OWN_KEYS, allow, digest
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
 from hpcfl.registries import resolve
 from hpcfl.results.export import export
-from hpcfl.results.models import ClientName, Layout, TrainedModels
+from hpcfl.results.models import ClientName, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.lock import holder

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hpcfl.communication.network import Network
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
-from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid
 from hpcfl.methods.base import Method

@@ -17,8 +17,9 @@ import yaml
 from processes import REPOSITORY
 
 from hpcfl.config import Config, flatten
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
-from hpcfl.data.sources import SOURCES, Arrays
+from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.models.torchvision_networks import TorchvisionNet

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcfl.data.sources import Arrays, fetch, load_arrays
+from hpcfl.data.arrays import Arrays
+from hpcfl.data.sources import fetch, load_arrays
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard, resolve_normalisation
-from hpcfl.data.sources import Arrays
 from hpcfl.errors import UserError
 
 NUM_SAMPLES = 12
