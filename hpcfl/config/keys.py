@@ -17,7 +17,7 @@ from hpcfl.errors import UserError
 ENVIRONMENT = "environment"
 """Group in a run folder's config.yaml that records versions, command and ranks; not read as configuration."""
 
-GROUPS = ("method", "data", "model", "train", "server", "comm", "run")
+GROUPS = ("method", "data", "model", "train", "server", "privacy", "comm", "run")
 
 BufferPolicy = Literal["local", "average", "mixed"]
 Precision = Literal["float32", "bfloat16"]
@@ -27,9 +27,11 @@ Direction = Literal["down", "up"]
 Layout = Literal["NHWC", "NCHW", "NCL", "NLC"]
 Optimiser = Literal["adam", "adamw"]
 Change = Literal["crop", "flip"]
+PrivacyUnit = Literal["client", "sample"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_TOPK_RATIO = 0.1
+DEFAULT_DELTA = 1e-5
 ADAM_DEFAULTS = (0.9, 0.999, 1e-8)
 """Defaults of `train.beta1`, `train.beta2` and `train.epsilon`."""
 SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
@@ -305,6 +307,38 @@ class ServerConfig(Settings):
         return SERVER_DEFAULTS[self.optimiser] | given
 
 
+class PrivacyConfig(Settings):
+    """The keys under `privacy.*`: differential privacy of what leaves a client.
+
+    Equations: `hpcfl/privacy.py` and `hpcfl/training/private_gradients.py`.
+    """
+
+    unit: PrivacyUnit | None = None
+    """Whose presence is hidden; null: nobody's.
+
+    client: the server clips what each client adds to the average, and adds noise to it (DP-FedAvg); a cohort
+    then has each client with probability `train.participation`, and all clients weigh the same. sample: each
+    client clips the gradient of every sample, and adds noise to their mean (DP-SGD); a mini-batch then has
+    each sample with the same probability. Refused by methods that send more than what is protected."""
+    clip: float | None = Field(None, gt=0)
+    """Largest L2 norm of a client's update, or of a sample's gradient; longer ones are shortened to it."""
+    noise: float | None = Field(None, gt=0)
+    """Noise multiplier z: the Gaussian noise on a sum of what is clipped has the standard deviation
+    z `privacy.clip`."""
+    delta: float | None = Field(None, gt=0, lt=1)
+    """The delta for which the column `epsilon` of metrics.csv is computed; default: 1e-05. It should be far
+    below 1 / the number of clients, or samples, whose presence is hidden."""
+
+    @field_validator("unit", mode="before")
+    @classmethod
+    def _none_is_null(cls, unit: Any) -> Any:
+        return None if unit == "none" else unit
+
+    @property
+    def delta_in_use(self) -> float:
+        return DEFAULT_DELTA if self.delta is None else self.delta
+
+
 class CommConfig(Settings):
     """The keys under `comm.*`: how messages between server and clients are compressed."""
 
@@ -437,6 +471,7 @@ class Config:
     model: Chosen[NetworkOptions]
     train: TrainConfig
     server: ServerConfig
+    privacy: PrivacyConfig
     comm: CommConfig
     run: RunConfig
     source_file: Mapping[str, str]
@@ -467,6 +502,7 @@ class Config:
             "model": self.model.tree(),
             "train": self.train.model_dump(),
             "server": self.server.model_dump(),
+            "privacy": self.privacy.model_dump(),
             "comm": self.comm.model_dump(),
             "run": self.run.model_dump(),
         }
@@ -494,6 +530,7 @@ COMMON: dict[str, type[Settings]] = {
     "data": DataConfig,
     "train": TrainConfig,
     "server": ServerConfig,
+    "privacy": PrivacyConfig,
     "comm": CommConfig,
     "run": RunConfig,
 }

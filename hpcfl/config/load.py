@@ -203,6 +203,20 @@ def _check_needs(config: Config, sources: Registry) -> None:
         needs.append(
             (f"server.{key}", value, server.optimiser in having, f"server.optimiser={' or '.join(having)}")
         )
+    privacy = config.privacy
+    for key in ("clip", "noise", "delta"):
+        is_private = privacy.unit is not None
+        needs.append((f"privacy.{key}", getattr(privacy, key), is_private, "privacy.unit=client or sample"))
+    for key in ("clip", "noise"):
+        is_there = getattr(privacy, key) is not None
+        needs.append(("privacy.unit", privacy.unit, is_there, f"privacy.{key}, such as privacy.{key}=1"))
+    needs += [
+        ("privacy.unit", privacy.unit, comm.codec == "none", "comm.codec=none"),
+        ("privacy.unit", privacy.unit, config.run.on_divergence == "stop", "run.on_divergence=stop"),
+        ("privacy.unit", privacy.unit, data.normalise != "standard", "a data.normalise other than standard"),
+    ]
+    if privacy.unit == "sample":
+        needs.append(("privacy.unit", privacy.unit, train.precision == "float32", "train.precision=float32"))
     for key, value, is_met, needed in needs:
         if value is not None and not is_met:
             raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}=null")
@@ -221,7 +235,14 @@ def _check_needs(config: Config, sources: Registry) -> None:
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        example = {"data": "source", "train": "rounds", "server": "optimiser", "comm": "codec", "run": "seed"}
+        example = {
+            "data": "source",
+            "train": "rounds",
+            "server": "optimiser",
+            "privacy": "unit",
+            "comm": "codec",
+            "run": "seed",
+        }
         key = f"{group}.{example.get(group, 'name')}"
         raise UserError(f"{group}={value!r} must be a group of keys, such as {key}=...")
     return {str(key): entry for key, entry in (value or {}).items()}

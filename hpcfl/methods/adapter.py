@@ -15,6 +15,7 @@ from hpcfl.communication.upload import Upload
 from hpcfl.methods._server_optimiser import ServerOptimiser
 from hpcfl.methods.base import Method, State, TwoPhaseMethod
 from hpcfl.parameters import ParameterLayout
+from hpcfl.privacy import PrivateUploads
 from hpcfl.training.client_group import ClientGroup
 
 
@@ -32,6 +33,15 @@ class MethodAdapter:
                 "it from make_network"
             )
         self._optimiser = ServerOptimiser(method.context.server, method.traits.averages, method.layers)
+        context = method.context
+        self._private = PrivateUploads(
+            context.privacy,
+            method.traits.averages,
+            method.layers,
+            context.num_clients,
+            context.train.participation,
+            context.seed,
+        )
 
     def initial_server(self) -> State:
         """Return the whole server state, with running statistics and the moments of `server.optimiser`."""
@@ -101,6 +111,10 @@ class MethodAdapter:
                 up.per_client[BUFFERS] = clients.buffers
         return up
 
+    def sent(self, down: Message, up: Message) -> Message:
+        """Return a group's upload as it leaves the clients, clipped if `privacy.unit` is client."""
+        return self._private.clipped(down, up)
+
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server from a cohort's upload. Collective through the upload.
 
@@ -112,9 +126,11 @@ class MethodAdapter:
             return
         averages = self.method.averages_buffers and not self.method.traits.averages_own_buffers
         averaged = weighted_means(up, {BUFFERS: cohort.num_samples}) if averages else {}
-        before = self._optimiser.before(server)
-        self.method.aggregate(server, cohort, up)
+        before, unnoised = self._optimiser.before(server), self._private.before(server)
+        masks = up.outline.layer_mask if unnoised else {}
+        self.method.aggregate(server, self._private.alike(cohort), up)
         up.drain()
+        self._private.step(server, unnoised, cohort, masks)
         self._optimiser.step(server, before)
         server |= averaged
         self.method.end_round(server, cohort)

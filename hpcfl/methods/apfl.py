@@ -48,6 +48,7 @@ class APFLParams(Params):
 class APFL(OwnBesideGlobal):
     name = "apfl"
     summary = "each client's own model and the global one, mixed by a learnt weight"
+    private = ("client",)
     Params = APFLParams
     diagnostics = (
         Diagnostic(

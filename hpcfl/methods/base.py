@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
-from hpcfl.config.keys import BufferPolicy, Params, ServerConfig, TrainConfig
+from hpcfl.config.keys import BufferPolicy, Params, PrivacyConfig, PrivacyUnit, ServerConfig, TrainConfig
 from hpcfl.config.messages import shown
 from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
@@ -46,6 +46,7 @@ class Context:
         seed: int,
         num_samples_of_unseen: Tensor | None = None,
         server: ServerConfig | None = None,
+        privacy: PrivacyConfig | None = None,
     ) -> None:
         self.num_samples = num_samples
         """Training samples of each client, int64 [N]."""
@@ -59,6 +60,7 @@ class Context:
         self.sample = sample
         self.train = train
         self.server = server or ServerConfig()
+        self.privacy = privacy or PrivacyConfig()
         self.seed = seed
         self.model_name = model
         self.build_network: Callable[[int], Network] = lambda draw: build_network(
@@ -162,6 +164,13 @@ class Method:
     summary: ClassVar[str]
     Params: ClassVar[Any] = Params
     traits: Traits = Traits()
+    private: ClassVar[tuple[PrivacyUnit, ...]] = ()
+    """Units of `privacy.unit` whose guarantee holds. A subclass that changes what is trained or sent must say
+    so anew: it is not inherited.
+
+    client: all that clients send is `Traits.averages`, of which the server makes means with weights from
+    `cohort.num_samples`. sample: all that they send is made from models that `ClientGroup.sgd` has trained
+    with its own gradient; beside these, neither samples nor labels have any effect on it."""
     diagnostics: tuple[Diagnostic, ...] = ()
     """Quantities that evaluations record, for pages, figures and tables."""
 
@@ -182,6 +191,8 @@ class Method:
     def __init_subclass__(cls) -> None:
         """Raise TypeError for a class whose hooks contradict each other."""
         super().__init_subclass__()
+        if "private" not in vars(cls):
+            cls.private = ()
         if "as_module" in vars(cls) and cls.predict is Method.predict:
             raise TypeError(
                 f"{cls.__name__} overrides as_module but not predict, so that evaluations would not use the "
@@ -217,6 +228,7 @@ class Method:
                 f"server.optimiser={context.server.optimiser} does not go with method.name={self.name}, "
                 "whose server averages no model; allowed: none"
             )
+        self._check_private(context.privacy.unit)
         if self.traits.needs_body:
             self.check_body()
 
@@ -238,6 +250,26 @@ class Method:
                 f"{self.context.model_name} has no layers before its head here; use one that has, such as "
                 "model.name=lenet"
             )
+
+    def _check_private(self, unit: PrivacyUnit | None) -> None:
+        """Raise UserError if `privacy.unit` would promise what does not hold."""
+        if unit is None:
+            return
+        key = f"privacy.unit={unit}"
+        if unit not in self.private:
+            raise UserError(
+                f"{key} does not go with method.name={self.name}, whose clients' messages it would not make "
+                "private; `hpcfl list` shows the methods that it goes with"
+            )
+        if not self.layout.buffer_size:
+            return
+        if unit == "sample":
+            raise UserError(
+                f"{key} needs a model without BatchNorm, which mixes the samples of a mini-batch, and model."
+                f"name={self.context.model_name} has it here; use another, such as model.batchnorm=false"
+            )
+        if self.averages_buffers:
+            raise UserError(f"{key} needs train.buffers=local: running statistics would be sent as they are")
 
     def server_state(self) -> State:
         """Return the server's tensors at the start: kept on rank 0, written to every checkpoint."""

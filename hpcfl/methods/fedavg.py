@@ -11,9 +11,12 @@ do not say otherwise.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hpcfl.communication.aggregation import weighted_mean
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
+from hpcfl.config.keys import PrivacyUnit
 from hpcfl.methods.base import Method, State, Traits
 from hpcfl.training.client_group import ClientGroup
 
@@ -21,6 +24,7 @@ from hpcfl.training.client_group import ClientGroup
 class FedAvg(Method):
     name = "fedavg"
     summary = "one global model, the weighted mean of the clients'"
+    private: ClassVar[tuple[PrivacyUnit, ...]] = ("client", "sample")
     traits = Traits(averages=("theta",), has_global_model=True)
 
     def server_state(self) -> State:

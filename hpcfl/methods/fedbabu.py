@@ -35,6 +35,7 @@ class FedBABUParams(Params):
 class FedBABU(FedAvg):
     name = "fedbabu"
     summary = "a shared body under one fixed random head, fine-tuned before each evaluation"
+    private = ("client", "sample")
     Params = FedBABUParams
     traits = FedAvg.traits.replace(needs_body=True, train_defaults={"finetune_epochs": 5})
     params: FedBABUParams

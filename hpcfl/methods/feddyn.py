@@ -47,6 +47,7 @@ class FedDynParams(Params):
 class FedDyn(FedAvg):
     name = "feddyn"
     summary = "FedAvg whose clients' losses are tilted until all come to rest in one place"
+    private = ("sample",)
     Params = FedDynParams
     traits = FedAvg.traits.replace(averages=())
     params: FedDynParams

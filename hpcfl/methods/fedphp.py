@@ -57,6 +57,7 @@ class FedPHPParams(Params):
 class FedPHP(OwnBesideGlobal):
     name = "fedphp"
     summary = "each client's moving average of its models, the teacher of its next model"
+    private = ("client",)
     Params = FedPHPParams
     traits = OwnBesideGlobal.traits.replace(
         uses_total_rounds=True,

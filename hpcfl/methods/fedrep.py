@@ -36,6 +36,7 @@ class FedRepParams(Params):
 class FedRep(FedPer):
     name = "fedrep"
     summary = "a shared body under each client's own head, trained in turn"
+    private = ("client", "sample")
     Params = FedRepParams
     params: FedRepParams
 

@@ -34,6 +34,7 @@ class LGFedAvgParams(Params):
 class LGFedAvg(OwnLayers):
     name = "lg_fedavg"
     summary = "each client's own lower layers under shared upper ones"
+    private = ("client", "sample")
     Params = LGFedAvgParams
     own_part = "lower_layers"
     traits = OwnLayers.traits.replace(buffers=("local", "average"))

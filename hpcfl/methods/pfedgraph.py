@@ -55,6 +55,7 @@ class PFedGraphParams(Params):
 class PFedGraph(ModelBank):
     name = "pfedgraph"
     summary = "each client's own model, mixed with those that moved the same way"
+    private = ("sample",)
     Params = PFedGraphParams
     diagnostics = (
         Diagnostic(

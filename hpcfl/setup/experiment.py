@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import nn
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
@@ -21,12 +22,19 @@ from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.models import MODELS
 from hpcfl.randomness import numpy_stream
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
-from hpcfl.setup.validate import check_chain, check_large_state, check_single_samples, check_slow_precision
+from hpcfl.setup.validate import (
+    check_chain,
+    check_large_state,
+    check_private_data,
+    check_single_samples,
+    check_slow_precision,
+)
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import WorkerContext
 from hpcfl.training.convolutions import with_convolutions
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine
+from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
 
 
@@ -148,6 +156,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
         config.run.seed,
         num_samples[num_clients:],
         config.server,
+        config.privacy,
     )
     return METHODS[config.method.name](context, config.method.options)
 
@@ -161,6 +170,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     check_chain(method, world.num_workers)
     check_large_state(method, world)
     check_single_samples(method)
+    check_private_data(config, data)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 
 
@@ -226,6 +236,7 @@ def assemble(
         state,
         scorer,
         augmentation_of(config.train, data, device),
+        private_gradients(config, method, network),
     )
     unseen_context = replace(
         worker_context,
@@ -268,6 +279,22 @@ def augmentation_of(train: TrainConfig, data: DataRecord, device: torch.device) 
         )
     mean, std = torch.tensor([data.mean, data.std])
     return Augmentation(train.augment, (-mean / std).to(device))
+
+
+def private_gradients(config: Config, method: Method, network: nn.Module) -> PrivateGradients | None:
+    """Return what makes the gradients of `privacy.unit=sample`; None without it. May raise UserError."""
+    privacy = config.privacy
+    if privacy.unit != "sample":
+        return None
+    if not MODELS[config.model.name].has_batched_engine:
+        raise UserError(
+            f"privacy.unit=sample needs gradients of single samples, which model.name="
+            f"{config.model.name} has not; use another model, or privacy.unit=client"
+        )
+    assert privacy.clip is not None
+    assert privacy.noise is not None
+    smoothing = config.train.label_smoothing or 0.0
+    return PrivateGradients(network, method.layout, privacy.clip, privacy.noise, smoothing)
 
 
 def is_batched(engine: str, device: torch.device, model: str) -> bool:

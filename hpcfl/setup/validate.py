@@ -8,10 +8,13 @@ from collections import Counter
 import torch
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
 from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.privacy import check_accountant
+from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.engines import has_bfloat16
 
 SMALL_SHARE, MANY_CLIENTS = 0.01, 1000
@@ -85,6 +88,19 @@ def check_large_state(method: Method, world: Communicator) -> None:
     """Raise UserError if the state does not fit in the server's memory, before it is allocated."""
     if world.is_server and (reason := too_large(method)):
         raise UserError(reason)
+
+
+def check_private_data(config: Config, data: DataRecord) -> None:
+    """Raise UserError if `privacy.unit` is set, and samples are normalised by what is to be hidden, or the
+    accountant is not installed."""
+    if config.privacy.unit is None:
+        return
+    check_accountant()
+    if config.data.normalise == "auto" and data.sample.kind in ("series", "features"):
+        raise UserError(
+            f"privacy.unit={config.privacy.unit} would not hide the means and deviations by which "
+            "data.normalise=auto scales these samples; set data.normalise=none, or numbers that are public"
+        )
 
 
 def check_single_samples(method: Method) -> None:

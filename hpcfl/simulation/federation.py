@@ -15,6 +15,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import State
+from hpcfl.privacy import drawn_clients
 from hpcfl.randomness import torch_stream
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers
@@ -71,8 +72,13 @@ class Federation:
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""
-        size = self.config.train.cohort_size(self.num_clients)
-        return self.cohort_of(number, sampled(self.num_clients, size, self.config.run.seed, number))
+        train, seed = self.config.train, self.config.run.seed
+        if self.config.privacy.unit == "client":
+            # in a round of nobody, the first client trains and what it sends does not count
+            drawn = drawn_clients(self.num_clients, train.participation, seed, number)
+            return self.cohort_of(number, drawn or [0])
+        size = train.cohort_size(self.num_clients)
+        return self.cohort_of(number, sampled(self.num_clients, size, seed, number))
 
     def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
         """Return a cohort of given clients, in ascending order."""

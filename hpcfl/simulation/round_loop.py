@@ -16,6 +16,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
+from hpcfl.privacy import epsilon_of_clients, epsilon_of_samples
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import Saver
 from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
@@ -25,6 +26,7 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
+from hpcfl.training.batches import drawn_share
 from hpcfl.training.client_group import ClientGroup
 
 Groups = Iterable[tuple[slice, ClientGroup]]
@@ -87,7 +89,12 @@ class Simulation:
         self._experiment = experiment
         self._federation = Federation(experiment, world)
         layers = [layer.name for layer in self.method.layers]
-        self.ledger = Ledger(self._federation.num_clients, layers, self._federation.num_unseen)
+        self.ledger = Ledger(
+            self._federation.num_clients,
+            layers,
+            self._federation.num_unseen,
+            is_private=self.config.privacy.unit is not None,
+        )
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
         self.server: State = {}
@@ -221,7 +228,7 @@ class Simulation:
             scores.append(self._evaluator.scores(clients, model)[:, 0])
             scoring_s += time.monotonic() - scoring_began_s
             # copied to the CPU group by group, so that a GPU never holds the uploads of a whole cohort
-            uploads.add(part, up)
+            uploads.add(part, adapter.sent(mine, up))
             if bad and self._divergence.leaves_out:
                 clients.commit([place for place in range(len(clients)) if place not in bad])
             else:
@@ -268,6 +275,7 @@ class Simulation:
             busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
             self.timing.idle_shares.append(1 - busy_s / (self._world.num_workers * train_s))
             moved, num_steps, loss = (traffic.down, traffic.up), float(steps.sum()), float(losses.mean())
+            self.ledger.count_steps(cohort, steps.tolist())
             self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged))
         return after_training
 
@@ -302,8 +310,20 @@ class Simulation:
             self._evaluator.coverage(done),
             {name: value.numpy() for name, value in known.items()},
             {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
+            self._epsilon(done),
         )
         self._folder.append_files(self.ledger)
+
+    def _epsilon(self, done: int) -> float:
+        """Return epsilon after `done` rounds, on the server; nan without `privacy.unit`."""
+        privacy, train = self.config.privacy, self.config.train
+        if privacy.unit == "client":
+            return epsilon_of_clients(privacy, train.participation, done)
+        if privacy.unit == "sample":
+            sizes = self._experiment.num_train[: self._federation.num_clients].tolist()
+            shares = [drawn_share(size, train) for size in sizes]
+            return epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
+        return float("nan")
 
     def _save(self, done: int, with_models: bool = False) -> None:
         """Write a checkpoint after `done` rounds, with the evaluated models if asked. Collective.

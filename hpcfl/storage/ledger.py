@@ -47,6 +47,8 @@ METRICS = (
 UNSEEN_METRICS = ("accuracy_unseen", "accuracy_unseen_std", "loss_unseen")
 """More columns where clients take no part in training: plain mean and deviation of these clients' accuracies
 once they have adapted, and their mean loss."""
+EPSILON = "epsilon"
+"""One more column with `privacy.unit`: epsilon of all rounds so far."""
 WHOLE_NUMBERS = frozenset({"round", "diverged"} | {name for name in METRICS if "bytes" in name})
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
@@ -80,12 +82,18 @@ class Ledger:
     """Rows of metrics.csv and bytes.csv so far, and the bytes of each client.
 
     Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`. `num_unseen` clients take no
-    part in training, and are scored apart.
+    part in training, and are scored apart; `is_private` tells whether there is an epsilon.
     """
 
-    def __init__(self, num_clients: int, layers: Sequence[str], num_unseen: int = 0) -> None:
-        self._num_unseen = num_unseen
-        self._columns = (*METRICS, *UNSEEN_METRICS) if num_unseen else METRICS
+    def __init__(
+        self, num_clients: int, layers: Sequence[str], num_unseen: int = 0, is_private: bool = False
+    ) -> None:
+        self._num_unseen, self._is_private = num_unseen, is_private
+        self._columns = (
+            *METRICS,
+            *(UNSEEN_METRICS if num_unseen else ()),
+            *((EPSILON,) if is_private else ()),
+        )
         self._layers = list(layers)
         self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
         self.metrics: list[list[float]] = []
@@ -102,6 +110,8 @@ class Ledger:
         """Bytes of trainable numbers addressed to and sent by each client so far [N, 2]."""
         self.diverged = np.zeros(num_clients, np.int64)
         """In how many rounds each client has diverged so far [N]; a column of metrics.csv has the sum."""
+        self.client_steps = np.zeros(num_clients, np.int64)
+        """Training steps of each client so far [N], for epsilon; kept with `privacy.unit` only."""
         self._steps = 0.0
         self._train_s = 0.0
         self._train_loss = float("nan")
@@ -142,6 +152,10 @@ class Ledger:
         self.spent["train_s"] += train_s
         self._train_loss = train_loss
 
+    def count_steps(self, cohort: Cohort, steps: Sequence[float]) -> None:
+        """Add the training steps [S] of a cohort's clients in one round."""
+        self.client_steps[list(cohort.clients)] += np.asarray(steps, np.int64)
+
     def _label(self, name: str) -> str:
         """Return the label of a tensor without layers; a layer may have the tensor's name."""
         return f"{name} (tensor)" if name in self._layers else name
@@ -165,6 +179,7 @@ class Ledger:
         coverage: float,
         of_method: Mapping[str, np.ndarray],
         of_unseen: Mapping[str, np.ndarray] | None = None,
+        epsilon: float = float("nan"),
     ) -> None:
         """Add one evaluation after `round` completed rounds.
 
@@ -183,6 +198,7 @@ class Ledger:
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
             "diverged": self.diverged.sum(),
+            EPSILON: epsilon,
         } | self.spent
         for direction, name in enumerate(DIRECTIONS):
             values[f"bytes_{name}"] = self._total[direction, :-2].sum()
@@ -229,6 +245,8 @@ class Ledger:
         flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
         names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
+        of_clients = self.client_steps.reshape(-1, 1)
+        of_privacy = {"client_steps": LedgerTable(of_clients, ["steps"])} if self._is_private else {}
         pending = np.array(
             [[self._steps, self._train_s, self._train_loss, self.wall_s, *self.spent.values()]]
         )
@@ -240,7 +258,7 @@ class Ledger:
             "client_bytes": LedgerTable(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
             "diverged": LedgerTable(self.diverged.reshape(-1, 1), ["rounds"]),
             "pending": LedgerTable(pending, PENDING),
-        }
+        } | of_privacy
 
     def history(self) -> dict[str, np.ndarray]:
         """Return the results of all evaluations: the method's history, and figures by client [E, N]."""
@@ -259,6 +277,8 @@ class Ledger:
         self._total = np.sum(self._bytes, axis=0) if self._bytes else self._total
         self.client_bytes = tables["client_bytes"].values.copy()
         self.diverged = tables["diverged"].values[:, 0].copy()
+        if self._is_private:
+            self.client_steps = tables["client_steps"].values[:, 0].copy()
         pending = tables["pending"].values[0].tolist()
         self._steps, self._train_s, self._train_loss, self.wall_s, *spent = pending
         self.spent = dict(zip(SPENT, spent, strict=True))
@@ -326,7 +346,10 @@ class Ledger:
 def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
     """Whether a ledger can be restored from the tables of a checkpoint, perhaps of another version."""
     found = {name: tuple(table.columns) for name, table in tables.items()}
-    return found.get("metrics") in (METRICS, (*METRICS, *UNSEEN_METRICS)) and found.get("pending") == PENDING
+    columns = found.get("metrics", ())
+    others = columns[len(METRICS) :]
+    knows = columns[: len(METRICS)] == METRICS and set(others) <= {*UNSEEN_METRICS, EPSILON}
+    return knows and found.get("pending") == PENDING
 
 
 def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> None:

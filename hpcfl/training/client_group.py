@@ -21,10 +21,11 @@ from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.augmentation import DRAWS, Augmentation
-from hpcfl.training.batches import Batch, minibatches, same_size_groups
+from hpcfl.training.batches import Batch, drawn_share, minibatches, same_size_groups
 from hpcfl.training.descent import Descent, Trained
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
+from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
 
 _Planned = tuple[list[int], list[Tensor]]
@@ -40,7 +41,7 @@ class WorkerContext:
 
     `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
     (`run.state`); `scorer` (may be None) scores many clients' models at once, `augmentation` (may be None)
-    changes the images of mini-batches.
+    changes the images of mini-batches, `private` (may be None) makes the gradients of `privacy.unit=sample`.
     """
 
     shard: Shard
@@ -53,6 +54,7 @@ class WorkerContext:
     state: Tensors
     scorer: BatchedScorer | None = None
     augmentation: Augmentation | None = None
+    private: PrivateGradients | None = None
 
 
 class ClientGroup:
@@ -82,6 +84,7 @@ class ClientGroup:
         """Of a sequential method: what the next groups of this round get in place of the download's tensors
         of the same names. That of a group that diverged and is left out is not used."""
         self._can_write = True
+        self._noise: dict[int, torch.Generator] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -149,6 +152,9 @@ class ClientGroup:
         mini-batches instead. `samples` are the sample indices to use, one int64 tensor per client with at
         least one entry; default: all. Images are changed as `train.augment` says, unless a method measures
         something with them and sets `augmented` to False.
+
+        With `privacy.unit=sample`, a mini-batch has each sample with the probability `drawn_share`:
+        mini-batches have unequal sizes, maybe 0, and each client has its own.
         """
         train = self._worker.train
         if samples is None:
@@ -161,6 +167,9 @@ class ClientGroup:
         for _ in range(epochs) if steps is None else count():
             if all(n >= most for n in done):
                 break
+            if self._worker.private is not None:
+                plan += self._drawn(streams)
+                continue
             orders = [
                 chosen[torch.randperm(len(chosen), generator=stream)]
                 for chosen, stream in zip(samples, streams, strict=True)
@@ -181,6 +190,14 @@ class ClientGroup:
         uniform = self.uniform(f"augment/{purpose}")
         for batch in batches:
             yield replace(batch, x=augmentation(batch.x, uniform(batch, DRAWS)))
+
+    def _drawn(self, streams: Sequence[torch.Generator]) -> Iterator[_Planned]:
+        """Yield an epoch of mini-batches that have each sample with a probability, one client each."""
+        for position, (n, stream) in enumerate(zip(self.num_samples.tolist(), streams, strict=True)):
+            share = drawn_share(n, self._worker.train)
+            for _ in range(round(1 / share)):
+                is_drawn = torch.rand(n, generator=stream, dtype=torch.float64) < share
+                yield [position], [is_drawn.nonzero().squeeze(1)]
 
     def _planned(self, plan: list[_Planned]) -> Iterator[Batch]:
         """Yield planned mini-batches; their indices are copied to the device in one piece, before the
@@ -301,8 +318,23 @@ class ClientGroup:
 
     def _plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the same as `plain_gradient`; the next call may overwrite the gradient."""
+        if self._worker.private is not None:
+            return self._private_gradient(self._worker.private, theta, batch)
         gradients, losses = self.gradient(cross_entropy_loss, {"theta": theta}, batch)
         return gradients["theta"], losses
+
+    def _private_gradient(
+        self, private: PrivateGradients, theta: Tensor, batch: Batch
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient and losses of `privacy.unit=sample`."""
+        members = torch.arange(len(self))[batch.members if batch.counted is None else batch.counted].tolist()
+        for m in members:
+            if m not in self._noise:
+                stream = torch_stream(self._worker.seed, "private gradient", self.round, self.ids[m])
+                self._noise[m] = stream
+        sizes = self.num_samples.tolist()
+        expected = [sizes[m] * drawn_share(sizes[m], self._worker.train) for m in members]
+        return private.gradient(theta, batch, expected, [self._noise[m] for m in members])
 
     def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
         """Return the `gradient` for `sgd` of a loss that reads `theta` and the constants `known(batch)`."""

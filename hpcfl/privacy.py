@@ -1,0 +1,150 @@
+"""Differential privacy of a client's presence, and the epsilon of a run.
+
+`privacy.unit=client` is DP-FedAvg (McMahan et al., Learning differentially private recurrent language models,
+ICLR 2018, Algorithm 1, flat clipping and the estimator with a fixed denominator). With N clients,
+participation p, clip S, noise multiplier z, and the model w that all clients receive:
+
+    C        <- each client with probability p, independently
+    Delta_i  <- (theta_i - w) min(1, S / ||theta_i - w||)       what client i sends, w + Delta_i
+    w        <- w + sum_{i in C} Delta_i / (p N) + N(0, (z S / (p N))^2)
+
+`privacy.unit=sample` is DP-SGD: `hpcfl.training.private_gradients`.
+
+Epsilon is that of adding or removing one client (or one sample), by the Renyi accountant of Google's library
+dp-accounting (Mironov et al., Renyi differential privacy of the sampled Gaussian mechanism, 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcfl.communication.messages import Cohort, Message
+from hpcfl.config.keys import PrivacyConfig
+from hpcfl.errors import UserError
+from hpcfl.parameters import Layer, Tensors, columns
+from hpcfl.randomness import torch_stream
+
+NEEDS_EXTRA = 'privacy.unit needs the package dp-accounting; type: pip install "hpcfl[privacy]"'
+
+
+def drawn_clients(num_clients: int, share: float, seed: int, round: int) -> list[int]:
+    """Return the ids of a round's clients, each drawn with probability `share`; there may be none."""
+    if share == 1:
+        return list(range(num_clients))
+    stream = torch_stream(seed, "private cohort", round)
+    drawn = torch.rand(num_clients, generator=stream, dtype=torch.float64) < share
+    return drawn.nonzero().squeeze(1).tolist()
+
+
+class PrivateUploads:
+    """Clips what clients send, and adds noise to the average; does nothing unless `privacy.unit` is client.
+
+    `names` are the tensors that the server averages. Noise is a function of (seed, round, tensor), so that a
+    resumed run has the same.
+    """
+
+    def __init__(
+        self,
+        settings: PrivacyConfig,
+        names: Sequence[str],
+        layers: Sequence[Layer],
+        num_clients: int,
+        share: float,
+        seed: int,
+    ) -> None:
+        self.is_on = settings.unit == "client"
+        self._clip, self._noise = settings.clip or 0.0, settings.noise or 0.0
+        self._names, self._layers = tuple(names), tuple(layers)
+        self._num_clients, self._share, self._seed = num_clients, share, seed
+
+    def clipped(self, down: Message, up: Message) -> Message:
+        """Return a group's upload with its updates shortened, all tensors of a client together."""
+        if not self.is_on:
+            return up
+        updates = {}
+        for name in self._names:
+            if name not in up.per_client:
+                continue
+            updates[name] = up.per_client[name] - down[name]
+            mask = up.layer_mask.get(name)
+            if mask is not None:
+                updates[name] = updates[name] * columns(self._layers, mask)
+        norms = torch.stack([update.flatten(1).norm(dim=1) for update in updates.values()]).norm(dim=0)
+        factors = (self._clip / norms).clamp(max=1.0)
+        sent = {name: down[name] + factors.unsqueeze(1) * update for name, update in updates.items()}
+        return up | Message(per_client=sent, num_clients=up.num_clients)
+
+    def alike(self, cohort: Cohort) -> Cohort:
+        """Return the cohort as the average sees it: with privacy, all clients have the same weight."""
+        if not self.is_on:
+            return cohort
+        return Cohort(cohort.round, cohort.clients, torch.ones_like(cohort.num_samples), cohort.workers)
+
+    def before(self, server: Tensors) -> Tensors:
+        """Return copies of what is about to be averaged."""
+        return {name: server[name].clone() for name in self._names if self.is_on and name in server}
+
+    def step(self, server: Tensors, before: Tensors, cohort: Cohort, masks: dict[str, Tensor]) -> None:
+        """Replace the step from `before` to the mean over a cohort by the private one.
+
+        `masks` are the layers that clients sent, bool [L] by tensor; without one, all.
+        """
+        expected = self._share * self._num_clients
+        drawn = drawn_clients(self._num_clients, self._share, self._seed, cohort.round)
+        counted = len(cohort) if drawn else 0
+        for name, w in before.items():
+            stream = torch_stream(self._seed, f"private mean/{name}", cohort.round)
+            noise = torch.randn(w.shape, generator=stream, dtype=w.dtype) * (
+                self._noise * self._clip / expected
+            )
+            step = (server[name] - w) * (counted / expected) + noise
+            if name in masks:
+                step = step * columns(self._layers, masks[name])
+            server[name] = w + step
+
+
+def epsilon_of_clients(privacy: PrivacyConfig, share: float, rounds: int) -> float:
+    """Return epsilon after `rounds` rounds with participation `share`; UserError without the extra."""
+    return _epsilon(privacy, share, rounds)
+
+
+def epsilon_of_samples(privacy: PrivacyConfig, shares: Sequence[float], steps: Sequence[int]) -> float:
+    """Return the largest epsilon of all clients; UserError without the extra.
+
+    Each of them has done `steps` training steps on mini-batches that have each sample with probability
+    `shares`.
+    """
+    worst, most = 0.0, 0
+    # epsilon grows with both: from the largest share on, only more steps can be worse
+    for share, count in sorted(set(zip(shares, steps, strict=True)), reverse=True):
+        if count > most:
+            most, worst = count, max(worst, _epsilon(privacy, share, count))
+    return worst
+
+
+def _epsilon(privacy: PrivacyConfig, share: float, times: int) -> float:
+    """Return epsilon after so many noised sums, each over a random `share`."""
+    accounting, rdp = _library()
+    accountant = rdp.RdpAccountant()
+    mechanism = accounting.GaussianDpEvent(privacy.noise)
+    event = mechanism if share == 1 else accounting.PoissonSampledDpEvent(share, mechanism)
+    accountant.compose(event, times)
+    return float(accountant.get_epsilon(privacy.delta_in_use))
+
+
+def check_accountant() -> None:
+    """Raise UserError if the accountant's package is not installed."""
+    _library()
+
+
+def _library() -> tuple[Any, Any]:
+    try:
+        import dp_accounting
+        from dp_accounting import rdp
+    except ImportError as error:
+        raise UserError(NEEDS_EXTRA) from error
+    return dp_accounting, rdp

@@ -1,0 +1,272 @@
+"""Differential privacy: both algorithms by hand, epsilon against published values, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bits import differing, method_settings, run_here, run_killed_in_round, tiny_settings, write_digits
+from by_hand import gradient
+from harness import SMALL, UNEQUAL, Run
+from processes import Mpirun
+
+from hpcfl.communication.messages import Message
+from hpcfl.config import PrivacyConfig
+from hpcfl.errors import UserError
+from hpcfl.methods import METHODS
+from hpcfl.methods.adapter import MethodAdapter
+from hpcfl.methods.fedavg import FedAvg
+from hpcfl.parameters import Layer
+from hpcfl.privacy import PrivateUploads, drawn_clients, epsilon_of_clients, epsilon_of_samples
+from hpcfl.randomness import torch_stream
+from hpcfl.results.run import load_run
+from hpcfl.training.batches import drawn_share
+from hpcfl.training.client_group import ClientGroup
+
+OF_CLIENTS = ["privacy.unit=client", "privacy.clip=0.3", "privacy.noise=0.7"]
+OF_SAMPLES = ["privacy.unit=sample", "privacy.clip=0.5", "privacy.noise=0.7"]
+UNITS = {"client": OF_CLIENTS, "sample": OF_SAMPLES}
+WINE = ["data.source=wine", "data.per_client=null", "model.name=mlp"]
+PLAIN = ["model.name=mlp", "train.buffers=null"]
+
+
+def renyi(share: float, noise: float, order: int) -> float:
+    """Return the Renyi divergence of the sampled Gaussian mechanism (Mironov et al. 2019, section 3.3)."""
+    terms = (
+        math.comb(order, k) * (1 - share) ** (order - k) * share**k * math.exp(k * (k - 1) / (2 * noise**2))
+        for k in range(order + 1)
+    )
+    return math.log(sum(terms)) / (order - 1)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("share", "noise", "times", "delta", "published"),
+    [
+        # Abadi et al. 2016, section 3.2; McMahan et al. 2018, table 1
+        (0.01, 4.0, 10_000, 1e-5, 1.26),
+        (5000 / 763_430, 1.0, 5000, 1e-9, 4.634),
+    ],
+)
+def test_epsilon_is_the_published_one_by_their_bound_and_smaller_by_todays(
+    share: float, noise: float, times: int, delta: float, published: float
+) -> None:
+    orders = range(2, 33)
+    theirs = min(times * renyi(share, noise, a) + math.log(1 / delta) / (a - 1) for a in orders)
+    assert theirs == pytest.approx(published, rel=0.01)
+    todays = min(
+        times * renyi(share, noise, a) + math.log((a - 1) / a) - (math.log(delta) + math.log(a)) / (a - 1)
+        for a in orders
+    )
+    privacy = PrivacyConfig(unit="client", clip=1, noise=noise, delta=delta)
+    found = epsilon_of_clients(privacy, share, times)
+    # orders between whole numbers make it a little smaller
+    assert 0.98 * todays < found <= todays * (1 + 1e-9)
+    assert epsilon_of_samples(privacy, [share], [times]) == found
+
+
+@pytest.mark.quick
+def test_epsilon_is_that_of_the_worst_client() -> None:
+    privacy = PrivacyConfig(unit="sample", clip=1, noise=1.0)
+    few, many = epsilon_of_samples(privacy, [0.5], [10]), epsilon_of_samples(privacy, [0.1], [1000])
+    assert epsilon_of_samples(privacy, [0.5, 0.1, 0.5, 0.1], [10, 1000, 3, 0]) == max(few, many)
+    assert epsilon_of_samples(privacy, [0.5], [0]) == 0
+
+
+@pytest.mark.quick
+def test_each_client_is_drawn_with_the_probability_of_participation() -> None:
+    drawn = [drawn_clients(40, 0.3, seed=1, round=number) for number in range(2000)]
+    counts = torch.zeros(40)
+    for clients in drawn:
+        assert clients == sorted(set(clients))
+        counts[clients] += 1
+    # 4.5 standard errors of a share
+    assert (counts / 2000 - 0.3).abs().max() < 4.5 * math.sqrt(0.3 * 0.7 / 2000)
+    sizes = torch.tensor([float(len(clients)) for clients in drawn])
+    assert sizes.var() == pytest.approx(40 * 0.3 * 0.7, rel=0.15)
+    assert drawn_clients(3, 1.0, seed=1, round=0) == [0, 1, 2]
+
+
+@pytest.mark.quick
+def test_no_client_moves_the_mean_by_more_than_its_share() -> None:
+    layers = [Layer("a", 0, 2, 0, 0), Layer("b", 2, 3, 0, 0)]
+    uploads = PrivateUploads(PrivacyConfig(unit="client", clip=2, noise=1), ["theta"], layers, 4, 0.5, 0)
+    w = torch.tensor([1.0, 2.0, 3.0])
+    rows = w + torch.tensor([[3.0, 4.0, 100.0], [0.3, 0.4, 7.0], [0.0, 0.0, 1.0]])
+    up = Message(per_client={"theta": rows}, layer_mask={"theta": torch.tensor([True, False])}, num_clients=3)
+    sent = uploads.clipped(Message(shared={"theta": w}, num_clients=3), up)
+    # of (3, 4) two fifths remain; the layer that stays does not count
+    moved = (sent["theta"] - w)[:, :2]
+    torch.testing.assert_close(moved, torch.tensor([[1.2, 1.6], [0.3, 0.4], [0.0, 0.0]]))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_two_rounds_of_dp_fedavg_are_those_of_its_algorithm(participation: float) -> None:
+    keys = [*UNEQUAL, *PLAIN, *OF_CLIENTS, "train.rounds=2", f"train.participation={participation}"]
+    run = Run(*keys, "train.lr=0.2", "method.name=fedavg")
+    clip, noise, expected = 0.3, 0.7, 4 * participation
+    w = run.method.context.initial_parameters()
+    for number in range(2):
+        total = torch.zeros_like(w)
+        for client in drawn_clients(4, participation, 0, number):
+            group = ClientGroup(run.workplace, [client], number)
+            update = group.sgd(w.unsqueeze(0)).theta[0] - w
+            assert update.norm() > clip
+            total += update * min(1.0, float(clip / update.norm()))
+        drawn = torch.randn(w.shape, generator=torch_stream(0, "private mean/theta", number), dtype=w.dtype)
+        w = w + total / expected + drawn * noise * clip / expected
+    torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_round_of_nobody_moves_the_model_by_noise_alone() -> None:
+    share = 0.01
+    assert all(not drawn_clients(4, share, 0, number) for number in range(3))
+    run = Run(*PLAIN, *OF_CLIENTS, f"train.participation={share}", "method.name=fedavg")
+    w = run.method.context.initial_parameters()
+    for number in range(3):
+        drawn = torch.randn(w.shape, generator=torch_stream(0, "private mean/theta", number), dtype=w.dtype)
+        w = w + drawn * 0.7 * 0.3 / (4 * share)
+    torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-9)
+
+
+@pytest.mark.usefixtures("double")
+def test_without_noise_and_clipping_clients_train_as_fedavg_does() -> None:
+    """All have as many samples, so that equal weights are FedAvg's."""
+    loose = ["privacy.unit=client", "privacy.clip=1e6", "privacy.noise=1e-15"]
+    private, plain = (Run(*PLAIN, "method.name=fedavg", *more) for more in (loose, []))
+    torch.testing.assert_close(private.server["theta"], plain.server["theta"], rtol=0, atol=1e-8)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
+    keys = [*UNEQUAL, *PLAIN, *OF_SAMPLES, "train.rounds=1", f"run.engine={engine}"]
+    run = Run(*keys, "method.name=local", "train.momentum=0")
+    sizes = set()
+    for client in range(4):
+        theta = run.method.context.initial_parameters()
+        group = ClientGroup(run.workplace, [client], 0)
+        x, y = group.samples("train", 0)
+        share = drawn_share(len(y), run.config.train)
+        order, noise = torch_stream(0, "batches", 0, client), torch_stream(0, "private gradient", 0, client)
+        for _ in range(round(1 / share)):
+            chosen = (torch.rand(len(y), generator=order, dtype=torch.float64) < share).nonzero().squeeze(1)
+            sizes.add(len(chosen))
+            total = torch.randn(theta.shape, generator=noise, dtype=theta.dtype) * 0.7 * 0.5
+            for sample in chosen.tolist():
+                slope = gradient(run, theta, x[[sample]], y[[sample]])
+                total += slope * min(1.0, float(0.5 / slope.norm()))
+            theta = theta - 0.05 * total / (len(y) * share)
+        torch.testing.assert_close(run.clients["theta"][client], theta, rtol=0, atol=1e-12)
+    assert len(sizes) > 2
+
+
+@pytest.mark.usefixtures("double")
+def test_an_empty_mini_batch_is_noise_alone() -> None:
+    keys = ["data.per_client=10", "train.batch_size=2", "train.local_epochs=40", "train.rounds=1"]
+    run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local")
+    sizes = [batch.y.shape[1] for batch in ClientGroup(run.workplace, [0], 0).batches()]
+    # 7 samples in 4 mini-batches an epoch
+    assert len(sizes) == 160
+    assert 0 in sizes
+    assert run.clients["theta"].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:model.name=.* has no BatchNorm, so fedbn is fedavg")
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_keeps_the_promise_or_refuses_it(
+    method: str, unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only what is averaged is sent (client), and nobody trains by an unprotected gradient (sample)."""
+    keys = [*method_settings(method), *PLAIN, *UNITS[unit], "train.rounds=2", "train.finetune_epochs=0"]
+    if unit not in METHODS[method].private:
+        with pytest.raises(UserError, match=rf"privacy.unit={unit} does not go with method.name={method}, "):
+            Run(*keys)
+        return
+    sent: set[str] = set()
+    leave, train = MethodAdapter.sent, MethodAdapter.train
+
+    def spied(self: MethodAdapter, down: Message, up: Message) -> Message:
+        sent.update(up.per_client)
+        return leave(self, down, up)
+
+    def protected(self: MethodAdapter, clients: ClientGroup, down: Message) -> Message:
+        def fail(*_: Any) -> Any:
+            raise AssertionError("an unprotected gradient")
+
+        with monkeypatch.context() as patch:
+            if unit == "sample":
+                patch.setattr(ClientGroup, "gradient", fail)
+            return train(self, clients, down)
+
+    monkeypatch.setattr(MethodAdapter, "sent", spied)
+    monkeypatch.setattr(MethodAdapter, "train", protected)
+    run = Run(*keys)
+    assert all(tensor.double().isfinite().all() for tensor in run.server.values())
+    if unit == "client":
+        assert sent <= {*run.method.traits.averages}
+        assert sent
+
+
+@pytest.mark.quick
+def test_a_class_made_from_a_private_one_must_say_so_anew() -> None:
+    assert FedAvg.private == ("client", "sample")
+    assert type("Other", (FedAvg,), {"name": "other"}).private == ()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(unit: str, tmp_path: Path, mpirun: Mpirun) -> None:
+    digits = tmp_path / "digits.npz"
+    write_digits(digits)
+    keys = [*tiny_settings(digits), "model.batchnorm=false", *UNITS[unit], "method.name=fedper"]
+    keys += ["train.participation=0.5", "run.checkpoint_every=1"]
+    one, killed, three = (tmp_path / name for name in ("one", "killed", "three"))
+    assert run_here(one, keys) == 0
+    run_killed_in_round(1, killed, keys)
+    assert run_here(killed, keys) == 0
+    done = mpirun(3, "-m", "hpcfl.main", "--quiet", "--out", three, *keys)
+    assert done.returncode == 0, done.stderr
+    assert differing(one, killed) == differing(one, three) == []
+    epsilons = load_run(one).metrics["epsilon"]
+    assert list(epsilons) == list(load_run(three).metrics["epsilon"])
+    assert (epsilons[1:] > epsilons[:-1]).all()
+    if unit == "client":
+        privacy = PrivacyConfig(unit="client", clip=0.3, noise=0.7)
+        assert epsilons[-1] == epsilon_of_clients(privacy, 0.5, 3)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["privacy.noise=1"], "privacy.noise=1.0 needs privacy.unit=client or sample; set that, or "),
+        (["privacy.unit=client", "privacy.noise=1"], "privacy.unit=client needs privacy.clip, such as "),
+        (["privacy.unit=sample", "privacy.clip=1"], "privacy.unit=sample needs privacy.noise, such as "),
+        ([*OF_CLIENTS, "privacy.noise=0"], "privacy.noise=0 is invalid; allowed: a number or null > 0"),
+        ([*OF_CLIENTS, "comm.codec=int8"], "privacy.unit=client needs comm.codec=none; set that, or "),
+        ([*OF_CLIENTS, "run.on_divergence=skip"], "privacy.unit=client needs run.on_divergence=stop"),
+        ([*OF_CLIENTS, "data.normalise=standard"], "needs a data.normalise other than standard"),
+        ([*OF_CLIENTS, "model.batchnorm=true"], "privacy.unit=client needs train.buffers=local: running "),
+        ([*OF_SAMPLES, "model.batchnorm=true"], "privacy.unit=sample needs a model without BatchNorm, "),
+        ([*OF_CLIENTS, *WINE], "privacy.unit=client would not hide the means and deviations"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(words: list[str], message: str) -> None:
+    with pytest.raises(UserError) as found:
+        Run(*words, "method.name=fedavg")
+    assert message in str(found.value)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.quick
+def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    with pytest.raises(UserError, match=r'type: pip install "hpcfl\[privacy\]"'):
+        Run(*SMALL, *PLAIN, *OF_CLIENTS, "method.name=fedavg")
