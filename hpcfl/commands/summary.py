@@ -40,6 +40,9 @@ def print_summary(
     if ledger.diverged.any():
         clients = named(ledger.diverged.nonzero()[0].tolist())
         more["diverged"] = f"{ledger.diverged.sum()} times ({clients}; run.on_divergence)"
+    if config.privacy.unit is not None:
+        privacy = f"epsilon {ledger.last('epsilon'):.3g}, delta {config.privacy.delta_in_use:g}"
+        more[f"privacy of a {config.privacy.unit}"] = privacy
     moved = {"MPI, into rank 0": f"{readable_bytes(world.bytes_received)} in this start"}
     down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))
     for name, value in {

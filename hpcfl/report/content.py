@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT
 from hpcfl.storage.reading import COLUMNS, Columns
 from hpcfl.training.metrics import CLIENT_METRICS
 
+Other = Literal["unseen", "diverged", "metrics", "epsilon"]
+"""What some runs have beside what all have."""
 PICTURE_BYTES = 1_400_000
 """Bytes of the pictures of all runs of a page, before base64."""
 MAX_POINTS = 500
@@ -69,26 +72,28 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
         raise UserError(
             f"run.eval_split differs ({names}), so that accuracies cannot be compared; name runs of one split"
         )
-    has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
-    has_diverged = any(_times_diverged(run) for run in runs)
-    has_metrics = any(_has_metrics(run) for run in runs)
+    shows = frozenset().union(*map(_others_of, runs))
     try:
-        shown = [
-            _run_content(run, label, len(runs), has_unseen, has_diverged, has_metrics)
-            for run, label in zip(runs, labels, strict=True)
-        ]
+        shown = [_run_content(run, label, len(runs), shows) for run, label in zip(runs, labels, strict=True)]
     finally:
         for run in runs:
             run.close()
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
-def _run_content(
-    run: Run, label: str, num_runs: int, has_unseen: bool, has_diverged: bool, has_metrics: bool
-) -> Json:
-    """Return the content for one run. `has_unseen`, `has_diverged` and `has_metrics`: whether any run of the
-    page has unseen or diverged clients, or CLIENT_METRICS.
-    """
+def _others_of(run: Run) -> set[Other]:
+    """Return what a run has that others do not have."""
+    found: dict[Other, bool] = {
+        "unseen": UNSEEN_CURVES[0] in run.metrics,
+        "diverged": _times_diverged(run) > 0,
+        "metrics": _has_metrics(run),
+        "epsilon": "epsilon" in run.metrics,
+    }
+    return {name for name, is_there in found.items() if is_there}
+
+
+def _run_content(run: Run, label: str, num_runs: int, shows: frozenset[Other]) -> Json:
+    """Return the content for one run. `shows`: what any run of the page has beside what all have."""
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
     kept = spread_out(count, max(40, min(MAX_POINTS, 4 * MAX_POINTS // num_runs)))
@@ -124,7 +129,7 @@ def _run_content(
         "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, steps[-1], has_unseen, has_diverged, has_metrics, num_runs),
+        "headline": _headline(run, clients, best, steps[-1], shows, num_runs),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
@@ -156,14 +161,12 @@ def _headline(
     clients: Columns,
     best: int,
     steps: float,
-    has_unseen: bool,
-    has_diverged: bool,
-    has_metrics: bool,
+    shows: frozenset[Other],
     num_runs: int,
 ) -> list[Json]:
     """Return the headline figures: name, text, the number for sorting, and a remark.
 
-    All but those of unseen clients, which any page with `has_unseen` has, are of the clients in training.
+    All but those of unseen clients are of the clients in training.
     All runs of a page have the same figures; a run without a checkpoint has no worst tenth yet.
     """
     metrics, unseen = run.metrics, run.num_unseen
@@ -194,10 +197,10 @@ def _headline(
         spread = last["accuracy_unseen_std"]
         remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
         of_unseen = [percent("Unseen clients", last["accuracy_unseen"], remark)]
-    elif has_unseen:
+    elif "unseen" in shows:
         of_unseen = [entry("Unseen clients", "none", math.nan)]
     of_metrics = []
-    for name in CLIENT_METRICS if has_metrics else ():
+    for name in CLIENT_METRICS if "metrics" in shows else ():
         values = run.in_training.get(name)
         if values is None:
             of_metrics.append(entry(METRIC_NAMES[name], "none", math.nan))
@@ -208,7 +211,7 @@ def _headline(
         of_metrics.append(percent(METRIC_NAMES[name], mean_of_known(values), remark))
     highest = float(metrics["accuracy_mean"][best])
     times, of_diverged = _times_diverged(run), []
-    if has_diverged:
+    if "diverged" in shows:
         of_diverged = [entry("Diverged", str(times), times, "clients with nan or infinity, round by round")]
     down_up = [last["bytes_down"], last["bytes_up"]]
     ways = [readable_bytes(count) for count in down_up]
@@ -220,10 +223,21 @@ def _headline(
         *of_metrics,
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
         *of_diverged,
+        *([_epsilon(run)] if "epsilon" in shows else []),
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
         entry("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
         entry("Training steps", f"{steps:,.0f}", steps, "of all clients"),
     ]
+
+
+def _epsilon(run: Run) -> Json:
+    """Return the headline figure of privacy."""
+    privacy = run.config.privacy
+    if privacy.unit is None:
+        return {"name": "Epsilon", "text": "none", "value": None, "remark": ""}
+    value = float(run.metrics["epsilon"][-1])
+    remark = f"delta {privacy.delta_in_use:g}, of a {privacy.unit}'s presence"
+    return {"name": "Epsilon", "text": f"{value:.3g}", "value": value, "remark": remark}
 
 
 def _times_diverged(run: Run) -> int:

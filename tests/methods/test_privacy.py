@@ -169,11 +169,10 @@ def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
 
 @pytest.mark.usefixtures("double")
 def test_an_empty_mini_batch_is_noise_alone() -> None:
-    keys = ["data.per_client=10", "train.batch_size=2", "train.local_epochs=40", "train.rounds=1"]
+    keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=40", "train.rounds=1"]
     run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local")
     sizes = [batch.y.shape[1] for batch in ClientGroup(run.workplace, [0], 0).batches()]
-    # 7 samples in 4 mini-batches an epoch
-    assert len(sizes) == 160
+    assert len(sizes) == 40 * round(1 / drawn_share(8, run.config.train))
     assert 0 in sizes
     assert run.clients["theta"].isfinite().all()
 
