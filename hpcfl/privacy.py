@@ -30,6 +30,9 @@ from hpcfl.randomness import torch_stream
 
 NEEDS_EXTRA = 'privacy.unit needs the package dp-accounting; type: pip install "hpcfl[privacy]"'
 
+ORDERS = range(2, 257)
+"""Renyi orders that are tried; whole ones, for which the divergence is a finite sum."""
+
 
 def drawn_clients(num_clients: int, share: float, seed: int, round: int) -> list[int]:
     """Return the ids of a round's clients, each drawn with probability `share`; there may be none."""
@@ -129,7 +132,7 @@ def epsilon_of_samples(privacy: PrivacyConfig, shares: Sequence[float], steps: S
 def _epsilon(privacy: PrivacyConfig, share: float, times: int) -> float:
     """Return epsilon after so many noised sums, each over a random `share`."""
     accounting, rdp = _library()
-    accountant = rdp.RdpAccountant()
+    accountant = rdp.RdpAccountant(ORDERS)
     mechanism = accounting.GaussianDpEvent(privacy.noise)
     event = mechanism if share == 1 else accounting.PoissonSampledDpEvent(share, mechanism)
     accountant.compose(event, times)
