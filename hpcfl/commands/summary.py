@@ -10,7 +10,7 @@ from hpcfl.config import Config
 from hpcfl.formatting import readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.simulation.divergence import named
-from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
 from hpcfl.terminal import Progress
 
 FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
@@ -31,9 +31,15 @@ def print_summary(
         progress.say(f"stopped early with a checkpoint in {folder}; rerun the same command to resume")
         return
     if outcome == "already finished":
-        progress.say(f"this run is finished, all {config.train.rounds} rounds are done; --fresh starts over")
+        last = f"{ledger.last('round'):.0f}"
+        progress.say(f"this run is finished, no round follows round {last}; --fresh starts over")
     best, best_round = ledger.best()
     more = {}
+    if config.train.patience is not None:
+        known = ledger.column(ACCURACY_VAL)
+        chosen = known.index(max(known))
+        at, accuracy = (ledger.column(name)[chosen] for name in ("round", "accuracy_mean"))
+        more["best on validation"] = f"round {at:.0f}, whose mean accuracy is {accuracy:.2%}"
     if config.data.unseen_clients:
         spread = f"{ledger.last('accuracy_unseen_std'):.2%}"
         more["unseen clients"] = f"{ledger.last('accuracy_unseen'):.2%} (spread {spread})"
@@ -41,7 +47,7 @@ def print_summary(
         clients = named(ledger.diverged.nonzero()[0].tolist())
         more["diverged"] = f"{ledger.diverged.sum()} times ({clients}; run.on_divergence)"
     if config.privacy.unit is not None:
-        privacy = f"epsilon {ledger.last('epsilon'):.3g}, delta {config.privacy.delta_in_use:g}"
+        privacy = f"epsilon {ledger.last(EPSILON):.3g}, delta {config.privacy.delta_in_use:g}"
         more[f"privacy of a {config.privacy.unit}"] = privacy
     moved = {"MPI, into rank 0": f"{readable_bytes(world.bytes_received)} in this start"}
     down, up = (readable_bytes(ledger.last(f"bytes_{way}")) for way in ("down", "up"))

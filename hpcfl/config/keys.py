@@ -138,6 +138,10 @@ class TrainConfig(Settings):
 
     rounds: int = Field(30, ge=1)
     """Number of communication rounds."""
+    patience: int | None = Field(None, ge=1)
+    """The run ends after so many evaluations in a row without a higher mean accuracy on validation samples
+    (`data.val_fraction`), which each evaluation then scores too: the column `accuracy_val` of metrics.csv.
+    Evaluations are `run.eval_every` rounds apart. Default: all rounds are done."""
     participation: float = Field(1.0, gt=0, le=1)
     """Share p of the N clients in a round: a cohort of max(1, floor(p N + 0.5))."""
     local_epochs: int = Field(5, ge=1)

@@ -184,6 +184,7 @@ def _check_needs(config: Config, sources: Registry) -> None:
         ("train.lr_decay_rounds", train.lr_decay_rounds, train.lr_decay < 1, "train.lr_decay below 1"),
         ("train.lr_end", train.lr_end, train.lr_decay == 1, "train.lr_decay=1"),
         ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
+        ("train.patience", train.patience, data.val_fraction > 0, "data.val_fraction, such as 0.2"),
         ("train.unseen_epochs", train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
         ("comm.topk_ratio", comm.topk_ratio, *topk),
         ("comm.error_feedback", comm.error_feedback, *topk),

@@ -28,11 +28,13 @@ class Evaluation:
     loss: np.ndarray
     after_download: np.ndarray
     """Accuracy of the model right after a download; nan where a client has none."""
+    accuracy_val: np.ndarray
+    """Accuracy on validation samples; nan without `train.patience`."""
 
     @staticmethod
     def zeros(num_clients: int) -> Evaluation:
         """Return the evaluation of `num_clients` clients before any of them is scored: all zeros."""
-        return Evaluation(*np.zeros((3, num_clients)))
+        return Evaluation(*np.zeros((4, num_clients)))
 
 
 class Evaluator:
@@ -43,6 +45,7 @@ class Evaluator:
         self._method, self._adapter = federation.method, federation.adapter
         self._finetunes = federation.config.train.finetune_epochs > 0
         self._split = federation.config.run.eval_split
+        self._scores_val = federation.config.train.patience is not None
         self._sampled: set[int] = set()
         self._counted_rounds = 0
 
@@ -60,7 +63,7 @@ class Evaluator:
         When the iteration ends, the server's `found` holds their scores; None: they are not scored.
         Collective: every rank must iterate to the end.
         """
-        rows = [torch.zeros(0, 3, dtype=torch.float64)]
+        rows = [torch.zeros(0, 4, dtype=torch.float64)]
         is_same = self._method.traits.eval_after == "download" and not self._finetunes
         for clients, down in self._federation.evaluation_downloads(server, cohort):
             before = None
@@ -69,13 +72,17 @@ class Evaluator:
             model = self._adapter.eval_model(clients, down)
             if found is not None:
                 scores = self.scores(clients, model)
-                rows.append(torch.cat([scores, (scores if before is None else before)[:, :1]], dim=1))
+                first = (scores if before is None else before)[:, :1]
+                of_val = self.scores(clients, model if self._scores_val else Message(), "val")[:, :1]
+                rows.append(torch.cat([scores, first, of_val], dim=1))
             yield model
             del model
         figures = None if found is None else self._federation.channel.collect(cohort, torch.cat(rows))
         if found is not None and figures is not None:
             everyone = list(cohort.clients)
-            found.accuracy[everyone], found.loss[everyone], found.after_download[everyone] = figures.T.numpy()
+            of_each = (found.accuracy, found.loss, found.after_download, found.accuracy_val)
+            for of_all, figure in zip(of_each, figures.T.numpy(), strict=True):
+                of_all[everyone] = figure
 
     def evaluate_unseen(self, server: State, done: int) -> Evaluation:
         """Let every client that takes no part in training adapt after `done` rounds; score it. Collective.
@@ -132,7 +139,7 @@ class Evaluator:
         def score(model: Message, group: tuple[slice, ClientGroup]) -> None:
             _, clients = group
             for position, client in enumerate(clients.ids):
-                probabilities, y = self._predictions(clients, model, position)
+                probabilities, y = self._predictions(clients, model, position, self._split)
                 scored = probabilities.double().cpu().numpy(), y.cpu().numpy()
                 rows.append(torch.tensor([metrics_of(*scored)], dtype=torch.float64))
                 counts = confusion(*scored)
@@ -151,16 +158,19 @@ class Evaluator:
         if cohort is not None:
             self._federation.on_server(partial(self._adapter.new_client_download, server, cohort))
 
-    def scores(self, clients: ClientGroup, model: Message) -> Tensor:
-        """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where a client has
-        none."""
+    def scores(self, clients: ClientGroup, model: Message, split: str | None = None) -> Tensor:
+        """Return (accuracy, mean loss) of each client's model as float64 [C, 2]; nan where a client has none.
+
+        `split` defaults to `run.eval_split`.
+        """
+        split = split or self._split
         if not model:
             return torch.full((len(clients), 2), torch.nan, dtype=torch.float64)
         if type(self._method).predict is Method.predict:
-            together = clients.scores(model, self._split)
+            together = clients.scores(model, split)
             if together is not None:
                 return together
-        return torch.cat([self._score(clients, model, position) for position in range(len(clients))])
+        return torch.cat([self._score(clients, model, position, split) for position in range(len(clients))])
 
     def client_diagnostics(self, done: int) -> State:
         """Bring the diagnostics of all clients to the server, one tensor [N, ...] per name. Collective."""
@@ -182,12 +192,14 @@ class Evaluator:
             self._counted_rounds += 1
         return len(self._sampled) / self._federation.num_clients
 
-    def _score(self, clients: ClientGroup, model: Message, position: int) -> Tensor:
+    def _score(self, clients: ClientGroup, model: Message, position: int, split: str) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""
-        is_right, loss = verdicts(*self._predictions(clients, model, position))
+        is_right, loss = verdicts(*self._predictions(clients, model, position, split))
         return torch.stack([is_right.mean(), loss.mean()]).cpu().unsqueeze(0)
 
-    def _predictions(self, clients: ClientGroup, model: Message, position: int) -> tuple[Tensor, Tensor]:
-        """Return the class probabilities [n, K] of one client's samples, and their classes [n]."""
-        x, y = clients.samples(self._split, position)
+    def _predictions(
+        self, clients: ClientGroup, model: Message, position: int, split: str
+    ) -> tuple[Tensor, Tensor]:
+        """Return the class probabilities [n, K] of one client's samples of a split, and their classes [n]."""
+        x, y = clients.samples(split, position)
         return self._method.predict(clients, model, position, x), y

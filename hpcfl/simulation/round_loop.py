@@ -23,7 +23,7 @@ from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, 
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.ledger import Ledger
+from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger, has_stopped
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
 from hpcfl.training.batches import drawn_share
@@ -89,11 +89,15 @@ class Simulation:
         self._experiment = experiment
         self._federation = Federation(experiment, world)
         layers = [layer.name for layer in self.method.layers]
+        is_there = {
+            ACCURACY_VAL: self.config.train.patience is not None,
+            EPSILON: self.config.privacy.unit is not None,
+        }
         self.ledger = Ledger(
             self._federation.num_clients,
             layers,
             self._federation.num_unseen,
-            is_private=self.config.privacy.unit is not None,
+            others=[name for name, has in is_there.items() if has],
         )
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
@@ -129,29 +133,40 @@ class Simulation:
             self._folder.write_partition(*self._experiment.samples_by_class)
         self._wall_before_s = self.ledger.wall_s
         self._progress.start(first, train.rounds)
-        for number in range(first, train.rounds):
+        done, is_over = first, self._is_over(first)
+        while not is_over:
             began_s, waited_s = time.monotonic(), self._world.waited_s
-            done = number + 1
+            cohort = self._federation.placed(self.cohort(done))
+            done += 1
             self._world.phase = f"in round {done}"
-            is_last = done == train.rounds
-            is_evaluated = is_last or done % run.eval_every == 0
-            after_training = self._round(self._federation.placed(self.cohort(number)), is_evaluated)
+            is_evaluated = done == train.rounds or done % run.eval_every == 0
+            after_training = self._round(cohort, is_evaluated)
             self.timing.round_s.append(time.monotonic() - began_s)
             self.timing.wait_s.append(self._world.waited_s - waited_s)
             if is_evaluated:
                 self._evaluate(done, after_training)
             self._longest_s = max(self._longest_s, time.monotonic() - began_s)
-            stops = not is_last and self._must_stop()
-            if is_last or stops or done % run.checkpoint_every == 0:
-                self._save(done, with_models=is_last)
+            is_over = self._is_over(done)
+            stops = not is_over and self._must_stop()
+            if is_over or stops or done % run.checkpoint_every == 0:
+                self._save(done, with_models=is_over)
             self._progress.round_done(done, self.ledger)
             if stops:
                 return "stopped"
-        added = self._evaluator.client_metrics(self.server, train.rounds) if run.metrics else None
+        added = self._evaluator.client_metrics(self.server, done) if run.metrics else None
         if self._folder is not None:
             experiment = self._experiment
             self._folder.write_clients(self.ledger, experiment.num_train, experiment.num_evaluated, added)
-        return "already finished" if first == train.rounds else "finished"
+        return "already finished" if first == done else "finished"
+
+    def _is_over(self, done: int) -> bool:
+        """Whether no round follows the first `done`: all are done, or `train.patience` is over. Collective."""
+        train = self.config.train
+        if done == train.rounds or train.patience is None:
+            return done == train.rounds
+        # workers have no evaluations
+        known = self.ledger.column(ACCURACY_VAL)
+        return self._world.maximum(int(has_stopped(known, train.patience))) == 1
 
     def cohort(self, number: int) -> Cohort:
         """Sample the clients of round `number`, the same on every rank without a message."""
@@ -310,20 +325,21 @@ class Simulation:
             self._evaluator.coverage(done),
             {name: value.numpy() for name, value in known.items()},
             {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
-            self._epsilon(done),
+            self._others(done, found),
         )
         self._folder.append_files(self.ledger)
 
-    def _epsilon(self, done: int) -> float:
-        """Return epsilon after `done` rounds, on the server; nan without `privacy.unit`."""
+    def _others(self, done: int, found: Evaluation) -> dict[str, float]:
+        """Return the values of metrics.csv's other columns after `done` rounds, on the server."""
         privacy, train = self.config.privacy, self.config.train
+        others = {} if train.patience is None else {ACCURACY_VAL: float(found.accuracy_val.mean())}
         if privacy.unit == "client":
-            return epsilon_of_clients(privacy, train.participation, done)
+            others[EPSILON] = epsilon_of_clients(privacy, train.participation, done)
         if privacy.unit == "sample":
             sizes = self._experiment.num_train[: self._federation.num_clients].tolist()
             shares = [drawn_share(size, train) for size in sizes]
-            return epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
-        return float("nan")
+            others[EPSILON] = epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
+        return others
 
     def _save(self, done: int, with_models: bool = False) -> None:
         """Write a checkpoint after `done` rounds, with the evaluated models if asked. Collective.

@@ -49,6 +49,8 @@ UNSEEN_METRICS = ("accuracy_unseen", "accuracy_unseen_std", "loss_unseen")
 once they have adapted, and their mean loss."""
 EPSILON = "epsilon"
 """One more column with `privacy.unit`: epsilon of all rounds so far."""
+ACCURACY_VAL = "accuracy_val"
+"""One more column with `train.patience`: plain mean of the clients' accuracies on validation samples."""
 WHOLE_NUMBERS = frozenset({"round", "diverged"} | {name for name in METRICS if "bytes" in name})
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
@@ -82,18 +84,14 @@ class Ledger:
     """Rows of metrics.csv and bytes.csv so far, and the bytes of each client.
 
     Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`. `num_unseen` clients take no
-    part in training, and are scored apart; `is_private` tells whether there is an epsilon.
+    part in training, and are scored apart; `others` are more columns, such as EPSILON.
     """
 
     def __init__(
-        self, num_clients: int, layers: Sequence[str], num_unseen: int = 0, is_private: bool = False
+        self, num_clients: int, layers: Sequence[str], num_unseen: int = 0, others: Sequence[str] = ()
     ) -> None:
-        self._num_unseen, self._is_private = num_unseen, is_private
-        self._columns = (
-            *METRICS,
-            *(UNSEEN_METRICS if num_unseen else ()),
-            *((EPSILON,) if is_private else ()),
-        )
+        self._num_unseen, self._is_private = num_unseen, EPSILON in others
+        self._columns = (*METRICS, *(UNSEEN_METRICS if num_unseen else ()), *others)
         self._layers = list(layers)
         self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
         self.metrics: list[list[float]] = []
@@ -179,13 +177,14 @@ class Ledger:
         coverage: float,
         of_method: Mapping[str, np.ndarray],
         of_unseen: Mapping[str, np.ndarray] | None = None,
-        epsilon: float = float("nan"),
+        others: Mapping[str, float] | None = None,
     ) -> None:
         """Add one evaluation after `round` completed rounds.
 
         Takes accuracy and loss of each client's evaluated model [N], the accuracy at each of MOMENTS [N] (nan
         where a client has no such model), the share of clients that were sampled at least once, the method's
-        history, and `accuracy` and `loss` [U] of clients that take no part in training, if there are any.
+        history, `accuracy` and `loss` [U] of clients that take no part in training, if there are any, and the
+        values of other columns.
         """
         values = {
             "round": round,
@@ -198,7 +197,7 @@ class Ledger:
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
             "diverged": self.diverged.sum(),
-            EPSILON: epsilon,
+            **(others or {}),
         } | self.spent
         for direction, name in enumerate(DIRECTIONS):
             values[f"bytes_{name}"] = self._total[direction, :-2].sum()
@@ -348,8 +347,15 @@ def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
     found = {name: tuple(table.columns) for name, table in tables.items()}
     columns = found.get("metrics", ())
     others = columns[len(METRICS) :]
-    knows = columns[: len(METRICS)] == METRICS and set(others) <= {*UNSEEN_METRICS, EPSILON}
+    knows = columns[: len(METRICS)] == METRICS and set(others) <= {*UNSEEN_METRICS, EPSILON, ACCURACY_VAL}
     return knows and found.get("pending") == PENDING
+
+
+def has_stopped(accuracies: Sequence[float], patience: int | None) -> bool:
+    """Whether a run with `train.patience` has ended, given its column ACCURACY_VAL."""
+    if patience is None or not len(accuracies):
+        return False
+    return len(accuracies) - 1 - int(np.argmax(accuracies)) >= patience
 
 
 def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> None:

@@ -26,7 +26,14 @@ from hpcfl.methods import METHODS
 from hpcfl.parameters import ParameterLayout
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import SCHEMA, LoadedCheckpoint
-from hpcfl.storage.ledger import ClientMetrics, Ledger, can_restore, write_partition
+from hpcfl.storage.ledger import (
+    ACCURACY_VAL,
+    ClientMetrics,
+    Ledger,
+    can_restore,
+    has_stopped,
+    write_partition,
+)
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
 from hpcfl.storage.slurm import job
@@ -66,6 +73,7 @@ class RunFolder:
         """The round from which the run resumes; None at round 0."""
         self._config = config
         self._tracker: Tracker | None = None
+        self._has_ended = False
         self._lock: FolderLock | None = None
         self._log_is_refused = False
 
@@ -140,8 +148,7 @@ class RunFolder:
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
-        is_finished = self.store.last_round == self._config.train.rounds
-        if record is not None and is_finished:
+        if record is not None and self._is_over:
             return
         environment = _environment(ranks, command)
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
@@ -151,6 +158,15 @@ class RunFolder:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, self.path / "config.yaml")
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether no round follows the newest checkpoint."""
+        train, known = self._config.train, []
+        if self.checkpoint is not None and train.patience is not None:
+            found = self.checkpoint.ledger["metrics"]
+            known = found.values[:, list(found.columns).index(ACCURACY_VAL)].tolist()
+        return self.store.last_round == train.rounds or has_stopped(known, train.patience)
 
     def _check_checkpoint(self, layout: ParameterLayout) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
@@ -206,6 +222,7 @@ class RunFolder:
         """Write clients.csv, which marks a finished run, and confusion.csv if `run.metrics` is true."""
         with self._writing("clients.csv"):
             ledger.write_clients(self.path, num_train, num_evaluated, added)
+        self._has_ended = True
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint."""
@@ -278,7 +295,7 @@ class RunFolder:
     def _close_tracker(self) -> None:
         if (tracker := self._tracker) is not None:
             with self._tracker_or_warning():
-                tracker.close(self.store.last_round == self._config.train.rounds)
+                tracker.close(self._has_ended)
 
     def log(self, text: str) -> None:
         """Append a line with the time of day to log.txt; a run continues without, after one warning."""

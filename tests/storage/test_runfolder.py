@@ -183,7 +183,7 @@ def test_the_record_describes_the_run_and_can_be_run(
     assert main([str(folder / "config.yaml"), "--quiet", "--out", str(again)]) == FINISHED
     assert untimed(again) == untimed(folder)
     assert main([str(folder / "config.yaml"), "--out", str(folder)]) == FINISHED
-    assert "this run is finished, all 3 rounds are done" in capsys.readouterr().out
+    assert "this run is finished, no round follows round 3" in capsys.readouterr().out
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(
@@ -194,7 +194,7 @@ def test_a_finished_run_says_so_and_stays_as_it_is(
     neutral = ["data.root=elsewhere", "run.checkpoint_every=1"]
     assert main([*TINY, *neutral, "--out", str(folder)]) == FINISHED
     out, err = capsys.readouterr()
-    assert "this run is finished, all 3 rounds are done; --fresh starts over" in out
+    assert "this run is finished, no round follows round 3; --fresh starts over" in out
     assert "resuming" not in out
     assert f"mean accuracy, round {ROUNDS}" in out
     assert f"  in {folder}" in out

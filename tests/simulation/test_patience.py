@@ -1,0 +1,82 @@
+"""`train.patience`: a run ends when its accuracy on validation samples has not risen for some evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bits import differing, run_here, run_killed_in_round, tiny_settings, write_digits
+from harness import Run
+from processes import Mpirun
+
+from hpcfl.errors import UserError
+from hpcfl.results.run import load_run
+from hpcfl.storage.ledger import has_stopped
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("accuracies", "patience", "stops"),
+    [
+        ([], 1, False),
+        ([0.5], 1, False),
+        ([0.5, 0.6, 0.6], 1, True),
+        ([0.5, 0.6, 0.6], 2, False),
+        ([0.5, 0.6, 0.6, 0.55], 2, True),
+        ([0.5, 0.6, 0.5, 0.7], 2, False),
+        ([0.5, 0.4, 0.3], None, False),
+    ],
+)
+def test_a_run_ends_after_so_many_evaluations_without_a_better_one(
+    accuracies: list[float], patience: int | None, stops: bool
+) -> None:
+    assert has_stopped(accuracies, patience) == stops
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> list[str]:
+    """Settings whose accuracy stops rising long before the last of 40 rounds."""
+    digits = tmp_path / "digits.npz"
+    write_digits(digits)
+    of_run = ["method.name=fedper", "data.val_fraction=0.3", "data.subset_per_class=40", "data.clients=5"]
+    of_run += ["train.rounds=40", "train.patience=2", "run.eval_every=2", "run.checkpoint_every=3"]
+    return [*tiny_settings(digits), *of_run]
+
+
+def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
+    keys: list[str], tmp_path: Path, mpirun: Mpirun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, three, killed = (tmp_path / name for name in ("one", "three", "killed"))
+    assert run_here(one, keys) == 0
+    run = load_run(one)
+    assert run.is_finished
+    of_val = run.metrics["accuracy_val"]
+    assert has_stopped(of_val.tolist(), 2)
+    assert not has_stopped(of_val[:-1].tolist(), 2)
+    assert run.done == 2 * len(of_val) < 40
+    assert run.model(0)
+    # a run of that many rounds without patience
+    plain = tmp_path / "plain"
+    assert run_here(plain, [*keys, "train.patience=null", f"train.rounds={run.done}"]) == 0
+    expected = load_run(plain)
+    np.testing.assert_array_equal(run.clients["accuracy"], expected.clients["accuracy"])
+    # the file's own model is that of validation samples
+    validated = tmp_path / "validated"
+    assert run_here(validated, [*keys, "run.eval_split=val", f"train.rounds={run.done}"]) == 0
+    np.testing.assert_array_equal(load_run(validated).metrics["accuracy_mean"], of_val)
+    done = mpirun(3, "-m", "hpcfl.main", "--quiet", "--out", three, *keys)
+    assert done.returncode == 0, done.stderr
+    run_killed_in_round(run.done - 2, killed, keys)
+    assert run_here(killed, keys) == 0
+    assert differing(one, three) == differing(one, killed) == []
+    files = {path: path.read_bytes() for path in one.iterdir() if path.suffix in (".csv", ".yaml", ".h5")}
+    capsys.readouterr()
+    assert run_here(one, keys) == 0
+    assert {path: path.read_bytes() for path in files} == files
+
+
+@pytest.mark.quick
+def test_patience_needs_validation_samples() -> None:
+    with pytest.raises(UserError, match=r"train.patience=3 needs data.val_fraction, such as 0.2"):
+        Run("train.patience=3")
