@@ -160,7 +160,7 @@ class Simulation:
         return "already finished" if first == done else "finished"
 
     def _is_over(self, done: int) -> bool:
-        """Whether no round follows the first `done`: all are done, or `train.patience` is over. Collective."""
+        """Whether no round follows the first `done`: all are done, or its patience is over. Collective."""
         train = self.config.train
         if done == train.rounds or train.patience is None:
             return done == train.rounds
