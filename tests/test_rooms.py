@@ -26,7 +26,7 @@ ROOMS = [
     ["storage"],
     ["registries"],
     ["methods"],
-    ["training"],
+    ["privacy", "training"],
     ["communication", "data", "models"],
     ["parameters", "samples", "torchvision_parts"],
     ["config"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,7 +15,8 @@ from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shard import Shard
 from hpcfl.methods import Context
-from hpcfl.models import ConvNetOptions
+from hpcfl.models import ConvNetOptions, NetworkOptions
+from hpcfl.models.sequences import LstmOptions, TransformerOptions
 from hpcfl.randomness import numpy_stream, torch_stream
 from hpcfl.samples import SampleType
 from hpcfl.training.batches import minibatches
@@ -22,16 +24,32 @@ from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import BatchedEngine, Engine, LoopEngine, has_bfloat16
 
 CPU = torch.device("cpu")
-IMAGE = (3, 32, 32)
 NUM_CLASSES = 10
 TRAIN_SAMPLES = 420
 TRAIN = TrainConfig(batch_size=32, lr=0.01, local_epochs=1)
+IMAGES = SampleType((3, 32, 32))
+TOKENS = SampleType((80,), 100)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A network whose training step is timed."""
+
+    called: str
+    model: str
+    options: NetworkOptions
+    sample: SampleType
+    goal: float
+
+
+LENET = Timed("LeNet-16/32 with BatchNorm", "lenet", ConvNetOptions(batchnorm=True), IMAGES, 0.65)
 NETWORKS = (
-    ("LeNet-16/32 with BatchNorm", "lenet", True, 0.65),
-    ("FedAvgCNN", "fedavgcnn", False, 0.75),
-    ("LeNet-6/16", "lenet_small", False, 0.9),
+    LENET,
+    Timed("FedAvgCNN", "fedavgcnn", ConvNetOptions(), IMAGES, 0.75),
+    Timed("LeNet-6/16", "lenet_small", ConvNetOptions(), IMAGES, 0.9),
+    Timed("LSTM on 80 tokens", "lstm", LstmOptions(), TOKENS, 1.1),
+    Timed("transformer on 80 tokens", "transformer", TransformerOptions(), TOKENS, 1.1),
 )
-"""Networks whose training step is timed: what they are called, name, BatchNorm, goal."""
 CLIENTS_AT_ONCE = {"cuda": 100, "cpu": 4}
 """Clients that the batched engine trains, by device."""
 GPU_GOAL = 0.05
@@ -41,19 +59,18 @@ GPU_GOAL = 0.05
 def training_steps(repeats: int) -> Iterator[Ratio]:
     """Compare an epoch of the loop engine with a bare PyTorch loop on the same model and data."""
     steps = len(minibatches(TRAIN_SAMPLES, TRAIN.batch_size))
-    shard = _random_shard(1)
-    for called, model, batchnorm, goal in NETWORKS:
-        context = context_of(1, model, batchnorm)
+    for network in NETWORKS:
+        context, shard = context_of(1, network), _random_shard(1, network.sample)
         loop = LoopEngine(context.network, context.layout)
         ours = _epoch(context, shard, loop, loop)
         ratio, ours_s, bare_s = compare(ours, _bare_epoch(context, shard), repeats)
         each = f"{ours_s / steps * 1e3:.1f} and {bare_s / steps * 1e3:.1f} ms, batch {TRAIN.batch_size}"
-        yield Ratio(f"training step, {called}: loop engine / bare PyTorch", ratio, goal, each)
+        yield Ratio(f"training step, {network.called}: loop engine / bare PyTorch", ratio, network.goal, each)
         if has_bfloat16():
             rounded = LoopEngine(context.network, context.layout, "bfloat16")
             ratio, rounded_s, plain_s = compare(_epoch(context, shard, rounded, rounded), ours, repeats)
             each = f"{rounded_s / steps * 1e3:.1f} and {plain_s / steps * 1e3:.1f} ms"
-            yield Ratio(f"training step, {called}: bfloat16 / float32", ratio, detail=each)
+            yield Ratio(f"training step, {network.called}: bfloat16 / float32", ratio, detail=each)
 
 
 def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
@@ -62,7 +79,7 @@ def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
     context = context_of(count)
     # as in a run, unless run.tf32 says otherwise
     torch.backends.cudnn.allow_tf32 = False
-    network, shard = context.build_network(-1).to(device), _random_shard(count, device)
+    network, shard = context.build_network(-1).to(device), _random_shard(count, LENET.sample, device)
     loop = LoopEngine(network, context.layout)
     batched = BatchedEngine(network, context.layout, count)
     one_by_one = _epoch(context, shard, loop, loop, device)
@@ -74,11 +91,10 @@ def engines(device: torch.device, repeats: int) -> Iterator[Ratio]:
     yield Ratio(name, ratio, GPU_GOAL if device.type == "cuda" else None, detail)
 
 
-def context_of(num_clients: int, model: str = "lenet", batchnorm: bool = True) -> Context:
-    """Return a run's context with so many clients of TRAIN_SAMPLES images."""
-    options = ConvNetOptions(batchnorm=batchnorm)
+def context_of(num_clients: int, timed: Timed = LENET) -> Context:
+    """Return a run's context with so many clients of TRAIN_SAMPLES samples."""
     num_samples = torch.full((num_clients,), TRAIN_SAMPLES)
-    return Context(model, options, SampleType(IMAGE), NUM_CLASSES, num_samples, TRAIN, 0)
+    return Context(timed.model, timed.options, timed.sample, NUM_CLASSES, num_samples, TRAIN, 0)
 
 
 def _epoch(
@@ -123,13 +139,16 @@ def _bare_epoch(context: Context, shard: Shard) -> Callable[[], None]:
     return work
 
 
-def _random_shard(num_clients: int, device: torch.device = CPU) -> Shard:
-    """Return TRAIN_SAMPLES random images for each client, all of them to train on."""
-    x = numpy_stream(0, "bench").standard_normal((TRAIN_SAMPLES * num_clients, *IMAGE), np.float32)
+def _random_shard(num_clients: int, sample: SampleType, device: torch.device = CPU) -> Shard:
+    """Return TRAIN_SAMPLES random samples for each client, all of them to train on."""
+    shape, stream = (TRAIN_SAMPLES * num_clients, *sample.shape), numpy_stream(0, "bench")
+    if sample.vocabulary is None:
+        x: np.ndarray = stream.standard_normal(shape, np.float32)
+    else:
+        x = stream.integers(sample.vocabulary, size=shape)
     y = np.arange(len(x)) % NUM_CLASSES
     none = np.empty(0, np.int64)
     parts = [ClientIndices(own, none, none) for own in np.split(np.arange(len(x)), num_clients)]
-    mean, std = (0.0,) * IMAGE[0], (1.0,) * IMAGE[0]
-    return Shard.build(
-        Arrays(x, y, NUM_CLASSES, 1.0, mean, std), parts, range(num_clients), mean, std, device
-    )
+    mean, std = (0.0,) * sample.channels, (1.0,) * sample.channels
+    arrays = Arrays(x, y, NUM_CLASSES, 1.0, mean, std, vocabulary=sample.vocabulary)
+    return Shard.build(arrays, parts, range(num_clients), mean, std, device)

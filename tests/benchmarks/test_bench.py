@@ -70,7 +70,7 @@ def test_training_steps_are_measured(
     monkeypatch.setattr(steps, "TRAIN_SAMPLES", 64)
     assert main(["bench", "--parts", "steps", "--repeats", "1"]) == FINISHED
     shown = capsys.readouterr().out
-    for name in ("LeNet-16/32 with BatchNorm", "FedAvgCNN", "LeNet-6/16"):
+    for name in ("LeNet-16/32 with BatchNorm", "FedAvgCNN", "LeNet-6/16", "LSTM on 80", "transformer on 80"):
         assert f"training step, {name}" in shown
 
 
