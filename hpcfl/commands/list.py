@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 from hpcfl.commands.arguments import Parser
-from hpcfl.commands.reference import Key, about, citation, keys
+from hpcfl.commands.reference import Key, about, citation, goes_with, keys
 from hpcfl.communication.codecs import CODECS
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.own_code import allow
@@ -14,7 +14,7 @@ from hpcfl.data.partitions import PARTITIONS, add_own_partition
 from hpcfl.data.sources import SOURCES, add_own_source
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean, markdown
-from hpcfl.methods import METHODS, Method, add_own_method
+from hpcfl.methods import METHODS, add_own_method
 from hpcfl.models import MODELS, add_own_model
 
 OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
@@ -62,7 +62,9 @@ def parser() -> Parser:
 
 def _print_names() -> None:
     kinds: dict[str, dict[str, str]] = {
-        "method": {name: f"{method.summary}{_goes_with(method)}" for name, method in METHODS.items()},
+        "method": {
+            name: f"{'; '.join([method.summary, *goes_with(method)])}" for name, method in METHODS.items()
+        },
         "source": {name: source.description for name, source in SOURCES.items()},
         "partition": {name: partition.description for name, partition in PARTITIONS.items()},
         "model": {
@@ -73,15 +75,6 @@ def _print_names() -> None:
     for kind, entries in kinds.items():
         for name, description in entries.items():
             print(f"{kind} {name}: {description}")
-
-
-def _goes_with(method: type[Method]) -> str:
-    """Return what a method takes and refuses, as the end of its line."""
-    traits, optimiser = method.traits, ["server.optimiser"] if method.traits.averages else []
-    takes = [*optimiser, *(f"privacy.unit={unit}" for unit in method.private)]
-    refuses = [f"train.{key}" for key in traits.refuses]
-    parts = [("takes", takes), ("refuses", refuses)]
-    return "".join(f"; {verb} {', '.join(names)}" for verb, names in parts if names)
 
 
 def _chosen(words: Sequence[str]) -> list[Key]:

@@ -20,7 +20,7 @@ from hpcfl.config import DEFAULT_METHOD, DEFAULT_SOURCE, TrainConfig
 from hpcfl.config.keys import COMMON, Settings
 from hpcfl.config.messages import kind_in_words, shown, values_of
 from hpcfl.data.sources import SOURCES
-from hpcfl.methods import METHODS
+from hpcfl.methods import METHODS, Method
 from hpcfl.registries import REGISTRIES
 
 _ORIGINS = "authors?|paper|code|PFLlib|FedEM|FedRep|FLGo|FL-bench|MOON|pFedHN|pFedLA|pFedMB|LEAF"
@@ -69,6 +69,14 @@ def about(group: str) -> str:
         return ""
     known = _CHOICES[prefix].known[name]
     return str(known.summary if prefix == "method" else known.description)
+
+
+def goes_with(method: type[Method]) -> list[str]:
+    """Return what a method takes and refuses beside its own keys, a phrase each."""
+    optimiser = ["server.optimiser"] if method.traits.averages else []
+    takes = [*optimiser, *(f"privacy.unit={unit}" for unit in method.private)]
+    refuses = [f"train.{key}" for key in method.traits.refuses]
+    return [f"{verb} {', '.join(names)}" for verb, names in (("takes", takes), ("refuses", refuses)) if names]
 
 
 def citation(group: str) -> str:

@@ -18,8 +18,8 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from hpcfl.commands.reference import Key, about, citation, keys
-from hpcfl.methods import METHODS
+from hpcfl.commands.reference import Key, about, citation, goes_with, keys
+from hpcfl.methods import METHODS, Method
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -71,8 +71,21 @@ def method_page(name: str, known: Iterable[Key]) -> str:
     parts += ["## Keys", keys_table(own) if own else "It has no keys of its own.\n"]
     parts[-1] = parts[-1].rstrip("\n")
     parts += ["## What it sends", sends(name)]
+    parts += ["## What goes with it", goes_with_text(METHODS[name])]
     code = f"[`hpcfl/methods/{name}.py`](../../hpcfl/methods/{name}.py)"
     return "\n\n".join(parts) + f"\n\nThe code: {code}.\n"
+
+
+def goes_with_text(method: type[Method]) -> str:
+    """Return what a method takes and refuses, and why."""
+    lines = [f"It {phrase}." for phrase in goes_with(method)]
+    lines += [
+        f"`train.{key}` is refused by a method {reason}." for key, reason in method.traits.refuses.items()
+    ]
+    units = [f"`{unit}`" for unit in ("client", "sample") if unit not in method.private]
+    if units:
+        lines.append(f"What it sends would not be private with `privacy.unit` {' or '.join(units)}.")
+    return "\n".join(lines)
 
 
 def keys_page(known: Iterable[Key]) -> str:
