@@ -78,13 +78,14 @@ def method_page(name: str, known: Iterable[Key]) -> str:
 
 def goes_with_text(method: type[Method]) -> str:
     """Return what a method takes and refuses, and why."""
-    lines = [f"It {phrase}." for phrase in goes_with(method)]
-    lines += [
-        f"`train.{key}` is refused by a method {reason}." for key, reason in method.traits.refuses.items()
-    ]
-    units = [f"`{unit}`" for unit in ("client", "sample") if unit not in method.private]
+    lines = [f"It {phrase}." for phrase in goes_with(method) if phrase.startswith("takes")]
+    of_reason: dict[str, list[str]] = {}
+    for key, reason in method.traits.refuses.items():
+        of_reason.setdefault(reason, []).append(f"`train.{key}`")
+    lines += [f"It refuses {', '.join(names)}: a method {reason}." for reason, names in of_reason.items()]
+    units = [f"`privacy.unit={unit}`" for unit in ("client", "sample") if unit not in method.private]
     if units:
-        lines.append(f"What it sends would not be private with `privacy.unit` {' or '.join(units)}.")
+        lines.append(f"It refuses {' and '.join(units)}, which would not make private what it sends.")
     return "\n".join(lines)
 
 
