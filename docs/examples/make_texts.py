@@ -1,7 +1,7 @@
 """Write texts.npz from a CSV file of AG News: python make_texts.py test.csv
 
-Lines are class (1 to 4), title and text. A sample is its first 64 words as numbers: 0 fills up, 1 is any word that
-is not among the 4,998 commonest.
+Lines are class (1 to 4), title and text. A sample is its first 64 words as numbers: 0 fills up, 1 is any word
+that is not among the 4,998 commonest.
 """
 
 import csv
