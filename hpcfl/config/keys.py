@@ -27,9 +27,17 @@ Direction = Literal["down", "up"]
 Layout = Literal["NHWC", "NCHW", "NCL", "NLC"]
 Optimiser = Literal["adam", "adamw"]
 Change = Literal["crop", "flip"]
+ShiftKind = Literal["rotation", "colour", "noise", "blur"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_TOPK_RATIO = 0.1
+SHIFT_STRENGTHS: dict[ShiftKind, tuple[float, float]] = {
+    "rotation": (45.0, 180.0),
+    "colour": (0.5, 1.0),
+    "noise": (0.3, math.inf),
+    "blur": (1.0, math.inf),
+}
+"""Default and largest `data.shift_strength` of each shift."""
 ADAM_DEFAULTS = (0.9, 0.999, 1e-8)
 """Defaults of `train.beta1`, `train.beta2` and `train.epsilon`."""
 SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
@@ -113,6 +121,31 @@ class DataConfig(Settings):
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
     them; at least one client must remain for training. They get the last ids. At every evaluation they adapt
     as new clients (`train.unseen_epochs`) and are reported separately. Default, or 0: no such clients."""
+
+    shift: ShiftKind | None = None
+    """Change of each client's images, in all splits and before normalisation, so that clients differ in their
+    features; over any partition. The change of a client depends on its number and `data.seed` alone. N counts
+    all clients; those of `data.unseen_clients` have the last numbers, and so the last changes. Samples for
+    `hpcfl predict` and exported models must have their client's change already. Default: none.
+
+    rotation: client c turns its images by an angle, the angles evenly spread from -strength to +strength
+    degrees; with `data.shift_groups` by 360 c / G degrees (multiples of 90 degrees move the pixels of square
+    images as they are); corners become 0. colour: each channel is multiplied by a number of the client from
+    1 - strength to 1 + strength; a grey image too, and a number from -strength/2 to strength/2 is added.
+    noise: Gaussian, its standard deviation growing over the clients from 0 to strength. blur: Gaussian, its
+    standard deviation growing over the clients from 0 to strength pixels. Values of bytes count from 0 to 1;
+    they are not cut off there. `data.normalise=standard` has mean and deviation of the images before."""
+    shift_strength: float | None = Field(None, gt=0)
+    """Strength of `data.shift`; default: 45 degrees of rotation, 0.5 of colour, 0.3 of noise, 1 pixel of
+    blur."""
+    shift_groups: int | None = Field(None, ge=2)
+    """Number G of different shifts: client c has that of group c mod G; default: each client has its own."""
+
+    @property
+    def shift_size(self) -> float:
+        """`shift_strength`, or its default, of a `shift`."""
+        assert self.shift is not None
+        return SHIFT_STRENGTHS[self.shift][0] if self.shift_strength is None else self.shift_strength
 
     @field_validator("unseen_clients")
     @classmethod

@@ -14,6 +14,7 @@ from hpcfl.config.keys import (
     GROUPS,
     RESULT_NEUTRAL,
     SERVER_DEFAULTS,
+    SHIFT_STRENGTHS,
     Chosen,
     Config,
     Settings,
@@ -181,6 +182,8 @@ def _check_needs(config: Config, sources: Registry) -> None:
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
     needs: list[tuple[str, Any, bool, str]] = [
         ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
+        ("data.shift_groups", data.shift_groups, data.shift is not None, "data.shift"),
+        ("data.shift_strength", data.shift_strength, data.shift is not None, "data.shift"),
         ("train.lr_decay_rounds", train.lr_decay_rounds, train.lr_decay < 1, "train.lr_decay below 1"),
         ("train.lr_end", train.lr_end, train.lr_decay == 1, "train.lr_decay=1"),
         ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
@@ -195,6 +198,12 @@ def _check_needs(config: Config, sources: Registry) -> None:
         whole = "another data.partition.name than given, whose clients keep all their samples"
         needs.append((key, value, not is_given, whole))
         needs.append((key, value, getattr(data, f"subset_{other}") is None, f"data.subset_{other}=null"))
+    if data.shift is not None:
+        largest = SHIFT_STRENGTHS[data.shift][1]
+        strength, kind = ("data.shift_strength", data.shift_strength), f"data.shift={data.shift}"
+        needs.append((*strength, data.shift_size <= largest, f"to be at most {largest:g} with {kind}"))
+        is_free = data.shift != "rotation" or data.shift_groups is None
+        needs.append((*strength, is_free, f"data.shift_groups=null with {kind}"))
     for key in ("beta1", "beta2", "epsilon"):
         is_adam = train.optimiser is not None
         needs.append((f"train.{key}", getattr(train, key), is_adam, "train.optimiser=adam or adamw"))

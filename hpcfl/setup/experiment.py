@@ -14,6 +14,7 @@ from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
+from hpcfl.data.shift import check_shift, shift_of
 from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
@@ -115,6 +116,7 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
 
 def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
     """Return what a method and its networks need to know of the data. May raise UserError."""
+    check_shift(data, arrays.sample)
     in_training = parts[: len(parts) - data.num_unseen(len(parts))]
     train = np.concatenate([part.train for part in in_training])
     mean, std = resolve_normalisation(arrays, data.normalise, train)
@@ -193,8 +195,9 @@ def assemble(
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     many_at_once = is_batched(config.run.engine, device, config.model.name)
     check_slow_precision(config.train.precision, many_at_once or device.type != "cpu")
-    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
-    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
+    shift = shift_of(config.data, config.data_seed, len(parts))
+    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift)
+    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device, shift)
     network = copy.deepcopy(method.network).to(device)
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
