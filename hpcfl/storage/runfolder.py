@@ -19,6 +19,7 @@ import yaml
 
 from hpcfl import __version__
 from hpcfl.config import ENVIRONMENT, Config, differences
+from hpcfl.data.bundled import digest_of_topics
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.formatting import readable_bytes
 from hpcfl.machine import package_versions, processor
@@ -144,6 +145,8 @@ class RunFolder:
         if record is not None and is_finished:
             return
         environment = _environment(ranks, command)
+        if self._config.data.source == "topics":
+            environment["topics"] = digest_of_topics()
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         unfinished = self.path / UNFINISHED_NAME
         with unfinished.open("w") as file:
@@ -340,6 +343,13 @@ class RunFolder:
             return None
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Warn of what may change the last bits; raise UserError if the texts of source `topics` differ."""
+        if "topics" in before and before["topics"] != now["topics"]:
+            raise UserError(
+                f"{self.path}: the help texts of data.source=topics are those of Python {before['python']}, "
+                f"and this Python {now['python']} has others; resume the run with that one, give --out DIR "
+                "for another folder, or --fresh to start over"
+            )
         for key in ("hpcfl", "torch", "processor", "workers"):
             if key in before and before[key] != now[key]:
                 warnings.warn(
