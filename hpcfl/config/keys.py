@@ -93,14 +93,19 @@ class DataConfig(Settings):
     root: str = Field("data", json_schema_extra=NO_RESULT)
     """Folder of downloaded data sets; changes no result."""
     path: str | None = None
-    """File of source `npz`; folder of sources `femnist` and `pfllib`."""
+    """File of source `npz`; folder of sources `domains`, `femnist` and `pfllib`."""
     layout: Layout | None = None
-    """Axis order of source `npz`: of images NHWC or NCHW, of series NCL or NLC (channels and steps); other
-    sources know theirs. Without it, x with three axes holds grey images."""
+    """Axis order of source `npz`, and of npz files of `domains`: of images NHWC or NCHW, of series NCL or NLC
+    (channels and steps); other sources know theirs. Without it, x with three axes holds grey images."""
     split: str = "mnist"
     """Split of source `emnist`, such as letters or byclass."""
+    image_size: int | None = Field(None, ge=1)
+    """Height and width, in pixels, to which the images of source `domains` are resized; default: they are
+    left, and must be of one size."""
     clients: int | None = Field(None, ge=1)
-    """Number of clients N; default: 10, or with partition `given` all that the source has."""
+    """Number of clients N; default: 10, or with partition `given` all that the source has. With source
+    `domains`, client c belongs to domain c mod D (domains in alphabetical order), and the partition divides
+    each domain's samples among its clients; with `given`, each domain is a client."""
     per_client: int | None = Field(None, ge=2)
     """Samples a client, all splits together; default: the most that is equal for all."""
     test_fraction: float = Field(0.3, gt=0, lt=1)

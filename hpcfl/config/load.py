@@ -182,6 +182,7 @@ def _check_needs(config: Config, sources: Registry) -> None:
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
     needs: list[tuple[str, Any, bool, str]] = [
         ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
+        ("data.image_size", data.image_size, data.source == "domains", "data.source=domains"),
         ("data.shift_groups", data.shift_groups, data.shift is not None, "data.shift"),
         ("data.shift_strength", data.shift_strength, data.shift is not None, "data.shift"),
         ("train.lr_decay_rounds", train.lr_decay_rounds, train.lr_decay < 1, "train.lr_decay below 1"),

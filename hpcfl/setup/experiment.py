@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.partitions import ClientIndices, count_classes, partition
+from hpcfl.data.partitions import PARTITIONS, ClientIndices, count_classes, partition, partition_in_domains
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
 from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
@@ -47,8 +48,9 @@ class Experiment:
     """Training samples of each client, int64 [N + U]."""
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N + U]."""
-    samples_by_class: tuple[np.ndarray, np.ndarray] | None
-    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each; on the server."""
+    samples_by_class: tuple[np.ndarray, np.ndarray, list[str]] | None
+    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each, and the domain of
+    each client [N + U], empty where the source has none; on the server."""
     engine_name: str
     """The engine and, on a GPU, its automatic settings."""
     state_device: torch.device
@@ -78,7 +80,14 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
 
 def read_source(data: DataConfig) -> Arrays:
     """Return the samples of the source. Raises UserError if they cannot be read."""
-    return load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
+    return load_arrays(
+        data.source,
+        root=data.root,
+        path=data.path,
+        layout=data.layout,
+        split=data.split,
+        image_size=data.image_size,
+    )
 
 
 def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
@@ -93,25 +102,38 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
     if data.subset_fraction is not None:
         chosen = subset_fraction(len(arrays.y), data.subset_fraction, config.data_seed)
-    parts = partition(
-        config.partition.name,
-        arrays.y[chosen],
-        arrays.num_classes,
-        num_clients=data.clients,
-        per_client=data.per_client,
-        test_fraction=data.test_fraction,
-        val_fraction=data.val_fraction,
-        seed=config.data_seed,
-        options=config.partition.options,
-        owner=None if arrays.owner is None else arrays.owner[chosen],
-        is_test=None if arrays.is_test is None else arrays.is_test[chosen],
-    )
+    owner = None if arrays.owner is None else arrays.owner[chosen]
+    request: dict[str, Any] = {
+        "per_client": data.per_client,
+        "test_fraction": data.test_fraction,
+        "val_fraction": data.val_fraction,
+        "seed": config.data_seed,
+        "options": config.partition.options,
+    }
+    pool = (config.partition.name, arrays.y[chosen], arrays.num_classes)
+    if arrays.domains and PARTITIONS[config.partition.name].counts is not None:
+        assert owner is not None
+        assert data.clients is not None
+        parts = partition_in_domains(
+            *pool, domain=owner, names=arrays.domains, num_clients=data.clients, **request
+        )
+    else:
+        is_test = None if arrays.is_test is None else arrays.is_test[chosen]
+        parts = partition(*pool, num_clients=data.clients, owner=owner, is_test=is_test, **request)
     num_unseen = data.num_unseen(len(parts))
     if num_unseen:
         drawn = numpy_stream(config.data_seed, "unseen clients").permutation(len(parts))
         order = [*sorted(drawn[num_unseen:]), *sorted(drawn[:num_unseen])]
         parts = [parts[number] for number in order]
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
+
+
+def domains_of(arrays: Arrays, parts: list[ClientIndices]) -> list[str]:
+    """Return the domain of each client; [] where the source has no domains."""
+    if not arrays.domains:
+        return []
+    assert arrays.owner is not None
+    return [arrays.domains[arrays.owner[part.train[0]]] for part in parts]
 
 
 def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
@@ -244,6 +266,7 @@ def assemble(
         samples_by_class = (
             count_classes(arrays.y, train, arrays.num_classes),
             count_classes(arrays.y, evaluated, arrays.num_classes),
+            domains_of(arrays, parts),
         )
     return Experiment(
         config=config,

@@ -198,10 +198,10 @@ class RunFolder:
             with self._tracker_or_warning():
                 self._tracker.append(ledger)
 
-    def write_partition(self, train: np.ndarray, evaluated: np.ndarray) -> None:
-        """Write partition.csv: each client's samples by class; `train` and `evaluated` are int64 [N, K]."""
+    def write_partition(self, train: np.ndarray, evaluated: np.ndarray, domains: Sequence[str] = ()) -> None:
+        """Write partition.csv, as `ledger.write_partition` does."""
         with self._writing("partition.csv"):
-            write_partition(self.path, train, evaluated)
+            write_partition(self.path, train, evaluated, domains)
 
     def write_clients(
         self, ledger: Ledger, num_train: np.ndarray, num_evaluated: np.ndarray, added: ClientMetrics | None
