@@ -27,6 +27,7 @@ Direction = Literal["down", "up"]
 Layout = Literal["NHWC", "NCHW", "NCL", "NLC"]
 Optimiser = Literal["adam", "adamw"]
 Change = Literal["crop", "flip"]
+Missing = Literal["mean", "drop"]
 ShiftKind = Literal["rotation", "colour", "noise", "blur"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
@@ -93,12 +94,24 @@ class DataConfig(Settings):
     root: str = Field("data", json_schema_extra=NO_RESULT)
     """Folder of downloaded data sets; changes no result."""
     path: str | None = None
-    """File of source `npz`; folder of sources `domains`, `femnist` and `pfllib`."""
+    """File of sources `npz` and `csv`; folder of sources `domains`, `femnist` and `pfllib`."""
     layout: Layout | None = None
     """Axis order of source `npz`, and of npz files of `domains`: of images NHWC or NCHW, of series NCL or NLC
     (channels and steps); other sources know theirs. Without it, x with three axes holds grey images."""
     split: str = "mnist"
     """Split of source `emnist`, such as letters or byclass."""
+    target: str | None = None
+    """Column of source `csv` with the class; its values, sorted, are the classes 0, 1, ... All other columns
+    are features, which must be numbers."""
+    categorical: list[str] | None = Field(None, min_length=1)
+    """Columns of source `csv`, such as [sex,job], each value of which is a feature, in sorted order: 1 where
+    it occurs, else 0. Columns of texts must be listed here."""
+    missing: Missing | None = None
+    """What is done where source `csv` lacks values. drop: such rows are left out. mean: a missing number is
+    the mean of its column over all rows. Default: they are refused."""
+    client_column: str | None = None
+    """Column of source `csv` with the client of each row, for `data.partition.name=given`; it is no
+    feature."""
     image_size: int | None = Field(None, ge=1)
     """Height and width, in pixels, to which the images of source `domains` are resized; default: they are
     left, and must be of one size."""

@@ -178,10 +178,16 @@ def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
     data, train, comm, server = config.data, config.train, config.comm, config.server
     readers = [name for name, source in sources.known.items() if source.path_names is not None]
+    is_given = config.partition.name == "given"
     topk = comm.codec == "topk", "comm.codec=topk"
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
     needs: list[tuple[str, Any, bool, str]] = [
         ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
+        *(
+            (f"data.{key}", getattr(data, key), data.source == "csv", "data.source=csv")
+            for key in ("target", "categorical", "missing", "client_column")
+        ),
+        ("data.client_column", data.client_column, is_given, "data.partition.name=given"),
         ("data.image_size", data.image_size, data.source == "domains", "data.source=domains"),
         ("data.shift_groups", data.shift_groups, data.shift is not None, "data.shift"),
         ("data.shift_strength", data.shift_strength, data.shift is not None, "data.shift"),
@@ -193,7 +199,6 @@ def _check_needs(config: Config, sources: Registry) -> None:
         ("comm.error_feedback", comm.error_feedback, *topk),
         ("comm.directions", comm.directions, comm.codec in coding, f"comm.codec={' or '.join(coding)}"),
     ]
-    is_given = config.partition.name == "given"
     for name, other in (("fraction", "per_class"), ("per_class", "fraction")):
         key, value = f"data.subset_{name}", getattr(data, f"subset_{name}")
         whole = "another data.partition.name than given, whose clients keep all their samples"
@@ -216,6 +221,11 @@ def _check_needs(config: Config, sources: Registry) -> None:
     for key, value, is_met, needed in needs:
         if value is not None and not is_met:
             raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}=null")
+    if data.source == "csv" and is_given and data.client_column is None:
+        raise UserError(
+            "data.partition.name=given with data.source=csv needs data.client_column=COLUMN, the client of "
+            "each row; set that, or another data.partition.name"
+        )
     if train.optimiser is not None and train.momentum:
         raise UserError(
             f"train.momentum={train.momentum:g} does not go with train.optimiser={train.optimiser}, which "

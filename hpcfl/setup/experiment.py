@@ -13,6 +13,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
+from hpcfl.data.csv_tables import TableColumns
 from hpcfl.data.partitions import PARTITIONS, ClientIndices, count_classes, partition, partition_in_domains
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
@@ -80,6 +81,9 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
 
 def read_source(data: DataConfig) -> Arrays:
     """Return the samples of the source. Raises UserError if they cannot be read."""
+    columns = None
+    if data.target is not None:
+        columns = TableColumns(data.target, data.categorical or (), data.missing, data.client_column)
     return load_arrays(
         data.source,
         root=data.root,
@@ -87,6 +91,7 @@ def read_source(data: DataConfig) -> Arrays:
         layout=data.layout,
         split=data.split,
         image_size=data.image_size,
+        columns=columns,
     )
 
 

@@ -237,7 +237,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ("comm.directions=up", "comm.directions=up needs comm.codec=float16 or int8 or topk; set that, or"),
         (
             "data.path=a.npz",
-            "data.path=a.npz needs data.source=npz or domains or femnist or pfllib; set that, or",
+            "data.path=a.npz needs data.source=npz or csv or domains or femnist or pfllib; set that, or",
         ),
     ],
 )
