@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 from sklearn.datasets import load_digits
-from torchvision.datasets import MNIST, USPS
+
+from hpcfl.torchvision_parts import torchvision_part
 
 
 def write(name: str, x: np.ndarray, y: np.ndarray) -> None:
@@ -18,9 +19,9 @@ Path("domains").mkdir(exist_ok=True)
 digits = load_digits()
 # 0 to 16 become 0 to 255
 write("digits", (digits.images * 255 / 16).round(), digits.target)
-for kind in (MNIST, USPS):
-    parts = [kind("data", train=train, download=True) for train in (True, False)]
-    x, y = (
-        np.concatenate([np.asarray(getattr(part, name)) for part in parts]) for name in ("data", "targets")
-    )
-    write(kind.__name__.lower(), x, y)
+# torchvision.datasets, also where torchvision's compiled part does not fit torch
+datasets = torchvision_part("datasets")
+for name in ("MNIST", "USPS"):
+    parts = [getattr(datasets, name)("data", train=train, download=True) for train in (True, False)]
+    x, y = (np.concatenate([np.asarray(getattr(part, key)) for part in parts]) for key in ("data", "targets"))
+    write(name.lower(), x, y)
