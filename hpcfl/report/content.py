@@ -118,7 +118,7 @@ def _run_content(
         "label": label,
         "method": config.method.name,
         "seed": config.run.seed,
-        "data": f"{config.data.source}, {config.partition.name}",
+        "data": ", ".join(filter(None, (config.data.source, config.partition.name, config.data.shift))),
         "done": run.done,
         "rounds": run.rounds,
         "isFinished": run.is_finished,

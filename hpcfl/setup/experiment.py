@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,8 +117,7 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         "options": config.partition.options,
     }
     pool = (config.partition.name, arrays.y[chosen], arrays.num_classes)
-    if arrays.domains and PARTITIONS[config.partition.name].counts is not None:
-        assert owner is not None
+    if arrays.domains and owner is not None and PARTITIONS[config.partition.name].counts is not None:
         assert data.clients is not None
         parts = partition_in_domains(
             *pool, domain=owner, names=arrays.domains, num_clients=data.clients, **request
@@ -133,11 +133,10 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
-def domains_of(arrays: Arrays, parts: list[ClientIndices]) -> list[str]:
+def domains_of(arrays: Arrays, parts: Sequence[ClientIndices]) -> list[str]:
     """Return the domain of each client; [] where the source has no domains."""
-    if not arrays.domains:
+    if not arrays.domains or arrays.owner is None:
         return []
-    assert arrays.owner is not None
     return [arrays.domains[arrays.owner[part.train[0]]] for part in parts]
 
 

@@ -144,6 +144,16 @@ def test_a_run_records_the_domain_of_each_client(tmp_path: Path, mpirun_command:
     assert same == (tmp_path / "run" / "partition.csv").read_bytes()
 
 
+def test_a_plan_names_the_domain_of_each_client(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = npz_folder(tmp_path / "sets")
+    words = ["data.source=domains", f"data.path={path}", "data.clients=3", "model.name=mlp"]
+    assert main(["plan", *words, "--no-timing"]) == FINISHED
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["client", "domain", "0", "1", "train", "val", "test"] in lines
+    assert ["1", "b", "20", "20", "28", ".", "12"] in lines
+    assert ["all", "60", "60", "86", "0", "34"] in lines
+
+
 def test_results_of_a_table_tell_domains_apart(tmp_path: Path) -> None:
     path = npz_folder(tmp_path / "sets")
     (tmp_path / "two.yaml").write_text(
