@@ -134,7 +134,7 @@ class DataConfig(Settings):
     1 of each channel or feature over the training samples of all clients), `none`, `half`, a source's name,
     or [[means], [deviations]]. Tokens are not normalised."""
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
-    """Seed of subset, partition and unseen clients; default: run.seed."""
+    """Seed of subset, partition, unseen clients and `data.shift`; default: run.seed."""
     unseen_clients: float | None = Field(None, ge=0, lt=1)
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
     them; at least one client must remain for training. They get the last ids. At every evaluation they adapt
