@@ -1,6 +1,6 @@
-"""Import torchvision's data sets and networks, only when a run needs them; no other module imports it.
+"""Import torchvision's data sets, networks and changes of images, only when a run needs them.
 
-The import costs seconds in every rank.
+No other module imports torchvision: the import costs seconds in every rank.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _fragment = torch.library.Library("torchvision", "FRAGMENT")
 
 
 @functools.cache
-def torchvision_part(name: Literal["datasets", "models"]) -> ModuleType:
+def torchvision_part(name: Literal["datasets", "models", "transforms.functional"]) -> ModuleType:
     """Import a part of torchvision; raise UserError if that fails."""
     try:
         return _imported(f"torchvision.{name}")
     except (ImportError, RuntimeError) as error:
-        what = {"datasets": "data source", "models": "model"}[name]
+        what = {"datasets": "data source", "models": "model"}.get(name, "change of images")
         raise UserError(
             f"this {what} needs torchvision, which cannot be imported ({one_line(error)}): "
             f"install the one that matches torch {torch.__version__} with: pip install torchvision"

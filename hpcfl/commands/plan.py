@@ -26,7 +26,7 @@ from hpcfl.planning.estimate import Estimate, Planner, evaluations
 from hpcfl.planning.slurm_header import SlurmHeader, limit_of, seconds_of
 from hpcfl.registries import load_config
 from hpcfl.setup.device_memory import report_out_of_memory
-from hpcfl.setup.experiment import load_data, make_method
+from hpcfl.setup.experiment import domains_of, load_data, make_method
 from hpcfl.setup.validate import (
     check_chain,
     check_single_samples,
@@ -146,14 +146,22 @@ def _table(config: Config, arrays: Arrays, parts: Sequence[ClientIndices], metho
     yield f"{config.partition.name} partition of {config.data.source}: samples of each class"
     splits = np.array([[len(part.train), len(part.val), len(part.test)] for part in parts])
     counts = np.hstack([class_table(arrays.y, parts, arrays.num_classes), splits])
-    header = ["client", *map(str, range(arrays.num_classes)), "train", "val", "test"]
+    domains = domains_of(arrays, parts)
+    header = [
+        "client",
+        *["domain"] * bool(domains),
+        *map(str, range(arrays.num_classes)),
+        "train",
+        "val",
+        "test",
+    ]
     num_clients = method.context.num_clients
     names = [f"{'unseen ' if client >= num_clients else ''}{client}" for client in range(len(parts))]
     rows = [
-        [name, *(str(count or ".") for count in row)]
-        for name, row in zip(names, counts.tolist(), strict=True)
+        [name, *domains[client : client + 1], *(str(count or ".") for count in row)]
+        for client, (name, row) in enumerate(zip(names, counts.tolist(), strict=True))
     ]
-    yield from aligned([header, *rows, ["all", *map(str, counts.sum(axis=0))]])
+    yield from aligned([header, *rows, ["all", *[""] * bool(domains), *map(str, counts.sum(axis=0))]])
 
 
 def _describe(config: Config, method: Method) -> Iterator[str]:

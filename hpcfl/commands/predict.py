@@ -42,6 +42,8 @@ def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
         replace_file(out, _csv(labels, probabilities))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
+    if (shift := models.config.data.shift) is not None:
+        print(f"data.shift={shift} is not applied here: samples of a client must have its change already")
     print(f"labels and probabilities of {len(labels)} samples are in {out}")
 
 

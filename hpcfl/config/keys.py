@@ -27,11 +27,20 @@ Direction = Literal["down", "up"]
 Layout = Literal["NHWC", "NCHW", "NCL", "NLC"]
 Optimiser = Literal["adam", "adamw"]
 Change = Literal["crop", "flip"]
+Missing = Literal["mean", "drop"]
+ShiftKind = Literal["rotation", "colour", "noise", "blur"]
 PrivacyUnit = Literal["client", "sample"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
 
 DEFAULT_TOPK_RATIO = 0.1
 DEFAULT_DELTA = 1e-5
+SHIFT_STRENGTHS: dict[ShiftKind, tuple[float, float]] = {
+    "rotation": (45.0, 180.0),
+    "colour": (0.5, 1.0),
+    "noise": (0.3, math.inf),
+    "blur": (1.0, math.inf),
+}
+"""Default and largest `data.shift_strength` of each shift."""
 ADAM_DEFAULTS = (0.9, 0.999, 1e-8)
 """Defaults of `train.beta1`, `train.beta2` and `train.epsilon`."""
 SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
@@ -87,14 +96,31 @@ class DataConfig(Settings):
     root: str = Field("data", json_schema_extra=NO_RESULT)
     """Folder of downloaded data sets; changes no result."""
     path: str | None = None
-    """File of source `npz`; folder of sources `femnist` and `pfllib`."""
+    """File of sources `npz` and `csv`; folder of sources `domains`, `femnist` and `pfllib`."""
     layout: Layout | None = None
-    """Axis order of source `npz`: of images NHWC or NCHW, of series NCL or NLC (channels and steps); other
-    sources know theirs. Without it, x with three axes holds grey images."""
+    """Axis order of source `npz`, and of npz files of `domains`: of images NHWC or NCHW, of series NCL or NLC
+    (channels and steps); other sources know theirs. Without it, x with three axes holds grey images."""
     split: str = "mnist"
     """Split of source `emnist`, such as letters or byclass."""
+    target: str | None = None
+    """Column of source `csv` with the class; its values, sorted, are the classes 0, 1, ... All other columns
+    are features, which must be numbers."""
+    categorical: list[str] | None = Field(None, min_length=1)
+    """Columns of source `csv`, such as [sex,job], each value of which is a feature, in sorted order: 1 where
+    it occurs, else 0. Columns of texts must be listed here."""
+    missing: Missing | None = None
+    """What is done where source `csv` lacks values. drop: such rows are left out. mean: a missing number is
+    the mean of its column over all rows. Default: they are refused."""
+    client_column: str | None = None
+    """Column of source `csv` with the client of each row, for `data.partition.name=given`; it is no
+    feature."""
+    image_size: int | None = Field(None, ge=1)
+    """Height and width, in pixels, to which the images of source `domains` are resized; default: they are
+    left, and must be of one size."""
     clients: int | None = Field(None, ge=1)
-    """Number of clients N; default: 10, or with partition `given` all that the source has."""
+    """Number of clients N; default: 10, or with partition `given` all that the source has. With source
+    `domains`, client c belongs to domain c mod D (domains in alphabetical order), and the partition divides
+    each domain's samples among its clients; with `given`, each domain is a client."""
     per_client: int | None = Field(None, ge=2)
     """Samples a client, all splits together; default: the most that is equal for all."""
     test_fraction: float = Field(0.3, gt=0, lt=1)
@@ -110,11 +136,36 @@ class DataConfig(Settings):
     1 of each channel or feature over the training samples of all clients), `none`, `half`, a source's name,
     or [[means], [deviations]]. Tokens are not normalised."""
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
-    """Seed of subset, partition and unseen clients; default: run.seed."""
+    """Seed of subset, partition, unseen clients and `data.shift`; default: run.seed."""
     unseen_clients: float | None = Field(None, ge=0, lt=1)
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
     them; at least one client must remain for training. They get the last ids. At every evaluation they adapt
     as new clients (`train.unseen_epochs`) and are reported separately. Default, or 0: no such clients."""
+
+    shift: ShiftKind | None = None
+    """Change of each client's images, in all splits and before normalisation, so that clients differ in their
+    features; over any partition. The change of a client depends on its number and `data.seed` alone. N counts
+    all clients; those of `data.unseen_clients` have the last numbers, and so the last changes. Samples for
+    `hpcfl predict` and exported models must have their client's change already. Default: none.
+
+    rotation: client c turns its images by an angle, the angles evenly spread from -strength to +strength
+    degrees; with `data.shift_groups` by 360 c / G degrees (multiples of 90 degrees move the pixels of square
+    images as they are); corners become 0. colour: each channel is multiplied by a number of the client from
+    1 - strength to 1 + strength; a grey image too, and a number from -strength/2 to strength/2 is added.
+    noise: Gaussian, its standard deviation growing over the clients from 0 to strength. blur: Gaussian, its
+    standard deviation growing over the clients from 0 to strength pixels. Values of bytes count from 0 to 1;
+    they are not cut off there. `data.normalise=standard` has mean and deviation of the images before."""
+    shift_strength: float | None = Field(None, gt=0)
+    """Strength of `data.shift`; default: 45 degrees of rotation, 0.5 of colour, 0.3 of noise, 1 pixel of
+    blur."""
+    shift_groups: int | None = Field(None, ge=2)
+    """Number G of different shifts: client c has that of group c mod G; default: each client has its own."""
+
+    @property
+    def shift_size(self) -> float:
+        """`shift_strength`, or its default, of a `shift`."""
+        assert self.shift is not None
+        return SHIFT_STRENGTHS[self.shift][0] if self.shift_strength is None else self.shift_strength
 
     @field_validator("unseen_clients")
     @classmethod

@@ -14,6 +14,7 @@ from hpcfl.config.keys import (
     GROUPS,
     RESULT_NEUTRAL,
     SERVER_DEFAULTS,
+    SHIFT_STRENGTHS,
     Chosen,
     Config,
     Settings,
@@ -177,10 +178,19 @@ def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
     data, train, comm, server = config.data, config.train, config.comm, config.server
     readers = [name for name, source in sources.known.items() if source.path_names is not None]
+    is_given = config.partition.name == "given"
     topk = comm.codec == "topk", "comm.codec=topk"
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
     needs: list[tuple[str, Any, bool, str]] = [
         ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
+        *(
+            (f"data.{key}", getattr(data, key), data.source == "csv", "data.source=csv")
+            for key in ("target", "categorical", "missing", "client_column")
+        ),
+        ("data.client_column", data.client_column, is_given, "data.partition.name=given"),
+        ("data.image_size", data.image_size, data.source == "domains", "data.source=domains"),
+        ("data.shift_groups", data.shift_groups, data.shift is not None, "data.shift"),
+        ("data.shift_strength", data.shift_strength, data.shift is not None, "data.shift"),
         ("train.lr_decay_rounds", train.lr_decay_rounds, train.lr_decay < 1, "train.lr_decay below 1"),
         ("train.lr_end", train.lr_end, train.lr_decay == 1, "train.lr_decay=1"),
         ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
@@ -190,12 +200,17 @@ def _check_needs(config: Config, sources: Registry) -> None:
         ("comm.error_feedback", comm.error_feedback, *topk),
         ("comm.directions", comm.directions, comm.codec in coding, f"comm.codec={' or '.join(coding)}"),
     ]
-    is_given = config.partition.name == "given"
     for name, other in (("fraction", "per_class"), ("per_class", "fraction")):
         key, value = f"data.subset_{name}", getattr(data, f"subset_{name}")
         whole = "another data.partition.name than given, whose clients keep all their samples"
         needs.append((key, value, not is_given, whole))
         needs.append((key, value, getattr(data, f"subset_{other}") is None, f"data.subset_{other}=null"))
+    if data.shift is not None:
+        largest = SHIFT_STRENGTHS[data.shift][1]
+        strength, kind = ("data.shift_strength", data.shift_strength), f"data.shift={data.shift}"
+        needs.append((*strength, data.shift_size <= largest, f"to be at most {largest:g} with {kind}"))
+        is_free = data.shift != "rotation" or data.shift_groups is None
+        needs.append((*strength, is_free, f"data.shift_groups=null with {kind}"))
     for key in ("beta1", "beta2", "epsilon"):
         is_adam = train.optimiser is not None
         needs.append((f"train.{key}", getattr(train, key), is_adam, "train.optimiser=adam or adamw"))
@@ -221,6 +236,11 @@ def _check_needs(config: Config, sources: Registry) -> None:
     for key, value, is_met, needed in needs:
         if value is not None and not is_met:
             raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}=null")
+    if data.source == "csv" and is_given and data.client_column is None:
+        raise UserError(
+            "data.partition.name=given with data.source=csv needs data.client_column=COLUMN, the client of "
+            "each row; set that, or another data.partition.name"
+        )
     if train.optimiser is not None and train.momentum:
         raise UserError(
             f"train.momentum={train.momentum:g} does not go with train.optimiser={train.optimiser}, which "

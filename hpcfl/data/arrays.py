@@ -27,6 +27,8 @@ class Arrays:
         vocabulary: how many tokens there are; None if samples are numbers.
         owner: int64 [n], increasing, the client 0..M-1 of each sample; None where the source has no clients.
         is_test: bool [n], the source's own split of each client's samples; None where it has none.
+        domains: names of the domains, if `owner` is the domain 0..D-1 of each sample: a partition divides
+            each domain's samples among clients of its own, and `given` makes each domain a client.
     """
 
     x: np.ndarray
@@ -38,6 +40,7 @@ class Arrays:
     owner: np.ndarray | None = None
     is_test: np.ndarray | None = None
     vocabulary: int | None = None
+    domains: tuple[str, ...] = ()
 
     @property
     def sample(self) -> SampleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,16 @@ def _table(name: str, header_lines: int) -> np.ndarray:
     return np.loadtxt(file, delimiter=",", skiprows=header_lines)
 
 
+def texts_of_topics() -> list[str]:
+    """Return the help texts that are long enough, in the order of their names."""
+    return [topics[name] for name in sorted(topics) if len(topics[name]) >= FEWEST_CHARACTERS]
+
+
+def digest_of_topics() -> str:
+    """Return 16 hexadecimal digits of the help texts, which differ between versions of Python."""
+    return hashlib.sha256("\0".join(texts_of_topics()).encode()).hexdigest()[:16]
+
+
 def _topics() -> Arrays:
     """Cut each help text into windows and the characters after them; the end of a text is for testing.
 
@@ -59,8 +70,7 @@ def _topics() -> Arrays:
     numbers = np.full(0x110000, CHARACTERS.index("?"))
     numbers[[ord(character) for character in CHARACTERS]] = np.arange(NUM_CHARACTERS)
     x, y, owner, is_test = [], [], [], []
-    texts = [topics[name] for name in sorted(topics) if len(topics[name]) >= FEWEST_CHARACTERS]
-    for client, text in enumerate(texts):
+    for client, text in enumerate(texts_of_topics()):
         tokens = numbers[[ord(character) for character in text]]
         cut = round((1 - TEST_SHARE) * len(tokens))
         for piece, tests in ((tokens[:cut], False), (tokens[cut:], True)):

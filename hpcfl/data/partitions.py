@@ -48,7 +48,7 @@ from hpcfl.data.partition_draws import (
 )
 from hpcfl.data.partition_request import BoolArray, IntArray, Request, round_half_up
 from hpcfl.errors import UserError
-from hpcfl.randomness import numpy_stream
+from hpcfl.randomness import numpy_stream, stream_seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +144,48 @@ def partition(
     for client, part in enumerate(parts):
         _check_empty(client, part, split, kind.remedy)
     return parts
+
+
+def partition_in_domains(
+    name: str,
+    y: IntArray,
+    num_classes: int,
+    *,
+    domain: IntArray,
+    names: Sequence[str],
+    num_clients: int,
+    seed: int,
+    **others: Any,
+) -> list[ClientIndices]:
+    """Partition each domain's samples among its own clients: client c belongs to domain c mod D.
+
+    Args:
+        domain: of each sample, 0..D-1 [n].
+        names: of the domains [D].
+        others: as of `partition`, which each domain calls with a seed of its own.
+
+    Raises:
+        UserError: as `partition`, or a domain has no client.
+    """
+    if num_clients < len(names):
+        raise UserError(
+            f"data.clients={num_clients}: the source has {len(names)} domains, and each needs a client; set "
+            f"data.clients={len(names)} or more"
+        )
+    parts: dict[int, ClientIndices] = {}
+    for number, of_domain in enumerate(names):
+        samples = np.flatnonzero(domain == number)
+        clients = range(number, num_clients, len(names))
+        own_seed = stream_seed(seed, "partition/domain", client=number)
+        try:
+            found = partition(
+                name, y[samples], num_classes, num_clients=len(clients), seed=own_seed, **others
+            )
+        except UserError as error:
+            raise UserError(f"domain {of_domain} with {len(clients)} clients: {error}") from error
+        for client, part in zip(clients, found, strict=True):
+            parts[client] = ClientIndices(samples[part.train], samples[part.val], samples[part.test])
+    return [parts[client] for client in range(num_clients)]
 
 
 def class_table(y: IntArray, parts: Sequence[ClientIndices], num_classes: int) -> IntArray:

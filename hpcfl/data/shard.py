@@ -10,6 +10,7 @@ import torch
 
 from hpcfl.data.arrays import Arrays, Channels
 from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.shift import Shift
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
 from hpcfl.samples import SampleType
@@ -51,18 +52,30 @@ class Shard:
         mean: Channels,
         std: Channels,
         device: torch.device | str,
+        shift: Shift | None = None,
     ) -> Shard:
         """Copy the samples of `clients` out of the pool; all training parts come first, then val, then test.
 
         Args:
             parts: the indices of every client of the run.
             mean, std: a channel or feature each; x becomes (raw / scale - mean) / std, tokens stay.
+            shift: changes each client's raw / scale.
         """
         pieces = [getattr(parts[client], split) for split in SPLITS for client in clients]
         offset, count = _places([len(piece) for piece in pieces], len(clients))
         indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
         # Normalised on the CPU, so that every device trains on the same bits.
-        x = _normalised(arrays.x[indices], arrays.sample, arrays.scale, mean, std)
+        sample = arrays.sample
+        x = _scaled(arrays.x[indices], sample, arrays.scale)
+        if shift is not None:
+            for part, client, samples in zip(
+                x.split([len(piece) for piece in pieces]), [*clients] * len(SPLITS), pieces, strict=True
+            ):
+                # aligned in memory in the same way wherever the client is: the last bits may depend on it
+                images = part.clone(memory_format=torch.contiguous_format)
+                part.copy_(shift.changed(images, client, samples))
+        if sample.kind != "tokens":
+            x.sub_(sample.by_channel(mean)).div_(sample.by_channel(std))
         y = torch.from_numpy(arrays.y[indices])
         return cls(clients, x.to(device), y.to(device), offset, count)
 
@@ -182,14 +195,11 @@ def _explicit_normalisation(setting: Sequence[Sequence[float]]) -> tuple[Channel
     return mean, std
 
 
-def _normalised(
-    raw: np.ndarray, sample: SampleType, scale: float, mean: Channels, std: Channels
-) -> torch.Tensor:
-    """Return (raw / scale - mean) / std as float32 [n, ...], images channels last in memory; tokens stay."""
+def _scaled(raw: np.ndarray, sample: SampleType, scale: float) -> torch.Tensor:
+    """Return raw / scale as float32 [n, ...], images channels last in memory; tokens stay."""
     if sample.kind == "tokens":
         return torch.from_numpy(raw)
-    x = _channels_last(torch.from_numpy(raw).to(torch.float32))
-    return x.div_(scale).sub_(sample.by_channel(mean)).div_(sample.by_channel(std))
+    return _channels_last(torch.from_numpy(raw).to(torch.float32)).div_(scale)
 
 
 def _channels_last(x: torch.Tensor) -> torch.Tensor:

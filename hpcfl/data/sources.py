@@ -17,6 +17,8 @@ from hpcfl.config.own_code import run_own_file
 from hpcfl.data import bundled, torchvision_datasets
 from hpcfl.data.arrays import Arrays, Channels, arrays_of, pool_of
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
+from hpcfl.data.csv_tables import TableColumns, read_table
+from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
@@ -79,6 +81,18 @@ SOURCES: dict[str, Source] = {
         "data.layout",
         path_names="FILE.npz",
     ),
+    "csv": Source(
+        "your own table; data.path, data.target=column of the class, data.categorical, data.missing, "
+        "data.client_column; needs pandas",
+        path_names="FILE.csv",
+        partition="dirichlet",
+    ),
+    "domains": Source(
+        "your own images of several domains; data.path=folder of DOMAIN.npz (x, y), or of DOMAIN/CLASS/*.png "
+        "or jpg; data.image_size",
+        path_names="FOLDER",
+        partition="iid",
+    ),
     "femnist": Source(
         "28x28 grey letters and digits, 62 classes, a client a writer; data.path=folder of LEAF's JSON files",
         FEMNIST_CLASSES,
@@ -99,6 +113,8 @@ _WHY_NOT_FETCHED = {
     "breast_cancer": "bundled with scikit-learn, there is nothing to fetch",
     "topics": "bundled with Python, there is nothing to fetch",
     "npz": "your own file, there is nothing to fetch; name it with data.path=FILE",
+    "csv": "your own file, there is nothing to fetch; name it with data.path=FILE",
+    "domains": "your own images, there is nothing to fetch; name their folder with data.path=FOLDER",
     "femnist": "there is nothing to fetch; make the files with data/femnist/preprocess.sh of LEAF "
     "(-s niid --sf 1.0 -t sample) and name their folder with data.path=FOLDER",
     "pfllib": "there is nothing to fetch; make the files with dataset/generate_*.py of PFLlib "
@@ -107,7 +123,14 @@ _WHY_NOT_FETCHED = {
 
 
 def load_arrays(
-    source: str, *, root: str, path: str | None = None, layout: str | None = None, split: str = "mnist"
+    source: str,
+    *,
+    root: str,
+    path: str | None = None,
+    layout: str | None = None,
+    split: str = "mnist",
+    image_size: int | None = None,
+    columns: TableColumns | None = None,
 ) -> Arrays:
     """Read a source from disk; never downloads.
 
@@ -116,6 +139,8 @@ def load_arrays(
         path: the file or folder of a source that says so in `Source.path_names`.
         layout: `NHWC` or `NCHW`, for a four-dimensional x of source `npz`.
         split: EMNIST's split; `mnist` has ten classes, as pFedLA's Table 3 implies.
+        image_size: height and width of the images of `domains`.
+        columns: what the columns of `csv` are.
 
     Raises:
         UserError: unknown source or split; missing, damaged or unfit files.
@@ -125,10 +150,13 @@ def load_arrays(
         return bundled.READERS[source]()
     if known.path_names is not None and path is None:
         raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
+    if source == "csv":
+        assert path is not None
+        return _load_csv(path, columns)
     if known.read is not None:
         return _read_own(source, known.read, path)
     if known.path_names is not None and path is not None:
-        return _load_path(source, path, layout)
+        return _load_path(source, path, layout, image_size)
     num_classes = _emnist_classes(split) if source == "emnist" else known.num_classes
     assert num_classes is not None
     assert known.mean is not None
@@ -218,15 +246,26 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
     return replace(arrays, x=checked.x, y=checked.y, vocabulary=checked.vocabulary)
 
 
-def _load_path(source: str, path: str, layout: str | None) -> Arrays:
+def _load_path(source: str, path: str, layout: str | None, image_size: int | None) -> Arrays:
     where = f"data.path={path}"
     if source == "npz":
         x, y, others = read_npz(path, layout)
         return arrays_of(x, y, where, **others)
+    if source == "domains":
+        found = read_domains(path, layout, image_size)
+        arrays = pool_of(found.x, found.y, where, owner=found.domain)
+        return replace(arrays, num_classes=found.num_classes or arrays.num_classes, domains=found.names)
     if source == "femnist":
         return _load_femnist(path)
     samples = read_pfllib(path)
     return pool_of(samples.x, samples.y, where, owner=samples.owner, is_test=samples.is_test)
+
+
+def _load_csv(path: str, columns: TableColumns | None) -> Arrays:
+    if columns is None:
+        raise UserError("data.target is not set: data.source=csv needs data.target=COLUMN, that of the class")
+    x, y, client = read_table(path, columns)
+    return arrays_of(x, y, f"data.path={path}", client=client)
 
 
 def _load_femnist(path: str) -> Arrays:

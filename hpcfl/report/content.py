@@ -123,7 +123,7 @@ def _run_content(run: Run, label: str, num_runs: int, shows: frozenset[Other]) -
         "label": label,
         "method": config.method.name,
         "seed": config.run.seed,
-        "data": f"{config.data.source}, {config.partition.name}",
+        "data": ", ".join(filter(None, (config.data.source, config.partition.name, config.data.shift))),
         "done": run.done,
         "rounds": run.rounds,
         "isFinished": run.is_finished,

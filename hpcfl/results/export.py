@@ -128,6 +128,7 @@ def _recipe(models: TrainedModels, client: ClientName, weights: Tensors, clients
         "mean": list(data.mean),
         "std": list(data.std),
         "normalisation": "none" if is_text else "(sample / scale - mean) / std, by channel or feature",
+        "shift": config.data.shift,
         "classes": list(range(data.num_classes)),
         "outputs": "logits (.pt2: probabilities), in the order of classes, the labels of the data set",
         "parts": parts,

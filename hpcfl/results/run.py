@@ -185,6 +185,16 @@ class Run:
         """Columns of partition.csv: samples of each client by class, where there are any."""
         return read_columns(self.path / "partition.csv")
 
+    @property
+    def domains(self) -> list[str]:
+        """The domain of each client [N + U]; [] where the data have none."""
+        if "domain" not in self.partition:
+            return []
+        of_client = dict(
+            zip(self.partition["client"].tolist(), self.partition["domain"].tolist(), strict=True)
+        )
+        return [of_client[client] for client in sorted(of_client)]
+
     @cached_property
     def checkpoint(self) -> LoadedCheckpoint | None:
         """The newest whole checkpoint; None before the first.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +15,10 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.partitions import ClientIndices, count_classes, partition
+from hpcfl.data.csv_tables import TableColumns
+from hpcfl.data.partitions import PARTITIONS, ClientIndices, count_classes, partition, partition_in_domains
 from hpcfl.data.shard import Shard, resolve_normalisation
+from hpcfl.data.shift import check_shift, shift_of
 from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
@@ -54,8 +58,9 @@ class Experiment:
     """Training samples of each client, int64 [N + U]."""
     num_evaluated: np.ndarray
     """Samples of each client in `run.eval_split`, int64 [N + U]."""
-    samples_by_class: tuple[np.ndarray, np.ndarray] | None
-    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each; on the server."""
+    samples_by_class: tuple[np.ndarray, np.ndarray, list[str]] | None
+    """Samples in training and in `run.eval_split` by class, int64 [N + U, classes] each, and the domain of
+    each client [N + U], empty where the source has none; on the server."""
     engine_name: str
     """The engine and, on a GPU, its automatic settings."""
     state_device: torch.device
@@ -85,7 +90,18 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
 
 def read_source(data: DataConfig) -> Arrays:
     """Return the samples of the source. Raises UserError if they cannot be read."""
-    return load_arrays(data.source, root=data.root, path=data.path, layout=data.layout, split=data.split)
+    columns = None
+    if data.target is not None:
+        columns = TableColumns(data.target, data.categorical or (), data.missing, data.client_column)
+    return load_arrays(
+        data.source,
+        root=data.root,
+        path=data.path,
+        layout=data.layout,
+        split=data.split,
+        image_size=data.image_size,
+        columns=columns,
+    )
 
 
 def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
@@ -100,19 +116,23 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
     if data.subset_fraction is not None:
         chosen = subset_fraction(len(arrays.y), data.subset_fraction, config.data_seed)
-    parts = partition(
-        config.partition.name,
-        arrays.y[chosen],
-        arrays.num_classes,
-        num_clients=data.clients,
-        per_client=data.per_client,
-        test_fraction=data.test_fraction,
-        val_fraction=data.val_fraction,
-        seed=config.data_seed,
-        options=config.partition.options,
-        owner=None if arrays.owner is None else arrays.owner[chosen],
-        is_test=None if arrays.is_test is None else arrays.is_test[chosen],
-    )
+    owner = None if arrays.owner is None else arrays.owner[chosen]
+    request: dict[str, Any] = {
+        "per_client": data.per_client,
+        "test_fraction": data.test_fraction,
+        "val_fraction": data.val_fraction,
+        "seed": config.data_seed,
+        "options": config.partition.options,
+    }
+    pool = (config.partition.name, arrays.y[chosen], arrays.num_classes)
+    if arrays.domains and owner is not None and PARTITIONS[config.partition.name].counts is not None:
+        assert data.clients is not None
+        parts = partition_in_domains(
+            *pool, domain=owner, names=arrays.domains, num_clients=data.clients, **request
+        )
+    else:
+        is_test = None if arrays.is_test is None else arrays.is_test[chosen]
+        parts = partition(*pool, num_clients=data.clients, owner=owner, is_test=is_test, **request)
     num_unseen = data.num_unseen(len(parts))
     if num_unseen:
         drawn = numpy_stream(config.data_seed, "unseen clients").permutation(len(parts))
@@ -121,8 +141,16 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     return [ClientIndices(chosen[p.train], chosen[p.val], chosen[p.test]) for p in parts]
 
 
+def domains_of(arrays: Arrays, parts: Sequence[ClientIndices]) -> list[str]:
+    """Return the domain of each client; [] where the source has no domains."""
+    if not arrays.domains or arrays.owner is None:
+        return []
+    return [arrays.domains[arrays.owner[part.train[0]]] for part in parts]
+
+
 def describe(data: DataConfig, arrays: Arrays, parts: list[ClientIndices]) -> DataRecord:
     """Return what a method and its networks need to know of the data. May raise UserError."""
+    check_shift(data, arrays.sample)
     in_training = parts[: len(parts) - data.num_unseen(len(parts))]
     train = np.concatenate([part.train for part in in_training])
     mean, std = resolve_normalisation(arrays, data.normalise, train)
@@ -203,8 +231,9 @@ def assemble(
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     many_at_once = is_batched(config.run.engine, device, config.model.name)
     check_slow_precision(config.train.precision, many_at_once or device.type != "cpu")
-    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
-    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
+    shift = shift_of(config.data, config.data_seed, len(parts))
+    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift)
+    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device, shift)
     network = copy.deepcopy(method.network).to(device)
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
@@ -252,6 +281,7 @@ def assemble(
         samples_by_class = (
             count_classes(arrays.y, train, arrays.num_classes),
             count_classes(arrays.y, evaluated, arrays.num_classes),
+            domains_of(arrays, parts),
         )
     return Experiment(
         config=config,

@@ -358,13 +358,20 @@ def has_stopped(accuracies: Sequence[float], patience: int | None) -> bool:
     return len(accuracies) - 1 - int(np.argmax(accuracies)) >= patience
 
 
-def write_partition(folder: Path, train: np.ndarray, evaluated: np.ndarray) -> None:
-    """Write partition.csv: each client's samples by class; `train` and `evaluated` are int64 [N, K]."""
+def write_partition(
+    folder: Path, train: np.ndarray, evaluated: np.ndarray, domains: Sequence[str] = ()
+) -> None:
+    """Write partition.csv: each client's samples by class.
+
+    `train` and `evaluated` are int64 [N, K], `domains` the clients' domains [N]; without them, the file has
+    no column `domain`.
+    """
+    header = [*COLUMNS["partition.csv"], *["domain"] * bool(domains)]
     rows = [
-        (client, label, train[client, label], evaluated[client, label])
+        (client, label, train[client, label], evaluated[client, label], *domains[client : client + 1])
         for client, label in np.argwhere(train + evaluated).tolist()
     ]
-    _write_whole(folder / "partition.csv", [COLUMNS["partition.csv"], *rows])
+    _write_whole(folder / "partition.csv", [header, *rows])
 
 
 def mean_of_known(values: np.ndarray) -> float:

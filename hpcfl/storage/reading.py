@@ -18,7 +18,7 @@ Columns = dict[str, np.ndarray]
 
 _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
-_OF_TEXT = ("direction", "layer")
+_OF_TEXT = ("direction", "layer", "domain")
 """Columns whose cells are text."""
 _WHOLE = ("round", "client", "class", "predicted", "unseen", "diverged")
 COLUMNS = {

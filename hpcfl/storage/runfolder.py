@@ -19,6 +19,7 @@ import yaml
 
 from hpcfl import __version__
 from hpcfl.config import ENVIRONMENT, Config, differences
+from hpcfl.data.bundled import digest_of_topics
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.formatting import readable_bytes
 from hpcfl.machine import package_versions, processor
@@ -151,6 +152,8 @@ class RunFolder:
         if record is not None and self._is_over:
             return
         environment = _environment(ranks, command)
+        if self._config.data.source == "topics":
+            environment["topics"] = digest_of_topics()
         self._compare_environment((record or {}).get(ENVIRONMENT) or {}, environment)
         unfinished = self.path / UNFINISHED_NAME
         with unfinished.open("w") as file:
@@ -211,10 +214,10 @@ class RunFolder:
             with self._tracker_or_warning():
                 self._tracker.append(ledger)
 
-    def write_partition(self, train: np.ndarray, evaluated: np.ndarray) -> None:
-        """Write partition.csv: each client's samples by class; `train` and `evaluated` are int64 [N, K]."""
+    def write_partition(self, train: np.ndarray, evaluated: np.ndarray, domains: Sequence[str] = ()) -> None:
+        """Write partition.csv, as `ledger.write_partition` does."""
         with self._writing("partition.csv"):
-            write_partition(self.path, train, evaluated)
+            write_partition(self.path, train, evaluated, domains)
 
     def write_clients(
         self, ledger: Ledger, num_train: np.ndarray, num_evaluated: np.ndarray, added: ClientMetrics | None
@@ -357,6 +360,13 @@ class RunFolder:
             return None
 
     def _compare_environment(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Warn of what may change the last bits; raise UserError if the texts of source `topics` differ."""
+        if "topics" in before and before["topics"] != now["topics"]:
+            raise UserError(
+                f"{self.path}: the help texts of data.source=topics are those of Python {before['python']}, "
+                f"and this Python {now['python']} has others; resume the run with that one, give --out DIR "
+                "for another folder, or --fresh to start over"
+            )
         for key in ("hpcfl", "torch", "processor", "workers"):
             if key in before and before[key] != now[key]:
                 warnings.warn(

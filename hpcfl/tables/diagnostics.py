@@ -40,6 +40,8 @@ class History:
     """Names of the layers on the diagnostics' axes."""
     common: np.ndarray | None
     """Number of classes that two clients have in common [N, N]; None where the run does not say."""
+    domains: list[str]
+    """The domain of each client [N]; [] where the data have none."""
 
 
 def read_histories(table: Table) -> dict[Path, History]:
@@ -53,7 +55,8 @@ def read_histories(table: Table) -> dict[Path, History]:
     found = {}
     for cell in table.cells:
         axes = axes_by_name(METHODS[cell.config.method.name].diagnostics)
-        if (by_client or axes) and (run := cell.finished_run):
+        has_domains = cell.config.data.source == "domains"
+        if (by_client or axes or has_domains) and (run := cell.finished_run):
             try:
                 history = _read(run, axes, wanted)
             except UserError as error:
@@ -114,7 +117,8 @@ def _read(
             num_layers = max(num_layers, values.shape[2] if "layer" in axes[name] else 0)
     accuracy = run.history["accuracy"]
     common = _common_classes(run, accuracy.shape[1])
-    history = History(rounds, accuracy, known, run.layers(num_layers), common)
+    domains = run.domains[: accuracy.shape[1]]
+    history = History(rounds, accuracy, known, run.layers(num_layers), common, domains)
     run.close()
     return history
 
@@ -143,6 +147,7 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[dict[st
     - Diagnostics [client, layer] and [client] have means over all clients; but whole numbers [client] name
       groups. A pair has 1 if both are in the same group, and a client with itself if it is in one.
     - Diagnostics [client, path] have no lines.
+    - Where the data have domains, there are lines of the mean accuracy over the clients of each.
     """
     lines: list[dict[str, object]] = []
     for cell in table.cells:
@@ -152,11 +157,20 @@ def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[dict[st
         axes = axes_by_name(METHODS[cell.config.method.name].diagnostics)
         place = {"label": cell.label, "column": cell.column, "seed": cell.seed}
         for moment in evaluations(history.rounds, SUMMARISED):
+            then = place | {"round": history.rounds[moment]}
+            for domain in sorted(set(history.domains)):
+                of_domain = history.accuracy[moment][np.array(history.domains) == domain]
+                found = {
+                    "layer": "",
+                    "clients": f"domain {domain}",
+                    "value": float(f"{of_domain.mean():.6g}"),
+                }
+                lines.append(then | {"quantity": "accuracy"} | found)
             for name, values in history.diagnostics.items():
                 if moment in values:
                     lines += [
-                        place
-                        | {"round": history.rounds[moment], "quantity": name}
+                        then
+                        | {"quantity": name}
                         | {"layer": "" if layer is None else history.layers[layer], "clients": clients}
                         | {"value": float(f"{value:.6g}")}
                         for layer, clients, value in _summary(axes[name], values[moment], history.common)

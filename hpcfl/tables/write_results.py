@@ -71,8 +71,8 @@ def write_results(table: Table) -> list[Path]:
     """Copy what is written of a table into the folder results/ beside the table file; return the files.
 
     <name>.csv is table.csv, <name>_differences.csv and <name>_diagnostics.csv are what is called so and
-    <name>_figure.png is the figure, each if it is there. <name>_clients.csv has the accuracy of every client
-    if these are at most MAX_CLIENT_LINES lines.
+    <name>_figure.png is the figure, each if it is there. <name>_clients.csv has the accuracy of every client,
+    and its domain if the data have domains, if these are at most MAX_CLIENT_LINES lines.
     """
     names = ["table.csv", *["differences.csv"] * bool(table.compare)]
     names += ["diagnostics.csv", *(f"{name}.png" for name in table.figure_names)]
@@ -82,11 +82,15 @@ def write_results(table: Table) -> list[Path]:
         f"{stem}.csv" if path.name == "table.csv" else f"{stem}_{path.name}": path.read_bytes()
         for path in found
     }
+    results = read_results(table)
+    has_domains = any(run.domains for result in results for run in result.runs.values())
     lines = [
         {"label": result.row.label, "column": result.column, "seed": seed}
         | {"client": client, "accuracy": round(accuracy, 4)}
-        for result in read_results(table)
-        for seed in result.runs
+        | ({"domain": domains[client] if domains else ""} if has_domains else {})
+        for result in results
+        for seed, run in result.runs.items()
+        for domains in [run.domains]
         for client, accuracy in enumerate(result.by_client(seed))
     ]
     if 0 < len(lines) <= MAX_CLIENT_LINES:

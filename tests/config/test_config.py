@@ -235,7 +235,10 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
             "comm.topk_ratio=0.1 needs comm.codec=topk; set that, or comm",
         ),
         ("comm.directions=up", "comm.directions=up needs comm.codec=float16 or int8 or topk; set that, or"),
-        ("data.path=a.npz", "data.path=a.npz needs data.source=npz or femnist or pfllib; set that, or"),
+        (
+            "data.path=a.npz",
+            "data.path=a.npz needs data.source=npz or csv or domains or femnist or pfllib; set that, or",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> None:

@@ -98,9 +98,10 @@ def diagnostics_from(lines: list[Line], quantity: str) -> str:
     rounds = sorted({int(line["round"]) for line in lines})
     lines = [line for line in lines if int(line["round"]) in (rounds[0], rounds[-1])]
     by_layer = {line["clients"] for line in lines} == {"all"}
+    has_layers = not by_layer and any(line["layer"] for line in lines)
     found: dict[tuple[str, ...], dict[str, list[float]]] = {}
     for line in lines:
-        key = (line["column"], line["label"], line["round"], *([] if by_layer else [line["layer"]]))
+        key = (line["column"], line["label"], line["round"], *([line["layer"]] if has_layers else []))
         figures = found.setdefault(key, {})
         figures.setdefault(line["layer" if by_layer else "clients"], []).append(float(line["value"]))
     names = list(dict.fromkeys(name for figures in found.values() for name in figures))
@@ -108,7 +109,7 @@ def diagnostics_from(lines: list[Line], quantity: str) -> str:
         [*key, *(f"{fmean(figures[name]):.3g}" if name in figures else "" for name in names)]
         for key, figures in found.items()
     ]
-    return as_markdown(["setting", "method", "round", *([] if by_layer else ["layer"]), *names], rows)
+    return as_markdown(["setting", "method", "round", *(["layer"] if has_layers else []), *names], rows)
 
 
 def as_markdown(header: list[str], rows: list[list[str]]) -> str:

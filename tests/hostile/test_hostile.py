@@ -33,10 +33,13 @@ from mutations import (
     damaged_bytes,
     damaged_tree,
 )
+from PIL import Image
 
 from hpcfl import load_run
 from hpcfl.config import own_code
 from hpcfl.data.client_files import read_leaf, read_pfllib
+from hpcfl.data.csv_tables import TableColumns, read_table
+from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import BAD_INPUT, FINISHED, MAX_CHARACTERS, UserError, for_terminal
 from hpcfl.main import main
@@ -126,6 +129,38 @@ def leaf_reader(folder: Path) -> Read:
             text = damaged_bytes(json.dumps(LEAF).encode(), draw)
         (folder / "all_data_0.json").write_bytes(text)
         return read_leaf(str(folder))
+
+    return read
+
+
+CSV_TABLE = b"a,job,c,y\n" + b"".join(
+    b"%d,%s,0.%d,%d\n" % (i, b"nx"[i % 2 :][:1], i, i % 3) for i in range(9)
+)
+
+
+def csv_reader(folder: Path) -> Read:
+    def read(draw: random.Random) -> object:
+        (folder / "x.csv").write_bytes(damaged_bytes(CSV_TABLE, draw))
+        return read_table(
+            str(folder / "x.csv"), TableColumns("y", ("job",), draw.choice((None, "mean", "drop")))
+        )
+
+    return read
+
+
+def image_reader(folder: Path) -> Read:
+    (folder / "a" / "b").mkdir(parents=True)
+    pixels = np.arange(192, dtype=np.uint8).reshape(8, 8, 3)
+    wholes = {}
+    for ending in ("png", "jpg"):
+        Image.fromarray(pixels).save(folder / f"whole.{ending}")
+        wholes[ending] = (folder / f"whole.{ending}").read_bytes()
+
+    def read(draw: random.Random) -> object:
+        whole = wholes[draw.choice(("png", "jpg"))]
+        # the kind is told by the content
+        (folder / "a" / "b" / "0.png").write_bytes(damaged_bytes(whole, draw))
+        return read_domains(str(folder), None, 8)
 
     return read
 
@@ -284,6 +319,8 @@ def run_folder_reader(folder: Path) -> Read:
 
 READERS = {
     "npz": npz_reader,
+    "csv": csv_reader,
+    "image": image_reader,
     "leaf": leaf_reader,
     "pfllib": pfllib_reader,
     "configuration": config_reader,
@@ -366,7 +403,7 @@ def test_an_error_is_one_line_that_a_terminal_shows(
     assert len(for_terminal(UserError("a" * 10**6))) < MAX_CHARACTERS + 10
 
 
-@pytest.mark.parametrize("source", ["npz", "pfllib"])
+@pytest.mark.parametrize("source", ["npz", "pfllib", "domains"])
 def test_a_name_that_no_file_can_have(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = one_line(capsys, "plan", f"data.source={source}", f"data.path={'a' * 3000}")
     assert line.startswith("hpcfl: error: ")

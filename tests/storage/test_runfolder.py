@@ -6,6 +6,7 @@ import csv
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 import yaml
 
 from hpcfl import __version__
-from hpcfl.errors import FINISHED
+from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.registries import load_config, resolve
 from hpcfl.storage.ledger import METRICS, SECONDS, SPENT
@@ -273,6 +274,27 @@ def test_another_torch_is_told_of(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert main(words) == FINISHED
     told = f"hpcfl: warning: this run began with torch 1.0 and continues with {torch.__version__}"
     assert capsys.readouterr().err.startswith(told)
+
+
+def test_other_help_texts_are_not_resumed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_topics = ["data.source=topics", "data.clients=2", "model.name=textcnn", "method.name=local"]
+    words = [*of_topics, "train.local_epochs=1", "--quiet", "--out", str(tmp_path / "run")]
+    assert main([*words, "train.rounds=1"]) == FINISHED
+    monkeypatch.setitem(topics, "assert", topics["assert"] + " ")
+    # the text is too short to be a client
+    assert main([*words, "train.rounds=2"]) == FINISHED
+    before = results(tmp_path / "run")
+    monkeypatch.setitem(topics, "with", topics["with"] + " ")
+    # there is nothing left to train
+    assert main([*words, "train.rounds=2"]) == FINISHED
+    capsys.readouterr()
+    assert main([*words, "train.rounds=3"]) == BAD_INPUT
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'run'}: the help texts of data.source=topics are those of Python 3." in said
+    assert said.count("\n") == 1
+    assert results(tmp_path / "run") == before
 
 
 def test_a_folder_without_a_checkpoint_starts_at_round_0(tmp_path: Path) -> None:

@@ -1,0 +1,207 @@
+"""The user's own CSV table: a row is a sample, its columns are features, the class and maybe the client."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from hpcfl.config.keys import Missing
+from hpcfl.data.npz import MAX_NAMES
+from hpcfl.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Which columns of a table are what; the others are numbers, and features.
+
+    Attributes:
+        target: the class.
+        categorical: features of which each value becomes a feature, 1 where it occurs and else 0.
+        missing: what is done about missing values; None refuses them.
+        client: the client of each row.
+    """
+
+    target: str
+    categorical: Sequence[str] = ()
+    missing: Missing | None = None
+    client: str | None = None
+
+
+def read_table(path: str, columns: TableColumns) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Read a CSV file with names of columns in its first line.
+
+    Returns:
+        Features, float32 [n, F], in the order of the columns; a categorical column has one for each of its
+        values, sorted. Classes, int64 [n]: the number of each value of the target, sorted. The number of each
+        row's client, int64 [n], or None.
+
+    Raises:
+        UserError: pandas is not installed, or the file is missing, damaged or unfit.
+    """
+    where = f"data.path={path}"
+    frame = _read(path, where)
+    _check_names(list(frame.columns), columns, where)
+    frame = _without_missing(frame, columns, where)
+    y, values = frame[columns.target].factorize(sort=True)
+    if len(values) < 2:
+        raise UserError(
+            f"{where}: data.target={columns.target} has one value, {values[0]}, in all rows; it needs "
+            "two or more"
+        )
+    if 2 * len(values) > len(y):
+        raise UserError(
+            f"{where}: data.target={columns.target} has {len(values)} values in {len(y)} rows; each value is "
+            "a class, of two rows or more on average; choose another column"
+        )
+    roles = (columns.target, columns.client)
+    features = [name for name in frame.columns if name not in roles]
+    if not features:
+        raise UserError(
+            f"{where}: has no columns beside {' and '.join(filter(None, roles))}; it needs features"
+        )
+    x = np.stack([feature for name in features for feature in _features(frame[name], columns, where)], axis=1)
+    client = None if columns.client is None else frame[columns.client].factorize(sort=True)[0]
+    return x, y.astype(np.int64), client
+
+
+def _read(path: str, where: str) -> pd.DataFrame:
+    try:
+        pandas: Any = importlib.import_module("pandas")
+    except ImportError as error:
+        raise UserError(
+            f"data.source=csv needs the package pandas ({one_line(error)}); install it with: "
+            'pip install "hpcfl[tables]"'
+        ) from error
+    file = Path(path).expanduser()
+    # unlike Path's method, returns False for an invalid name
+    if not os.path.isfile(file):
+        raise UserError(f"{where}: no such file; name a CSV file, such as FILE.csv")
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            _check_header(text, where)
+            text.seek(0)
+            with warnings.catch_warnings():
+                # of rows that are too long
+                warnings.simplefilter("error", pandas.errors.ParserWarning)
+                frame: pd.DataFrame = pandas.read_csv(text, index_col=False, low_memory=False)
+    except UserError:
+        raise
+    # any text may be there
+    except Exception as error:
+        raise UserError(
+            f"{where}: cannot be read as a CSV file ({one_line(error)}); it needs the names of columns in "
+            "the first line, commas, and UTF-8"
+        ) from error
+    if frame.empty:
+        raise UserError(f"{where}: has no rows below the names of its columns")
+    return frame
+
+
+def _check_header(text: TextIO, where: str) -> None:
+    """Raise UserError for names of columns that pandas would change in silence."""
+    names = next(csv.reader(text), [])
+    for number, name in enumerate(names, 1):
+        if not name.strip():
+            raise UserError(
+                f"{where}: column {number} has no name, as an index that pandas wrote; name or remove it "
+                "(to_csv(..., index=False))"
+            )
+        if not name.isprintable():
+            raise UserError(
+                f"{where}: column {number} has the name {name!r}, which is not printable; rename it"
+            )
+        if name in names[: number - 1]:
+            raise UserError(f"{where}: two columns have the name {name}; rename one")
+
+
+def _check_names(there: list[str], columns: TableColumns, where: str) -> None:
+    """Raise UserError for a key that names no column, or one that another key names."""
+    named = [("data.target", columns.target)]
+    named += [("data.client_column", columns.client)] if columns.client is not None else []
+    named += [("data.categorical", name) for name in columns.categorical]
+    keys: dict[str, str] = {}
+    for key, name in named:
+        if name not in there:
+            more = f" and {len(there) - MAX_NAMES} more" if len(there) > MAX_NAMES else ""
+            raise UserError(
+                f"{where}: {key} names {name}, and there is no such column; there are: "
+                f"{', '.join(there[:MAX_NAMES])}{more}"
+            )
+        if name in keys:
+            raise UserError(f"{where}: {key} names {name}, and so does {keys[name]}; name it once")
+        keys[name] = key
+
+
+def _without_missing(frame: pd.DataFrame, columns: TableColumns, where: str) -> pd.DataFrame:
+    """Return a table without missing values."""
+    if columns.missing == "drop":
+        whole = frame.dropna().infer_objects()
+        if whole.empty:
+            raise UserError(f"{where}: data.missing=drop leaves none of {len(frame)} rows")
+        return whole
+    counts = frame.isna().sum()
+    counts = counts[counts > 0]
+    if counts.empty:
+        return frame
+    is_number = frame.dtypes.map(_is_number)
+    no_mean = [
+        name
+        for name in counts.index
+        if not is_number[name] or name in (columns.target, columns.client, *columns.categorical)
+    ]
+    if columns.missing == "mean" and not no_mean:
+        return frame.fillna(frame[counts.index].mean())
+    told = counts[no_mean] if columns.missing == "mean" else counts
+    shown = ", ".join(f"{name} {count}" for name, count in told.head(MAX_NAMES).items())
+    more = f", and {len(told) - MAX_NAMES} more columns" if len(told) > MAX_NAMES else ""
+    allowed = "data.missing=drop leaves out such rows"
+    if columns.missing is None:
+        allowed += ", data.missing=mean takes the mean of the column"
+    else:
+        allowed += ", and data.missing=mean is for columns of numbers only"
+    raise UserError(f"{where}: values are missing in {len(frame)} rows ({shown}{more}); {allowed}")
+
+
+def _is_number(kind: Any) -> bool:
+    """Whether a column's type is one of numbers, or of true and false."""
+    return str(kind.kind) in "biuf"
+
+
+def _is_numeric(value: object) -> bool:
+    try:
+        float(str(value))
+    except ValueError:
+        return False
+    return True
+
+
+def _features(column: pd.Series[Any], columns: TableColumns, where: str) -> Iterator[np.ndarray]:
+    """Yield a column's features, float32 [n] each."""
+    if column.name in columns.categorical:
+        codes, values = column.factorize(sort=True)
+        yield from (codes == np.arange(len(values))[:, None]).astype(np.float32)
+        return
+    if not _is_number(column.dtype):
+        text = next((value for value in column if not _is_numeric(value)), column.iloc[0])
+        raise UserError(
+            f"{where}: column {column.name} is not of numbers, with {text!r}; list it in data.categorical to "
+            "make each of its values a feature, or remove it"
+        )
+    with np.errstate(over="ignore"):
+        numbers = column.to_numpy().astype(np.float32)
+    if not np.isfinite(numbers).all():
+        raise UserError(
+            f"{where}: column {column.name} holds values that are not finite in float32; clean or rescale it"
+        )
+    yield numbers

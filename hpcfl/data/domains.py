@@ -1,0 +1,182 @@
+"""Images of several domains, such as photos and sketches of the same things: a folder, or an npz file, each.
+
+Layouts: FOLDER/DOMAIN.npz, or FOLDER/DOMAIN/CLASS/*.png or *.jpg, as PACS, Office-Caltech and DomainNet come.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpcfl.data.npz import as_labels, as_pixels, read_npz
+from hpcfl.errors import UserError, one_line
+from hpcfl.torchvision_parts import torchvision_part
+
+ENDINGS = (".png", ".jpg", ".jpeg")
+_LAYOUTS = "it must have DOMAIN.npz files (x, y), or folders DOMAIN/CLASS of png and jpg files"
+
+
+@dataclass(frozen=True, eq=False)
+class DomainSamples:
+    """The images of all domains, ordered by domain.
+
+    Attributes:
+        x: [n, C, H, W], uint8 or float32.
+        y: int64 [n].
+        domain: int64 [n], the index in `names`.
+        names: in alphabetical order.
+        num_classes: the number of class folders; None of npz files, whose labels tell.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    domain: np.ndarray
+    names: tuple[str, ...]
+    num_classes: int | None
+
+
+def read_domains(path: str, layout: str | None, image_size: int | None) -> DomainSamples:
+    """Read the domains in a folder.
+
+    Args:
+        layout: the axes of x in npz files, see `data.layout`.
+        image_size: height and width to which all images are brought; None leaves them, if they are alike.
+
+    Grey images become colour images where others are these.
+
+    Raises:
+        UserError: missing, damaged or unfit files.
+    """
+    where, folder = f"data.path={path}", Path(path).expanduser()
+    # unlike Path's method, returns False for an invalid name
+    if not os.path.isdir(folder):
+        raise UserError(f"{where}: no such folder; {_LAYOUTS}")
+    there = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    files = [entry for entry in there if entry.suffix == ".npz" and entry.is_file()]
+    folders = [entry for entry in there if entry.is_dir()]
+    if not files and not folders:
+        raise UserError(f"{where}: has no domains; {_LAYOUTS}")
+    if files and folders:
+        raise UserError(f"{where}: has npz files and folders; {_LAYOUTS}, not both")
+    classes = _classes(folders, where) if folders else None
+    domains = sorted(files or folders, key=lambda entry: entry.stem if files else entry.name)
+    names = tuple(entry.stem if files else entry.name for entry in domains)
+    for name in names:
+        if not name.isprintable():
+            raise UserError(f"{where}: the name of a domain, {name!r}, is not printable; rename it")
+    images, labels = [], []
+    for entry in domains:
+        if classes is None:
+            x, y = _read_file(entry, layout)
+            images.append([x])
+        else:
+            of_files, y = _read_folder(entry, classes)
+            images.append(of_files)
+        labels.append(y)
+    whole = _alike(images, names, image_size, where)
+    domain = np.repeat(np.arange(len(names), dtype=np.int64), [len(y) for y in labels])
+    num_classes = None if classes is None else len(classes)
+    return DomainSamples(whole, np.concatenate(labels), domain, names, num_classes)
+
+
+def _read_file(file: Path, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return x [n, C, H, W] and y [n] of one domain's npz file."""
+    where = f"data.path={file}"
+    x, y, others = read_npz(str(file), layout)
+    if others:
+        raise UserError(
+            f"{where}: a domain has no array {next(iter(others))}: data.partition.name makes its clients"
+        )
+    if x.ndim != 4:
+        raise UserError(
+            f"{where}: x has shape {x.shape}; domains are of images, [n, height, width, channels]"
+        )
+    return as_pixels(x, where), as_labels(y, where, len(x))
+
+
+def _classes(folders: Sequence[Path], where: str) -> list[str]:
+    """Return the names of the class folders, which all domains have, in alphabetical order."""
+    found = [
+        {entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")}
+        for folder in folders
+    ]
+    for folder, names in zip(folders, found, strict=True):
+        if not names:
+            raise UserError(f"{where}: domain {folder.name} has no folders of classes; {_LAYOUTS}")
+        if absent := sorted(set().union(*found) - names):
+            raise UserError(
+                f"{where}: domain {folder.name} has no folder of class {absent[0]}, which others have; all "
+                "domains need the same classes: rename it, or make an empty folder"
+            )
+    return sorted(found[0])
+
+
+def _read_folder(folder: Path, classes: Sequence[str]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return one domain's images, each uint8 [1, C, H, W], and their labels."""
+    images, labels = [], []
+    for label, name in enumerate(classes):
+        for file in sorted((folder / name).iterdir()):
+            if file.suffix.lower() in ENDINGS:
+                images.append(_read_image(file))
+                labels.append(label)
+    if not images:
+        raise UserError(f"data.path={folder}: has no images; allowed: {', '.join(ENDINGS)}")
+    return images, np.array(labels, dtype=np.int64)
+
+
+def _read_image(file: Path) -> np.ndarray:
+    """Return an image as uint8 [1, C, H, W], of one channel if the file is grey, else of three."""
+    # with torchvision, which needs it
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(file) as image:
+                if image.mode.startswith(("I", "F")):
+                    raise ValueError(f"pixels of type {image.mode}, not of 8 bits")
+                pixels = np.array(image.convert("L" if image.mode in ("1", "L") else "RGB"))
+    # a damaged file may raise anything
+    except Exception as error:
+        raise UserError(f"data.path={file}: cannot be read as an image ({one_line(error)})") from error
+    return (pixels[:, :, None] if pixels.ndim == 2 else pixels).transpose(2, 0, 1)[None]
+
+
+def _alike(
+    images: Sequence[Sequence[np.ndarray]], names: Sequence[str], image_size: int | None, where: str
+) -> np.ndarray:
+    """Return all images as one array [n, C, H, W]; `images` are those of each domain, in pieces."""
+    pieces = [piece for of_domain in images for piece in of_domain]
+    sizes, channels = ({piece.shape[axes] for piece in pieces} for axes in (slice(2, 4), 1))
+    if len({piece.dtype for piece in pieces}) > 1:
+        kinds = ", ".join(f"{name} {own[0].dtype}" for name, own in zip(names, images, strict=True))
+        raise UserError(
+            f"{where}: images are of several types ({kinds}); give all as uint8, or all as floats"
+        )
+    if len(channels) > 1 and channels != {1, 3}:
+        raise UserError(f"{where}: images have {sorted(channels)} channels; allowed: one number, or 1 and 3")
+    if image_size is None and len(sizes) > 1:
+        smallest, largest = ("x".join(map(str, edge(sizes))) for edge in (min, max))
+        raise UserError(
+            f"{where}: images are of {len(sizes)} sizes, from {smallest} to {largest}; make all "
+            f"squares with data.image_size, such as data.image_size={max(min(sizes))}"
+        )
+    made = []
+    for piece in pieces:
+        if image_size is not None and piece.shape[2:] != (image_size, image_size):
+            piece = _resized(piece, image_size)
+        made.append(np.repeat(piece, 3, axis=1) if len(channels) > 1 and piece.shape[1] == 1 else piece)
+    return np.concatenate(made)
+
+
+def _resized(x: np.ndarray, size: int) -> np.ndarray:
+    functional = torchvision_part("transforms.functional")
+    images = torch.from_numpy(np.ascontiguousarray(x))
+    resized: torch.Tensor = functional.resize(images, [size, size], antialias=True)
+    return resized.numpy()

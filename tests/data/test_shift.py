@@ -1,0 +1,239 @@
+"""Feature shift: each kind by hand, who shares a shift, and the same bits for any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bits import differing, run_here, tiny_settings, write_digits
+from processes import run_in_one_world
+
+import hpcfl
+from hpcfl.data.arrays import Arrays
+from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.shard import SPLITS, Shard
+from hpcfl.data.shift import Shift, shift_of
+from hpcfl.errors import FINISHED, UserError
+from hpcfl.main import main
+from hpcfl.registries import load_config
+from hpcfl.setup.experiment import describe, load_data
+
+SEED = 5
+ALL = np.arange(6)
+
+
+def shift(*words: str, clients: int = 5) -> Shift:
+    """Return the shift of a federation of so many clients."""
+    config = load_config(None, [*words, f"data.clients={clients}", f"data.seed={SEED}"])
+    found = shift_of(config.data, config.data_seed, clients)
+    assert found is not None
+    return found
+
+
+def images(channels: int = 1, side: int = 9) -> torch.Tensor:
+    return torch.rand(len(ALL), channels, side, side, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_quarter_turn_moves_every_pixel_counter_clockwise() -> None:
+    turns = shift("data.shift=rotation", "data.shift_groups=4", clients=6)
+    x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
+    expected = {0: [[1, 2], [3, 4]], 1: [[2, 4], [1, 3]], 2: [[4, 3], [2, 1]], 3: [[3, 1], [4, 2]]}
+    for client in range(6):
+        assert turns.changed(x, client, ALL[:1])[0, 0].tolist() == expected[client % 4]
+
+
+def test_other_rotations_have_the_same_direction_and_zeros_in_the_corners() -> None:
+    eighths = shift("data.shift=rotation", "data.shift_groups=8")
+    assert [eighths.angle(group) for group in (0, 1, 3)] == [0, 45, 135]
+    x = torch.zeros(1, 1, 9, 9)
+    x[0, 0, 4, 8] = 1
+    # from the middle of the right side to the upper right
+    turned = eighths.changed(x, 1, ALL[:1])[0, 0]
+    assert divmod(int(turned.argmax()), 9) == (1, 7)
+    whole = eighths.changed(torch.ones(1, 1, 9, 9), 1, ALL[:1])[0, 0]
+    assert (whole[0, 0], whole[4, 4]) == (0, 1)
+    # images that are no squares keep their shape
+    assert shift("data.shift=rotation", "data.shift_groups=4").changed(x[:, :, :5], 1, ALL[:1]).shape == (
+        *(1, 1, 5, 9),
+    )
+
+
+def test_angles_are_evenly_spread_without_groups() -> None:
+    spread = shift("data.shift=rotation", "data.shift_strength=30")
+    assert [spread.angle(client) for client in range(5)] == [-30, -15, 0, 15, 30]
+    assert shift("data.shift=rotation", clients=1).angle(0) == 0
+    assert torch.equal(spread.changed(images(), 2, ALL), images())
+
+
+def test_colours_are_a_factor_for_each_channel_and_client() -> None:
+    colours = shift("data.shift=colour", "data.shift_strength=0.2")
+    x = images(channels=3)
+    ratios = torch.stack([(colours.changed(x, client, ALL) / x).mean((0, 2, 3)) for client in range(5)])
+    assert ((ratios > 0.8) & (ratios < 1.2)).all()
+    assert len(ratios.unique()) == 15
+    torch.testing.assert_close(colours.changed(x, 3, ALL), x * ratios[3].view(1, 3, 1, 1))
+
+
+def test_grey_images_change_in_contrast_and_brightness() -> None:
+    greys = shift("data.shift=colour")
+    x = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)
+    found = torch.stack([greys.changed(x, client, ALL[:2]).flatten() for client in range(5)])
+    brightness, contrast = found[:, 0], found[:, 1] - found[:, 0]
+    assert (brightness.abs() <= 0.25).all()
+    assert ((contrast - 1).abs() <= 0.5).all()
+    assert len(brightness.unique()) == len(contrast.unique()) == 5
+
+
+def test_the_deviation_of_noise_grows_over_the_clients() -> None:
+    noise = shift("data.shift=noise", "data.shift_strength=0.4")
+    x = images(side=40)
+    deviations = [float((noise.changed(x, client, ALL) - x).std()) for client in range(5)]
+    # 9600 numbers: a relative error of 0.7 %
+    np.testing.assert_allclose(deviations, [0, 0.1, 0.2, 0.3, 0.4], rtol=0.03)
+    added = (noise.changed(x, 4, ALL) - x).flatten(1)
+    assert (torch.corrcoef(added) - torch.eye(6)).abs().max() < 0.1
+    # each sample has its own noise, wherever it is among others
+    assert torch.equal(noise.changed(x[2:4], 4, ALL[2:4]), noise.changed(x, 4, ALL)[2:4])
+
+
+def test_blur_is_a_gaussian_that_keeps_the_mean() -> None:
+    blur = shift("data.shift=blur", "data.shift_strength=1.5", clients=4)
+    assert torch.equal(blur.changed(images(), 0, ALL), images())
+    x = torch.zeros(1, 2, 15, 15)
+    x[0, 1, 7, 7] = 1
+    found = blur.changed(x, 2, ALL[:1])
+    distance = torch.arange(15) - 7
+    line = torch.exp(-(distance**2) / 2) * (distance.abs() <= 3)
+    line /= line.sum()
+    torch.testing.assert_close(found[0, 1], torch.outer(line, line))
+    assert found[0, 0].abs().max() == 0
+    # a Gaussian wider than the image
+    assert shift("data.shift=blur", "data.shift_strength=9").changed(images(side=2), 4, ALL).shape[2:] == (
+        2,
+        2,
+    )
+
+
+@pytest.mark.parametrize("kind", ["rotation", "colour", "noise", "blur"])
+def test_clients_of_a_group_share_a_shift_and_others_do_not(kind: str) -> None:
+    in_groups = shift(f"data.shift={kind}", "data.shift_groups=3", clients=7)
+    found = [in_groups.changed(images(), client, ALL) for client in range(7)]
+    assert torch.equal(found[1], found[4])
+    assert torch.equal(found[0], found[6])
+    assert not torch.equal(found[1], found[2])
+    other = load_config(None, [f"data.shift={kind}", "data.shift_groups=3", "data.seed=6"])
+    again = shift_of(other.data, other.data_seed, 7)
+    assert again is not None
+    assert torch.equal(again.changed(images(), 1, ALL), found[1]) == (kind in ("rotation", "blur"))
+
+
+def test_all_splits_are_shifted_before_normalisation_and_the_pool_stays() -> None:
+    x = np.arange(4 * 6, dtype=np.uint8).reshape(6, 1, 2, 2)
+    arrays = Arrays(x.copy(), np.zeros(6, np.int64), 1, 10.0, (), ())
+    one = [np.array([number]) for number in range(6)]
+    parts = [ClientIndices(one[0], one[2], one[4]), ClientIndices(one[1], one[3], one[5])]
+    turns = shift("data.shift=rotation", "data.shift_groups=2", clients=2)
+    shard = Shard.build(arrays, parts, range(1, 2), (0.5,), (2.0,), "cpu", turns)
+    for split, sample in zip(SPLITS, (1, 3, 5), strict=True):
+        expected = (x[sample, :, ::-1, ::-1] / 10 - 0.5) / 2
+        torch.testing.assert_close(shard.samples(split, 0)[0][0], torch.from_numpy(expected.copy()).float())
+    np.testing.assert_array_equal(arrays.x, x)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    digits = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(digits)
+    return [*tiny_settings(digits), "method.name=fedavg", "train.rounds=2", "data.unseen_clients=0.3"]
+
+
+def test_ranks_give_the_same_bits(settings: list[str], tmp_path: Path, mpirun_command: list[str]) -> None:
+    kinds = {
+        "rotation": ["data.shift_groups=3"],
+        "noise": [],
+        "blur": [],
+        "colour": ["run.placement=balanced", "train.participation=0.6"],
+    }
+    runs = {kind: [*settings, f"data.shift={kind}", *more] for kind, more in kinds.items()}
+    for kind, words in runs.items():
+        assert run_here(tmp_path / kind, words) == FINISHED
+    run_in_one_world(mpirun_command, 3, {tmp_path / f"{kind}3": words for kind, words in runs.items()})
+    assert run_here(tmp_path / "plain", settings) == FINISHED
+    for kind in runs:
+        assert not differing(tmp_path / kind, tmp_path / f"{kind}3")
+        # both clients in training and those that are unseen
+        assert differing(tmp_path / kind, tmp_path / "plain", "history")
+
+
+def test_unseen_clients_have_the_shift_of_their_numbers(settings: list[str]) -> None:
+    config = load_config(None, [*settings, "data.shift=rotation", "data.shift_groups=2"])
+    arrays, parts = load_data(config)
+    assert config.data.num_unseen(len(parts)) == 2
+    found = shift_of(config.data, config.data_seed, len(parts))
+    mean, std = describe(config.data, arrays, parts).mean, describe(config.data, arrays, parts).std
+    unseen = Shard.build(arrays, parts, range(5, 7), mean, std, "cpu", found)
+    plain = Shard.build(arrays, parts, range(5, 7), mean, std, "cpu")
+    assert torch.equal(unseen.samples("test", 0)[0], plain.samples("test", 0)[0].rot90(2, (2, 3)))
+    assert torch.equal(unseen.samples("test", 1)[0], plain.samples("test", 1)[0])
+
+
+def test_predict_and_export_take_samples_that_have_the_shift(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*settings, "data.shift=rotation", "data.shift_groups=2"]
+    assert run_here(tmp_path / "run", words) == FINISHED
+    arrays, parts = load_data(load_config(None, words))
+    tests = parts[1].test
+    run = hpcfl.load_run(tmp_path / "run")
+    for turned, is_right in ((arrays.x[tests][:, :, ::-1, ::-1], True), (arrays.x[tests], False)):
+        np.savez(tmp_path / "samples.npz", x=turned, y=arrays.y[tests])
+        of_labels = run.models.probabilities(1, turned)[np.arange(len(tests)), arrays.y[tests]]
+        assert (-np.log(of_labels).mean() == pytest.approx(run.clients["loss"][1], rel=1e-5)) == is_right
+    given = [str(tmp_path / "run"), "--client", "1"]
+    out = ["--out", str(tmp_path / "labels.csv")]
+    assert main(["predict", *given, str(tmp_path / "samples.npz"), *out]) == FINISHED
+    assert "data.shift=rotation is not applied here: samples of a client must have" in capsys.readouterr().out
+    assert main(["export", *given, "--out", str(tmp_path / "a.pt")]) == FINISHED
+    assert json.loads((tmp_path / "a.json").read_text())["shift"] == "rotation"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data.shift=turn"], "data.shift=turn is invalid; allowed: rotation, colour, noise, blur or null"),
+        (["data.shift_groups=2"], "data.shift_groups=2 needs data.shift; set that"),
+        (["data.shift_strength=2"], "data.shift_strength=2.0 needs data.shift; set that"),
+        (
+            ["data.shift=rotation", "data.shift_strength=190"],
+            "data.shift_strength=190.0 needs to be at most 180",
+        ),
+        (["data.shift=colour", "data.shift_strength=1.1"], "at most 1 with data.shift=colour"),
+        (["data.shift=noise", "data.shift_strength=0"], "data.shift_strength=0 is invalid; allowed: "),
+        (["data.shift=blur", "data.shift_groups=1"], "data.shift_groups=1 is invalid; allowed: "),
+        (
+            ["data.shift=rotation", "data.shift_groups=4", "data.shift_strength=20"],
+            "data.shift_strength=20.0 needs data.shift_groups=null with data.shift=rotation",
+        ),
+    ],
+)
+def test_impossible_shifts_are_refused(words: list[str], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(None, words)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [("wine", "13 features"), ("topics", "sequences of 32 of 96 tokens")],
+)
+def test_other_samples_than_images_refuse_it(source: str, named: str) -> None:
+    config = load_config(None, [f"data.source={source}", "data.shift=blur", "model.name=mlp"])
+    with pytest.raises(UserError) as caught:
+        describe(config.data, *load_data(config))
+    assert (
+        str(caught.value) == f"data.shift=blur changes images, and the data are {named}; set data.shift=null"
+    )
