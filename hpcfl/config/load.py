@@ -176,6 +176,7 @@ def _own_file(
 def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
     data, train, comm, server = config.data, config.train, config.comm, config.server
+    clients = config.clients
     readers = [name for name, source in sources.known.items() if source.path_names is not None]
     topk = comm.codec == "topk", "comm.codec=topk"
     coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
@@ -185,6 +186,13 @@ def _check_needs(config: Config, sources: Registry) -> None:
         ("train.lr_end", train.lr_end, train.lr_decay == 1, "train.lr_decay=1"),
         ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
         ("train.unseen_epochs", train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
+        ("data.label_noise_clients", data.label_noise_clients, bool(data.label_noise), "data.label_noise"),
+        (
+            "clients.candidates",
+            clients.candidates,
+            clients.sampling == "power_of_choice",
+            "clients.sampling=power_of_choice",
+        ),
         ("comm.topk_ratio", comm.topk_ratio, *topk),
         ("comm.error_feedback", comm.error_feedback, *topk),
         ("comm.directions", comm.directions, comm.codec in coding, f"comm.codec={' or '.join(coding)}"),
@@ -195,6 +203,8 @@ def _check_needs(config: Config, sources: Registry) -> None:
         whole = "another data.partition.name than given, whose clients keep all their samples"
         needs.append((key, value, not is_given, whole))
         needs.append((key, value, getattr(data, f"subset_{other}") is None, f"data.subset_{other}=null"))
+    for key in ("slowness", "bytes_per_s", "deadline_s"):
+        needs.append((f"clients.{key}", getattr(clients, key), clients.has_clock, "clients.step_s"))
     for key in ("beta1", "beta2", "epsilon"):
         is_adam = train.optimiser is not None
         needs.append((f"train.{key}", getattr(train, key), is_adam, "train.optimiser=adam or adamw"))
@@ -221,7 +231,8 @@ def _check_needs(config: Config, sources: Registry) -> None:
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        example = {"data": "source", "train": "rounds", "server": "optimiser", "comm": "codec", "run": "seed"}
+        example = {"data": "source", "train": "rounds", "clients": "drop_rate", "server": "optimiser"}
+        example |= {"comm": "codec", "run": "seed"}
         key = f"{group}.{example.get(group, 'name')}"
         raise UserError(f"{group}={value!r} must be a group of keys, such as {key}=...")
     return {str(key): entry for key, entry in (value or {}).items()}

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hpcfl.data.arrays import Arrays, Channels
+from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
@@ -51,19 +52,27 @@ class Shard:
         mean: Channels,
         std: Channels,
         device: torch.device | str,
+        noise: LabelNoise | None = None,
     ) -> Shard:
         """Copy the samples of `clients` out of the pool; all training parts come first, then val, then test.
 
         Args:
             parts: the indices of every client of the run.
             mean, std: a channel or feature each; x becomes (raw / scale - mean) / std, tokens stay.
+            noise: which training labels become wrong ones; None: all stay.
         """
         pieces = [getattr(parts[client], split) for split in SPLITS for client in clients]
         offset, count = _places([len(piece) for piece in pieces], len(clients))
         indices = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
         # Normalised on the CPU, so that every device trains on the same bits.
         x = _normalised(arrays.x[indices], arrays.sample, arrays.scale, mean, std)
-        y = torch.from_numpy(arrays.y[indices])
+        labels = arrays.y[indices]
+        if noise is not None:
+            # the training parts come first
+            of_clients = np.split(labels, np.cumsum(count["train"]))
+            for client, right in zip(clients, of_clients[:-1], strict=True):
+                right[:] = noise.noisy(right, client)
+        y = torch.from_numpy(labels)
         return cls(clients, x.to(device), y.to(device), offset, count)
 
     def of_others(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
-from hpcfl.config.keys import BufferPolicy, Params, ServerConfig, TrainConfig
+from hpcfl.config.keys import BufferPolicy, ClientsConfig, Params, ServerConfig, TrainConfig
 from hpcfl.config.messages import shown
 from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
@@ -46,6 +46,7 @@ class Context:
         seed: int,
         num_samples_of_unseen: Tensor | None = None,
         server: ServerConfig | None = None,
+        clients: ClientsConfig | None = None,
     ) -> None:
         self.num_samples = num_samples
         """Training samples of each client, int64 [N]."""
@@ -59,6 +60,7 @@ class Context:
         self.sample = sample
         self.train = train
         self.server = server or ServerConfig()
+        self.clients = clients or ClientsConfig()
         self.seed = seed
         self.model_name = model
         self.build_network: Callable[[int], Network] = lambda draw: build_network(
@@ -274,7 +276,7 @@ class Method:
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Update the server's state once models and running statistics are aggregated; default: nothing.
 
-        The cohort may be empty: its clients have all diverged, and nothing was aggregated.
+        The cohort may be empty: its clients have all diverged or been lost, and nothing was aggregated.
         """
 
     # evaluation

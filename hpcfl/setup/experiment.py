@@ -12,6 +12,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
+from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partitions import ClientIndices, count_classes, partition
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
@@ -148,6 +149,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
         config.run.seed,
         num_samples[num_clients:],
         config.server,
+        config.clients,
     )
     return METHODS[config.method.name](context, config.method.options)
 
@@ -193,8 +195,9 @@ def assemble(
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
     many_at_once = is_batched(config.run.engine, device, config.model.name)
     check_slow_precision(config.train.precision, many_at_once or device.type != "cpu")
-    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device)
-    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device)
+    noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
+    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, noise)
+    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device, noise)
     network = copy.deepcopy(method.network).to(device)
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
@@ -226,12 +229,14 @@ def assemble(
         state,
         scorer,
         augmentation_of(config.train, data, device),
+        config.clients,
     )
     unseen_context = replace(
         worker_context,
         shard=unseen_shard,
         clients=unseen,
         train=config.train.of_unseen(),
+        unequal=config.clients.of_unseen(),
         state=adapter.initial_clients(unseen),
     )
     train = [part.train for part in parts]
