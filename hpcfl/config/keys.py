@@ -115,9 +115,9 @@ class DataConfig(Settings):
     them; at least one client must remain for training. They get the last ids. At every evaluation they adapt
     as new clients (`train.unseen_epochs`) and are reported separately. Default, or 0: no such clients."""
     label_noise: float | None = Field(None, ge=0, le=1)
-    """Share q of a client's training labels that are wrong: floor(q n + 0.5) of its n labels, drawn at random,
-    become another class, each other class equally likely (symmetric noise). Labels for validation and testing
-    stay right. Default, or 0: none."""
+    """Share q of a client's training labels that are wrong: floor(q n + 0.5) of its n labels, drawn at
+    random, become another class, each other class equally likely (symmetric noise). Labels for validation and
+    testing stay right, and partition.csv counts right ones. Default, or 0: none."""
     label_noise_clients: float | None = Field(None, gt=0, le=1)
     """Share of the N clients whose labels have this noise: max(1, floor(share N + 0.5)) of them, drawn at
     random; default: all."""
@@ -310,8 +310,9 @@ class ClientsConfig(Settings):
     bytes_per_s: float | None = Field(None, gt=0)
     """Bytes that a client receives, or sends, in a simulated second; default: messages take no time."""
     deadline_s: float | None = Field(None, gt=0)
-    """Simulated seconds from the start of a round after which the server waits for nobody: a member that needs
-    longer is lost after its training, and a round that loses a member lasts this long. Default: none."""
+    """Simulated seconds from the start of a round after which the server waits for nobody: a member that
+    needs longer is lost after its training, and a round that loses a member lasts this long. Default:
+    none."""
     local_epochs: list[Annotated[int, Field(ge=1)]] | None = None
     """Least and most local epochs, such as [1,5]: each member of each round does a number of them in place of
     `train.local_epochs`, drawn uniformly. Epochs that a method's own key sets stay."""

@@ -22,7 +22,13 @@ from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.models import MODELS
 from hpcfl.randomness import numpy_stream
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
-from hpcfl.setup.validate import check_chain, check_large_state, check_single_samples, check_slow_precision
+from hpcfl.setup.validate import (
+    check_candidates,
+    check_chain,
+    check_large_state,
+    check_single_samples,
+    check_slow_precision,
+)
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.augmentation import Augmentation
 from hpcfl.training.client_group import WorkerContext
@@ -163,6 +169,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     check_chain(method, world.num_workers)
     check_large_state(method, world)
     check_single_samples(method)
+    check_candidates(config, method.context.num_clients)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 import torch
 
 from hpcfl.communication.communicator import Communicator
+from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
@@ -25,6 +26,16 @@ def check_chain(method: Method, num_workers: int) -> None:
         raise UserError(
             f"{method.sequential} trains a round's clients one after the other, and {num_workers} workers "
             "would train them side by side; start one or two ranks, or drop it"
+        )
+
+
+def check_candidates(config: Config, num_clients: int) -> None:
+    """Raise UserError if a cohort has more members than there are candidates."""
+    count, size = config.clients.candidates, config.train.cohort_size(num_clients)
+    if count is not None and count < size:
+        raise UserError(
+            f"clients.candidates={count} are too few for the {size} clients of a round; set "
+            f"clients.candidates={size} or more, or lower train.participation"
         )
 
 

@@ -152,9 +152,9 @@ class ClientGroup:
         Clients whose current mini-batches have equal sizes share one Batch. The order of all samples is
         copied to the device before the first mini-batch, so that a GPU need not wait for the host between
         them. `epochs` defaults to `train.local_epochs`, or to what `clients.local_epochs` draws for each
-        client; if `steps` is given, each client gets `steps` mini-batches instead. `samples` are the sample indices to use, one int64 tensor per client with at
-        least one entry; default: all. Images are changed as `train.augment` says, unless a method measures
-        something with them and sets `augmented` to False.
+        client; if `steps` is given, each client gets `steps` mini-batches instead. `samples` are the sample
+        indices to use, one int64 tensor per client with at least one entry; default: all. Images are changed
+        as `train.augment` says, unless a method measures something with them and sets `augmented` to False.
         """
         work, rule = self._worker.work, self._worker.train.last_batch
         if samples is None:
@@ -290,7 +290,7 @@ class ClientGroup:
     def local_epochs(self) -> int:
         """Default of `epochs`: `train.local_epochs`, or `train.unseen_epochs` of clients that are new.
 
-        With `clients.local_epochs` clients in training differ, so a hook that trains them leaves `epochs` out.
+        With `clients.local_epochs` clients in training differ: a hook that trains them leaves `epochs` out.
         """
         return self._worker.train.local_epochs
 
