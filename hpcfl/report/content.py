@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +19,15 @@ from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pict
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
-from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT, mean_of_known
+from hpcfl.storage.ledger import (
+    BUFFERS_LABEL,
+    DIRECTIONS,
+    INDICES_LABEL,
+    LOST,
+    SIMULATED,
+    SPENT,
+    mean_of_known,
+)
 from hpcfl.storage.reading import COLUMNS, Columns
 from hpcfl.training.metrics import CLIENT_METRICS
 
@@ -38,7 +47,7 @@ CURVES = (
 )
 CLIENT_COLUMNS = (
     *("accuracy", "accuracy_after_download", "accuracy_after_training", "loss"),
-    *("train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
+    *("train_samples", "evaluated_samples", "bytes_down", "bytes_up", LOST),
     *CLIENT_METRICS,
 )
 METRIC_NAMES = dict(
@@ -49,6 +58,22 @@ CONFUSION_LINES = 20_000
 MAX_CLASSES = 1000
 """Most classes of a confusion matrix that is drawn."""
 UNSEEN_CURVES = ("accuracy_unseen", "loss_unseen")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the page has figures of, because at least one of its runs has it."""
+
+    unseen: bool
+    """Unseen clients."""
+    diverged: bool
+    """Clients that have diverged."""
+    lost: bool
+    """Members of cohorts that may be lost."""
+    clock: bool
+    """A simulated clock."""
+    metrics: bool
+    """CLIENT_METRICS."""
 
 
 def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
@@ -69,13 +94,16 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
         raise UserError(
             f"run.eval_split differs ({names}), so that accuracies cannot be compared; name runs of one split"
         )
-    has_unseen = any(UNSEEN_CURVES[0] in run.metrics for run in runs)
-    has_diverged = any(_times_diverged(run) for run in runs)
-    has_metrics = any(_has_metrics(run) for run in runs)
+    figures = Shown(
+        unseen=any(UNSEEN_CURVES[0] in run.metrics for run in runs),
+        diverged=any(_times_diverged(run) for run in runs),
+        lost=any(LOST in run.metrics for run in runs),
+        clock=any(SIMULATED in run.metrics for run in runs),
+        metrics=any(_has_metrics(run) for run in runs),
+    )
     try:
         shown = [
-            _run_content(run, label, len(runs), has_unseen, has_diverged, has_metrics)
-            for run, label in zip(runs, labels, strict=True)
+            _run_content(run, label, len(runs), figures) for run, label in zip(runs, labels, strict=True)
         ]
     finally:
         for run in runs:
@@ -83,12 +111,8 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
-def _run_content(
-    run: Run, label: str, num_runs: int, has_unseen: bool, has_diverged: bool, has_metrics: bool
-) -> Json:
-    """Return the content for one run. `has_unseen`, `has_diverged` and `has_metrics`: whether any run of the
-    page has unseen or diverged clients, or CLIENT_METRICS.
-    """
+def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
+    """Return the content for one run."""
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
     kept = spread_out(count, max(40, min(MAX_POINTS, 4 * MAX_POINTS // num_runs)))
@@ -124,12 +148,13 @@ def _run_content(
         "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, steps[-1], has_unseen, has_diverged, has_metrics, num_runs),
+        "headline": _headline(run, clients, best, steps[-1], figures, num_runs),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
             "bytes": numbers(np.asarray(sent)[kept], 6),
             "steps": numbers(steps[kept], 6),
+            **({"simulated": numbers(metrics[SIMULATED][kept], 6)} if SIMULATED in metrics else {}),
             **{name: numbers(metrics[name][kept]) for name in (*CURVES, *UNSEEN_CURVES) if name in metrics},
         },
         "bands": bands,
@@ -156,14 +181,12 @@ def _headline(
     clients: Columns,
     best: int,
     steps: float,
-    has_unseen: bool,
-    has_diverged: bool,
-    has_metrics: bool,
+    figures: Shown,
     num_runs: int,
 ) -> list[Json]:
     """Return the headline figures: name, text, the number for sorting, and a remark.
 
-    All but those of unseen clients, which any page with `has_unseen` has, are of the clients in training.
+    All but those of unseen clients, which a page that shows such clients has, are of the clients in training.
     All runs of a page have the same figures; a run without a checkpoint has no worst tenth yet.
     """
     metrics, unseen = run.metrics, run.num_unseen
@@ -194,10 +217,10 @@ def _headline(
         spread = last["accuracy_unseen_std"]
         remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
         of_unseen = [percent("Unseen clients", last["accuracy_unseen"], remark)]
-    elif has_unseen:
+    elif figures.unseen:
         of_unseen = [entry("Unseen clients", "none", math.nan)]
     of_metrics = []
-    for name in CLIENT_METRICS if has_metrics else ():
+    for name in CLIENT_METRICS if figures.metrics else ():
         values = run.in_training.get(name)
         if values is None:
             of_metrics.append(entry(METRIC_NAMES[name], "none", math.nan))
@@ -207,9 +230,17 @@ def _headline(
         remark = f"mean over {some}{_counted(in_training)}"
         of_metrics.append(percent(METRIC_NAMES[name], mean_of_known(values), remark))
     highest = float(metrics["accuracy_mean"][best])
-    times, of_diverged = _times_diverged(run), []
-    if has_diverged:
-        of_diverged = [entry("Diverged", str(times), times, "clients with nan or infinity, round by round")]
+    left_out, of_clock = [], []
+    if figures.diverged:
+        times = _times_diverged(run)
+        left_out.append(entry("Diverged", str(times), times, "clients with nan or infinity, round by round"))
+    if figures.lost:
+        lost = last.get(LOST, 0.0)
+        left_out.append(entry("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
+    if figures.clock:
+        seconds = last.get(SIMULATED, math.nan)
+        text = clock(seconds) if SIMULATED in last else "none"
+        of_clock.append(entry("Simulated time", text, seconds, "h:min:s on the clock of clients.step_s"))
     down_up = [last["bytes_down"], last["bytes_up"]]
     ways = [readable_bytes(count) for count in down_up]
     return [
@@ -219,9 +250,10 @@ def _headline(
         *of_unseen,
         *of_metrics,
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
-        *of_diverged,
+        *left_out,
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
         entry("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
+        *of_clock,
         entry("Training steps", f"{steps:,.0f}", steps, "of all clients"),
     ]
 
