@@ -69,7 +69,7 @@ class Shard:
         labels = arrays.y[indices]
         if noise is not None:
             # the training parts come first
-            of_clients = np.split(labels, np.cumsum(count["train"]))
+            of_clients = np.split(labels, count["train"].cumsum(0).tolist())
             for client, right in zip(clients, of_clients[:-1], strict=True):
                 right[:] = noise.noisy(right, client)
         y = torch.from_numpy(labels)
