@@ -289,30 +289,29 @@ class ClientsConfig(Settings):
     """
 
     sampling: Sampling | None = None
-    """How cohorts are drawn, without replacement; null or uniform: all clients are equally likely. size: with
-    probabilities proportional to training samples. power_of_choice: of `clients.candidates` clients drawn by
-    size, those with the highest training loss in the last round that they completed, which is infinite before
-    the first (Cho et al., Towards understanding biased client selection in federated learning, AISTATS 2022:
-    the variant rpow-d). The method's weights of clients in means stay."""
+    """How a round's clients are drawn: null or uniform, all are equally likely; size, in proportion to their
+    training samples, without replacement; power_of_choice, of `clients.candidates` clients drawn by size,
+    those that had the highest training loss in the last round that they completed. Before a client's first
+    one, its loss counts as infinite (Cho et al., Towards understanding biased client selection in federated
+    learning, AISTATS 2022: the variant rpow-d). The method's weights of clients in means stay."""
     candidates: int | None = Field(None, ge=1)
     """Number d of candidates of power_of_choice, at least the cohort's size; default: twice that size. More
     than N count as N."""
     drop_rate: float | None = Field(None, ge=0, lt=1)
-    """Probability that a member of a cohort is lost before it trains, by client and round; default, or 0:
-    none."""
+    """Probability that a member of a cohort is lost before it trains, drawn by client and round; default, or
+    0: none is lost."""
     step_s: float | None = Field(None, ge=0)
-    """Simulated seconds of one mini-batch of a client with factor 1 (`clients.slowness`), which start the
-    simulated clock: metrics.csv gets `simulated_s`. A round lasts as long as the slowest of the members that
-    are not left out. Default: no clock."""
+    """Simulated seconds of one mini-batch of a client with factor 1 (`clients.slowness`); default: no
+    simulated clock. metrics.csv gets a column `simulated_s`: a round lasts as long as the slowest of the
+    members that are not left out."""
     slowness: float | None = Field(None, ge=0)
     """Sigma of the factor exp(sigma z), z from N(0, 1), on `clients.step_s` of each client, drawn once;
     default, or 0: all have factor 1."""
     bytes_per_s: float | None = Field(None, gt=0)
     """Bytes that a client receives, or sends, in a simulated second; default: messages take no time."""
     deadline_s: float | None = Field(None, gt=0)
-    """Simulated seconds from the start of a round after which the server waits for nobody: a member that
-    needs longer is lost after its training, and a round that loses a member lasts this long. Default:
-    none."""
+    """Simulated seconds after which a round ends without the members that need longer; default: none. They
+    are lost after their training, and a round that loses a member lasts this long."""
     local_epochs: list[Annotated[int, Field(ge=1)]] | None = None
     """Least and most local epochs, such as [1,5]: each member of each round does a number of them in place of
     `train.local_epochs`, drawn uniformly. Epochs that a method's own key sets stay."""

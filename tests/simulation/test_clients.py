@@ -13,14 +13,15 @@ import pytest
 import torch
 from bits import CODED, differing, method_settings, run_here, start_run, tiny_settings, write_digits
 from by_hand import work
-from harness import UNEQUAL, Run, make_network, make_place
+from harness import SMALL, UNEQUAL, Run, make_network, make_place
 from processes import Mpirun
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.config import ClientsConfig, TrainConfig
-from hpcfl.errors import FINISHED, STOPPED
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
 from hpcfl.methods import METHODS
 from hpcfl.randomness import torch_stream
+from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.simulation.clock import Clock
 from hpcfl.simulation.divergence import Divergence
@@ -323,6 +324,34 @@ def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method:
     assert one.keys() == other.keys()
     for name in one:
         torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["clients.sampling=power_of_choice", "clients.candidates=3"],
+            "clients.candidates=3 are too few for the 4 clients of a round; set clients.candidates=4 or",
+        ),
+        (
+            ["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"],
+            "method.body_epochs=null does not go with clients.local_epochs, which draws the epochs of each ",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(tmp_path / "run", [*SMALL, *words]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hpcfl: error: {said}")
+
+
+def test_keys_that_are_off_leave_the_name_of_a_run(settings: list[str]) -> None:
+    off = ["clients.sampling=uniform", "clients.drop_rate=0", "data.label_noise=0"]
+    plain, same = (load_config(None, [*settings, *words]) for words in ([], off))
+    assert plain.run_name() == same.run_name()
+    assert load_config(None, [*settings, "clients.drop_rate=0.1"]).run_name() != plain.run_name()
 
 
 # Any number of ranks, and a kill
