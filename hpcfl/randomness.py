@@ -21,6 +21,12 @@ def stream_seed(seed: int, purpose: str, round: int = 0, client: int = 0) -> int
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
+def uniform(seed: int, purpose: str, round: int = 0, client: int = 0) -> float:
+    """Return the one number of a stream that has no more, from U(0, 1), 0 included."""
+    # 53 bits are exact in a float
+    return (stream_seed(seed, purpose, round, client) >> 10) / 2**53
+
+
 def torch_stream(seed: int, purpose: str, round: int = 0, client: int = 0) -> torch.Generator:
     """Return a fresh CPU generator for one stream."""
     return torch.Generator().manual_seed(stream_seed(seed, purpose, round, client))

@@ -173,15 +173,17 @@ def _describe(config: Config, method: Method) -> Iterator[str]:
         evaluations(config.train.rounds, config.run.eval_every),
     )
     yield f"model {config.model.name}: {method.layout.size:,} trainable numbers ({layers})"
+    drawn = config.clients.local_epochs
+    epochs = str(train.local_epochs) if drawn is None else "{} to {}".format(*drawn)
     yield (
         f"{train.rounds} rounds of {train.cohort_size(num_clients)} of {num_clients} clients, "
-        f"{train.local_epochs} local epochs, {times} evaluations"
+        f"{epochs} local epochs, {times} evaluations"
     )
     if train.finetune_epochs:
         yield f"fine-tuning for {train.finetune_epochs} epochs before each evaluation"
     if num_unseen:
-        epochs = train.of_unseen().local_epochs
-        yield f"{num_unseen} unseen clients adapt for {epochs} epochs at each evaluation"
+        adapting = train.of_unseen().local_epochs
+        yield f"{num_unseen} unseen clients adapt for {adapting} epochs at each evaluation"
     for part, count in state_bytes(method).items():
         yield f"server memory, {part}: {count:,} bytes"
     for name, rows in MethodAdapter(method).initial_clients([0]).items():

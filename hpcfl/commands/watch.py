@@ -83,6 +83,8 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
         yield "spread", f"{last['accuracy_std']:.2%} over clients"
         if last.get("diverged"):
             yield "diverged", f"{last['diverged']:.0f} times a client's numbers were nan or infinite"
+        if last.get("lost"):
+            yield "lost", f"{last['lost']:.0f} times a client was lost in a round"
         yield "curve", curve(means, CURVE_WIDTH, encoding)
         yield "bytes", f"{readable_bytes(last['bytes_down'])} down, {readable_bytes(last['bytes_up'])} up"
         yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"

@@ -41,7 +41,12 @@ class Traffic:
         """[S]: all but running statistics and indices."""
         return sum(self.others.values(), start=self.layers.sum(axis=1))
 
-    def add(self, positions: slice | np.ndarray, other: Traffic) -> None:
+    @property
+    def total(self) -> np.ndarray:
+        """[S]: all of them."""
+        return self.of_numbers + self.buffers + self.indices
+
+    def add(self, positions: np.ndarray, other: Traffic) -> None:
         """Add the bytes of the clients at these positions of the cohort."""
         self.layers[positions] += other.layers
         self.buffers[positions] += other.buffers
@@ -87,20 +92,26 @@ class RoundTraffic:
 
     def __init__(self, num_clients: int, layers: Sequence[Layer], names_layers: bool) -> None:
         self._layers, self._names_layers = layers, names_layers
+        self._members = np.arange(num_clients)
         self.down, self.up = (Traffic.nothing(num_clients, len(layers)) for _ in range(2))
 
+    def keep(self, places: Sequence[int]) -> None:
+        """Leave out members: those at these positions, of those so far, have all later messages."""
+        self._members = self._members[list(places)]
+
     def count_down(self, message: Message | None) -> None:
-        """Count a message to the whole cohort; None on ranks other than the server."""
+        """Count a message to the members; None on ranks other than the server."""
         if message is not None:
-            self.down.add(slice(None), self._count(message))
+            self.down.add(self._members, self._count(message))
 
-    def count_up(self, upload: Upload, senders: Sequence[int] | None = None) -> None:
-        """Count an upload.
+    def count_up(self, upload: Upload) -> None:
+        """Count an upload of the members."""
+        self.up.add(self._members, self._count(upload.outline))
 
-        `senders` are the positions in the cohort of the clients that send; default: all.
-        """
-        places = slice(None) if senders is None else np.array(senders, np.int64)
-        self.up.add(places, self._count(upload.outline))
+    @property
+    def moved(self) -> np.ndarray:
+        """Bytes so far of each member, both ways, int64."""
+        return (self.down.total + self.up.total)[self._members]
 
     def _count(self, message: Message) -> Traffic:
         return count_bytes(message, self._layers, self._names_layers)

@@ -17,7 +17,7 @@ from hpcfl.errors import UserError
 ENVIRONMENT = "environment"
 """Group in a run folder's config.yaml that records versions, command and ranks; not read as configuration."""
 
-GROUPS = ("method", "data", "model", "train", "server", "privacy", "comm", "run")
+GROUPS = ("method", "data", "model", "train", "clients", "server", "privacy", "comm", "run")
 
 BufferPolicy = Literal["local", "average", "mixed"]
 Precision = Literal["float32", "bfloat16"]
@@ -31,6 +31,7 @@ Missing = Literal["mean", "drop"]
 ShiftKind = Literal["rotation", "colour", "noise", "blur"]
 PrivacyUnit = Literal["client", "sample"]
 ServerOptimiser = Literal["momentum", "adagrad", "adam", "yogi"]
+Sampling = Literal["size", "power_of_choice"]
 
 DEFAULT_TOPK_RATIO = 0.1
 DEFAULT_DELTA = 1e-5
@@ -141,6 +142,13 @@ class DataConfig(Settings):
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
     them; at least one client must remain for training. They get the last ids. At every evaluation they adapt
     as new clients (`train.unseen_epochs`) and are reported separately. Default, or 0: no such clients."""
+    label_noise: float | None = Field(None, ge=0, le=1)
+    """Share q of a client's training labels that are wrong: floor(q n + 0.5) of its n labels, drawn at
+    random, become another class, each other class equally likely (symmetric noise). Labels for validation and
+    testing stay right, and partition.csv counts right ones. Default, or 0: none."""
+    label_noise_clients: float | None = Field(None, gt=0, le=1)
+    """Share of the N clients whose labels have this noise: max(1, floor(share N + 0.5)) of them, drawn at
+    random; default: all."""
 
     shift: ShiftKind | None = None
     """Change of each client's images, in all splits and before normalisation, so that clients differ in their
@@ -167,7 +175,7 @@ class DataConfig(Settings):
         assert self.shift is not None
         return SHIFT_STRENGTHS[self.shift][0] if self.shift_strength is None else self.shift_strength
 
-    @field_validator("unseen_clients")
+    @field_validator("unseen_clients", "label_noise")
     @classmethod
     def _none_is_null(cls, share: float | None) -> float | None:
         return share or None
@@ -328,6 +336,79 @@ class TrainConfig(Settings):
     def cohort_size(self, num_clients: int) -> int:
         """Return how many of N clients take part in a round."""
         return max(1, math.floor(self.participation * num_clients + 0.5))
+
+
+class ClientsConfig(Settings):
+    """The keys under `clients.*`: which clients a round gets, how much they train, and which it loses.
+
+    A lost member of a cohort has received the server's message; it sends nothing, its state is as before the
+    round, and the round continues without it, as with `run.on_divergence=skip`.
+    """
+
+    sampling: Sampling | None = None
+    """How a round's clients are drawn: null or uniform, all are equally likely; size, in proportion to their
+    training samples, without replacement; power_of_choice, of `clients.candidates` clients drawn by size,
+    those that had the highest training loss in the last round that they completed. Before a client's first
+    one, its loss counts as infinite (Cho et al., Towards understanding biased client selection in federated
+    learning, AISTATS 2022: the variant rpow-d). The method's weights of clients in means stay."""
+    candidates: int | None = Field(None, ge=1)
+    """Number d of candidates of power_of_choice, at least the cohort's size; default: twice that size. More
+    than N count as N."""
+    drop_rate: float | None = Field(None, ge=0, lt=1)
+    """Probability that a member of a cohort is lost before it trains, drawn by client and round; default, or
+    0: none is lost."""
+    step_s: float | None = Field(None, ge=0)
+    """Simulated seconds of one mini-batch of a client with factor 1 (`clients.slowness`); default: no
+    simulated clock. metrics.csv gets a column `simulated_s`: a round lasts as long as the slowest of the
+    members that are not left out."""
+    slowness: float | None = Field(None, ge=0)
+    """Sigma of the factor exp(sigma z), z from N(0, 1), on `clients.step_s` of each client, drawn once;
+    default, or 0: all have factor 1."""
+    bytes_per_s: float | None = Field(None, gt=0)
+    """Bytes that a client receives, or sends, in a simulated second; default: messages take no time."""
+    deadline_s: float | None = Field(None, gt=0)
+    """Simulated seconds after which a round ends without the members that need longer; default: none. They
+    are lost after their training, and a round that loses a member lasts this long."""
+    local_epochs: list[Annotated[int, Field(ge=1)]] | None = None
+    """Least and most local epochs, such as [1,5]: each member of each round does a number of them in place of
+    `train.local_epochs`, drawn uniformly. Epochs that a method's own key sets stay."""
+    batch_size: list[Annotated[int, Field(ge=2)]] | None = Field(None, min_length=1)
+    """Sizes such as [8,16,32] of which each client has one in place of `train.batch_size`, drawn once,
+    uniformly."""
+
+    @field_validator("sampling", mode="before")
+    @classmethod
+    def _uniform_is_null(cls, name: Any) -> Any:
+        return None if name == "uniform" else name
+
+    @field_validator("drop_rate", "slowness")
+    @classmethod
+    def _zero_is_null(cls, value: float | None) -> float | None:
+        return value or None
+
+    @field_validator("local_epochs")
+    @classmethod
+    def _are_least_and_most(cls, epochs: list[int] | None) -> list[int] | None:
+        if epochs is not None and (len(epochs) != 2 or epochs[0] > epochs[1]):
+            raise UserError(
+                f"clients.local_epochs={epochs} is invalid; allowed: [least, most] with 1 <= least <= most, "
+                "such as [1,5]"
+            )
+        return epochs
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether there is a simulated clock."""
+        return self.step_s is not None
+
+    @property
+    def loses_members(self) -> bool:
+        """Whether members of a cohort may be lost."""
+        return self.drop_rate is not None or self.deadline_s is not None
+
+    def of_unseen(self) -> ClientsConfig:
+        """Return the settings of clients that take no part in the rounds, and adapt before an evaluation."""
+        return self.model_copy(update={"local_epochs": None})
 
 
 class ServerConfig(Settings):
@@ -525,6 +606,7 @@ class Config:
     partition: Chosen[PartitionOptions]
     model: Chosen[NetworkOptions]
     train: TrainConfig
+    clients: ClientsConfig
     server: ServerConfig
     privacy: PrivacyConfig
     comm: CommConfig
@@ -556,6 +638,7 @@ class Config:
             "data": data,
             "model": self.model.tree(),
             "train": self.train.model_dump(),
+            "clients": self.clients.model_dump(),
             "server": self.server.model_dump(),
             "privacy": self.privacy.model_dump(),
             "comm": self.comm.model_dump(),
@@ -584,6 +667,7 @@ class Config:
 COMMON: dict[str, type[Settings]] = {
     "data": DataConfig,
     "train": TrainConfig,
+    "clients": ClientsConfig,
     "server": ServerConfig,
     "privacy": PrivacyConfig,
     "comm": CommConfig,

@@ -177,6 +177,7 @@ def _own_file(
 def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
     data, train, comm, server = config.data, config.train, config.comm, config.server
+    clients = config.clients
     readers = [name for name, source in sources.known.items() if source.path_names is not None]
     is_given = config.partition.name == "given"
     topk = comm.codec == "topk", "comm.codec=topk"
@@ -196,6 +197,13 @@ def _check_needs(config: Config, sources: Registry) -> None:
         ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
         ("train.patience", train.patience, data.val_fraction > 0, "data.val_fraction, such as 0.2"),
         ("train.unseen_epochs", train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
+        ("data.label_noise_clients", data.label_noise_clients, bool(data.label_noise), "data.label_noise"),
+        (
+            "clients.candidates",
+            clients.candidates,
+            clients.sampling == "power_of_choice",
+            "clients.sampling=power_of_choice",
+        ),
         ("comm.topk_ratio", comm.topk_ratio, *topk),
         ("comm.error_feedback", comm.error_feedback, *topk),
         ("comm.directions", comm.directions, comm.codec in coding, f"comm.codec={' or '.join(coding)}"),
@@ -211,6 +219,8 @@ def _check_needs(config: Config, sources: Registry) -> None:
         needs.append((*strength, data.shift_size <= largest, f"to be at most {largest:g} with {kind}"))
         is_free = data.shift != "rotation" or data.shift_groups is None
         needs.append((*strength, is_free, f"data.shift_groups=null with {kind}"))
+    for key in ("slowness", "bytes_per_s", "deadline_s"):
+        needs.append((f"clients.{key}", getattr(clients, key), clients.has_clock, "clients.step_s"))
     for key in ("beta1", "beta2", "epsilon"):
         is_adam = train.optimiser is not None
         needs.append((f"train.{key}", getattr(train, key), is_adam, "train.optimiser=adam or adamw"))
@@ -229,8 +239,13 @@ def _check_needs(config: Config, sources: Registry) -> None:
     needs += [
         ("privacy.unit", privacy.unit, comm.codec == "none", "comm.codec=none"),
         ("privacy.unit", privacy.unit, config.run.on_divergence == "stop", "run.on_divergence=stop"),
+        ("privacy.unit", privacy.unit, clients.sampling is None, "clients.sampling=uniform"),
+        ("privacy.unit", privacy.unit, data.missing != "mean", "a data.missing other than mean"),
         ("privacy.unit", privacy.unit, data.normalise != "standard", "a data.normalise other than standard"),
     ]
+    if privacy.unit == "client":
+        are_all_there = "clients that are not lost: clients.drop_rate=0 and clients.deadline_s=null"
+        needs.append(("privacy.unit", privacy.unit, not clients.loses_members, are_all_there))
     if privacy.unit == "sample":
         needs.append(("privacy.unit", privacy.unit, train.precision == "float32", "train.precision=float32"))
     for key, value, is_met, needed in needs:
@@ -256,14 +271,8 @@ def _check_needs(config: Config, sources: Registry) -> None:
 def _mapping(group: str, value: Any) -> dict[str, Any]:
     """Return a copy of a group of keys; an empty group in YAML has no keys."""
     if value is not None and not isinstance(value, Mapping):
-        example = {
-            "data": "source",
-            "train": "rounds",
-            "server": "optimiser",
-            "privacy": "unit",
-            "comm": "codec",
-            "run": "seed",
-        }
+        example = {"data": "source", "train": "rounds", "clients": "drop_rate", "server": "optimiser"}
+        example |= {"privacy": "unit", "comm": "codec", "run": "seed"}
         key = f"{group}.{example.get(group, 'name')}"
         raise UserError(f"{group}={value!r} must be a group of keys, such as {key}=...")
     return {str(key): entry for key, entry in (value or {}).items()}

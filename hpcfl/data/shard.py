@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from hpcfl.data.arrays import Arrays, Channels
+from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.data.shift import Shift
 from hpcfl.data.sources import SOURCES
@@ -53,6 +54,7 @@ class Shard:
         std: Channels,
         device: torch.device | str,
         shift: Shift | None = None,
+        noise: LabelNoise | None = None,
     ) -> Shard:
         """Copy the samples of `clients` out of the pool; all training parts come first, then val, then test.
 
@@ -60,6 +62,7 @@ class Shard:
             parts: the indices of every client of the run.
             mean, std: a channel or feature each; x becomes (raw / scale - mean) / std, tokens stay.
             shift: changes each client's raw / scale.
+            noise: which training labels become wrong ones; None: all stay.
         """
         pieces = [getattr(parts[client], split) for split in SPLITS for client in clients]
         offset, count = _places([len(piece) for piece in pieces], len(clients))
@@ -76,7 +79,13 @@ class Shard:
                 part.copy_(shift.changed(images, client, samples))
         if sample.kind != "tokens":
             x.sub_(sample.by_channel(mean)).div_(sample.by_channel(std))
-        y = torch.from_numpy(arrays.y[indices])
+        labels = arrays.y[indices]
+        if noise is not None:
+            # the training parts come first
+            of_clients = np.split(labels, count["train"].cumsum(0).tolist())
+            for client, right in zip(clients, of_clients[:-1], strict=True):
+                right[:] = noise.noisy(right, client)
+        y = torch.from_numpy(labels)
         return cls(clients, x.to(device), y.to(device), offset, count)
 
     def of_others(

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.communication.upload import Upload
-from hpcfl.config.keys import BufferPolicy, Params, PrivacyConfig, PrivacyUnit, ServerConfig, TrainConfig
+from hpcfl.config.keys import (
+    BufferPolicy,
+    ClientsConfig,
+    Params,
+    PrivacyConfig,
+    PrivacyUnit,
+    ServerConfig,
+    TrainConfig,
+)
 from hpcfl.config.messages import shown
 from hpcfl.errors import UserError
 from hpcfl.methods.diagnostics import Diagnostic
@@ -47,6 +55,7 @@ class Context:
         num_samples_of_unseen: Tensor | None = None,
         server: ServerConfig | None = None,
         privacy: PrivacyConfig | None = None,
+        clients: ClientsConfig | None = None,
     ) -> None:
         self.num_samples = num_samples
         """Training samples of each client, int64 [N]."""
@@ -61,6 +70,7 @@ class Context:
         self.train = train
         self.server = server or ServerConfig()
         self.privacy = privacy or PrivacyConfig()
+        self.clients = clients or ClientsConfig()
         self.seed = seed
         self.model_name = model
         self.build_network: Callable[[int], Network] = lambda draw: build_network(
@@ -306,7 +316,7 @@ class Method:
     def end_round(self, server: State, cohort: Cohort) -> None:
         """Update the server's state once models and running statistics are aggregated; default: nothing.
 
-        The cohort may be empty: its clients have all diverged, and nothing was aggregated.
+        The cohort may be empty: its clients have all diverged or been lost, and nothing was aggregated.
         """
 
     # evaluation

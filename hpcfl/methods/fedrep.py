@@ -42,6 +42,11 @@ class FedRep(FedPer):
 
     def __init__(self, context: Context, params: FedRepParams) -> None:
         super().__init__(context, params)
+        if params.body_epochs is None and context.clients.local_epochs is not None:
+            raise UserError(
+                "method.body_epochs=null does not go with clients.local_epochs, which draws the epochs of "
+                "each client; set method.body_epochs=1, or clients.local_epochs=null"
+            )
         if (rest := _body_epochs(params, context.train)) < 1 and params.body_epochs is None:
             raise UserError(
                 f"method.body_epochs=null: train.local_epochs={context.train.local_epochs} leaves the body "

@@ -21,7 +21,7 @@ from torch import Tensor
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import Load
-from hpcfl.config import Config, TrainConfig
+from hpcfl.config import Config
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes
@@ -34,6 +34,7 @@ from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
 from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.work import Work
 
 CLIENTS, CLIENTS_TOGETHER = 4, 32
 """Largest number of clients of a round: with the loop engine, and with the batched engine."""
@@ -98,11 +99,11 @@ class DryRun:
 def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> DryRun:
     """Do a dry run; takes seconds, or as long as three rounds of a few mini-batches. May raise UserError.
 
-    It continues if numbers become nan or infinite, for any `run.on_divergence`.
+    It continues if numbers become nan or infinite, for any `run.on_divergence`, and loses no client.
     """
     began_s = time.monotonic()
     run = config.run.model_copy(update={"on_divergence": "continue", "tracker": None})
-    config = replace(config, run=run)
+    config = _without_losses(replace(config, run=run))
     with ExitStack() as at_exit:
         at_exit.enter_context(warnings.catch_warnings())
         # warnings about clients with few samples concern the dry run only
@@ -118,9 +119,20 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
         return replace(found, wall_s=time.monotonic() - began_s)
 
 
-def batches_of(num_samples: Iterable[int], train: TrainConfig) -> list[int]:
-    """Return the mini-batches in a local epoch of clients with so many samples."""
-    return [len(minibatches(count, train.batch_size, train.last_batch)) for count in num_samples]
+def batches_of(num_samples: Iterable[int], work: Work, first: int = 0) -> list[int]:
+    """Return the mini-batches in a local epoch of clients with so many samples, whose ids begin with
+    `first`."""
+    rule, counts = work.train.last_batch, enumerate(num_samples, first)
+    return [len(minibatches(count, work.batch_size(client), rule)) for client, count in counts]
+
+
+def _without_losses(config: Config) -> Config:
+    """Return the configuration of a run in which no client is lost, and all do the mean of local epochs."""
+    epochs, train = config.clients.local_epochs, config.train
+    clients = config.clients.model_copy(update={"drop_rate": None, "deadline_s": None, "local_epochs": None})
+    if epochs is not None:
+        train = train.model_copy(update={"local_epochs": round(sum(epochs) / 2)})
+    return replace(config, clients=clients, train=train)
 
 
 def _prepared(
@@ -141,7 +153,7 @@ def _prepared(
     members = range(min(most, config.train.cohort_size(num_clients)))
     # with sharded models, the server mixes the rows of all clients
     count = len(members) if method.sharded_state is None else num_clients
-    samples = max(FEWEST_SAMPLES, batches * config.train.batch_size)
+    samples = max(FEWEST_SAMPLES, batches * max(config.clients.batch_size or [config.train.batch_size]))
     cut = [
         ClientIndices(part.train[:samples], part.val[:MAX_SCORED], part.test[:MAX_SCORED])
         for part in (*parts[:count], *parts[num_clients : num_clients + 1])
@@ -183,7 +195,8 @@ class _Rounds(Simulation):
         self._members, self._path = members, folder.path
         experiment.place_state()
         self.server, _ = self._saver.start()
-        self._batches = batches_of(experiment.num_train[: len(members)], self.config.train)
+        self._work = experiment.worker_context.work
+        self._batches = batches_of(experiment.num_train[: len(members)], self._work)
 
     def done(self) -> list[_Round]:
         """Do some rounds like the last of the run."""
@@ -268,9 +281,8 @@ class _Rounds(Simulation):
         began_s = time.monotonic()
         (model,) = self._evaluator.adapted(self.server, cohort, found)
         seconds = time.monotonic() - began_s
-        return seconds / sum(
-            batches_of(self._experiment.num_train[federation.num_clients :], self.config.train)
-        ), model
+        of_unseen = self._experiment.num_train[federation.num_clients :]
+        return seconds / sum(batches_of(of_unseen, self._work, federation.num_clients)), model
 
     def _evaluation_bytes(self) -> int:
         """Return what an evaluation of all clients adds to a checkpoint."""

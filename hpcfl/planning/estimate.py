@@ -19,8 +19,9 @@ from hpcfl.data.partitions import ClientIndices
 from hpcfl.methods import Method
 from hpcfl.planning.dry_run import TRAFFIC, DryRun, batches_of
 from hpcfl.setup.experiment import is_batched
-from hpcfl.simulation.federation import sampled
 from hpcfl.simulation.migration import assign_workers
+from hpcfl.simulation.sampling import sampled
+from hpcfl.training.work import Work
 
 START_S = 10.0
 """Assumed: seconds from a job's start to its first round."""
@@ -85,7 +86,8 @@ class Planner:
         self._cohort = self._train.cohort_size(self._num_clients)
         self._evaluations = evaluations(self._train.rounds, run.eval_every)
         self._num_train = [len(part.train) for part in parts]
-        self._batches = np.array(batches_of(self._num_train, self._train))
+        work = Work(self._train, run.seed, method.context.clients)
+        self._batches = np.array(batches_of(self._num_train, work))
         self._num_evaluated = np.array([len(getattr(part, run.eval_split)) for part in parts])
         self._num_samples = np.array([len(part.train) + len(part.val) + len(part.test) for part in parts])
 
@@ -155,7 +157,7 @@ class Planner:
 
     def _placed_cohorts(self, shards: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Return the members of some rounds, worker by worker."""
-        rounds, count = self._train.rounds, self._num_clients
+        rounds, count, context = self._train.rounds, self._num_clients, self._method.context
         some = 1 if self._cohort == count else min(rounds, SAMPLED_COHORTS)
         # a batched engine trains its clients at home
         is_batched_here = is_batched(
@@ -165,7 +167,7 @@ class Planner:
         home = {client: worker for worker, shard in enumerate(shards) for client in shard}
         placed = []
         for number in np.linspace(0, rounds - 1, some).astype(int).tolist():
-            members = sampled(count, self._cohort, self._run.seed, number)
+            members = sampled(context.clients, context.num_samples, self._cohort, self._run.seed, number)
             workers: Sequence[int] = [home[client] for client in members]
             if visit:
                 workers = assign_workers([self._num_train[c] for c in members], workers, len(shards))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,12 +19,19 @@ from hpcfl.report.packing import Json, Recorded, base64_of, numbers, packed_pict
 from hpcfl.results.run import Run, scored_when
 from hpcfl.results.statistics import worst_tenth
 from hpcfl.simulation.divergence import named
-from hpcfl.storage.ledger import BUFFERS_LABEL, DIRECTIONS, INDICES_LABEL, SPENT, mean_of_known
+from hpcfl.storage.ledger import (
+    BUFFERS_LABEL,
+    DIRECTIONS,
+    EPSILON,
+    INDICES_LABEL,
+    LOST,
+    SIMULATED,
+    SPENT,
+    mean_of_known,
+)
 from hpcfl.storage.reading import COLUMNS, Columns
 from hpcfl.training.metrics import CLIENT_METRICS
 
-Other = Literal["unseen", "diverged", "metrics", "epsilon"]
-"""What some runs have beside what all have."""
 PICTURE_BYTES = 1_400_000
 """Bytes of the pictures of all runs of a page, before base64."""
 MAX_POINTS = 500
@@ -41,7 +48,7 @@ CURVES = (
 )
 CLIENT_COLUMNS = (
     *("accuracy", "accuracy_after_download", "accuracy_after_training", "loss"),
-    *("train_samples", "evaluated_samples", "bytes_down", "bytes_up"),
+    *("train_samples", "evaluated_samples", "bytes_down", "bytes_up", LOST),
     *CLIENT_METRICS,
 )
 METRIC_NAMES = dict(
@@ -52,6 +59,24 @@ CONFUSION_LINES = 20_000
 MAX_CLASSES = 1000
 """Most classes of a confusion matrix that is drawn."""
 UNSEEN_CURVES = ("accuracy_unseen", "loss_unseen")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What the page has figures of, because at least one of its runs has it."""
+
+    unseen: bool
+    """Unseen clients."""
+    diverged: bool
+    """Clients that have diverged."""
+    lost: bool
+    """Members of cohorts that may be lost."""
+    clock: bool
+    """A simulated clock."""
+    metrics: bool
+    """CLIENT_METRICS."""
+    epsilon: bool
+    """Differential privacy."""
 
 
 def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
@@ -72,28 +97,26 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
         raise UserError(
             f"run.eval_split differs ({names}), so that accuracies cannot be compared; name runs of one split"
         )
-    shows = frozenset().union(*map(_others_of, runs))
+    figures = Shown(
+        unseen=any(UNSEEN_CURVES[0] in run.metrics for run in runs),
+        diverged=any(_times_diverged(run) for run in runs),
+        lost=any(LOST in run.metrics for run in runs),
+        clock=any(SIMULATED in run.metrics for run in runs),
+        metrics=any(_has_metrics(run) for run in runs),
+        epsilon=any(EPSILON in run.metrics for run in runs),
+    )
     try:
-        shown = [_run_content(run, label, len(runs), shows) for run, label in zip(runs, labels, strict=True)]
+        shown = [
+            _run_content(run, label, len(runs), figures) for run, label in zip(runs, labels, strict=True)
+        ]
     finally:
         for run in runs:
             run.close()
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
-def _others_of(run: Run) -> set[Other]:
-    """Return what a run has that others do not have."""
-    found: dict[Other, bool] = {
-        "unseen": UNSEEN_CURVES[0] in run.metrics,
-        "diverged": _times_diverged(run) > 0,
-        "metrics": _has_metrics(run),
-        "epsilon": "epsilon" in run.metrics,
-    }
-    return {name for name, is_there in found.items() if is_there}
-
-
-def _run_content(run: Run, label: str, num_runs: int, shows: frozenset[Other]) -> Json:
-    """Return the content for one run. `shows`: what any run of the page has beside what all have."""
+def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
+    """Return the content for one run."""
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
     kept = spread_out(count, max(40, min(MAX_POINTS, 4 * MAX_POINTS // num_runs)))
@@ -129,12 +152,13 @@ def _run_content(run: Run, label: str, num_runs: int, shows: frozenset[Other]) -
         "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, steps[-1], shows, num_runs),
+        "headline": _headline(run, clients, best, steps[-1], figures, num_runs),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
             "bytes": numbers(np.asarray(sent)[kept], 6),
             "steps": numbers(steps[kept], 6),
+            **({"simulated": numbers(metrics[SIMULATED][kept], 6)} if SIMULATED in metrics else {}),
             **{name: numbers(metrics[name][kept]) for name in (*CURVES, *UNSEEN_CURVES) if name in metrics},
         },
         "bands": bands,
@@ -161,12 +185,12 @@ def _headline(
     clients: Columns,
     best: int,
     steps: float,
-    shows: frozenset[Other],
+    figures: Shown,
     num_runs: int,
 ) -> list[Json]:
     """Return the headline figures: name, text, the number for sorting, and a remark.
 
-    All but those of unseen clients are of the clients in training.
+    All but those of unseen clients, which a page that shows such clients has, are of the clients in training.
     All runs of a page have the same figures; a run without a checkpoint has no worst tenth yet.
     """
     metrics, unseen = run.metrics, run.num_unseen
@@ -197,10 +221,10 @@ def _headline(
         spread = last["accuracy_unseen_std"]
         remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
         of_unseen = [percent("Unseen clients", last["accuracy_unseen"], remark)]
-    elif "unseen" in shows:
+    elif figures.unseen:
         of_unseen = [entry("Unseen clients", "none", math.nan)]
     of_metrics = []
-    for name in CLIENT_METRICS if "metrics" in shows else ():
+    for name in CLIENT_METRICS if figures.metrics else ():
         values = run.in_training.get(name)
         if values is None:
             of_metrics.append(entry(METRIC_NAMES[name], "none", math.nan))
@@ -210,9 +234,17 @@ def _headline(
         remark = f"mean over {some}{_counted(in_training)}"
         of_metrics.append(percent(METRIC_NAMES[name], mean_of_known(values), remark))
     highest = float(metrics["accuracy_mean"][best])
-    times, of_diverged = _times_diverged(run), []
-    if "diverged" in shows:
-        of_diverged = [entry("Diverged", str(times), times, "clients with nan or infinity, round by round")]
+    left_out, of_clock = [], []
+    if figures.diverged:
+        times = _times_diverged(run)
+        left_out.append(entry("Diverged", str(times), times, "clients with nan or infinity, round by round"))
+    if figures.lost:
+        lost = last.get(LOST, 0.0)
+        left_out.append(entry("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
+    if figures.clock:
+        seconds = last.get(SIMULATED, math.nan)
+        text = clock(seconds) if SIMULATED in last else "none"
+        of_clock.append(entry("Simulated time", text, seconds, "h:min:s on the clock of clients.step_s"))
     down_up = [last["bytes_down"], last["bytes_up"]]
     ways = [readable_bytes(count) for count in down_up]
     return [
@@ -222,10 +254,11 @@ def _headline(
         *of_unseen,
         *of_metrics,
         percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
-        *of_diverged,
-        *([_epsilon(run)] if "epsilon" in shows else []),
+        *left_out,
+        *([_epsilon(run)] if figures.epsilon else []),
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
         entry("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
+        *of_clock,
         entry("Training steps", f"{steps:,.0f}", steps, "of all clients"),
     ]
 
@@ -235,7 +268,7 @@ def _epsilon(run: Run) -> Json:
     privacy = run.config.privacy
     if privacy.unit is None:
         return {"name": "Epsilon", "text": "none", "value": None, "remark": ""}
-    value = float(run.metrics["epsilon"][-1])
+    value = float(run.metrics[EPSILON][-1])
     remark = f"delta {privacy.delta_in_use:g}, of a {privacy.unit}'s presence"
     return {"name": "Epsilon", "text": f"{value:.3g}", "value": value, "remark": remark}
 

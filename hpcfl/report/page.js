@@ -639,9 +639,9 @@ function overRounds(place, runs, isOne, kind) {
 }
 
 function byCost(place, runs, field, x) {
-  const there = runs.filter((run) => run.curves[field].some((value) => value > 0));
-  if (!there.length) return null;
-  return lines(place, { title: `Accuracy against ${field}`, remark: x.remark, x, y: ACCURACY, series: runs.map((run) => ({ name: run.label, x: run.curves[field], y: run.curves[field].length ? run.curves.accuracy_mean : [] })) });
+  const valuesOf = (run) => run.curves[field] ?? [];
+  if (!runs.some((run) => valuesOf(run).some((value) => value > 0))) return null;
+  return lines(place, { title: `Accuracy against ${x.title ?? field}`, remark: x.remark, x, y: ACCURACY, series: runs.map((run) => ({ name: run.label, x: valuesOf(run), y: valuesOf(run).length ? run.curves.accuracy_mean : [] })) });
 }
 
 const DRAWINGS = {
@@ -671,6 +671,7 @@ const DRAWINGS = {
   },
   "by-bytes": (place, runs) => byCost(place, runs, "bytes", { label: "bytes sent", format: bytes, remark: "Everything sent down and up, running statistics and indices too." }),
   "by-steps": (place, runs) => byCost(place, runs, "steps", { label: "training steps", format: whole, tick: short, remark: "Of all clients together; a step costs some methods more than others." }),
+  "by-simulated": (place, runs) => byCost(place, runs, "simulated", { title: "simulated time", label: "simulated time", format: seconds, remark: "On the simulated clock, which clients.step_s starts." }),
 };
 
 const drawn = new Map();

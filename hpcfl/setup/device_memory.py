@@ -91,7 +91,7 @@ def bytes_of_client(method: Method) -> int:
     """
     context, kept = method.context, dict[int, int]()
     theta, buffers = context.layout.flatten(context.network)
-    x = context.sample.zeros(context.train.batch_size)
+    x = context.sample.zeros(max(context.clients.batch_size or [context.train.batch_size]))
     y = torch.zeros(len(x), dtype=torch.int64)
     forward = Forward(prepare(context.network), context.layout, buffers)
 

@@ -16,6 +16,7 @@ from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.csv_tables import TableColumns
+from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partitions import PARTITIONS, ClientIndices, count_classes, partition, partition_in_domains
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
@@ -27,6 +28,7 @@ from hpcfl.models import MODELS
 from hpcfl.randomness import numpy_stream
 from hpcfl.setup.device_memory import clients_at_once, for_device, state_device
 from hpcfl.setup.validate import (
+    check_candidates,
     check_chain,
     check_large_state,
     check_private_data,
@@ -185,6 +187,7 @@ def method_of(config: Config, data: DataRecord) -> Method:
         num_samples[num_clients:],
         config.server,
         config.privacy,
+        config.clients,
     )
     return METHODS[config.method.name](context, config.method.options)
 
@@ -199,6 +202,7 @@ def build(config: Config, world: Communicator) -> Experiment:
     check_large_state(method, world)
     check_single_samples(method)
     check_private_data(config, data)
+    check_candidates(config, method.context.num_clients)
     return assemble(config, world, device, method, data, arrays, parts, method.context.num_clients)
 
 
@@ -232,8 +236,9 @@ def assemble(
     many_at_once = is_batched(config.run.engine, device, config.model.name)
     check_slow_precision(config.train.precision, many_at_once or device.type != "cpu")
     shift = shift_of(config.data, config.data_seed, len(parts))
-    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift)
-    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device, shift)
+    noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
+    shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift, noise)
+    unseen_shard = Shard.build(arrays, parts, unseen, data.mean, data.std, device, shift, noise)
     network = copy.deepcopy(method.network).to(device)
     adapter = MethodAdapter(method)
     state = adapter.initial_clients(clients)
@@ -266,12 +271,14 @@ def assemble(
         scorer,
         augmentation_of(config.train, data, device),
         private_gradients(config, method, network),
+        config.clients,
     )
     unseen_context = replace(
         worker_context,
         shard=unseen_shard,
         clients=unseen,
         train=config.train.of_unseen(),
+        unequal=config.clients.of_unseen(),
         state=adapter.initial_clients(unseen),
     )
     train = [part.train for part in parts]

@@ -31,6 +31,16 @@ def check_chain(method: Method, num_workers: int) -> None:
         )
 
 
+def check_candidates(config: Config, num_clients: int) -> None:
+    """Raise UserError if a cohort has more members than there are candidates."""
+    count, size = config.clients.candidates, config.train.cohort_size(num_clients)
+    if count is not None and count < size:
+        raise UserError(
+            f"clients.candidates={count} are too few for the {size} clients of a round; set "
+            f"clients.candidates={size} or more, or lower train.participation"
+        )
+
+
 def check_slow_precision(precision: str, is_elsewhere: bool) -> None:
     """Raise UserError if bfloat16 would be emulated, many times slower, or would not be used."""
     if precision == "float32":

@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from hpcfl.communication.channel import Channel
-from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, UploadCoding, codec_of
+from hpcfl.communication.codecs import IDENTITY, UNSENT, ErrorFeedback, Frame, UploadCoding, codec_of
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
+from hpcfl.communication.traffic import count_bytes
 from hpcfl.communication.upload import Upload
 from hpcfl.methods.base import State
 from hpcfl.privacy import drawn_clients
-from hpcfl.randomness import torch_stream
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.migration import ClientMigration, Migration, assign_workers
+from hpcfl.simulation.sampling import drawn_by_size, is_dropped, of_highest_loss, sampled
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 
 T = TypeVar("T")
@@ -69,16 +72,47 @@ class Federation:
         at_once = world.maximum(self.worker_context.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
         self._members_visit = is_balanced and at_once == 1 and world.num_workers > 1
+        self._cohort_size = self.config.train.cohort_size(self.num_clients)
 
     def cohort(self, number: int) -> Cohort:
-        """Sample the clients of round `number`, the same on every rank without a message."""
-        train, seed = self.config.train, self.config.run.seed
-        if self.config.privacy.unit == "client":
+        """Sample the clients of round `number`, the same on every rank without a message.
+
+        Not for `clients.sampling=power_of_choice`, see `cohort_of_highest_loss`.
+        """
+        config, num_samples = self.config, self.method.context.num_samples
+        if config.privacy.unit == "client":
             # in a round of nobody, the first client trains and what it sends does not count
-            drawn = drawn_clients(self.num_clients, train.participation, seed, number)
-            return self.cohort_of(number, drawn or [0])
-        size = train.cohort_size(self.num_clients)
-        return self.cohort_of(number, sampled(self.num_clients, size, seed, number))
+            share, seed = config.train.participation, config.run.seed
+            return self.cohort_of(number, drawn_clients(self.num_clients, share, seed, number) or [0])
+        clients = sampled(config.clients, num_samples, self._cohort_size, config.run.seed, number)
+        return self.cohort_of(number, clients)
+
+    def cohort_of_highest_loss(self, number: int, losses: np.ndarray) -> Cohort:
+        """Sample the clients of round `number` by their last training losses [N], nan where unknown.
+
+        Only the server's losses count. Collective.
+        """
+        size, num_samples = self._cohort_size, self.method.context.num_samples
+        count = self.config.clients.candidates or 2 * size
+        candidates = drawn_by_size(num_samples, count, self.config.run.seed, number)
+        chosen = torch.tensor(of_highest_loss(candidates, losses, size))
+        self.world.broadcast(chosen)
+        return self.cohort_of(number, chosen.tolist())
+
+    def select(self, cohort: Cohort, places: Sequence[int]) -> tuple[Cohort, list[int]]:
+        """Return the members at some positions in a cohort, and the places of this rank's among its own."""
+        chosen = {*places}
+        here = [n for n, place in enumerate(self.channel.own(cohort)) if place in chosen]
+        return cohort.select(places), here
+
+    def not_dropped(self, cohort: Cohort) -> list[int]:
+        """Return the positions of the members that `clients.drop_rate` leaves in the round."""
+        settings, seed = self.config.clients, self.config.run.seed
+        return [
+            n
+            for n, client in enumerate(cohort.clients)
+            if not is_dropped(settings, seed, cohort.round, client)
+        ]
 
     def cohort_of(self, round: int, clients: Sequence[int]) -> Cohort:
         """Return a cohort of given clients, in ascending order."""
@@ -87,13 +121,15 @@ class Federation:
     def placed(self, cohort: Cohort) -> Cohort:
         """Return the cohort with the workers that train its members, the same on every rank.
 
-        If clients train one at a time, they are balanced by their samples (`run.placement`); otherwise they
-        train at home.
+        If clients train one at a time, they are balanced by their samples and local epochs (`run.placement`);
+        otherwise they train at home.
         """
         if not self._members_visit:
             return cohort
-        homes = self.channel.homes(cohort)
-        workers = assign_workers(cohort.num_samples.tolist(), homes, self.world.num_workers)
+        homes, epochs = self.channel.homes(cohort), self.worker_context.work.local_epochs
+        sizes = zip(cohort.clients, cohort.num_samples.tolist(), strict=True)
+        work = [epochs(cohort.round, client) * size for client, size in sizes]
+        workers = assign_workers(work, homes, self.world.num_workers)
         return replace(cohort, workers=workers)
 
     def migrations(self, cohort: Cohort) -> list[Migration]:
@@ -165,6 +201,22 @@ class Federation:
         """
         return self.channel.up(message, cohort, sent, self._coding(cohort, before))
 
+    def upload_bytes(self, up: Message, received: Message, round: int) -> Tensor:
+        """Return the bytes that each client of a group sends, int64 [C], as the server would count them.
+
+        `received` is what these clients received in this round.
+        """
+        outline = up.with_clients(up.num_clients)
+        for name, rows in up.per_client.items():
+            frame = Frame.for_tensor(name, rows.shape[1:], rows.dtype, self.method.layers)
+            if name in up.layer_mask:
+                outline.layer_mask[name] = up.layer_mask[name].cpu()
+                frame = replace(frame, keep=outline.layer_mask[name])
+            frame = frame.after(received)
+            outline.pieces[name] = self._up.for_frame(frame).pieces(frame)
+        names_layers = not self.adapter.needs_request(round)
+        return torch.from_numpy(count_bytes(outline, self.method.layers, names_layers).total)
+
     def _coding(self, cohort: Cohort, before: Delivery) -> UploadCoding | None:
         if self._up is IDENTITY:
             return None
@@ -220,12 +272,6 @@ class Federation:
     def own_rows(self, cohort: Cohort) -> list[int]:
         """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
         return [self.worker_context.clients.index(client) for client in self.own(cohort)]
-
-
-def sampled(num_clients: int, size: int, seed: int, number: int) -> list[int]:
-    """Return the ids of the `size` clients of round `number`, in ascending order."""
-    order = torch.randperm(num_clients, generator=torch_stream(seed, "cohort", number))
-    return sorted(order[:size].tolist())
 
 
 class Uploads:

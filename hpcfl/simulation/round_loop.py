@@ -19,7 +19,14 @@ from hpcfl.methods.base import State
 from hpcfl.privacy import epsilon_of_clients, epsilon_of_samples
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import Saver
-from hpcfl.simulation.divergence import Diverged, Divergence, diverged_members, losses_and_extremes
+from hpcfl.simulation.clock import Clock
+from hpcfl.simulation.divergence import (
+    Diverged,
+    Divergence,
+    diverged_members,
+    losses_and_extremes,
+    on_all_ranks,
+)
 from hpcfl.simulation.evaluation import Evaluation, Evaluator
 from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
 from hpcfl.simulation.stopping import StopFlag
@@ -65,8 +72,12 @@ class LocalRound:
     train_s: float
     evaluate_s: float
     """Seconds of scoring them."""
+    simulated_s: Tensor
+    """Seconds on the simulated clock; 0 without one."""
+    late: list[int]
+    """Members that missed `clients.deadline_s`."""
     diverged: dict[int, str]
-    """Members that have diverged, and which of their numbers are nan or infinite."""
+    """Other members that have diverged, and which of their numbers are nan or infinite."""
 
 
 class Simulation:
@@ -93,12 +104,10 @@ class Simulation:
             ACCURACY_VAL: self.config.train.patience is not None,
             EPSILON: self.config.privacy.unit is not None,
         }
-        self.ledger = Ledger(
-            self._federation.num_clients,
-            layers,
-            self._federation.num_unseen,
-            others=[name for name, has in is_there.items() if has],
-        )
+        others = [name for name, has in is_there.items() if has]
+        settings, federation = self.config.clients, self._federation
+        self.ledger = Ledger(federation.num_clients, layers, federation.num_unseen, settings, others)
+        self._clock = Clock(settings, self.config.run.seed) if settings.has_clock else None
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
         self.server: State = {}
@@ -169,7 +178,9 @@ class Simulation:
         return self._world.maximum(int(has_stopped(known, train.patience))) == 1
 
     def cohort(self, number: int) -> Cohort:
-        """Sample the clients of round `number`, the same on every rank without a message."""
+        """Sample the clients of round `number`, the same on every rank. Collective."""
+        if self.config.clients.sampling == "power_of_choice":
+            return self._federation.cohort_of_highest_loss(number, self.ledger.client_losses)
         return self._federation.cohort(number)
 
     def _round(self, cohort: Cohort, is_evaluated: bool) -> np.ndarray:
@@ -178,35 +189,58 @@ class Simulation:
         Returns the accuracy of each client's model right after training [N]. It is nan for clients without
         such a model, in rounds without an evaluation, and on ranks other than the server.
         """
-        adapter = self._federation.adapter
+        federation, adapter = self._federation, self._federation.adapter
         # a client that requested layers knows which ones it gets, so no bytes for their indices
         has_request = adapter.needs_request(cohort.round)
         traffic = RoundTraffic(len(cohort), self.method.layers, names_layers=not has_request)
-        self._federation.migration.begin(self._federation.migrations(cohort))
-        groups = list(self._federation.groups(cohort))
-        message = self._federation.on_server(lambda: adapter.download(self.server, cohort))
-        before = self._federation.deliver(message, cohort)
+        places = federation.not_dropped(cohort)
+        reached, here = federation.select(cohort, places)
+        federation.migration.begin(federation.migrations(reached))
+        groups = list(federation.groups(reached))
+        message = federation.on_server(lambda: adapter.download(self.server, cohort))
+        before = federation.deliver(message, cohort)
         traffic.count_down(before.sent)
-        down, sent = self._federation.on_device(before.received), before.sent
-        if has_request:
-            requests, response = self._exchange_requests(cohort, groups, down, traffic)
-            down |= requests | self._federation.on_device(response.received)
+        if len(reached) < len(cohort):
+            traffic.keep(places)
+            before = before.select(here, places)
+        down, sent = federation.on_device(before.received), before.sent
+        if has_request and len(reached):
+            requests, response = self._exchange_requests(reached, groups, down, traffic)
+            down |= requests | federation.on_device(response.received)
             sent, before = response.sent, before | response
-        local = self._train(groups, down, is_evaluated)
-        diverged = self._divergence.judge_clients(local.diverged, self.server, cohort)
-        members, up, places = cohort, local.up, None
-        if diverged and self._divergence.leaves_out:
-            places = [n for n, client in enumerate(cohort.clients) if client not in diverged]
-            here = [n for n, client in enumerate(self._federation.own(cohort)) if client not in diverged]
-            members, up, before = cohort.select(places), up.select(here), before.select(here, places)
+        local = self._train(groups, down, before.received, self._moved(traffic, reached), is_evaluated)
+        late = (
+            [*on_all_ranks(self._world, dict.fromkeys(local.late, ""))]
+            if self.config.clients.deadline_s
+            else []
+        )
+        diverged = self._divergence.judge_clients(local.diverged, self.server, reached)
+        left_out = {*late, *(diverged if self._divergence.leaves_out else ())}
+        members, up, places = reached, local.up, list(range(len(reached)))
+        if left_out:
+            places = [n for n, client in enumerate(reached.clients) if client not in left_out]
+            members, here = federation.select(reached, places)
+            traffic.keep(places)
+            up, before = up.select(here), before.select(here, places)
             sent = None if sent is None else sent.select(places)
-        upload = self._federation.upload(up, members, sent, before)
-        traffic.count_up(upload, places)
+        upload = federation.upload(up, members, sent, before)
+        traffic.count_up(upload)
         if not self._world.is_server:
             upload.drain()
-        self._federation.migration.end()
-        self._federation.on_server(lambda: adapter.aggregate(self.server, members, upload))
-        return self._record(cohort, traffic, local, diverged, places)
+        federation.migration.end()
+        federation.on_server(lambda: adapter.aggregate(self.server, members, upload))
+        return self._record(cohort, traffic, reached, local, places, diverged, late)
+
+    def _moved(self, traffic: RoundTraffic, cohort: Cohort) -> Tensor:
+        """Return the bytes so far of each of this rank's members, int64; 0 if they take no simulated time.
+
+        Collective.
+        """
+        moved = torch.zeros(len(cohort), dtype=torch.int64)
+        if self._clock is not None and self._clock.counts_bytes:
+            moved = torch.from_numpy(traffic.moved)
+            self._world.broadcast(moved)
+        return moved[self._federation.channel.own(cohort)]
 
     def _exchange_requests(
         self, cohort: Cohort, groups: Groups, down: Message, traffic: RoundTraffic
@@ -222,13 +256,19 @@ class Simulation:
         traffic.count_down(response.sent)
         return own, response
 
-    def _train(self, groups: Groups, down: Message, is_evaluated: bool) -> LocalRound:
-        """Train this rank's cohort members, and score them right after if asked."""
+    def _train(
+        self, groups: Groups, down: Message, received: Message, moved: Tensor, is_evaluated: bool
+    ) -> LocalRound:
+        """Train this rank's cohort members, and score them right after if asked.
+
+        `received` and `moved`: messages from the server, and bytes both ways, in this round so far.
+        """
         nothing = torch.zeros(0, dtype=torch.float64)
-        losses, steps, scores = [nothing], [nothing], [nothing]
+        losses, steps, scores, simulated_s = [nothing], [nothing], [nothing], [nothing]
         uploads = Uploads(down.num_clients)
         adapter, began_s, scoring_s = self._federation.adapter, time.monotonic(), 0.0
         diverged: dict[int, str] = {}
+        all_late: list[int] = []
         handover = Message()
         for part, clients in groups:
             mine = down.select(part).to(clients.device) | handover
@@ -236,7 +276,14 @@ class Simulation:
             steps.append(clients.steps.double())
             figures = losses_and_extremes(clients, up).cpu()
             losses.append(figures[0] / clients.steps.clamp(min=1))
-            bad = diverged_members(clients, up, figures)
+            seconds, late = self._on_the_clock(clients, up, received.select(part), moved[part])
+            simulated_s.append(seconds)
+            all_late += [clients.ids[place] for place in late]
+            bad = {
+                place: what
+                for place, what in diverged_members(clients, up, figures).items()
+                if place not in late
+            }
             diverged |= {clients.ids[place]: what for place, what in bad.items()}
             scoring_began_s = time.monotonic()
             model = adapter.model_after_training(clients, mine, up) if is_evaluated else Message()
@@ -244,8 +291,9 @@ class Simulation:
             scoring_s += time.monotonic() - scoring_began_s
             # copied to the CPU group by group, so that a GPU never holds the uploads of a whole cohort
             uploads.add(part, adapter.sent(mine, up))
-            if bad and self._divergence.leaves_out:
-                clients.commit([place for place in range(len(clients)) if place not in bad])
+            left_out = {*late, *(bad if self._divergence.leaves_out else ())}
+            if left_out:
+                clients.commit([place for place in range(len(clients)) if place not in left_out])
             else:
                 clients.commit()
                 handover = clients.handover
@@ -257,41 +305,61 @@ class Simulation:
             accuracy=torch.cat(scores),
             train_s=time.monotonic() - began_s - scoring_s,
             evaluate_s=scoring_s,
+            simulated_s=torch.cat(simulated_s),
+            late=all_late,
             diverged=diverged,
         )
+
+    def _on_the_clock(
+        self, clients: ClientGroup, up: Message, received: Message, moved: Tensor
+    ) -> tuple[Tensor, list[int]]:
+        """Return the simulated seconds of a group that has trained, float64 [C], and which of its members are
+        late, by position; arguments as in `_train`."""
+        if self._clock is None:
+            return torch.zeros(len(clients), dtype=torch.float64), []
+        if self._clock.counts_bytes:
+            moved = moved + self._federation.upload_bytes(up, received, clients.round)
+        seconds = self._clock.seconds(clients.ids, clients.steps, moved)
+        return seconds, self._clock.are_late(seconds).nonzero().flatten().tolist()
 
     def _record(
         self,
         cohort: Cohort,
         traffic: RoundTraffic,
+        trained: Cohort,
         local: LocalRound,
+        places: Sequence[int],
         diverged: Diverged,
-        places: Sequence[int] | None,
+        late: Sequence[int],
     ) -> np.ndarray:
         """Record a round's figures in the server's ledger; return accuracies as `_round` does. Collective.
 
-        `places` are the positions in the cohort of members that are not left out; None: all members.
+        `places` are the positions in `trained` of members that are not left out.
         """
         seconds_here = [torch.full_like(local.steps, spent) for spent in (local.train_s, local.evaluate_s)]
-        rows = torch.stack([local.losses, local.steps, local.accuracy, *seconds_here], dim=1)
-        figures = self._federation.channel.collect(cohort, rows)
+        figures_here = [local.losses, local.steps, local.accuracy, local.simulated_s, *seconds_here]
+        figures = self._federation.channel.collect(trained, torch.stack(figures_here, dim=1))
         after_training = np.full(self._federation.num_clients, np.nan)
         if figures is not None:
-            losses, steps, accuracy, seconds, evaluate_s = figures.T
-            if places is not None:
-                is_left_out = torch.ones(len(cohort), dtype=torch.bool)
-                is_left_out[list(places)] = False
-                losses, accuracy = losses[list(places)], accuracy.masked_fill(is_left_out, torch.nan)
-            after_training[list(cohort.clients)] = accuracy.numpy()
-            train_s = float(seconds.max())
+            steps, seconds, evaluate_s = figures[:, [1, 4, 5]].T
+            losses, _, accuracy, simulated_s, *_ = figures[list(places)].T
+            members = np.array(trained.clients, np.int64)[list(places)]
+            after_training[members] = accuracy.numpy()
+            # all members may be lost
+            train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
             self.timing.train_s.append(train_s)
-            self.ledger.spent["evaluate_s"] += float(evaluate_s.max())
-            workers = self._federation.channel.workers(cohort)
+            self.ledger.spent["evaluate_s"] += scoring_s
+            workers = self._federation.channel.workers(trained)
             busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
-            self.timing.idle_shares.append(1 - busy_s / (self._world.num_workers * train_s))
+            all_s = self._world.num_workers * train_s
+            self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)
             moved, num_steps, loss = (traffic.down, traffic.up), float(steps.sum()), float(losses.mean())
-            self.ledger.count_steps(cohort, steps.tolist())
-            self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged))
+            self.ledger.count_steps(trained, steps.tolist())
+            lost = sorted({*cohort.clients} - {*trained.clients} | {*late})
+            round_s = 0.0 if self._clock is None else self._clock.round_s(simulated_s, bool(lost))
+            self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged), lost, round_s)
+            is_known = losses.isfinite().numpy()
+            self.ledger.client_losses[members[is_known]] = losses.numpy()[is_known]
         return after_training
 
     def _evaluate(self, done: int, after_training: np.ndarray) -> None:
@@ -322,12 +390,18 @@ class Simulation:
             found.loss,
             self._experiment.num_evaluated[: self._federation.num_clients],
             {"after_download": found.after_download, "after_training": after_training},
-            self._evaluator.coverage(done),
+            self._coverage(done),
             {name: value.numpy() for name, value in known.items()},
             {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
             self._others(done, found),
         )
         self._folder.append_files(self.ledger)
+
+    def _coverage(self, done: int) -> float:
+        """Return the share of clients that were sampled at least once in `done` rounds."""
+        if self.config.clients.sampling == "power_of_choice":
+            return float(self.ledger.is_sampled.mean())
+        return self._evaluator.coverage(done)
 
     def _others(self, done: int, found: Evaluation) -> dict[str, float]:
         """Return the values of metrics.csv's other columns after `done` rounds, on the server."""
@@ -337,7 +411,8 @@ class Simulation:
             others[EPSILON] = epsilon_of_clients(privacy, train.participation, done)
         if privacy.unit == "sample":
             sizes = self._experiment.num_train[: self._federation.num_clients].tolist()
-            shares = [drawn_share(size, train) for size in sizes]
+            batch_size = self._experiment.worker_context.work.batch_size
+            shares = [drawn_share(n, batch_size(client), train.last_batch) for client, n in enumerate(sizes)]
             others[EPSILON] = epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
         return others
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
+from hpcfl.config.keys import ClientsConfig
 from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.snapshot import LedgerTable
@@ -51,7 +52,12 @@ EPSILON = "epsilon"
 """One more column with `privacy.unit`: epsilon of all rounds so far."""
 ACCURACY_VAL = "accuracy_val"
 """One more column with `train.patience`: plain mean of the clients' accuracies on validation samples."""
-WHOLE_NUMBERS = frozenset({"round", "diverged"} | {name for name in METRICS if "bytes" in name})
+LOST, SIMULATED = "lost", "simulated_s"
+"""More columns: how often a member of a cohort was lost so far, where `clients.*` lets some be lost; and
+seconds of the simulated clock so far, where there is one."""
+WHOLE_NUMBERS = frozenset({"round", "diverged", LOST} | {name for name in METRICS if "bytes" in name})
+OTHER_METRICS = frozenset({*UNSEEN_METRICS, EPSILON, ACCURACY_VAL, LOST, SIMULATED})
+"""All columns of metrics.csv that only some runs have."""
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
 PENDING = ("steps", "steps_s", "train_loss", "wall_s", *SPENT)
@@ -88,10 +94,23 @@ class Ledger:
     """
 
     def __init__(
-        self, num_clients: int, layers: Sequence[str], num_unseen: int = 0, others: Sequence[str] = ()
+        self,
+        num_clients: int,
+        layers: Sequence[str],
+        num_unseen: int = 0,
+        settings: ClientsConfig | None = None,
+        others: Sequence[str] = (),
     ) -> None:
-        self._num_unseen, self._is_private = num_unseen, EPSILON in others
-        self._columns = (*METRICS, *(UNSEEN_METRICS if num_unseen else ()), *others)
+        self._num_unseen, self._settings = num_unseen, settings or ClientsConfig()
+        self._is_private = EPSILON in others
+        self.columns = (
+            *METRICS,
+            *(UNSEEN_METRICS if num_unseen else ()),
+            *([LOST] if self._settings.loses_members else []),
+            *([SIMULATED] if self._settings.has_clock else []),
+            *others,
+        )
+        """Columns of metrics.csv."""
         self._layers = list(layers)
         self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
         self.metrics: list[list[float]] = []
@@ -110,6 +129,14 @@ class Ledger:
         """In how many rounds each client has diverged so far [N]; a column of metrics.csv has the sum."""
         self.client_steps = np.zeros(num_clients, np.int64)
         """Training steps of each client so far [N], for epsilon; kept with `privacy.unit` only."""
+        self.lost = np.zeros(num_clients, np.int64)
+        """In how many rounds each client was a member of the cohort and lost, so far [N]."""
+        self.simulated_s = 0.0
+        """Seconds of the simulated clock so far."""
+        self.client_losses = np.full(num_clients, np.nan)
+        """Training loss of each client in the last round that it completed [N]; nan before."""
+        self.is_sampled = np.zeros(num_clients, np.bool_)
+        """Whether each client has been in a cohort [N]; after a resume only with power_of_choice."""
         self._steps = 0.0
         self._train_s = 0.0
         self._train_loss = float("nan")
@@ -127,12 +154,18 @@ class Ledger:
         train_loss: float,
         train_s: float,
         diverged: Sequence[int] = (),
+        lost: Sequence[int] = (),
+        simulated_s: float = 0.0,
     ) -> None:
         """Add one round: its traffic down and up, training steps, mean training loss and training seconds.
 
-        `diverged` are the members whose numbers were nan or infinite.
+        `diverged` are the members whose numbers were nan or infinite, `lost` those that were lost;
+        `simulated_s` is what the simulated clock took.
         """
         self.diverged[list(diverged)] += 1
+        self.lost[list(lost)] += 1
+        self.simulated_s += simulated_s
+        self.is_sampled[list(cohort.clients)] = True
         for moved in traffic:
             self._add_labels(self._label(name) for name in moved.others)
         others = self._labels[len(self._layers) : -2]
@@ -198,6 +231,8 @@ class Ledger:
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
             "diverged": self.diverged.sum(),
             **(others or {}),
+            LOST: self.lost.sum(),
+            SIMULATED: self.simulated_s,
         } | self.spent
         for direction, name in enumerate(DIRECTIONS):
             values[f"bytes_{name}"] = self._total[direction, :-2].sum()
@@ -212,7 +247,7 @@ class Ledger:
             values["accuracy_unseen_std"] = of_unseen["accuracy"].std()
             values["loss_unseen"] = of_unseen["loss"].mean()
             evaluated |= {f"{name}_unseen": scores for name, scores in of_unseen.items()}
-        self.metrics.append([float(values[name]) for name in self._columns])
+        self.metrics.append([float(values[name]) for name in self.columns])
         for name, entry in {**evaluated, **of_method}.items():
             # a copy: the state that it may be a part of keeps changing
             self.evaluated.setdefault(name, []).append(np.array(entry))
@@ -226,7 +261,7 @@ class Ledger:
 
     def column(self, name: str) -> list[float]:
         """Return a column of all evaluations."""
-        return [row[self._columns.index(name)] for row in self.metrics]
+        return [row[self.columns.index(name)] for row in self.metrics]
 
     def last(self, name: str) -> float:
         """Return a column of the newest evaluation."""
@@ -244,20 +279,32 @@ class Ledger:
         flat = np.array(self._bytes, np.int64).reshape(count, 2 * len(self._labels))
         names = [f"{direction}/{label}" for direction in DIRECTIONS for label in self._labels]
         rounds = np.array(self._rounds, np.int64).reshape(count, 1)
-        of_clients = self.client_steps.reshape(-1, 1)
-        of_privacy = {"client_steps": LedgerTable(of_clients, ["steps"])} if self._is_private else {}
         pending = np.array(
             [[self._steps, self._train_s, self._train_loss, self.wall_s, *self.spent.values()]]
         )
         return {
             "metrics": LedgerTable(
-                np.array(self.metrics, np.float64).reshape(-1, len(self._columns)), self._columns
+                np.array(self.metrics, np.float64).reshape(-1, len(self.columns)), self.columns
             ),
             "bytes": LedgerTable(np.concatenate([rounds, flat], axis=1), ["round", *names]),
             "client_bytes": LedgerTable(self.client_bytes, [f"bytes_{name}" for name in DIRECTIONS]),
             "diverged": LedgerTable(self.diverged.reshape(-1, 1), ["rounds"]),
             "pending": LedgerTable(pending, PENDING),
-        } | of_privacy
+        } | self._tables_of_settings()
+
+    def _tables_of_settings(self) -> dict[str, LedgerTable]:
+        """Return the tables that only runs with certain keys have."""
+        found = {}
+        if self._is_private:
+            found["client_steps"] = LedgerTable(self.client_steps.reshape(-1, 1), ["steps"])
+        if self._settings.loses_members:
+            found["lost"] = LedgerTable(self.lost.reshape(-1, 1), ["rounds"])
+        if self._settings.has_clock:
+            found["clock"] = LedgerTable(np.array([[self.simulated_s]]), [SIMULATED])
+        if self._settings.sampling == "power_of_choice":
+            known = np.stack([self.client_losses, self.is_sampled], axis=1)
+            found["choice"] = LedgerTable(known, ["train_loss", "is_sampled"])
+        return found
 
     def history(self) -> dict[str, np.ndarray]:
         """Return the results of all evaluations: the method's history, and figures by client [E, N]."""
@@ -281,20 +328,27 @@ class Ledger:
         pending = tables["pending"].values[0].tolist()
         self._steps, self._train_s, self._train_loss, self.wall_s, *spent = pending
         self.spent = dict(zip(SPENT, spent, strict=True))
+        if self._settings.loses_members:
+            self.lost = tables["lost"].values[:, 0].copy()
+        if self._settings.has_clock:
+            self.simulated_s = float(tables["clock"].values[0, 0])
+        if self._settings.sampling == "power_of_choice":
+            losses, is_sampled = tables["choice"].values.T
+            self.client_losses, self.is_sampled = losses.copy(), is_sampled.astype(np.bool_)
 
     def start_files(self, folder: Path) -> None:
         """Rewrite the CSV files with all rows so far; delete those that are written at the end."""
         for name in ("clients.csv", "confusion.csv"):
             (folder / name).unlink(missing_ok=True)
         self._written = {"metrics.csv": 0, "bytes.csv": 0}
-        _write(folder / "metrics.csv", "w", [self._columns])
+        _write(folder / "metrics.csv", "w", [self.columns])
         _write(folder / "bytes.csv", "w", [COLUMNS["bytes.csv"]])
         self.append_files(folder)
 
     def append_files(self, folder: Path) -> None:
         """Append new rows to the CSV files."""
         new = self.metrics[self._written["metrics.csv"] :]
-        rows = [[_cell(name, v) for name, v in zip(self._columns, row, strict=True)] for row in new]
+        rows = [[_cell(name, v) for name, v in zip(self.columns, row, strict=True)] for row in new]
         _write(folder / "metrics.csv", "a", rows)
         first = self._written["bytes.csv"]
         lines = [
@@ -333,6 +387,8 @@ class Ledger:
         for moment in MOMENTS:
             columns[f"accuracy_{moment}"] = np.append(newest[f"accuracy_{moment}"], nothing + np.nan)
         columns["diverged"] = np.append(self.diverged, nothing)
+        if self._settings.loses_members:
+            columns[LOST] = np.append(self.lost, nothing)
         if self._num_unseen:
             columns["unseen"] = np.append(np.zeros(len(self.diverged), np.int64), nothing + 1)
         if added is not None:
@@ -345,10 +401,10 @@ class Ledger:
 def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
     """Whether a ledger can be restored from the tables of a checkpoint, perhaps of another version."""
     found = {name: tuple(table.columns) for name, table in tables.items()}
-    columns = found.get("metrics", ())
-    others = columns[len(METRICS) :]
-    knows = columns[: len(METRICS)] == METRICS and set(others) <= {*UNSEEN_METRICS, EPSILON, ACCURACY_VAL}
-    return knows and found.get("pending") == PENDING
+    metrics = found.get("metrics", ())
+    more = metrics[len(METRICS) :]
+    is_known = metrics[: len(METRICS)] == METRICS and set(more) <= OTHER_METRICS
+    return is_known and found.get("pending") == PENDING
 
 
 def has_stopped(accuracies: Sequence[float], patience: int | None) -> bool:

@@ -20,7 +20,7 @@ _GROUPS = ("method", "data", "model", "train", "run")
 """Groups of keys that every run's config.yaml has."""
 _OF_TEXT = ("direction", "layer", "domain")
 """Columns whose cells are text."""
-_WHOLE = ("round", "client", "class", "predicted", "unseen", "diverged")
+_WHOLE = ("round", "client", "class", "predicted", "unseen", "diverged", "lost")
 COLUMNS = {
     "metrics.csv": (
         *("round", "wall_s", "accuracy_mean", "accuracy_std", "accuracy_weighted", "loss_mean"),

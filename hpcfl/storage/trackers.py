@@ -12,7 +12,7 @@ import numpy as np
 
 from hpcfl.config import Config, flatten
 from hpcfl.errors import UserError, one_line
-from hpcfl.storage.ledger import METRICS, Ledger
+from hpcfl.storage.ledger import Ledger
 
 if TYPE_CHECKING:
     from tensorboardX.event_file_writer import EventsWriter
@@ -70,7 +70,7 @@ def start_tracker(name: str, folder: Path, config: Config, ledger: Ledger) -> Tr
 
 def _row(ledger: Ledger, number: int) -> tuple[int, dict[str, float]]:
     """Return the round of an evaluation, and by column of metrics.csv what was measured."""
-    row = dict(zip(METRICS, ledger.metrics[number], strict=True))
+    row = dict(zip(ledger.columns, ledger.metrics[number], strict=True))
     done = int(row.pop("round"))
     return done, {name: float(value) for name, value in row.items() if not np.isnan(value)}
 

@@ -102,6 +102,7 @@ class PartialConfig(FileKeys):
     data: Any = None
     model: Any = None
     train: Any = None
+    clients: Any = None
     server: Any = None
     comm: Any = None
     run: Any = None

@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hpcfl.communication.messages import Message
-from hpcfl.config.keys import TrainConfig
+from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
@@ -27,6 +26,7 @@ from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
 from hpcfl.training.private_gradients import PrivateGradients
 from hpcfl.training.scoring import BatchedScorer
+from hpcfl.training.work import Work
 
 _Planned = tuple[list[int], list[Tensor]]
 """A planned mini-batch: its clients' positions in the group, and the sample indices of each."""
@@ -41,7 +41,8 @@ class WorkerContext:
 
     `state` maps names to tensors [clients, ...], in the order of `clients`, on `device` or on the CPU
     (`run.state`); `scorer` (may be None) scores many clients' models at once, `augmentation` (may be None)
-    changes the images of mini-batches, `private` (may be None) makes the gradients of `privacy.unit=sample`.
+    changes the images of mini-batches, `private` (may be None) makes the gradients of `privacy.unit=sample`,
+    and `unequal` says how much clients train.
     """
 
     shard: Shard
@@ -55,6 +56,12 @@ class WorkerContext:
     scorer: BatchedScorer | None = None
     augmentation: Augmentation | None = None
     private: PrivateGradients | None = None
+    unequal: ClientsConfig = field(default_factory=ClientsConfig)
+
+    @property
+    def work(self) -> Work:
+        """How much each client trains."""
+        return Work(self.train, self.seed, self.unequal)
 
 
 class ClientGroup:
@@ -148,36 +155,45 @@ class ClientGroup:
 
         Clients whose current mini-batches have equal sizes share one Batch. The order of all samples is
         copied to the device before the first mini-batch, so that a GPU need not wait for the host between
-        them. `epochs` defaults to `train.local_epochs`; if `steps` is given, each client gets `steps`
-        mini-batches instead. `samples` are the sample indices to use, one int64 tensor per client with at
-        least one entry; default: all. Images are changed as `train.augment` says, unless a method measures
-        something with them and sets `augmented` to False.
+        them. `epochs` defaults to `train.local_epochs`, or to what `clients.local_epochs` draws for each
+        client; if `steps` is given, each client gets `steps` mini-batches instead. `samples` are the sample
+        indices to use, one int64 tensor per client with at least one entry; default: all. Images are changed
+        as `train.augment` says, unless a method measures something with them and sets `augmented` to False.
 
         With `privacy.unit=sample`, a mini-batch has each sample with the probability `drawn_share`:
         mini-batches have unequal sizes, maybe 0, and each client has its own.
         """
-        train = self._worker.train
+        work, rule = self._worker.work, self._worker.train.last_batch
         if samples is None:
             samples = [torch.arange(n) for n in self.num_samples.tolist()]
-        cuts = [minibatches(len(chosen), train.batch_size, train.last_batch) for chosen in samples]
+        cuts = [
+            minibatches(len(chosen), work.batch_size(client), rule)
+            for client, chosen in zip(self.ids, samples, strict=True)
+        ]
         streams = [torch_stream(self._worker.seed, purpose, self.round, client) for client in self.ids]
-        done, most = [0] * len(self), math.inf if steps is None else steps
-        epochs = train.local_epochs if epochs is None else epochs
+        done = [0] * len(self)
+        if steps is not None:
+            most = [steps] * len(self)
+        elif epochs is not None:
+            most = [epochs * len(cut) for cut in cuts]
+        else:
+            most = [
+                work.local_epochs(self.round, client) * len(cut)
+                for client, cut in zip(self.ids, cuts, strict=True)
+            ]
         plan: list[_Planned] = []
-        for _ in range(epochs) if steps is None else count():
-            if all(n >= most for n in done):
-                break
-            if self._worker.private is not None:
-                plan += self._drawn(streams)
-                continue
+        if self._worker.private is not None:
+            plan += self._drawn(streams, most)
+            done = most
+        while any(n < limit for n, limit in zip(done, most, strict=True)):
             orders = [
                 chosen[torch.randperm(len(chosen), generator=stream)]
                 for chosen, stream in zip(samples, streams, strict=True)
             ]
             for step in range(max(map(len, cuts), default=0)):
                 spans = [
-                    cut[step] if step < len(cut) and n < most else (0, 0)
-                    for cut, n in zip(cuts, done, strict=True)
+                    cut[step] if step < len(cut) and n < limit else (0, 0)
+                    for cut, n, limit in zip(cuts, done, most, strict=True)
                 ]
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
                 for _size, alike in same_size_groups([stop - start for start, stop in spans]):
@@ -191,13 +207,18 @@ class ClientGroup:
         for batch in batches:
             yield replace(batch, x=augmentation(batch.x, uniform(batch, DRAWS)))
 
-    def _drawn(self, streams: Sequence[torch.Generator]) -> Iterator[_Planned]:
-        """Yield an epoch of mini-batches that have each sample with a probability, one client each."""
+    def _drawn(self, streams: Sequence[torch.Generator], steps: Sequence[int]) -> Iterator[_Planned]:
+        """Yield each client's mini-batches, `steps` of them, that have each sample with a probability."""
         for position, (n, stream) in enumerate(zip(self.num_samples.tolist(), streams, strict=True)):
-            share = drawn_share(n, self._worker.train)
-            for _ in range(round(1 / share)):
+            share = self._drawn_share(position)
+            for _ in range(steps[position]):
                 is_drawn = torch.rand(n, generator=stream, dtype=torch.float64) < share
                 yield [position], [is_drawn.nonzero().squeeze(1)]
+
+    def _drawn_share(self, position: int) -> float:
+        work = self._worker.work
+        size = work.batch_size(self.ids[position])
+        return drawn_share(int(self.num_samples[position]), size, work.train.last_batch)
 
     def _planned(self, plan: list[_Planned]) -> Iterator[Batch]:
         """Yield planned mini-batches; their indices are copied to the device in one piece, before the
@@ -290,7 +311,10 @@ class ClientGroup:
 
     @property
     def local_epochs(self) -> int:
-        """Default of `epochs`: `train.local_epochs`, or `train.unseen_epochs` of clients that are new."""
+        """Default of `epochs`: `train.local_epochs`, or `train.unseen_epochs` of clients that are new.
+
+        With `clients.local_epochs` clients in training differ: a hook that trains them leaves `epochs` out.
+        """
         return self._worker.train.local_epochs
 
     @property
@@ -333,7 +357,7 @@ class ClientGroup:
                 stream = torch_stream(self._worker.seed, "private gradient", self.round, self.ids[m])
                 self._noise[m] = stream
         sizes = self.num_samples.tolist()
-        expected = [sizes[m] * drawn_share(sizes[m], self._worker.train) for m in members]
+        expected = [sizes[m] * self._drawn_share(m) for m in members]
         return private.gradient(theta, batch, expected, [self._noise[m] for m in members])
 
     def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:

@@ -239,6 +239,36 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
             "data.path=a.npz",
             "data.path=a.npz needs data.source=npz or csv or domains or femnist or pfllib; set that, or",
         ),
+        ("clients.sampling=loss", "clients.sampling=loss is invalid; allowed: size, power_of_choice or null"),
+        (
+            "clients.candidates=4",
+            "clients.candidates=4 needs clients.sampling=power_of_choice; set that, or clients.candidates",
+        ),
+        ("clients.drop_rate=1", "clients.drop_rate=1 is invalid; allowed: a number or null >= 0 and < 1"),
+        (
+            "clients.deadline_s=3",
+            "clients.deadline_s=3.0 needs clients.step_s; set that, or",
+        ),
+        (
+            "clients.slowness=1",
+            "clients.slowness=1.0 needs clients.step_s; set that, or",
+        ),
+        ("clients.local_epochs=[3,1]", "clients.local_epochs=[3, 1] is invalid; allowed: [least, most] with"),
+        ("clients.local_epochs=[2]", "clients.local_epochs=[2] is invalid; allowed: [least, most] with"),
+        (
+            "clients.local_epochs=2",
+            "clients.local_epochs=2 is invalid; allowed: a list, each",
+        ),
+        (
+            "clients.batch_size=[1]",
+            "clients.batch_size=[1] is invalid; allowed: a list, each",
+        ),
+        ("clients=3", "clients=3 must be a group of keys, such as clients.drop_rate=..."),
+        ("data.label_noise=2", "data.label_noise=2 is invalid; allowed: a number or null >= 0 and <= 1"),
+        (
+            "data.label_noise_clients=0.5",
+            "data.label_noise_clients=0.5 needs data.label_noise; set that, or data.label_noise_clients=null",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_what_is_allowed(override: str, said: str) -> None:

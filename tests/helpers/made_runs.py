@@ -30,12 +30,14 @@ def make_run(
     unseen: np.ndarray | None = None,
     derived: Mapping[str, np.ndarray] | None = None,
     diverged: Sequence[int] = (),
+    lost: Sequence[int] = (),
     added: ClientMetrics | None = None,
 ) -> Path:
     """Write a finished run with these accuracies [E, N], of unseen clients [E, U], and history [E, ...].
 
-    `derived` is what the checkpoint has of the server for readers; `diverged` are clients that diverge in
-    every round; `added` is what `run.metrics` adds. Client c has 40 and 10 samples, all of class c % 10.
+    `derived` is what the checkpoint has of the server for readers; `diverged` and `lost` are clients that are
+    so in every round, of two simulated seconds; `added` is what `run.metrics` adds. Client c has 40 and 10
+    samples, all of class c % 10.
     """
     evaluations, in_training = accuracy.shape
     num_unseen = 0 if unseen is None else unseen.shape[1]
@@ -47,13 +49,13 @@ def make_run(
     (folder / "config.yaml").write_text(config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}))
     everyone, ones = tuple(range(in_training)), np.ones(in_training, np.int64)
     moved = Traffic(np.ones((in_training, len(LAYERS)), np.int64) * 1000, {}, ones, ones)
-    ledger = Ledger(in_training, LAYERS, num_unseen)
+    ledger = Ledger(in_training, LAYERS, num_unseen, config.clients)
     ledger.start_files(folder)
     moments = {"after_download": accuracy, "after_training": np.minimum(accuracy + 0.05, 1)}
     cohort = Cohort(0, everyone, torch.ones(in_training))
     for number in range(rounds):
         object.__setattr__(cohort, "round", number)
-        ledger.record_round(cohort, (moved, moved), 10.0, 1 / (number + 1), 0.5, diverged)
+        ledger.record_round(cohort, (moved, moved), 10.0, 1 / (number + 1), 0.5, diverged, lost, 2.0)
         if (number + 1) % eval_every == 0:
             at = number // eval_every
             ledger.wall_s = 0.8 * (number + 1)

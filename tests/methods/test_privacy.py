@@ -152,7 +152,7 @@ def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
         theta = run.method.context.initial_parameters()
         group = ClientGroup(run.workplace, [client], 0)
         x, y = group.samples("train", 0)
-        share = drawn_share(len(y), run.config.train)
+        share = drawn_share(len(y), 8, "even")
         order, noise = torch_stream(0, "batches", 0, client), torch_stream(0, "private gradient", 0, client)
         for _ in range(round(1 / share)):
             chosen = (torch.rand(len(y), generator=order, dtype=torch.float64) < share).nonzero().squeeze(1)
@@ -171,7 +171,7 @@ def test_an_empty_mini_batch_is_noise_alone() -> None:
     keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=40", "train.rounds=1"]
     run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local")
     sizes = [batch.y.shape[1] for batch in ClientGroup(run.workplace, [0], 0).batches()]
-    assert len(sizes) == 40 * round(1 / drawn_share(8, run.config.train))
+    assert len(sizes) == 40 * round(1 / drawn_share(8, 2, "even"))
     assert 0 in sizes
     assert run.clients["theta"].isfinite().all()
 
@@ -250,6 +250,8 @@ def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(unit: str, tmp_path: P
         ([*OF_CLIENTS, "privacy.noise=0"], "privacy.noise=0 is invalid; allowed: a number or null > 0"),
         ([*OF_CLIENTS, "comm.codec=int8"], "privacy.unit=client needs comm.codec=none; set that, or "),
         ([*OF_CLIENTS, "run.on_divergence=skip"], "privacy.unit=client needs run.on_divergence=stop"),
+        ([*OF_CLIENTS, "clients.drop_rate=0.1"], "privacy.unit=client needs clients that are not lost"),
+        ([*OF_SAMPLES, "clients.sampling=size"], "privacy.unit=sample needs clients.sampling=uniform"),
         ([*OF_CLIENTS, "data.normalise=standard"], "needs a data.normalise other than standard"),
         ([*OF_CLIENTS, "model.batchnorm=true"], "privacy.unit=client needs train.buffers=local: running "),
         ([*OF_SAMPLES, "model.batchnorm=true"], "privacy.unit=sample needs a model without BatchNorm, "),

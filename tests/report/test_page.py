@@ -207,6 +207,15 @@ def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) 
         assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
 
 
+def test_accuracy_is_drawn_against_simulated_time(browser: Browser, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", rising(4, 5), ["method.name=fedavg", "clients.step_s=1"])
+    path = written(folder)
+    draws_all(browser, path, *(kind for kind in KINDS if kind != "picture"), "by-simulated")
+    with opened_page(browser, path) as opened:
+        figure = opened.page.locator("[data-chart=by-simulated]")
+        assert "Accuracy against simulated time" in figure.locator("figcaption").inner_text()
+
+
 def test_a_confusion_matrix_is_of_all_clients_or_the_chosen_one(browser: Browser, tmp_path: Path) -> None:
     folder = make_run(
         tmp_path / "fedavg",

@@ -408,3 +408,21 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
     # a page without such a run has no figure of it
     assert main(["report", str(none), "--out", str(tmp_path / "none.html")]) == FINISHED
     assert "Diverged" not in (tmp_path / "none.html").read_text()
+
+
+def test_lost_clients_and_the_simulated_clock_have_figures_and_a_curve(tmp_path: Path) -> None:
+    keys = ["clients.drop_rate=0.5", "clients.step_s=1"]
+    some = make_run(tmp_path / "pfedla", rising(3, 6), keys, lost=[1, 4])
+    none = make_run(tmp_path / "fedavg", rising(3, 6), ["method.name=fedavg"])
+    assert main(["report", str(some), str(none), "--out", str(tmp_path / "page.html")]) == FINISHED
+    runs = data_of(tmp_path / "page.html")["runs"]
+    figures = [{entry["name"]: (entry["text"], entry["value"]) for entry in run["headline"]} for run in runs]
+    assert [of_run["Lost"] for of_run in figures] == [("6", 6), ("0", 0)]
+    assert [of_run["Simulated time"] for of_run in figures] == [("0:00:06", 6), ("none", None)]
+    assert runs[0]["curves"]["simulated"] == [2, 4, 6]
+    assert "simulated" not in runs[1]["curves"]
+    assert runs[0]["clients"]["lost"] == [0, 3, 0, 0, 3, 0]
+    assert main(["report", str(none), "--out", str(tmp_path / "none.html")]) == FINISHED
+    text = (tmp_path / "none.html").read_text()
+    assert "Simulated time" not in text
+    assert "Lost" not in text

@@ -11,7 +11,8 @@ import torch
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.storage.ledger import METRICS, MOMENTS, Ledger
+from hpcfl.config import ClientsConfig
+from hpcfl.storage.ledger import METRICS, MOMENTS, Ledger, can_restore
 
 LAYERS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])
@@ -171,6 +172,28 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
         assert (tmp_path / "0" / name).read_bytes() == (tmp_path / "1" / name).read_bytes()
     assert restored.client_bytes.tolist() == [[48, 48], [24, 24], [8, 24]]
     assert restored.diverged.tolist() == [4, 2, 2]
+
+
+def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
+    settings = ClientsConfig(sampling="power_of_choice", drop_rate=0.5, step_s=1.0)
+    ledger, restored = (Ledger(3, LAYERS, settings=settings) for _ in range(2))
+    moved = (Traffic.nothing(2, len(LAYERS)),) * 2
+    for number, (members, lost) in enumerate([((0, 1), (1,)), ((0, 1), (0, 1))]):
+        cohort = Cohort(number, members, torch.tensor([7, 7]))
+        ledger.record_round(cohort, moved, 1.0, 0.5, 1.0, (), lost, 2.5)
+    ledger.client_losses[0] = 0.25
+    assert can_restore(ledger.tables())
+    restored.restore(ledger.tables(), ledger.history())
+    assert restored.lost.tolist() == [1, 2, 0]
+    assert restored.simulated_s == 5.0
+    assert np.array_equal(restored.client_losses, [0.25, np.nan, np.nan], equal_nan=True)
+    assert restored.is_sampled.tolist() == [True, True, False]
+    restored.record_evaluation(2, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0, {})
+    restored.start_files(tmp_path)
+    restored.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
+    header, row = read(tmp_path / "metrics.csv")
+    assert (header[-2:], row[-2:]) == (["lost", "simulated_s"], ["3", "5.0"])
+    assert [line[-1] for line in read(tmp_path / "clients.csv")] == ["lost", "1", "2", "0"]
 
 
 def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:

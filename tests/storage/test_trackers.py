@@ -61,6 +61,14 @@ def rows(folder: Path) -> dict[tuple[str, int], float]:
     }
 
 
+def test_columns_that_only_some_runs_have_are_sent_too(settings: list[str], tmp_path: Path) -> None:
+    keys = ["data.unseen_clients=0.2", "clients.drop_rate=0.3", "clients.step_s=1", "run.tracker=tensorboard"]
+    assert run_here(tmp_path / "run", [*settings, *keys]) == FINISHED
+    expected = rows(tmp_path / "run")
+    assert {("accuracy_unseen", 1), ("lost", 1), ("simulated_s", 1)} <= expected.keys()
+    assert scalars(reader(tmp_path / "run")) == pytest.approx(expected, rel=TOLERANCE)
+
+
 def test_a_killed_run_has_every_round_once(settings: list[str], tmp_path: Path) -> None:
     folder, plain = tmp_path / "run", tmp_path / "plain"
     asked = [*settings, "run.tracker=tensorboard"]

@@ -1,0 +1,52 @@
+"""Which clients a round gets, and which of them are lost before they train: the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcfl.config.keys import ClientsConfig
+from hpcfl.randomness import torch_stream, uniform
+
+
+def sampled(settings: ClientsConfig, num_samples: Tensor, size: int, seed: int, number: int) -> list[int]:
+    """Return the ids of the `size` clients of round `number`, in ascending order.
+
+    `num_samples` are the training samples of all clients, int64 [N]. It knows no losses: with power_of_choice
+    it returns clients drawn by size.
+    """
+    if settings.sampling is not None:
+        return sorted(drawn_by_size(num_samples, size, seed, number))
+    order = torch.randperm(len(num_samples), generator=torch_stream(seed, "cohort", number))
+    return sorted(order[:size].tolist())
+
+
+def drawn_by_size(num_samples: Tensor, size: int, seed: int, number: int) -> list[int]:
+    """Return `size` clients in the order in which they are drawn, without replacement.
+
+    Each draw takes a client with a probability proportional to its training samples, of those that are left.
+    Client i with n_i samples comes at an exponential time of rate n_i (Efraimidis and Spirakis, Weighted
+    random sampling with a reservoir, 2006); this is Gumbel top-k of log n_i.
+    """
+    stream = torch_stream(seed, "cohort", number)
+    numbers = torch.rand(len(num_samples), dtype=torch.float64, generator=stream)
+    times = -torch.log1p(-numbers) / num_samples
+    return times.argsort(stable=True)[:size].tolist()
+
+
+def of_highest_loss(candidates: Sequence[int], losses: np.ndarray, size: int) -> list[int]:
+    """Return the `size` candidates whose losses [N] are highest, in ascending order of id.
+
+    A loss that is nan is unknown, and counts as infinite. Of equal ones the first candidates are taken.
+    """
+    known = np.nan_to_num(losses[list(candidates)], nan=np.inf, posinf=np.inf)
+    order = np.argsort(-known, kind="stable")[:size]
+    return sorted(candidates[place] for place in order.tolist())
+
+
+def is_dropped(settings: ClientsConfig, seed: int, number: int, client: int) -> bool:
+    """Return whether a member of the cohort of round `number` is lost before it trains."""
+    return settings.drop_rate is not None and uniform(seed, "drop", number, client) < settings.drop_rate

@@ -1,0 +1,409 @@
+"""Clients as they are: sampled by size or loss, lost on the way, slow, with unequal work (`clients.*`)."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from bits import CODED, differing, method_settings, run_here, start_run, tiny_settings, write_digits
+from by_hand import work
+from harness import SMALL, UNEQUAL, Run, make_network, make_place
+from processes import Mpirun
+
+from hpcfl.communication.messages import Cohort
+from hpcfl.config import ClientsConfig, TrainConfig
+from hpcfl.errors import BAD_INPUT, FINISHED, STOPPED
+from hpcfl.methods import METHODS
+from hpcfl.randomness import torch_stream
+from hpcfl.registries import load_config
+from hpcfl.results.run import load_run
+from hpcfl.simulation.clock import Clock
+from hpcfl.simulation.divergence import Divergence
+from hpcfl.simulation.federation import Federation
+from hpcfl.simulation.round_loop import Simulation
+from hpcfl.simulation.sampling import drawn_by_size, is_dropped, of_highest_loss, sampled
+from hpcfl.storage.ledger import Ledger
+from hpcfl.training.client_group import ClientGroup
+from hpcfl.training.work import Work
+
+DROPS_ALL = "clients.drop_rate=0.999999"
+FEW_ROUNDS = {"clustered_fl": ["method.first_round=0"], "fedmn": ["method.pretrain_rounds=1"]}
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = tmp_path_factory.mktemp("digits") / "digits.npz"
+    write_digits(path)
+    return tiny_settings(path)
+
+
+def members_that_train(run: Run, number: int) -> list[int]:
+    """Return the members of a cohort that are not dropped."""
+    settings, seed = run.config.clients, run.config.run.seed
+    return [
+        client
+        for client in run.simulation.cohort(number).clients
+        if not is_dropped(settings, seed, number, client)
+    ]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Return what each round enters in the ledger, by name."""
+    rounds: list[dict[str, object]] = []
+    record = Ledger.record_round
+    names = ("cohort", "moved", "steps", "loss", "train_s", "diverged", "lost", "simulated_s")
+
+    def keeping(self: Ledger, *figures: object) -> None:
+        rounds.append(dict(zip(names, figures, strict=True)))
+        record(self, *figures)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Ledger, "record_round", keeping)
+    return rounds
+
+
+# Sampling
+
+
+def test_sampling_by_size_has_the_probabilities_of_draws_without_replacement() -> None:
+    sizes, rounds = torch.tensor([10, 20, 30, 40]), 4000
+    p = (sizes / sizes.sum()).tolist()
+    draws = [drawn_by_size(sizes, 2, 5, number) for number in range(rounds)]
+    first = np.bincount([draw[0] for draw in draws], minlength=4) / rounds
+    either = np.bincount(np.ravel(draws), minlength=4) / rounds
+    by_hand = [p[i] + sum(p[j] * p[i] / (1 - p[j]) for j in range(4) if j != i) for i in range(4)]
+    # three deviations of a share of 4000 draws are at most 0.024
+    np.testing.assert_allclose(first, p, atol=0.024)
+    np.testing.assert_allclose(either, by_hand, atol=0.024)
+    assert all(len(set(draw)) == 2 for draw in draws)
+    assert sampled(ClientsConfig(sampling="size"), sizes, 2, 5, 7) == sorted(draws[7])
+
+
+def test_the_candidates_of_highest_loss_are_chosen() -> None:
+    losses = np.array([0.5, 2.0, np.nan, 1.0, 3.0, np.nan])
+    assert of_highest_loss([0, 1, 3], losses, 2) == [1, 3]
+    # unknown losses come first, then the order of the draw decides
+    assert of_highest_loss([4, 5, 2, 1], losses, 2) == [2, 5]
+    assert of_highest_loss([5, 4, 2, 1], losses, 1) == [5]
+    assert of_highest_loss([0, 4, 5], losses, 2) == [4, 5]
+
+
+def test_power_of_choice_knows_the_losses_of_the_rounds_before(
+    monkeypatch: pytest.MonkeyPatch, recorded: list[dict[str, object]]
+) -> None:
+    known: list[np.ndarray] = []
+    choose = Federation.cohort_of_highest_loss
+
+    def keeping(self: Federation, number: int, losses: np.ndarray) -> Cohort:
+        known.append(losses.copy())
+        return choose(self, number, losses)
+
+    monkeypatch.setattr(Federation, "cohort_of_highest_loss", keeping)
+    keys = ["data.clients=6", "train.participation=0.34", "train.rounds=6", "clients.candidates=3"]
+    run = Run("method.name=fedavg", "clients.sampling=power_of_choice", *keys)
+    sizes = run.method.context.num_samples
+    assert len(recorded) == len(known) == 6
+    assert np.isnan(known[0]).all()
+    for number, losses in enumerate(known):
+        cohort, mean = recorded[number]["cohort"], recorded[number]["loss"]
+        assert isinstance(cohort, Cohort)
+        assert list(cohort.clients) == of_highest_loss(drawn_by_size(sizes, 3, 0, number), losses, 2)
+        later = known[number + 1] if number < 5 else run.simulation.ledger.client_losses
+        assert later[list(cohort.clients)].mean() == pytest.approx(mean)
+        others = [client for client in range(6) if client not in cohort.clients]
+        np.testing.assert_array_equal(later[others], losses[others])
+
+
+def test_coverage_counts_the_cohorts_that_were_drawn(tmp_path: Path, settings: list[str]) -> None:
+    keys = [*settings, "method.name=fedavg", "train.participation=0.3", "train.rounds=6"]
+    for sampling in ("uniform", "size", "power_of_choice"):
+        folder = tmp_path / sampling
+        assert run_here(folder, [*keys, f"clients.sampling={sampling}"]) == FINISHED
+        run = load_run(folder)
+        assert run.metrics["coverage"][-1] == (run.clients["bytes_down"] > 0).mean()
+
+
+# Lost members
+
+
+def test_members_are_dropped_at_the_rate_of_the_key() -> None:
+    found = [is_dropped(ClientsConfig(drop_rate=0.3), 1, n, c) for n in range(200) for c in range(20)]
+    assert np.mean(found) == pytest.approx(0.3, abs=0.022)
+    assert not any(is_dropped(ClientsConfig(), 1, n, 0) for n in range(200))
+
+
+@pytest.mark.usefixtures("double")
+def test_the_mean_is_over_the_members_that_remain() -> None:
+    keys = ["method.name=fedavg", "clients.drop_rate=0.5", *UNEQUAL]
+    one, two = (Run(*keys, f"train.rounds={rounds}") for rounds in (1, 2))
+    there = members_that_train(two, 1)
+    assert 0 < len(there) < 4
+    rows = torch.stack([work(one, client, 1)[0]["theta"][0] for client in there])
+    samples = two.method.context.num_samples[there].double()
+    torch.testing.assert_close(two.server["theta"], (samples / samples.sum()) @ rows)
+    size = 8 * two.method.layout.size
+    down, up = two.bytes_by_client.T
+    assert down.tolist() == [2 * size] * 4
+    sent = [c for number in (0, 1) for c in members_that_train(two, number)]
+    assert up.tolist() == [size * sent.count(client) for client in range(4)]
+    assert two.simulation.ledger.lost.tolist() == [2 - sent.count(client) for client in range(4)]
+
+
+LOSING = {name: method_settings(name) for name in ("fedavg", "scaffold", "pfedla", "fedmn", "heurpfedla")}
+LOSING["fedavg-topk"] = method_settings("fedavg-topk")
+LOSING["pfedla-sharded"] = [*method_settings("pfedla"), "method.server=sharded", "data.unseen_clients=0"]
+LOSING["fedmn-chain"] = [*method_settings("fedmn"), "method.order=chain"]
+
+
+# products of a whole cohort have other last bits than those of a smaller one, so without pFedLA
+@pytest.mark.parametrize("case", [name for name in LOSING if "pfedla" not in name])
+def test_a_lost_member_is_as_if_it_had_not_been_sampled(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: str
+) -> None:
+    keys = [*settings, *LOSING[case]]
+    assert run_here(tmp_path / "lost", [*keys, "clients.drop_rate=0.5"]) == FINISHED
+    cohort = Federation.cohort
+
+    def without(self: Federation, number: int) -> Cohort:
+        whole, half = cohort(self, number), ClientsConfig(drop_rate=0.5)
+        there = [n for n, c in enumerate(whole.clients) if not is_dropped(half, 0, number, c)]
+        return whole.select(there)
+
+    monkeypatch.setattr(Federation, "cohort", without)
+    assert run_here(tmp_path / "absent", keys) == FINISHED
+    assert differing(tmp_path / "lost", tmp_path / "absent", "server", "clients") == []
+    assert 0 < load_run(tmp_path / "lost").metrics["lost"][-1] < 21
+
+
+@pytest.mark.parametrize("case", LOSING)
+def test_a_cohort_that_is_lost_altogether_changes_nothing(
+    settings: list[str], tmp_path: Path, case: str
+) -> None:
+    keys = [*settings, *LOSING[case], DROPS_ALL]
+    for rounds in (1, 2):
+        assert run_here(tmp_path / str(rounds), [*keys, f"train.rounds={rounds}"]) == FINISHED
+    assert differing(tmp_path / "1", tmp_path / "2", "server", "clients", "personalised") == []
+    run = load_run(tmp_path / "2")
+    assert run.metrics["lost"].tolist() == [7, 14]
+    assert run.clients["lost"].tolist() == [2] * 7
+    assert run.metrics["bytes_up"][-1] == run.metrics["client_steps_per_s"][-1] == 0
+    assert run.metrics["bytes_down"][-1] > 0
+    assert math.isnan(run.metrics["train_loss_mean"][-1])
+
+
+# The simulated clock
+
+
+def factor_by_hand(run: Run, sigma: float, client: int) -> float:
+    """Return a client's factor on the time of a mini-batch, as the clock draws it."""
+    stream = torch_stream(run.config.run.seed, "slowness", 0, client)
+    return math.exp(sigma * torch.randn((), dtype=torch.float64, generator=stream).item())
+
+
+TWO = ("method.name=fedavg", "data.clients=2", "clients.step_s=0.5", "clients.slowness=0.7")
+
+
+def test_the_clock_goes_with_the_slowest_of_two_clients() -> None:
+    run = Run(*TWO, "clients.bytes_per_s=1e4", "train.local_epochs=3")
+    # 28 samples are 4 mini-batches of at most 8; a model goes down and up in float32
+    message_s = 2 * 4 * run.method.layout.size / 1e4
+    factors = [factor_by_hand(run, 0.7, client) for client in range(2)]
+    assert factors[0] != factors[1]
+    assert run.simulation.ledger.simulated_s == pytest.approx(3 * (3 * 4 * 0.5 * max(factors) + message_s))
+    without = Run(*TWO[:3])
+    assert without.simulation.ledger.simulated_s == 3 * 4 * 0.5
+
+
+def test_a_client_that_is_late_is_lost_after_its_training(recorded: list[dict[str, object]]) -> None:
+    run = Run(*TWO, "method.name=local", "clients.deadline_s=4", "train.rounds=1")
+    times = [4 * 0.5 * factor_by_hand(run, 0.7, client) for client in range(2)]
+    assert min(times) < 4 < max(times)
+    late = int(np.argmax(times))
+    ledger = run.simulation.ledger
+    assert ledger.lost.tolist() == [int(client == late) for client in range(2)]
+    assert ledger.simulated_s == 4
+    # it has trained, and none of that stays
+    assert recorded[0]["steps"] == 8
+    start = run.method.client_state([0, 1])["theta"]
+    assert [torch.equal(*pair) for pair in zip(run.clients["theta"], start, strict=True)] == [
+        client == late for client in range(2)
+    ]
+    assert np.isnan(ledger.client_losses).tolist() == [client == late for client in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("counted", "has_lost", "deadline_s", "seconds"),
+    [
+        ([1.0, 3.0], False, 5.0, 3.0),
+        ([1.0], True, 5.0, 5.0),
+        ([1.0, 2.0], True, None, 2.0),
+        ([], True, None, 0.0),
+    ],
+)
+def test_how_long_a_round_lasts(
+    counted: list[float], has_lost: bool, deadline_s: float | None, seconds: float
+) -> None:
+    clock = Clock(ClientsConfig(step_s=1.0, deadline_s=deadline_s), 0)
+    assert clock.round_s(torch.tensor(counted, dtype=torch.float64), has_lost) == seconds
+
+
+CODED_FEW = [case for case in CODED if case.split("-")[0] in ("fedavg", "heurpfedla")]
+
+
+@pytest.mark.filterwarnings("ignore:.*never split")
+@pytest.mark.parametrize("case", [*METHODS, *CODED_FEW])
+def test_the_bytes_of_the_clock_are_those_of_the_ledger(
+    settings: list[str], recorded: list[dict[str, object]], tmp_path: Path, case: str
+) -> None:
+    """With a step of no time, a round lasts as long as most bytes; none has more than the deadline allows."""
+    keys = [*settings, *method_settings(case), "train.rounds=2", "clients.step_s=0", "clients.bytes_per_s=8"]
+    assert run_here(tmp_path / "run", [*keys, "clients.deadline_s=1e9"]) == FINISHED
+    for figures in recorded:
+        down, up = figures["moved"]  # type: ignore[misc]
+        assert figures["simulated_s"] == (down.total + up.total).max() / 8
+        assert figures["lost"] == []
+
+
+# Unequal work
+
+
+def test_draws_of_epochs_and_batch_sizes() -> None:
+    work = Work(TrainConfig(local_epochs=9), 3, ClientsConfig(local_epochs=[2, 5], batch_size=[8, 16, 32]))
+    epochs = np.array([[work.local_epochs(n, c) for n in range(100)] for c in range(20)])
+    counts = np.bincount(epochs.ravel(), minlength=6) / epochs.size
+    np.testing.assert_allclose(counts, [0, 0, 0.25, 0.25, 0.25, 0.25], atol=0.03)
+    # of a client, and of a round, they differ
+    assert (np.ptp(epochs, axis=0) > 0).all()
+    assert (np.ptp(epochs, axis=1) > 0).all()
+    sizes = [work.batch_size(client) for client in range(900)]
+    np.testing.assert_allclose([sizes.count(size) / 900 for size in (8, 16, 32)], [1 / 3] * 3, atol=0.05)
+    assert Work(TrainConfig(local_epochs=9, batch_size=4)).local_epochs(1, 1) == 9
+
+
+def test_each_client_does_its_own_steps() -> None:
+    unequal = ClientsConfig(local_epochs=[1, 4], batch_size=[3, 6])
+    place = replace(make_place(make_network(), [10, 7, 13, 4], TrainConfig()), unequal=unequal)
+    clients = ClientGroup(place, range(4), 6)
+    seen: list[list[int]] = [[] for _ in range(4)]
+    for batch in clients.batches():
+        members = range(4) if isinstance(batch.members, slice) else batch.members.tolist()
+        clients._count(batch)
+        for member, index in zip(members, batch.index.tolist(), strict=True):
+            seen[member] += index
+            assert len(index) <= place.work.batch_size(member)
+    epochs = [place.work.local_epochs(6, client) for client in range(4)]
+    assert len(set(epochs)) > 1
+    for client, size in enumerate([10, 7, 13, 4]):
+        assert sorted(seen[client]) == sorted([*range(size)] * epochs[client])
+    # what a method's own key sets stays
+    assert sum(batch.y.numel() for batch in clients.batches(epochs=2)) == 2 * (10 + 7 + 13 + 4)
+
+
+def test_newcomers_keep_their_epochs() -> None:
+    run = Run("method.name=fedavg", "data.unseen_clients=0.25", "clients.local_epochs=[3,4]")
+    assert run.unseen.work.local_epochs(3, 3) == 1
+    assert run.workplace.work.local_epochs(3, 2) in (3, 4)
+
+
+@pytest.mark.filterwarnings("ignore:model.name=.* has no BatchNorm, so fedbn is fedavg")
+@pytest.mark.filterwarnings("ignore:method.name=clustered_fl never split")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.usefixtures("double")
+def test_every_method_with_lost_members_and_unequal_work_on_both_engines(method: str) -> None:
+    keys = [f"method.name={method}", *UNEQUAL, *FEW_ROUNDS.get(method, []), "train.rounds=2", "run.seed=1"]
+    keys += ["clients.drop_rate=0.5", "clients.local_epochs=[1,3]", "clients.batch_size=[4,8]"]
+    keys += ["data.label_noise=0.2", "clients.step_s=1", "clients.bytes_per_s=1e5", "run.eval_every=1"]
+    loop, batched = (Run(*keys, f"run.engine={engine}") for engine in ("loop", "batched"))
+    assert 0 < loop.simulation.ledger.lost.sum() < 8
+    one, other = loop.evaluated(), batched.evaluated()
+    assert one["theta"].isfinite().all()
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["clients.sampling=power_of_choice", "clients.candidates=3"],
+            "clients.candidates=3 are too few for the 4 clients of a round; set clients.candidates=4 or",
+        ),
+        (
+            ["method.name=fedrep", "method.body_epochs=null", "clients.local_epochs=[2,3]"],
+            "method.body_epochs=null does not go with clients.local_epochs, which draws the epochs of each ",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_here(tmp_path / "run", [*SMALL, *words]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hpcfl: error: {said}")
+
+
+def test_keys_that_are_off_leave_the_name_of_a_run(settings: list[str]) -> None:
+    off = ["clients.sampling=uniform", "clients.drop_rate=0", "data.label_noise=0"]
+    plain, same = (load_config(None, [*settings, *words]) for words in ([], off))
+    assert plain.run_name() == same.run_name()
+    assert load_config(None, [*settings, "clients.drop_rate=0.1"]).run_name() != plain.run_name()
+
+
+# Any number of ranks, and a kill
+
+
+ALL = [
+    *("train.participation=0.6", "train.rounds=4", "run.checkpoint_every=1", "run.eval_every=2"),
+    *("clients.sampling=power_of_choice", "clients.candidates=6", "clients.drop_rate=0.3"),
+    *("clients.step_s=0.5", "clients.slowness=0.6", "clients.bytes_per_s=1e6", "clients.deadline_s=3"),
+    *("clients.local_epochs=[1,3]", "clients.batch_size=[6,12]"),
+    *("data.label_noise=0.3", "data.label_noise_clients=0.5", "data.unseen_clients=0.2"),
+]
+"""All keys of clients at once."""
+
+
+@pytest.mark.parametrize("case", ["fedavg-topk", "heurpfedla", "pfedla-sharded", "scaffold", "local"])
+def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mpirun: Mpirun, case: str
+) -> None:
+    keys = [*settings, "data.clients=9", *ALL, *(LOSING.get(case) or method_settings(case))]
+    serial, parallel, killed = (tmp_path / name for name in ("serial", "parallel", "killed"))
+    assert run_here(serial, keys) == FINISHED
+    lost = load_run(serial).metrics["lost"]
+    assert 0 < lost[0] < lost[1] < 16
+    mpirun(3, "-m", "hpcfl.main", *keys, "--out", str(parallel))
+    assert differing(serial, parallel) == []
+
+    def die_in_round_three() -> None:
+        judge = Divergence.judge_clients
+
+        def deadly(self: Divergence, *arguments: object) -> object:
+            if arguments[-1].round == 2:  # type: ignore[attr-defined]
+                os.kill(os.getpid(), signal.SIGKILL)
+            return judge(self, *arguments)  # type: ignore[arg-type]
+
+        Divergence.judge_clients = deadly  # type: ignore[method-assign, assignment]
+
+    _, status = os.waitpid(start_run(killed, keys, die_in_round_three), 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert run_here(killed, keys) == FINISHED
+    assert differing(serial, killed) == []
+
+
+def test_a_stop_between_two_evaluations_keeps_the_clock(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys = [*settings, "method.name=fedavg", *ALL]
+    assert run_here(tmp_path / "whole", keys) == FINISHED
+    with monkeypatch.context() as first:
+        first.setattr(Simulation, "_must_stop", lambda _: True)
+        assert run_here(tmp_path / "parts", keys) == STOPPED
+    assert run_here(tmp_path / "parts", keys) == FINISHED
+    assert differing(tmp_path / "whole", tmp_path / "parts") == []
