@@ -209,11 +209,7 @@ class Simulation:
             down |= requests | federation.on_device(response.received)
             sent, before = response.sent, before | response
         local = self._train(groups, down, before.received, self._moved(traffic, reached), is_evaluated)
-        late = (
-            [*on_all_ranks(self._world, dict.fromkeys(local.late, ""))]
-            if self.config.clients.deadline_s
-            else []
-        )
+        late = [*on_all_ranks(self._world, dict.fromkeys(local.late, ""))] if self._clock else []
         diverged = self._divergence.judge_clients(local.diverged, self.server, reached)
         left_out = {*late, *(diverged if self._divergence.leaves_out else ())}
         members, up, places = reached, local.up, list(range(len(reached)))
