@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, Strict
 from torch import Tensor, nn
 
 from hpcfl.config.keys import NetworkOptions
+from hpcfl.errors import UserError
 from hpcfl.samples import SampleKind, SampleType
 
 
@@ -66,6 +67,13 @@ class ConvNetOptions(NetworkOptions):
 
     batchnorm: bool = False
     """A BatchNorm module after every convolution (pFedLA uses it for CIFAR only)."""
+    groupnorm: int | None = Field(None, ge=1)
+    """GroupNorm in place of BatchNorm, with so many groups of channels; null: none. It keeps no running
+    statistics."""
+
+    def model_post_init(self, _: Any) -> None:
+        if self.batchnorm and self.groupnorm is not None:
+            raise ValueError("batchnorm and groupnorm exclude each other; set one of them to false or null")
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,8 @@ class ConvNet(Model):
             body[f"conv{number}"] = convolution(in_channels, out_channels, self.kernel, padding=self.padding)
             if options.batchnorm:
                 body[f"bn{number}"] = norm(out_channels)
+            if options.groupnorm is not None:
+                body[f"gn{number}"] = group_norm(options.groupnorm, out_channels)
             body[f"pool{number}"] = pool(2)
             body[f"relu{number}"] = nn.ReLU()
             sides = [(side + 2 * self.padding - self.kernel + 1) // 2 for side in sides]
@@ -124,6 +134,15 @@ class Mlp(Model):
 
     def build(self, sample: SampleType, num_classes: int, options: MlpOptions) -> Network:
         return with_linear_layers(OrderedDict(), math.prod(sample.shape), options.hidden, num_classes)
+
+
+def group_norm(groups: int, channels: int) -> nn.GroupNorm:
+    """Return a GroupNorm module; UserError if the groups do not divide the channels."""
+    if channels % groups:
+        raise UserError(
+            f"model.groupnorm={groups} does not divide a layer's {channels} channels; set another number"
+        )
+    return nn.GroupNorm(groups, channels)
 
 
 def with_linear_layers(

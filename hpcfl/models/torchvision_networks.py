@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpcfl.errors import UserError
-from hpcfl.models.networks import Model, Network, NetworkOptions
+from hpcfl.models.networks import Model, Network, NetworkOptions, group_norm
 from hpcfl.samples import SampleType
 from hpcfl.torchvision_parts import torchvision_part
 
@@ -24,11 +25,13 @@ class TorchvisionOptions(NetworkOptions):
 
     weights: str | None = None
     """File with torchvision's state dict, from which the body starts; null draws it at random."""
+    groupnorm: int | None = Field(None, ge=1)
+    """GroupNorm in place of BatchNorm, with so many groups of channels; null: BatchNorm."""
 
 
 @dataclass(frozen=True)
 class TorchvisionNet(Model):
-    """One of torchvision's networks, which takes images of any size; BatchNorm is a part of it.
+    """One of torchvision's networks, which takes images of any size; it has BatchNorm or GroupNorm.
 
     Attributes:
         function: its name in torchvision.models.
@@ -45,7 +48,11 @@ class TorchvisionNet(Model):
 
     def build(self, sample: SampleType, num_classes: int, options: TorchvisionOptions) -> Network:
         """See Model; raises UserError if torchvision or the weights are not available."""
-        body = self.make_body(getattr(torchvision_part("models"), self.function)(weights=None, num_classes=1))
+        norms: dict[str, Any] = {}
+        if options.groupnorm is not None:
+            norms["norm_layer"] = partial(group_norm, options.groupnorm)
+        made = getattr(torchvision_part("models"), self.function)(weights=None, num_classes=1, **norms)
+        body = self.make_body(made)
         head: OrderedDict[str, nn.Module] = OrderedDict({self.head: nn.Linear(self.features, num_classes)})
         network = Network(body, head)
         if sample.channels != 3:

@@ -15,6 +15,7 @@ from hpcfl.errors import UserError
 from hpcfl.models import MODELS, Network, build_network
 from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import stream_seed
+from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
 from hpcfl.torchvision_parts import torchvision_part
 from hpcfl.training.batches import Batch
@@ -80,6 +81,7 @@ def refusal(name: str, weights: Path, shape: Shape = CIFAR) -> str:
     [
         ("lenet", CIFAR, 10, {}, 121_182),
         ("lenet", CIFAR, 10, {"batchnorm": True}, 121_278),
+        ("lenet", CIFAR, 10, {"groupnorm": 4}, 121_278),
         ("lenet", CIFAR, 100, {}, 128_832),
         ("lenet", MNIST, 10, {}, 85_822),
         ("lenet_small", CIFAR, 10, {}, 62_006),
@@ -88,6 +90,7 @@ def refusal(name: str, weights: Path, shape: Shape = CIFAR) -> str:
         ("fedavgcnn", CIFAR, 10, {}, 878_538),
         ("femnist_cnn", MNIST, 62, {}, 2_278_334),
         ("resnet18", CIFAR, 10, {}, 11_181_642),
+        ("resnet18", CIFAR, 10, {"groupnorm": 32}, 11_181_642),
         ("mobilenetv2", CIFAR, 10, {}, 2_236_682),
         # 784 * 256 + 256 + 256 * 10 + 10
         ("mlp", MNIST, 10, {}, 203_530),
@@ -268,6 +271,7 @@ def test_samples_of_another_kind_are_refused(name: str, sample: SampleType, said
     ("name", "sample", "keys"),
     [
         ("cnn1d", SERIES, {"batchnorm": True}),
+        ("lenet", SampleType(CIFAR), {"groupnorm": 8}),
         ("textcnn", TEXT, {}),
         ("transformer", TEXT, {"width": 8}),
         ("transformer", SERIES, {"width": 8}),
@@ -294,6 +298,22 @@ def test_vmap_over_models_gives_each_model_s_gradient(
         )
         torch.testing.assert_close(gradient["theta"][0], together["theta"][n], rtol=0, atol=1e-12)
         torch.testing.assert_close(loss[0], losses[n], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "groups"), [("lenet", 4), ("resnet18", 32), ("mobilenetv2", 8)])
+def test_with_groupnorm_there_are_no_running_statistics(name: str, groups: int) -> None:
+    network = network_of(name, CIFAR, groupnorm=groups)
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in network.modules())
+    norms = [module for module in network.modules() if isinstance(module, nn.GroupNorm)]
+    assert {norm.num_groups for norm in norms} == {groups}
+    assert ParameterLayout(network).buffer_size == 0
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
+    with pytest.raises(UserError, match=r"model.groupnorm=3 does not divide a layer's 16 channels; set"):
+        network_of("lenet", CIFAR, groupnorm=3)
+    with pytest.raises(UserError, match="batchnorm and groupnorm exclude each other; set one of them"):
+        load_config(None, ["model.batchnorm=true", "model.groupnorm=4"])
 
 
 def test_an_lstm_gives_the_output_of_the_last_step() -> None:
