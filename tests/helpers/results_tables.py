@@ -5,7 +5,8 @@
 A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
 <!-- results/pfedmb_table1_evening_differences.csv --> or
 <!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
-are shown as they are: <!-- results/long_run.csv -->. What stands between <!-- claims/pfedla.yaml --> and
+are shown as they are: <!-- results/long_run.csv -->, another program's beside ours:
+<!-- results/beside_pfllib_theirs.csv -->. What stands between <!-- claims/pfedla.yaml --> and
 <!-- end of claims --> is what `hpcfl claims` prints of the file; all papers' claims follow <!-- claims -->.
 """
 
@@ -15,7 +16,9 @@ import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev, variance
+
+from scipy.special import stdtrit
 
 from hpcfl.formatting import Document, markdown
 from hpcfl.formatting import as_markdown as document_as_markdown
@@ -69,6 +72,35 @@ def made_from(lines: list[Line], names: list[str]) -> str:
         [line["column"], line["label"], *(CELLS[name][1](line) for name in names)]
         for line in lines
         if line["seeds"] != "0"
+    ]
+    return as_markdown(header, rows)
+
+
+def beside(theirs: list[Line], ours: list[Line]) -> str:
+    """Return mean and deviation over seeds of another program and of ours, and their difference in points.
+
+    Runs are independent, so the 95 % interval is Student's of two samples. `theirs` has a line a run, `ours`
+    one a client.
+    """
+    rows = []
+    for label in dict.fromkeys(line["label"] for line in theirs):
+        found = [[float(line["accuracy"]) for line in theirs if line["label"] == label]]
+        of_label = [line for line in ours if line["label"] == label]
+        seeds = dict.fromkeys(line["seed"] for line in of_label)
+        found.append(
+            [fmean(float(line["accuracy"]) for line in of_label if line["seed"] == seed) for seed in seeds]
+        )
+        texts = [f"{100 * fmean(of):.1f} ± {100 * stdev(of):.1f} %" for of in found]
+        half = stdtrit(sum(map(len, found)) - 2, 0.975) * sum(variance(of) / len(of) for of in found) ** 0.5
+        difference = fmean(found[1]) - fmean(found[0])
+        low, high = (100 * (difference + sign * half) for sign in (-1, 1))
+        rows.append(["", label, *texts, f"{100 * difference:+.1f} [{low:+.1f}, {high:+.1f}]"])
+    header = [
+        "",
+        "method",
+        "PFLlib",
+        "hpcfl",
+        "hpcfl - PFLlib in points, 95 % interval over three seeds each",
     ]
     return as_markdown(header, rows)
 
@@ -143,6 +175,9 @@ def with_tables(page: str) -> str:
     def table(found: re.Match[str]) -> str:
         with (RESULTS / f"{found[2]}.csv").open(newline="") as file:
             lines = list(csv.DictReader(file))
+        if found[2].endswith("_theirs"):
+            with (RESULTS / f"{found[2].removesuffix('_theirs')}_clients.csv").open(newline="") as file:
+                return found[1] + beside(lines, list(csv.DictReader(file)))
         if found[2].startswith("long_run"):
             return found[1] + as_markdown(list(lines[0]), [list(line.values()) for line in lines])
         names = [name.strip() for name in (found[3] or "").split(",") if name.strip()]
