@@ -75,7 +75,7 @@ class PrivateUploads:
             updates[name] = up.per_client[name] - down[name]
             mask = up.layer_mask.get(name)
             if mask is not None:
-                updates[name] = updates[name] * columns(self._layers, mask)
+                updates[name] = updates[name] * columns(self._layers, mask).to(updates[name].device)
         norms = torch.stack([update.flatten(1).norm(dim=1) for update in updates.values()]).norm(dim=0)
         factors = (self._clip / norms).clamp(max=1.0)
         sent = {name: down[name] + factors.unsqueeze(1) * update for name, update in updates.items()}

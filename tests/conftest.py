@@ -45,7 +45,7 @@ LONGEST = [
     for name in (
         *("docs", "bits", "unseen", "paper_figures", "process_faults", "jobs", "marked_device", "take_away"),
         *("resume", "methods", "table", "under_mpirun", "sharded_runs", "divergence", "networks", "bench"),
-        *("faults", "fedmn", "fedafk", "nodes", "slurm_nodes", "transports"),
+        *("faults", "fedmn", "fedafk", "nodes", "slurm_nodes", "transports", "clients", "privacy"),
     )
 ]
 """Files that take a worker of jobs/test.sh half a minute and more: none of them may be the last to start."""

@@ -55,7 +55,7 @@ def test_values_have_the_types_of_their_keys() -> None:
     )
     assert config.train.lr == 0.001
     assert config.train.rounds == 7
-    assert config.model.options.model_dump() == {"batchnorm": True}
+    assert config.model.options.model_dump() == {"batchnorm": True, "groupnorm": None}
     assert config.data.per_client is None
     assert config.data.seed is None
     assert config.data.normalise == [[0.5], [0.25]]
@@ -98,13 +98,13 @@ def test_naming_another_model_is_enough(tmp_path: Path) -> None:
         return config.model.name, config.model.options.model_dump()
 
     unnamed = write(tmp_path / "a.yaml", "model: {batchnorm: true}\n")
-    assert options(unnamed) == ("digits_cnn", {"batchnorm": True})
-    assert options(unnamed, "model.name=lenet") == ("lenet", {"batchnorm": True})
+    assert options(unnamed) == ("digits_cnn", {"batchnorm": True, "groupnorm": None})
+    assert options(unnamed, "model.name=lenet") == ("lenet", {"batchnorm": True, "groupnorm": None})
     assert options(unnamed, "model.name=mlp") == ("mlp", {"hidden": [256]})
     mlp = write(tmp_path / "b.yaml", "model: {name: mlp, hidden: [9, 8]}\n")
     assert options(mlp, "model.name=mlp") == ("mlp", {"hidden": [9, 8]})
     assert options(mlp, "model.hidden=[]") == ("mlp", {"hidden": []})
-    assert options(mlp, "model.name=resnet18") == ("resnet18", {"weights": None})
+    assert options(mlp, "model.name=resnet18") == ("resnet18", {"weights": None, "groupnorm": None})
     assert "model.hidden=[9]" in refusal(mlp, "model.name=lenet", "model.hidden=[9]")
 
 

@@ -23,7 +23,7 @@ from hpcfl.errors import UserError
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.pfedhn import HYPERNETWORK, VELOCITY, PFedHN, PFedHNParams
-from hpcfl.models import NetworkOptions
+from hpcfl.models import ConvNetOptions
 from hpcfl.models.generators import Generator, Gradients
 from hpcfl.samples import SampleType
 from hpcfl.training.client_group import ClientGroup
@@ -353,8 +353,7 @@ def test_a_private_head_needs_a_body() -> None:
         Run(OURS, "method.private_head=true", "model.name=mlp", "model.hidden=[]")
 
 
-class Given(NetworkOptions):
-    batchnorm: bool = False
+class Given(ConvNetOptions):
     weights: str = "weights.pt"
 
 

@@ -172,7 +172,7 @@ def test_the_recipe_says_what_is_needed_beside_and_inside(place: Place, tmp_path
     recipe = json.loads((tmp_path / "client2.json").read_text())
     assert (recipe["run"], recipe["client"], recipe["round"]) == ("fedem", 2, 3)
     assert recipe["method"] == {"name": "fedem", "components": 2}
-    assert recipe["model"] == {"name": "digits_cnn", "batchnorm": True}
+    assert recipe["model"] == {"name": "digits_cnn", "batchnorm": True, "groupnorm": None}
     assert (recipe["sample_shape"], recipe["sample_type"], recipe["scale"]) == ([1, 7, 7], "float32", 1.0)
     assert (recipe["mean"], recipe["std"], recipe["classes"]) == ([0.0], [1.0], list(range(10)))
     assert "weights[m] * softmax(components.m(x))" in recipe["parts"]

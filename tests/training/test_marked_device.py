@@ -100,6 +100,15 @@ def test_a_mistake_in_a_method_is_found(marked: Marked, monkeypatch: pytest.Monk
 # Whole runs
 
 
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+@pytest.mark.parametrize("unit", ["client", "sample"])
+@pytest.mark.usefixtures("marked")
+def test_with_privacy_and_unequal_work_every_tensor_is_on_its_side(unit: str, engine: str) -> None:
+    private = [f"privacy.unit={unit}", "privacy.clip=1", "privacy.noise=1", "model.name=mlp"]
+    unequal = ["clients.local_epochs=[1,2]", "clients.batch_size=[4,8]"]
+    Run("method.name=fedper", "train.rounds=1", *private, *unequal, f"run.engine={engine}")
+
+
 @pytest.fixture
 def stops_between_steps(marked: Marked, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return how often the host waited between the first and the last mini-batch of each pass."""
