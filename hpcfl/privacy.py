@@ -92,19 +92,17 @@ class PrivateUploads:
         return {name: server[name].clone() for name in self._names if self.is_on and name in server}
 
     def step(self, server: Tensors, before: Tensors, cohort: Cohort, masks: dict[str, Tensor]) -> None:
-        """Replace the step from `before` to the mean over a cohort by the private one.
+        """Replace the step from `before` to the mean over a cohort, which may be empty, by the private one.
 
-        `masks` are the layers that clients sent, bool [L] by tensor; without one, all.
+        `masks` are the layers that travel, bool [L] by tensor; without one, all.
         """
         expected = self._share * self._num_clients
-        drawn = drawn_clients(self._num_clients, self._share, self._seed, cohort.round)
-        counted = len(cohort) if drawn else 0
         for name, w in before.items():
             stream = torch_stream(self._seed, f"private mean/{name}", cohort.round)
             noise = torch.randn(w.shape, generator=stream, dtype=w.dtype) * (
                 self._noise * self._clip / expected
             )
-            step = (server[name] - w) * (counted / expected) + noise
+            step = (server[name] - w) * (len(cohort) / expected) + noise
             if name in masks:
                 step = step * columns(self._layers, masks[name])
             server[name] = w + step

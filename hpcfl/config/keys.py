@@ -202,7 +202,8 @@ class TrainConfig(Settings):
     (`data.val_fraction`), which each evaluation then scores too: the column `accuracy_val` of metrics.csv.
     Evaluations are `run.eval_every` rounds apart. Default: all rounds are done."""
     participation: float = Field(1.0, gt=0, le=1)
-    """Share p of the N clients in a round: a cohort of max(1, floor(p N + 0.5))."""
+    """Share p of the N clients in a round: a cohort of max(1, floor(p N + 0.5)). With `privacy.unit=client` a
+    round has each client with probability p."""
     local_epochs: int = Field(5, ge=1)
     """Passes over a client's training data in a round."""
     batch_size: int = Field(16, ge=2)

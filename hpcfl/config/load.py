@@ -240,6 +240,7 @@ def _check_needs(config: Config, sources: Registry) -> None:
         ("privacy.unit", privacy.unit, comm.codec == "none", "comm.codec=none"),
         ("privacy.unit", privacy.unit, config.run.on_divergence == "stop", "run.on_divergence=stop"),
         ("privacy.unit", privacy.unit, clients.sampling is None, "clients.sampling=uniform"),
+        ("privacy.unit", privacy.unit, train.patience is None, "train.patience=null"),
         ("privacy.unit", privacy.unit, data.missing != "mean", "a data.missing other than mean"),
         ("privacy.unit", privacy.unit, data.normalise != "standard", "a data.normalise other than standard"),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
@@ -118,10 +119,12 @@ class MethodAdapter:
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         """Update the server from a cohort's upload. Collective through the upload.
 
-        If the cohort is empty because all members were left out, only `end_round` is called.
+        If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
         if not len(cohort):
             up.drain()
+            if self._private.is_on:
+                self._add_noise(server, cohort, {} if up.sent is None else up.sent.layer_mask)
             self.method.end_round(server, cohort)
             return
         averages = self.method.averages_buffers and not self.method.traits.averages_own_buffers
@@ -134,6 +137,12 @@ class MethodAdapter:
         self._optimiser.step(server, before)
         server |= averaged
         self.method.end_round(server, cohort)
+
+    def _add_noise(self, server: State, cohort: Cohort, masks: dict[str, Tensor]) -> None:
+        """Let the server step by the noise of a round without clients."""
+        before, unnoised = self._optimiser.before(server), self._private.before(server)
+        self._private.step(server, unnoised, cohort, masks)
+        self._optimiser.step(server, before)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""

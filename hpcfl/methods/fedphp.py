@@ -89,6 +89,8 @@ class FedPHP(OwnBesideGlobal):
     def _rounds_of_a_client(self) -> float:
         """Return p T, in how many rounds of the run a client is sampled in expectation."""
         train, clients = self.context.train, self.context.num_clients
+        if self.context.privacy.unit == "client":
+            return train.rounds * train.participation
         return train.rounds * train.cohort_size(clients) / clients
 
     def _teach(self, network: nn.Module, x: Tensor, y: Tensor) -> Tensor:

@@ -81,9 +81,8 @@ class Federation:
         """
         config, num_samples = self.config, self.method.context.num_samples
         if config.privacy.unit == "client":
-            # in a round of nobody, the first client trains and what it sends does not count
             share, seed = config.train.participation, config.run.seed
-            return self.cohort_of(number, drawn_clients(self.num_clients, share, seed, number) or [0])
+            return self.cohort_of(number, drawn_clients(self.num_clients, share, seed, number))
         clients = sampled(config.clients, num_samples, self._cohort_size, config.run.seed, number)
         return self.cohort_of(number, clients)
 

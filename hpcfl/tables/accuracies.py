@@ -179,7 +179,7 @@ def _figures(run: Run, config: Config) -> dict[str, float]:
     """Return what a finished run gave and cost."""
     metrics, accuracies = run.metrics, run.in_training["accuracy"].tolist()
     last = {name: float(values[-1]) for name, values in metrics.items()}
-    turns = run.rounds * config.train.cohort_size(len(accuracies))
+    turns = run.done * config.train.cohort_size(len(accuracies))
     means = metrics["accuracy_mean"].tolist()
     best = means.index(max(means))
     figures = {
@@ -201,6 +201,8 @@ def _figures(run: Run, config: Config) -> dict[str, float]:
         # harmonic mean: there are about equally many steps between any two evaluations
         "client_steps_per_s": statistics.harmonic_mean(metrics["client_steps_per_s"].tolist()),
         "wall_s": last["wall_s"],
+        # fewer than train.rounds if train.patience has ended the run
+        "rounds_done": float(run.done),
     }
     for way in ("down", "up"):
         others = last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"]

@@ -184,7 +184,7 @@ _OF_RUNS: dict[str, Callable[[Result], str]] = {
     "bytes_up": _bytes("up"),
     "steps_per_s": lambda result: f"{result.mean('client_steps_per_s') or 0:.0f}",
     # of the whole run, on as many processes as ran it
-    "round_s": lambda result: f"{(result.mean('wall_s') or 0) / result.config.train.rounds:.2f}",
+    "round_s": lambda result: f"{(result.mean('wall_s') or 0) / (result.mean('rounds_done') or 1):.2f}",
 }
 """Of the quantities that are known after a run has finished: the text."""
 

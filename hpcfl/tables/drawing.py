@@ -427,7 +427,7 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
 def _gigabytes(result: Result) -> float:
     """Return 10^9 bytes of trainable numbers, down and up, of all rounds and clients."""
     num_clients = len(next(iter(result.runs.values())).in_training["client"])
-    turns = result.config.train.rounds * result.config.train.cohort_size(num_clients)
+    turns = (result.mean("rounds_done") or 0) * result.config.train.cohort_size(num_clients)
     return sum(result.mean(f"bytes_{way}") or 0 for way in ("down", "up")) * turns / 1e9
 
 

@@ -91,7 +91,8 @@ class ClientGroup:
         """Of a sequential method: what the next groups of this round get in place of the download's tensors
         of the same names. That of a group that diverged and is left out is not used."""
         self._can_write = True
-        self._noise: dict[int, torch.Generator] = {}
+        self._noise_of = ""
+        self._noise: dict[tuple[str, int], torch.Generator] = {}
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -164,6 +165,12 @@ class ClientGroup:
         mini-batches have unequal sizes, maybe 0, and each client has its own.
         """
         work, rule = self._worker.work, self._worker.train.last_batch
+        if self._worker.private is not None:
+            if samples is not None:
+                raise TypeError(
+                    "with privacy.unit=sample, mini-batches are drawn from all samples of a client"
+                )
+            self._noise_of = purpose
         if samples is None:
             samples = [torch.arange(n) for n in self.num_samples.tolist()]
         cuts = [
@@ -352,13 +359,14 @@ class ClientGroup:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient and losses of `privacy.unit=sample`."""
         members = torch.arange(len(self))[batch.members if batch.counted is None else batch.counted].tolist()
+        purpose = self._noise_of
         for m in members:
-            if m not in self._noise:
-                stream = torch_stream(self._worker.seed, "private gradient", self.round, self.ids[m])
-                self._noise[m] = stream
+            if (purpose, m) not in self._noise:
+                name = f"private gradient/{purpose}"
+                self._noise[purpose, m] = torch_stream(self._worker.seed, name, self.round, self.ids[m])
         sizes = self.num_samples.tolist()
         expected = [sizes[m] * self._drawn_share(m) for m in members]
-        return private.gradient(theta, batch, expected, [self._noise[m] for m in members])
+        return private.gradient(theta, batch, expected, [self._noise[purpose, m] for m in members])
 
     def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
         """Return the `gradient` for `sgd` of a loss that reads `theta` and the constants `known(batch)`."""

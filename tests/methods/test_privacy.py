@@ -134,6 +134,14 @@ def test_a_round_of_nobody_moves_the_model_by_noise_alone() -> None:
     torch.testing.assert_close(run.server["theta"], w, rtol=0, atol=1e-9)
 
 
+def test_a_round_of_nobody_trains_no_client_and_leaves_layers_that_do_not_travel() -> None:
+    run = Run(*PLAIN, *OF_CLIENTS, "train.participation=0.01", "method.name=fedbabu")
+    assert run.bytes_by_client.sum() == 0
+    head = run.method.layout.head
+    assert torch.equal(run.server["theta"][head], run.method.context.initial_parameters()[head])
+    assert not torch.equal(run.server["theta"], run.method.context.initial_parameters())
+
+
 @pytest.mark.usefixtures("double")
 def test_without_noise_and_clipping_clients_train_as_fedavg_does() -> None:
     """All have as many samples, so that equal weights are FedAvg's."""
@@ -153,7 +161,10 @@ def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
         group = ClientGroup(run.workplace, [client], 0)
         x, y = group.samples("train", 0)
         share = drawn_share(len(y), 8, "even")
-        order, noise = torch_stream(0, "batches", 0, client), torch_stream(0, "private gradient", 0, client)
+        order, noise = (
+            torch_stream(0, "batches", 0, client),
+            torch_stream(0, "private gradient/batches", 0, client),
+        )
         for _ in range(round(1 / share)):
             chosen = (torch.rand(len(y), generator=order, dtype=torch.float64) < share).nonzero().squeeze(1)
             sizes.add(len(chosen))
@@ -252,6 +263,10 @@ def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(unit: str, tmp_path: P
         ([*OF_CLIENTS, "run.on_divergence=skip"], "privacy.unit=client needs run.on_divergence=stop"),
         ([*OF_CLIENTS, "clients.drop_rate=0.1"], "privacy.unit=client needs clients that are not lost"),
         ([*OF_SAMPLES, "clients.sampling=size"], "privacy.unit=sample needs clients.sampling=uniform"),
+        (
+            [*OF_CLIENTS, "train.patience=2", "data.val_fraction=0.2"],
+            "privacy.unit=client needs train.patience=null",
+        ),
         ([*OF_CLIENTS, "data.normalise=standard"], "needs a data.normalise other than standard"),
         ([*OF_CLIENTS, "model.batchnorm=true"], "privacy.unit=client needs train.buffers=local: running "),
         ([*OF_SAMPLES, "model.batchnorm=true"], "privacy.unit=sample needs a model without BatchNorm, "),

@@ -13,6 +13,7 @@ from processes import Mpirun
 from hpcfl.errors import UserError
 from hpcfl.results.run import load_run
 from hpcfl.storage.ledger import has_stopped
+from hpcfl.tables.accuracies import _figures
 
 
 @pytest.mark.quick
@@ -56,6 +57,9 @@ def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
     assert not has_stopped(of_val[:-1].tolist(), 2)
     assert run.done == 2 * len(of_val) < 40
     assert run.model(0)
+    figures = _figures(run, run.config)
+    assert figures["rounds_done"] == run.done
+    assert figures["bytes_down"] == run.metrics["bytes_down"][-1] / (run.done * 5)
     # a run of that many rounds without patience
     plain = tmp_path / "plain"
     assert run_here(plain, [*keys, "train.patience=null", f"train.rounds={run.done}"]) == 0
