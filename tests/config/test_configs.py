@@ -331,7 +331,7 @@ def named(text: str) -> dict[str, Any]:
 RESULTS = [
     path
     for path in sorted((FOLDER / "tables" / "results").glob("*.csv"))
-    if not path.stem.endswith(("_clients", "_differences", "_diagnostics"))
+    if not path.stem.endswith(("_clients", "_differences", "_diagnostics", "_theirs"))
     # which has no table file, but a soak test
     and not path.stem.startswith("long_run")
 ]
