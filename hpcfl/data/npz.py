@@ -128,6 +128,12 @@ def read_arrays(
     except UserError:
         raise
     except Exception as error:
+        # numpy's own message advises to unpickle it
+        if isinstance(error, ValueError) and "Object arrays" in str(error):
+            raise UserError(
+                f"{where}: an array holds objects and not numbers, as one of samples of unequal length does; "
+                "cut the samples, or fill them up, to one length"
+            ) from error
         raise UserError(f"{not_npz} ({getattr(error, 'strerror', None) or one_line(error)})") from error
 
 

@@ -243,6 +243,7 @@ def test_npz_of_grey_floats_needs_no_layout(tmp_path: Path) -> None:
 
 
 GOOD_X, GOOD_Y = np.zeros((3, 4, 5), np.uint8), np.array([0, 1, 2])
+UNEQUAL_X = np.array([np.zeros((2, 5)), np.zeros((2, 6)), None], dtype=object)
 TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
 
 
@@ -270,7 +271,11 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         ({"x": GOOD_X, "y": GOOD_Y.astype(float)}, "y has type float64; labels must be integers"),
         ({"x": GOOD_X, "y": GOOD_Y - 1}, "y holds labels -1..1; allowed: 0..K-1"),
         ({"x": GOOD_X, "y": GOOD_Y * 1000}, "y holds labels 0..2000; allowed: 0..K-1"),
-        ({"x": GOOD_X, "y": np.array([0, 1, None])}, "cannot be read as an npz file"),
+        ({"x": GOOD_X, "y": np.array([0, 1, None])}, "an array holds objects and not numbers, "),
+        (
+            {"x": UNEQUAL_X, "y": GOOD_Y},
+            "of samples of unequal length does; cut the samples, or fill them up",
+        ),
     ],
 )
 def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:

@@ -350,13 +350,13 @@ def lying(shape: str, descr: str = "'|u1'") -> bytes:
     ("member", "said"),
     [
         (lying("(1000,)"), "EOF"),
-        (lying("(96,)", "'|O'"), "Object arrays cannot be loaded"),
+        (lying("(96,)", "'|O'"), "an array holds objects and not numbers"),
         (lying("__import__('os').mkdir('created')"), "malformed node or string"),
     ],
 )
 def test_an_array_is_what_its_header_says(member: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "lying.npz").write_bytes(zipped({"x.npy": member, "y.npy": npy(LABELS)}))
-    with pytest.raises(UserError, match=f"lying.npz: cannot be read as an npz file.*{said}"):
+    with pytest.raises(UserError, match=f"lying.npz: (cannot be read as an npz file.*)?{said}"):
         read_npz(str(tmp_path / "lying.npz"), "NCHW")
     assert not Path("created").exists()
 
