@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from hpcfl.communication.aggregation import weighted_means
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
@@ -121,28 +120,19 @@ class MethodAdapter:
 
         If the cohort is empty, because all members were left out or nobody was drawn, nothing is averaged.
         """
-        if not len(cohort):
-            up.drain()
-            if self._private.is_on:
-                self._add_noise(server, cohort, {} if up.sent is None else up.sent.layer_mask)
-            self.method.end_round(server, cohort)
-            return
-        averages = self.method.averages_buffers and not self.method.traits.averages_own_buffers
-        averaged = weighted_means(up, {BUFFERS: cohort.num_samples}) if averages else {}
         before, unnoised = self._optimiser.before(server), self._private.before(server)
-        masks = up.outline.layer_mask if unnoised else {}
-        self.method.aggregate(server, self._private.alike(cohort), up)
+        averaged: State = {}
+        if len(cohort):
+            if self.method.averages_buffers and not self.method.traits.averages_own_buffers:
+                averaged = weighted_means(up, {BUFFERS: cohort.num_samples})
+            self.method.aggregate(server, self._private.alike(cohort), up)
         up.drain()
-        self._private.step(server, unnoised, cohort, masks)
-        self._optimiser.step(server, before)
+        # with privacy, the model also moves in a round without clients: by noise
+        if len(cohort) or self._private.is_on:
+            self._private.step(server, unnoised, cohort, {} if up.sent is None else up.sent.layer_mask)
+            self._optimiser.step(server, before)
         server |= averaged
         self.method.end_round(server, cohort)
-
-    def _add_noise(self, server: State, cohort: Cohort, masks: dict[str, Tensor]) -> None:
-        """Let the server step by the noise of a round without clients."""
-        before, unnoised = self._optimiser.before(server), self._private.before(server)
-        self._private.step(server, unnoised, cohort, masks)
-        self._optimiser.step(server, before)
 
     def eval_model(self, clients: ClientGroup, down: Message) -> Message:
         """Return the evaluated models of a group, with `buffers`, fine-tuned if the run says so."""

@@ -178,9 +178,10 @@ class Method:
     """Units of `privacy.unit` whose guarantee holds. A subclass that changes what is trained or sent must say
     so anew: it is not inherited.
 
-    client: all that clients send is `Traits.averages`, of which the server makes means with weights from
-    `cohort.num_samples`. sample: all that they send is made from models that `ClientGroup.sgd` has trained
-    with its own gradient; beside these, neither samples nor labels have any effect on it."""
+    client: all that clients send is `Traits.averages`, with the layers of the download, of which the server
+    makes means with weights from `cohort.num_samples`. sample: all that they send is made from models that
+    `ClientGroup.sgd` has trained with its own gradient; beside these, neither samples nor labels have any
+    effect on it."""
     diagnostics: tuple[Diagnostic, ...] = ()
     """Quantities that evaluations record, for pages, figures and tables."""
 

@@ -32,7 +32,6 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import OF_CLIENTS
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
-from hpcfl.training.batches import minibatches
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.work import Work
 
@@ -122,8 +121,7 @@ def dry_run(config: Config, arrays: Arrays, parts: Sequence[ClientIndices]) -> D
 def batches_of(num_samples: Iterable[int], work: Work, first: int = 0) -> list[int]:
     """Return the mini-batches in a local epoch of clients with so many samples, whose ids begin with
     `first`."""
-    rule, counts = work.train.last_batch, enumerate(num_samples, first)
-    return [len(minibatches(count, work.batch_size(client), rule)) for client, count in counts]
+    return [len(work.minibatches(client, count)) for client, count in enumerate(num_samples, first)]
 
 
 def _without_losses(config: Config) -> Config:

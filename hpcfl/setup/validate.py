@@ -13,7 +13,7 @@ from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method
 from hpcfl.methods.adapter import MethodAdapter
-from hpcfl.privacy import check_accountant
+from hpcfl.privacy import accounting_library
 from hpcfl.storage.snapshot import DataRecord
 from hpcfl.training.engines import has_bfloat16
 
@@ -105,7 +105,7 @@ def check_private_data(config: Config, data: DataRecord) -> None:
     accountant is not installed."""
     if config.privacy.unit is None:
         return
-    check_accountant()
+    accounting_library()
     if config.data.normalise == "auto" and data.sample.kind in ("series", "features"):
         raise UserError(
             f"privacy.unit={config.privacy.unit} would not hide the means and deviations by which "

@@ -16,7 +16,7 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
-from hpcfl.privacy import epsilon_of_clients, epsilon_of_samples
+from hpcfl.privacy import epsilon_after, epsilon_of_samples
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import Saver
 from hpcfl.simulation.clock import Clock
@@ -33,7 +33,6 @@ from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger, has_stopped
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
-from hpcfl.training.batches import drawn_share
 from hpcfl.training.client_group import ClientGroup
 
 Groups = Iterable[tuple[slice, ClientGroup]]
@@ -404,11 +403,11 @@ class Simulation:
         privacy, train = self.config.privacy, self.config.train
         others = {} if train.patience is None else {ACCURACY_VAL: float(found.accuracy_val.mean())}
         if privacy.unit == "client":
-            others[EPSILON] = epsilon_of_clients(privacy, train.participation, done)
+            others[EPSILON] = epsilon_after(privacy, train.participation, done)
         if privacy.unit == "sample":
             sizes = self._experiment.num_train[: self._federation.num_clients].tolist()
-            batch_size = self._experiment.worker_context.work.batch_size
-            shares = [drawn_share(n, batch_size(client), train.last_batch) for client, n in enumerate(sizes)]
+            share = self._experiment.worker_context.work.drawn_share
+            shares = [share(client, count) for client, count in enumerate(sizes)]
             others[EPSILON] = epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
         return others
 

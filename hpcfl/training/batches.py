@@ -57,14 +57,6 @@ def minibatches(num_samples: int, batch_size: int, last_batch: LastBatch = "even
     return list(zip(starts, [*starts[1:], num_samples], strict=True)) if starts else []
 
 
-def drawn_share(num_samples: int, batch_size: int, last_batch: LastBatch) -> float:
-    """Return the probability with which a mini-batch of `privacy.unit=sample` has each sample.
-
-    An epoch has as many mini-batches as without privacy, and each sample is in one of them in the mean.
-    """
-    return 1 / max(1, len(minibatches(num_samples, batch_size, last_batch)))
-
-
 def same_size_groups(sizes: list[int]) -> Iterator[tuple[int, list[int]]]:
     """Yield (size, positions) for each distinct non-zero size, largest first."""
     for size in sorted(set(sizes) - {0}, reverse=True):

@@ -20,7 +20,7 @@ from hpcfl.data.shard import Shard
 from hpcfl.parameters import Tensors
 from hpcfl.randomness import stream_seed, torch_stream, uniform_by_key
 from hpcfl.training.augmentation import DRAWS, Augmentation
-from hpcfl.training.batches import Batch, drawn_share, minibatches, same_size_groups
+from hpcfl.training.batches import Batch, same_size_groups
 from hpcfl.training.descent import Descent, Trained
 from hpcfl.training.engines import Engine, LoopEngine
 from hpcfl.training.losses import Loss, cross_entropy_loss
@@ -161,10 +161,10 @@ class ClientGroup:
         indices to use, one int64 tensor per client with at least one entry; default: all. Images are changed
         as `train.augment` says, unless a method measures something with them and sets `augmented` to False.
 
-        With `privacy.unit=sample`, a mini-batch has each sample with the probability `drawn_share`:
+        With `privacy.unit=sample`, a mini-batch has each sample with the probability `Work.drawn_share`:
         mini-batches have unequal sizes, maybe 0, and each client has its own.
         """
-        work, rule = self._worker.work, self._worker.train.last_batch
+        work = self._worker.work
         if self._worker.private is not None:
             if samples is not None:
                 raise TypeError(
@@ -174,8 +174,7 @@ class ClientGroup:
         if samples is None:
             samples = [torch.arange(n) for n in self.num_samples.tolist()]
         cuts = [
-            minibatches(len(chosen), work.batch_size(client), rule)
-            for client, chosen in zip(self.ids, samples, strict=True)
+            work.minibatches(client, len(chosen)) for client, chosen in zip(self.ids, samples, strict=True)
         ]
         streams = [torch_stream(self._worker.seed, purpose, self.round, client) for client in self.ids]
         done = [0] * len(self)
@@ -217,15 +216,10 @@ class ClientGroup:
     def _drawn(self, streams: Sequence[torch.Generator], steps: Sequence[int]) -> Iterator[_Planned]:
         """Yield each client's mini-batches, `steps` of them, that have each sample with a probability."""
         for position, (n, stream) in enumerate(zip(self.num_samples.tolist(), streams, strict=True)):
-            share = self._drawn_share(position)
+            share = self._worker.work.drawn_share(self.ids[position], n)
             for _ in range(steps[position]):
                 is_drawn = torch.rand(n, generator=stream, dtype=torch.float64) < share
                 yield [position], [is_drawn.nonzero().squeeze(1)]
-
-    def _drawn_share(self, position: int) -> float:
-        work = self._worker.work
-        size = work.batch_size(self.ids[position])
-        return drawn_share(int(self.num_samples[position]), size, work.train.last_batch)
 
     def _planned(self, plan: list[_Planned]) -> Iterator[Batch]:
         """Yield planned mini-batches; their indices are copied to the device in one piece, before the
@@ -364,8 +358,8 @@ class ClientGroup:
             if (purpose, m) not in self._noise:
                 name = f"private gradient/{purpose}"
                 self._noise[purpose, m] = torch_stream(self._worker.seed, name, self.round, self.ids[m])
-        sizes = self.num_samples.tolist()
-        expected = [sizes[m] * self._drawn_share(m) for m in members]
+        sizes, share = self.num_samples.tolist(), self._worker.work.drawn_share
+        expected = [sizes[m] * share(self.ids[m], sizes[m]) for m in members]
         return private.gradient(theta, batch, expected, [self._noise[purpose, m] for m in members])
 
     def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hpcfl.config.keys import ClientsConfig, TrainConfig
 from hpcfl.randomness import uniform
+from hpcfl.training.batches import minibatches
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,17 @@ class Work:
             return self.train.local_epochs
         least, most = self.clients.local_epochs
         return least + int((most - least + 1) * uniform(self.seed, "local epochs", round, client))
+
+    def minibatches(self, client: int, num_samples: int) -> list[tuple[int, int]]:
+        """Divide an epoch of a client on so many samples into (start, stop)."""
+        return minibatches(num_samples, self.batch_size(client), self.train.last_batch)
+
+    def drawn_share(self, client: int, num_samples: int) -> float:
+        """Return the probability with which a mini-batch of `privacy.unit=sample` has each sample.
+
+        An epoch has as many mini-batches as without privacy, and each sample is in one of them in the mean.
+        """
+        return 1 / max(1, len(self.minibatches(client, num_samples)))
 
     def batch_size(self, client: int) -> int:
         """Return the largest number of samples in a client's mini-batches."""

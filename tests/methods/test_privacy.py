@@ -21,10 +21,9 @@ from hpcfl.methods import METHODS
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import Layer
-from hpcfl.privacy import PrivateUploads, drawn_clients, epsilon_of_clients, epsilon_of_samples
+from hpcfl.privacy import PrivateUploads, drawn_clients, epsilon_after, epsilon_of_samples
 from hpcfl.randomness import torch_stream
 from hpcfl.results.run import load_run
-from hpcfl.training.batches import drawn_share
 from hpcfl.training.client_group import ClientGroup
 
 OF_CLIENTS = ["privacy.unit=client", "privacy.clip=0.3", "privacy.noise=0.7"]
@@ -63,7 +62,7 @@ def test_epsilon_is_the_published_one_by_their_bound_and_smaller_by_todays(
         for a in orders
     )
     privacy = PrivacyConfig(unit="client", clip=1, noise=noise, delta=delta)
-    found = epsilon_of_clients(privacy, share, times)
+    found = epsilon_after(privacy, share, times)
     assert found == pytest.approx(todays, rel=1e-9)
     assert epsilon_of_samples(privacy, [share], [times]) == found
 
@@ -160,7 +159,7 @@ def test_a_round_of_dp_sgd_is_that_of_its_algorithm(engine: str) -> None:
         theta = run.method.context.initial_parameters()
         group = ClientGroup(run.workplace, [client], 0)
         x, y = group.samples("train", 0)
-        share = drawn_share(len(y), 8, "even")
+        share = run.workplace.work.drawn_share(client, len(y))
         order, noise = (
             torch_stream(0, "batches", 0, client),
             torch_stream(0, "private gradient/batches", 0, client),
@@ -182,7 +181,7 @@ def test_an_empty_mini_batch_is_noise_alone() -> None:
     keys = ["data.per_client=12", "train.batch_size=2", "train.local_epochs=40", "train.rounds=1"]
     run = Run(*keys, *PLAIN, *OF_SAMPLES, "method.name=local")
     sizes = [batch.y.shape[1] for batch in ClientGroup(run.workplace, [0], 0).batches()]
-    assert len(sizes) == 40 * round(1 / drawn_share(8, 2, "even"))
+    assert len(sizes) == 40 * round(1 / run.workplace.work.drawn_share(0, 8))
     assert 0 in sizes
     assert run.clients["theta"].isfinite().all()
 
@@ -248,7 +247,7 @@ def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(unit: str, tmp_path: P
     assert (epsilons[1:] > epsilons[:-1]).all()
     if unit == "client":
         privacy = PrivacyConfig(unit="client", clip=0.3, noise=0.7)
-        assert epsilons[-1] == epsilon_of_clients(privacy, 0.5, 3)
+        assert epsilons[-1] == epsilon_after(privacy, 0.5, 3)
 
 
 @pytest.mark.quick
