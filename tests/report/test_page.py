@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from browser import browser_program, opened_browser, opened_page
 from made_runs import LAYERS, make_run, metrics_of_runs, rising
-from playwright.sync_api import Browser, Page
+from playwright.sync_api import Browser, Locator, Page
 
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import Diagnostic
@@ -69,6 +69,14 @@ def draws_all(browser: Browser, path: Path, *kinds: str) -> None:
 def image(page: Page, selector: str) -> str:
     """Return what the first of these canvases shows."""
     return str(page.locator(selector).first.evaluate("canvas => canvas.toDataURL()"))
+
+
+def rows_of_table(page: Page, kind: str) -> Locator:
+    """Open the table under a figure and return its rows, which are there some time after the click."""
+    page.locator(f"[data-chart={kind}] summary").click()
+    rows = page.locator(f"[data-chart={kind}] tbody tr")
+    rows.first.wait_for()
+    return rows
 
 
 KINDS = ("accuracy", "loss", "clients", "picture", "bytes", "seconds", "by-bytes", "by-steps")
@@ -152,7 +160,7 @@ def test_light_and_dark_by_preference_and_by_button(page: Page) -> None:
 
 
 def test_tables_sort_by_number(page: Page) -> None:
-    page.locator("[data-chart=clients] summary").click()
+    rows_of_table(page, "clients")
     heading = page.locator("[data-chart=clients] th", has_text="accuracy").first
     first = page.locator("[data-chart=clients] tbody th").first
     heading.locator("button").click()
@@ -200,8 +208,7 @@ def test_unseen_clients_are_a_line_and_marked(browser: Browser, tmp_path: Path) 
             page.keyboard.press("ArrowDown")
             told.append(page.locator("#tooltip").inner_text().splitlines()[0])
         assert told[-2:] == ["client 5, unseen", "client 6, unseen"]
-        page.locator("[data-chart=clients] summary").click()
-        rows = page.locator("[data-chart=clients] tbody th").all_inner_texts()
+        rows = rows_of_table(page, "clients").locator("th").all_inner_texts()
         assert [row for row in rows if "unseen" in row] == told[-2:]
     with opened_page(browser, written(make_run(tmp_path / "local", rising(4, 7)))) as opened:
         assert "Pale" not in opened.page.locator("[data-chart=clients] figcaption").inner_text()
@@ -242,8 +249,7 @@ def test_a_confusion_matrix_is_of_all_clients_or_the_chosen_one(browser: Browser
             "class 3, predicted as 3",
             "samples: 3 of 10",
         ]
-        figure.locator("summary").click()
-        lines = figure.locator("tbody tr").all_inner_texts()
+        lines = rows_of_table(page, "confusion").all_inner_texts()
         assert len(lines) == 4 + 5
         assert lines[3].split("\t") == ["all clients in training", "3", "10", "3", "30.00 %"]
         assert lines[8].split("\t") == ["client 4, unseen", "4", "10", "4", "40.00 %"]
