@@ -13,7 +13,7 @@ from hpcfl.config import Config
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Estimate, Planner
 from hpcfl.setup.experiment import load_data, make_method
-from hpcfl.simulation.round_loop import Timing
+from hpcfl.simulation.recording import Timing
 
 CLIENTS_A_WORKER = 4
 MAX_CLIENTS = 256

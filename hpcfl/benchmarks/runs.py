@@ -25,7 +25,8 @@ from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import numpy_stream
 from hpcfl.registries import merge, resolve
 from hpcfl.setup.experiment import build
-from hpcfl.simulation.round_loop import Simulation, Timing
+from hpcfl.simulation.recording import Timing
+from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress

@@ -13,7 +13,7 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.config import flatten
 from hpcfl.errors import printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
-from hpcfl.results.run import ENDED, Run, Status
+from hpcfl.results.run import ENDED, Run
 from hpcfl.terminal import console
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
     status = run.status
     yield "run", str(run.path)
     yield "what", _configuration(run)
-    yield "state", _state(status)
+    yield "state", _state(run)
     yield "rounds", f"{run.done}/{run.rounds}"
     if run.metrics:
         last = {name: float(values[-1]) for name, values in run.metrics.items()}
@@ -121,11 +121,12 @@ def _configuration(run: Run) -> str:
     return f"{method} on {source}, {clients} clients, {partition} partition, {model}, seed {seed}"
 
 
-def _state(status: Status) -> str:
+def _state(run: Run) -> str:
+    status = run.status
     ago = f"last change {clock(max(0, time.time() - status.changed_s))} ago"
     owner = status.owner or "a process"
     return {
-        "finished": "finished",
+        "finished": "finished" if run.done == run.rounds else "finished early, by train.patience",
         "running": f"running, {owner}; {ago}",
         "stopped": f"stopped; {ago}",
         "killed": f"killed or failed, {owner} is gone; {ago}",

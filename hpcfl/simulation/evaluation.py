@@ -46,8 +46,6 @@ class Evaluator:
         self._finetunes = federation.config.train.finetune_epochs > 0
         self._split = federation.config.run.eval_split
         self._scores_val = federation.config.train.patience is not None
-        self._sampled: set[int] = set()
-        self._counted_rounds = 0
 
     def evaluate(self, server: State, done: int) -> Evaluation:
         """Score every client after `done` rounds. Collective."""
@@ -184,13 +182,6 @@ class Evaluator:
             for _, clients in federation.groups(cohort)
         ]
         return federation.channel.up(stack(rows), cohort).collect()
-
-    def coverage(self, done: int) -> float:
-        """Return the share of clients that were sampled at least once in `done` rounds."""
-        while self._counted_rounds < done and len(self._sampled) < self._federation.num_clients:
-            self._sampled.update(self._federation.cohort(self._counted_rounds).clients)
-            self._counted_rounds += 1
-        return len(self._sampled) / self._federation.num_clients
 
     def _score(self, clients: ClientGroup, model: Message, position: int, split: str) -> Tensor:
         """Return (accuracy, mean loss) of one client as float64 [1, 2]."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -16,67 +14,20 @@ from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.errors import UserError, for_terminal
 from hpcfl.methods.base import State
-from hpcfl.privacy import epsilon_after, epsilon_of_samples
 from hpcfl.setup.experiment import Experiment
 from hpcfl.simulation.checkpointing import Saver
 from hpcfl.simulation.clock import Clock
-from hpcfl.simulation.divergence import (
-    Diverged,
-    Divergence,
-    diverged_members,
-    losses_and_extremes,
-    on_all_ranks,
-)
-from hpcfl.simulation.evaluation import Evaluation, Evaluator
-from hpcfl.simulation.federation import Delivery, Federation, Uploads, stack
+from hpcfl.simulation.divergence import Divergence, on_all_ranks
+from hpcfl.simulation.evaluation import Evaluator
+from hpcfl.simulation.federation import Delivery, Federation, stack
+from hpcfl.simulation.local_round import Groups, LocalTraining
+from hpcfl.simulation.recording import Recorder
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger, has_stopped
+from hpcfl.storage.ledger import ACCURACY_VAL, has_stopped
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
-from hpcfl.training.client_group import ClientGroup
-
-Groups = Iterable[tuple[slice, ClientGroup]]
 
 Outcome = Literal["finished", "stopped", "already finished"]
-
-
-@dataclass
-class Timing:
-    """Seconds on the server, one entry per round, evaluation or checkpoint.
-
-    `train_s` is the slowest worker's; the last of `save_s` includes making the evaluated models.
-    """
-
-    idle_shares: list[float] = field(default_factory=list)
-    """The share of the workers' time in a round's training that they waited for the slowest."""
-
-    round_s: list[float] = field(default_factory=list)
-    train_s: list[float] = field(default_factory=list)
-    wait_s: list[float] = field(default_factory=list)
-    """In messages and waiting for them, in a round."""
-    evaluate_s: list[float] = field(default_factory=list)
-    save_s: list[float] = field(default_factory=list)
-
-
-@dataclass
-class LocalRound:
-    """The result of this rank's members of a cohort: their upload, and float64 figures [own members]."""
-
-    up: Message
-    losses: Tensor
-    """Mean loss over the steps."""
-    steps: Tensor
-    accuracy: Tensor
-    """Accuracy of the models right after training; nan without an evaluation or without such a model."""
-    train_s: float
-    evaluate_s: float
-    """Seconds of scoring them."""
-    simulated_s: Tensor
-    """Seconds on the simulated clock; 0 without one."""
-    late: list[int]
-    """Members that missed `clients.deadline_s`."""
-    diverged: dict[int, str]
-    """Other members that have diverged, and which of their numbers are nan or infinite."""
 
 
 class Simulation:
@@ -98,24 +49,18 @@ class Simulation:
         self._world, self._stop, self._progress, self._folder = world, stop, progress, folder
         self._experiment = experiment
         self._federation = Federation(experiment, world)
-        layers = [layer.name for layer in self.method.layers]
-        is_there = {
-            ACCURACY_VAL: self.config.train.patience is not None,
-            EPSILON: self.config.privacy.unit is not None,
-        }
-        others = [name for name, has in is_there.items() if has]
-        settings, federation = self.config.clients, self._federation
-        self.ledger = Ledger(federation.num_clients, layers, federation.num_unseen, settings, others)
+        settings = self.config.clients
         self._clock = Clock(settings, self.config.run.seed) if settings.has_clock else None
+        self._recorder = Recorder(self._federation, self._clock)
+        self.ledger, self.timing = self._recorder.ledger, self._recorder.timing
         self._evaluator = Evaluator(self._federation)
         self._saver = Saver(self._federation, self._evaluator, self.ledger, folder)
-        self.server: State = {}
-        self.timing = Timing()
-        self._started_s = time.monotonic()
-        self._wall_before_s = 0.0
-        self._longest_s = 0.0
         policy = self.config.run.on_divergence
         self._divergence = Divergence(policy, self.method, world, self.ledger, progress, folder)
+        leaves_out = self._divergence.leaves_out
+        self._local = LocalTraining(self._federation, self._evaluator, self._clock, leaves_out)
+        self.server: State = {}
+        self._longest_s = 0.0
 
     def run(self) -> Outcome:
         """Run all rounds that are not done yet. Collective.
@@ -139,7 +84,7 @@ class Simulation:
         self._evaluator.try_new_client_download(self.server)
         if self._folder is not None and self._experiment.samples_by_class is not None:
             self._folder.write_partition(*self._experiment.samples_by_class)
-        self._wall_before_s = self.ledger.wall_s
+        self._recorder.start(first)
         self._progress.start(first, train.rounds)
         done, is_over = first, self._is_over(first)
         while not is_over:
@@ -183,11 +128,7 @@ class Simulation:
         return self._federation.cohort(number)
 
     def _round(self, cohort: Cohort, is_evaluated: bool) -> np.ndarray:
-        """Train and aggregate one cohort and enter its cost in the ledger. Collective.
-
-        Returns the accuracy of each client's model right after training [N]. It is nan for clients without
-        such a model, in rounds without an evaluation, and on ranks other than the server.
-        """
+        """Train and aggregate one cohort and record it; returns what `record_round` does. Collective."""
         federation, adapter = self._federation, self._federation.adapter
         # a client that requested layers knows which ones it gets, so no bytes for their indices
         has_request = adapter.needs_request(cohort.round)
@@ -207,7 +148,8 @@ class Simulation:
             requests, response = self._exchange_requests(reached, groups, down, traffic)
             down |= requests | federation.on_device(response.received)
             sent, before = response.sent, before | response
-        local = self._train(groups, down, before.received, self._moved(traffic, reached), is_evaluated)
+        moved = self._moved(traffic, reached)
+        local = self._local.train(groups, down, before.received, moved, is_evaluated)
         late = [*on_all_ranks(self._world, dict.fromkeys(local.late, ""))] if self._clock else []
         diverged = self._divergence.judge_clients(local.diverged, self.server, reached)
         left_out = {*late, *(diverged if self._divergence.leaves_out else ())}
@@ -224,7 +166,7 @@ class Simulation:
             upload.drain()
         federation.migration.end()
         federation.on_server(lambda: adapter.aggregate(self.server, members, upload))
-        return self._record(cohort, traffic, reached, local, places, diverged, late)
+        return self._recorder.record_round(cohort, traffic, reached, local, places, diverged, late)
 
     def _moved(self, traffic: RoundTraffic, cohort: Cohort) -> Tensor:
         """Return the bytes so far of each of this rank's members, int64; 0 if they take no simulated time.
@@ -251,165 +193,22 @@ class Simulation:
         traffic.count_down(response.sent)
         return own, response
 
-    def _train(
-        self, groups: Groups, down: Message, received: Message, moved: Tensor, is_evaluated: bool
-    ) -> LocalRound:
-        """Train this rank's cohort members, and score them right after if asked.
-
-        `received` and `moved`: messages from the server, and bytes both ways, in this round so far.
-        """
-        nothing = torch.zeros(0, dtype=torch.float64)
-        losses, steps, scores, simulated_s = [nothing], [nothing], [nothing], [nothing]
-        uploads = Uploads(down.num_clients)
-        adapter, began_s, scoring_s = self._federation.adapter, time.monotonic(), 0.0
-        diverged: dict[int, str] = {}
-        all_late: list[int] = []
-        handover = Message()
-        for part, clients in groups:
-            mine = down.select(part).to(clients.device) | handover
-            up = adapter.train(clients, mine)
-            steps.append(clients.steps.double())
-            figures = losses_and_extremes(clients, up).cpu()
-            losses.append(figures[0] / clients.steps.clamp(min=1))
-            seconds, late = self._on_the_clock(clients, up, received.select(part), moved[part])
-            simulated_s.append(seconds)
-            all_late += [clients.ids[place] for place in late]
-            bad = {
-                place: what
-                for place, what in diverged_members(clients, up, figures).items()
-                if place not in late
-            }
-            diverged |= {clients.ids[place]: what for place, what in bad.items()}
-            scoring_began_s = time.monotonic()
-            model = adapter.model_after_training(clients, mine, up) if is_evaluated else Message()
-            scores.append(self._evaluator.scores(clients, model)[:, 0])
-            scoring_s += time.monotonic() - scoring_began_s
-            # copied to the CPU group by group, so that a GPU never holds the uploads of a whole cohort
-            uploads.add(part, adapter.sent(mine, up))
-            left_out = {*late, *(bad if self._divergence.leaves_out else ())}
-            if left_out:
-                clients.commit([place for place in range(len(clients)) if place not in left_out])
-            else:
-                clients.commit()
-                handover = clients.handover
-            self._world.heartbeat()
-        return LocalRound(
-            up=uploads.message,
-            losses=torch.cat(losses),
-            steps=torch.cat(steps),
-            accuracy=torch.cat(scores),
-            train_s=time.monotonic() - began_s - scoring_s,
-            evaluate_s=scoring_s,
-            simulated_s=torch.cat(simulated_s),
-            late=all_late,
-            diverged=diverged,
-        )
-
-    def _on_the_clock(
-        self, clients: ClientGroup, up: Message, received: Message, moved: Tensor
-    ) -> tuple[Tensor, list[int]]:
-        """Return the simulated seconds of a group that has trained, float64 [C], and which of its members are
-        late, by position; arguments as in `_train`."""
-        if self._clock is None:
-            return torch.zeros(len(clients), dtype=torch.float64), []
-        if self._clock.counts_bytes:
-            moved = moved + self._federation.upload_bytes(up, received, clients.round)
-        seconds = self._clock.seconds(clients.ids, clients.steps, moved)
-        return seconds, self._clock.are_late(seconds).nonzero().flatten().tolist()
-
-    def _record(
-        self,
-        cohort: Cohort,
-        traffic: RoundTraffic,
-        trained: Cohort,
-        local: LocalRound,
-        places: Sequence[int],
-        diverged: Diverged,
-        late: Sequence[int],
-    ) -> np.ndarray:
-        """Record a round's figures in the server's ledger; return accuracies as `_round` does. Collective.
-
-        `places` are the positions in `trained` of members that are not left out.
-        """
-        seconds_here = [torch.full_like(local.steps, spent) for spent in (local.train_s, local.evaluate_s)]
-        figures_here = [local.losses, local.steps, local.accuracy, local.simulated_s, *seconds_here]
-        figures = self._federation.channel.collect(trained, torch.stack(figures_here, dim=1))
-        after_training = np.full(self._federation.num_clients, np.nan)
-        if figures is not None:
-            steps, seconds, evaluate_s = figures[:, [1, 4, 5]].T
-            losses, _, accuracy, simulated_s, *_ = figures[list(places)].T
-            members = np.array(trained.clients, np.int64)[list(places)]
-            after_training[members] = accuracy.numpy()
-            # all members may be lost
-            train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
-            self.timing.train_s.append(train_s)
-            self.ledger.spent["evaluate_s"] += scoring_s
-            workers = self._federation.channel.workers(trained)
-            busy_s = sum(dict(zip(workers, seconds.tolist(), strict=True)).values())
-            all_s = self._world.num_workers * train_s
-            self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)
-            moved, num_steps, loss = (traffic.down, traffic.up), float(steps.sum()), float(losses.mean())
-            self.ledger.count_steps(trained, steps.tolist())
-            lost = sorted({*cohort.clients} - {*trained.clients} | {*late})
-            round_s = 0.0 if self._clock is None else self._clock.round_s(simulated_s, bool(lost))
-            self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged), lost, round_s)
-            is_known = losses.isfinite().numpy()
-            self.ledger.client_losses[members[is_known]] = losses.numpy()[is_known]
-        return after_training
-
     def _evaluate(self, done: int, after_training: np.ndarray) -> None:
-        """Score all clients after `done` rounds and enter it in the ledger. Collective."""
+        """Score all clients after `done` rounds and record it. Collective.
+
+        Raises DivergedError on all ranks if a model has no finite score and `run.on_divergence` is stop.
+        """
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
         of_unseen = self._evaluator.evaluate_unseen(self.server, done)
         self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
-        self._record_evaluation(done, found, of_unseen, after_training)
-        self.timing.evaluate_s.append(time.monotonic() - began_s)
-
-    def _record_evaluation(
-        self, done: int, found: Evaluation, of_unseen: Evaluation, after_training: np.ndarray
-    ) -> None:
-        """Enter an evaluation and the method's history in the ledger. Collective.
-
-        Raises DivergedError on all ranks if a model has no finite score and `run.on_divergence` is stop.
-        """
         self._divergence.judge_scores(np.concatenate([found.loss, of_unseen.loss]), self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
-        if self._folder is None:
-            return
-        known = self.method.server_diagnostics(self.server) | of_clients
-        self.ledger.wall_s = self._wall_s()
-        self.ledger.record_evaluation(
-            done,
-            found.accuracy,
-            found.loss,
-            self._experiment.num_evaluated[: self._federation.num_clients],
-            {"after_download": found.after_download, "after_training": after_training},
-            self._coverage(done),
-            {name: value.numpy() for name, value in known.items()},
-            {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
-            self._others(done, found),
-        )
-        self._folder.append_files(self.ledger)
-
-    def _coverage(self, done: int) -> float:
-        """Return the share of clients that were sampled at least once in `done` rounds."""
-        if self.config.clients.sampling == "power_of_choice":
-            return float(self.ledger.is_sampled.mean())
-        return self._evaluator.coverage(done)
-
-    def _others(self, done: int, found: Evaluation) -> dict[str, float]:
-        """Return the values of metrics.csv's other columns after `done` rounds, on the server."""
-        privacy, train = self.config.privacy, self.config.train
-        others = {} if train.patience is None else {ACCURACY_VAL: float(found.accuracy_val.mean())}
-        if privacy.unit == "client":
-            others[EPSILON] = epsilon_after(privacy, train.participation, done)
-        if privacy.unit == "sample":
-            sizes = self._experiment.num_train[: self._federation.num_clients].tolist()
-            share = self._experiment.worker_context.work.drawn_share
-            shares = [share(client, count) for client, count in enumerate(sizes)]
-            others[EPSILON] = epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
-        return others
+        if self._folder is not None:
+            of_method = self.method.server_diagnostics(self.server) | of_clients
+            self._recorder.record_evaluation(done, found, of_unseen, after_training, of_method)
+            self._folder.append_files(self.ledger)
+        self.timing.evaluate_s.append(time.monotonic() - began_s)
 
     def _save(self, done: int, with_models: bool = False) -> None:
         """Write a checkpoint after `done` rounds, with the evaluated models if asked. Collective.
@@ -418,15 +217,11 @@ class Simulation:
         """
         began_s = time.monotonic()
         self._divergence.judge_server(self.server, done)
-        self.ledger.wall_s = self._wall_s()
+        self._recorder.set_wall_time()
         self._saver.save(self.server, done, with_models)
         self._divergence.saved = done
         self.timing.save_s.append(time.monotonic() - began_s)
         self.ledger.spent["save_s"] += self.timing.save_s[-1]
-
-    def _wall_s(self) -> float:
-        """Seconds of this run so far, those before a resume included."""
-        return self._wall_before_s + time.monotonic() - self._started_s
 
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.config.keys import ClientsConfig
+from hpcfl.config.keys import Config
 from hpcfl.storage.atomic import replace_file
 from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.snapshot import LedgerTable
@@ -90,26 +90,20 @@ class Ledger:
     """Rows of metrics.csv and bytes.csv so far, and the bytes of each client.
 
     Bytes are cumulative since round 0 in `metrics`, and of one round in `bytes`. `num_unseen` clients take no
-    part in training, and are scored apart; `others` are more columns, such as EPSILON.
+    part in training, and are scored apart.
     """
 
-    def __init__(
-        self,
-        num_clients: int,
-        layers: Sequence[str],
-        num_unseen: int = 0,
-        settings: ClientsConfig | None = None,
-        others: Sequence[str] = (),
-    ) -> None:
-        self._num_unseen, self._settings = num_unseen, settings or ClientsConfig()
-        self._is_private = EPSILON in others
-        self.columns = (
-            *METRICS,
-            *(UNSEEN_METRICS if num_unseen else ()),
-            *([LOST] if self._settings.loses_members else []),
-            *([SIMULATED] if self._settings.has_clock else []),
-            *others,
-        )
+    def __init__(self, config: Config, num_clients: int, layers: Sequence[str], num_unseen: int = 0) -> None:
+        self._num_unseen, self._settings = num_unseen, config.clients
+        self._is_private = config.privacy.unit is not None
+        has = {
+            **dict.fromkeys(UNSEEN_METRICS, num_unseen > 0),
+            LOST: config.clients.loses_members,
+            SIMULATED: config.clients.has_clock,
+            ACCURACY_VAL: config.train.patience is not None,
+            EPSILON: self._is_private,
+        }
+        self.columns = (*METRICS, *(name for name, is_there in has.items() if is_there))
         """Columns of metrics.csv."""
         self._layers = list(layers)
         self._labels = [*layers, BUFFERS_LABEL, INDICES_LABEL]
@@ -136,7 +130,7 @@ class Ledger:
         self.client_losses = np.full(num_clients, np.nan)
         """Training loss of each client in the last round that it completed [N]; nan before."""
         self.is_sampled = np.zeros(num_clients, np.bool_)
-        """Whether each client has been in a cohort [N]; after a resume only with power_of_choice."""
+        """Whether each client has been in a cohort [N]."""
         self._steps = 0.0
         self._train_s = 0.0
         self._train_loss = float("nan")
@@ -207,7 +201,6 @@ class Ledger:
         loss: np.ndarray,
         num_samples: np.ndarray,
         moments: Mapping[str, np.ndarray],
-        coverage: float,
         of_method: Mapping[str, np.ndarray],
         of_unseen: Mapping[str, np.ndarray] | None = None,
         others: Mapping[str, float] | None = None,
@@ -215,9 +208,8 @@ class Ledger:
         """Add one evaluation after `round` completed rounds.
 
         Takes accuracy and loss of each client's evaluated model [N], the accuracy at each of MOMENTS [N] (nan
-        where a client has no such model), the share of clients that were sampled at least once, the method's
-        history, `accuracy` and `loss` [U] of clients that take no part in training, if there are any, and the
-        values of other columns.
+        where a client has no such model), the method's history, `accuracy` and `loss` [U] of clients that
+        take no part in training, if there are any, and the values of other columns.
         """
         values = {
             "round": round,
@@ -225,7 +217,7 @@ class Ledger:
             "accuracy_mean": accuracy.mean(),
             "accuracy_std": accuracy.std(),
             "accuracy_weighted": float(accuracy @ num_samples / num_samples.sum()),
-            "coverage": coverage,
+            "coverage": self.is_sampled.mean(),
             "loss_mean": loss.mean(),
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,

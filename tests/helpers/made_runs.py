@@ -49,7 +49,7 @@ def make_run(
     (folder / "config.yaml").write_text(config.yaml() + yaml.safe_dump({ENVIRONMENT: environment}))
     everyone, ones = tuple(range(in_training)), np.ones(in_training, np.int64)
     moved = Traffic(np.ones((in_training, len(LAYERS)), np.int64) * 1000, {}, ones, ones)
-    ledger = Ledger(in_training, LAYERS, num_unseen, config.clients)
+    ledger = Ledger(config, in_training, LAYERS, num_unseen)
     ledger.start_files(folder)
     moments = {"after_download": accuracy, "after_training": np.minimum(accuracy + 0.05, 1)}
     cohort = Cohort(0, everyone, torch.ones(in_training))
@@ -65,7 +65,6 @@ def make_run(
                 1 - accuracy[at],
                 ones,
                 {name: values[at] for name, values in moments.items()},
-                1.0,
                 {name: values[at] for name, values in (of_method or {}).items()},
                 None if unseen is None else {"accuracy": unseen[at], "loss": 1 - unseen[at]},
             )

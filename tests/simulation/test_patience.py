@@ -11,6 +11,7 @@ from harness import Run
 from processes import Mpirun
 
 from hpcfl.errors import UserError
+from hpcfl.main import main
 from hpcfl.results.run import load_run
 from hpcfl.storage.ledger import has_stopped
 from hpcfl.tables.accuracies import _figures
@@ -57,6 +58,8 @@ def test_it_ends_with_all_files_is_finished_and_is_not_trained_again(
     assert not has_stopped(of_val[:-1].tolist(), 2)
     assert run.done == 2 * len(of_val) < 40
     assert run.model(0)
+    assert main(["watch", str(one)]) == 0
+    assert "finished early, by train.patience" in capsys.readouterr().out
     figures = _figures(run, run.config)
     assert figures["rounds_done"] == run.done
     assert figures["bytes_down"] == run.metrics["bytes_down"][-1] / (run.done * 5)

@@ -11,7 +11,7 @@ import torch
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.config import ClientsConfig
+from hpcfl.registries import load_config
 from hpcfl.storage.ledger import METRICS, MOMENTS, Ledger, can_restore
 
 LAYERS = ["conv", "fc"]
@@ -25,6 +25,10 @@ def traffic(layers: list[list[int]], buffers: int = 0, indices: int = 0, **other
     clients = len(layers)
     of_others = {name: np.array(count) for name, count in others.items()}
     return Traffic(np.array(layers), of_others, np.full(clients, buffers), np.full(clients, indices))
+
+
+def new_ledger(clients: int = 3, *keys: str) -> Ledger:
+    return Ledger(load_config(None, [*keys]), clients, LAYERS)
 
 
 def play(ledger: Ledger, folder: Path | None = None) -> None:
@@ -42,7 +46,7 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
         "after_download": np.array([0.25, 0.5, 0.75]),
         "after_training": np.array([np.nan, 0.125, np.nan]),
     }
-    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES, moments, 2 / 3, {})
+    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES, moments, {})
     if folder is not None:
         ledger.append_files(folder)
     ledger.record_round(
@@ -54,7 +58,7 @@ def play(ledger: Ledger, folder: Path | None = None) -> None:
 
 @pytest.fixture
 def ledger() -> Ledger:
-    ledger = Ledger(3, LAYERS)
+    ledger = new_ledger()
     play(ledger)
     return ledger
 
@@ -73,7 +77,7 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
         "accuracy_weighted": 0.75,
         "accuracy_after_download": 0.5,
         "accuracy_after_training": 0.125,
-        "coverage": 2 / 3,
+        "coverage": 1.0,
         "loss_mean": 3.0,
         "train_loss_mean": 0.5,
         "bytes_down": 16 + 12,
@@ -92,9 +96,9 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
 
 
 def test_weights_are_numbers_of_samples() -> None:
-    ledger = Ledger(3, LAYERS)
+    ledger = new_ledger()
     ledger.wall_s = 1.0
-    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]), UNKNOWN, 1.0, {})
+    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]), UNKNOWN, {})
     assert ledger.last("accuracy_weighted") == pytest.approx((2 + 2.5) / 8)
     assert ledger.last("accuracy_mean") == 0.5
     assert np.isnan(ledger.last("accuracy_after_download"))
@@ -144,7 +148,7 @@ def test_appending_and_rewriting_give_the_same_files(tmp_path: Path) -> None:
     appended, rewritten = tmp_path / "appended", tmp_path / "rewritten"
     for folder in (appended, rewritten):
         folder.mkdir()
-    ledger = Ledger(3, LAYERS)
+    ledger = new_ledger()
     ledger.start_files(appended)
     play(ledger, appended)
     ledger.start_files(rewritten)
@@ -154,7 +158,7 @@ def test_appending_and_rewriting_give_the_same_files(tmp_path: Path) -> None:
 
 
 def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tmp_path: Path) -> None:
-    restored = Ledger(3, LAYERS)
+    restored = new_ledger()
     restored.restore(ledger.tables(), ledger.history())
     for name, rows in ledger.history().items():
         assert np.array_equal(restored.history()[name], rows, equal_nan=True)
@@ -175,8 +179,8 @@ def test_a_restored_ledger_goes_on_as_if_nothing_had_happened(ledger: Ledger, tm
 
 
 def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
-    settings = ClientsConfig(sampling="power_of_choice", drop_rate=0.5, step_s=1.0)
-    ledger, restored = (Ledger(3, LAYERS, settings=settings) for _ in range(2))
+    keys = ["clients.sampling=power_of_choice", "clients.drop_rate=0.5", "clients.step_s=1"]
+    ledger, restored = (new_ledger(3, *keys) for _ in range(2))
     moved = (Traffic.nothing(2, len(LAYERS)),) * 2
     for number, (members, lost) in enumerate([((0, 1), (1,)), ((0, 1), (0, 1))]):
         cohort = Cohort(number, members, torch.tensor([7, 7]))
@@ -188,7 +192,7 @@ def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
     assert restored.simulated_s == 5.0
     assert np.array_equal(restored.client_losses, [0.25, np.nan, np.nan], equal_nan=True)
     assert restored.is_sampled.tolist() == [True, True, False]
-    restored.record_evaluation(2, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0, {})
+    restored.record_evaluation(2, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, {})
     restored.start_files(tmp_path)
     restored.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
     header, row = read(tmp_path / "metrics.csv")
@@ -197,7 +201,7 @@ def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
 
 
 def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
-    empty, restored = Ledger(3, LAYERS), Ledger(3, LAYERS)
+    empty, restored = new_ledger(), new_ledger()
     restored.restore(empty.tables(), empty.history())
     restored.start_files(tmp_path)
     assert (tmp_path / "metrics.csv").read_text() == ",".join(METRICS) + "\n"
@@ -205,10 +209,10 @@ def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
 
 
 def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
-    ledger, cohorts = Ledger(3, LAYERS), [Cohort(n, (n,), torch.tensor([7])) for n in range(3)]
+    ledger, cohorts = new_ledger(), [Cohort(n, (n,), torch.tensor([7])) for n in range(3)]
     ledger.record_round(cohorts[0], (traffic([[4, 8]]), traffic([[4, 8]])), 1, 1.0, 1.0)
     ledger.record_round(cohorts[1], (traffic([[4, 8]], mix=[2]), traffic([[4, 0]], 1, fc=[6])), 1, 1.0, 1.0)
-    restored = Ledger(3, LAYERS)
+    restored = new_ledger()
     restored.restore(ledger.tables(), ledger.history())
     for number, one in enumerate((ledger, restored)):
         one.record_round(cohorts[2], (traffic([[4, 8]]), traffic([[4, 8]], mix=[1])), 1, 1.0, 1.0)
@@ -223,15 +227,15 @@ def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
             ["3", "up", "mix", "1"],
         ]
         assert one.client_bytes.tolist() == [[12, 12], [14, 10], [12, 13]]
-        one.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0, {})
+        one.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, {})
         assert (one.last("bytes_down"), one.last("bytes_up")) == (38, 35)
 
 
 def test_best_is_the_first_of_the_highest() -> None:
-    ledger = Ledger(2, LAYERS)
+    ledger = new_ledger(2)
     unknown = {moment: np.full(2, np.nan) for moment in MOMENTS}
     for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
-        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2), unknown, 1.0, {})
+        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2), unknown, {})
     assert ledger.best() == (0.625, 4)
     assert ledger.last("accuracy_mean") == 0.5
 
@@ -239,7 +243,7 @@ def test_best_is_the_first_of_the_highest() -> None:
 def test_the_last_evaluation_can_be_forgotten(ledger: Ledger) -> None:
     before = [row.copy() for row in ledger.metrics]
     ledger.wall_s = 20.0
-    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, 1.0, {})
+    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, {})
     assert ledger.best() == (1.0, 3)
     ledger.forget_last_evaluation()
     assert ledger.metrics == before

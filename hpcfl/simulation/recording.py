@@ -1,0 +1,140 @@
+"""What the server records of a run: rounds and evaluations in its ledger, and the seconds they took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from hpcfl.communication.messages import Cohort
+from hpcfl.communication.traffic import RoundTraffic
+from hpcfl.methods.base import State
+from hpcfl.privacy import epsilon_after, epsilon_of_samples
+from hpcfl.simulation.clock import Clock
+from hpcfl.simulation.evaluation import Evaluation
+from hpcfl.simulation.federation import Federation
+from hpcfl.simulation.local_round import LocalRound
+from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
+
+
+@dataclass
+class Timing:
+    """Seconds on the server, one entry per round, evaluation or checkpoint.
+
+    `train_s` is the slowest worker's; the last of `save_s` includes making the evaluated models.
+    """
+
+    idle_shares: list[float] = field(default_factory=list)
+    """The share of the workers' time in a round's training that they waited for the slowest."""
+
+    round_s: list[float] = field(default_factory=list)
+    train_s: list[float] = field(default_factory=list)
+    wait_s: list[float] = field(default_factory=list)
+    """In messages and waiting for them, in a round."""
+    evaluate_s: list[float] = field(default_factory=list)
+    save_s: list[float] = field(default_factory=list)
+
+
+class Recorder:
+    """Enters a run's rounds and evaluations in the server's ledger; `clock` is the simulated one, if any."""
+
+    def __init__(self, federation: Federation, clock: Clock | None) -> None:
+        self._federation, self._clock = federation, clock
+        layers = [layer.name for layer in federation.method.layers]
+        self.ledger = Ledger(federation.config, federation.num_clients, layers, federation.num_unseen)
+        self.timing = Timing()
+        self._started_s = time.monotonic()
+        self._wall_before_s = 0.0
+
+    def start(self, done: int) -> None:
+        """Continue after `done` rounds, which the ledger has."""
+        self._wall_before_s = self.ledger.wall_s
+        if self._federation.config.clients.sampling != "power_of_choice":
+            for number in range(done):
+                self.ledger.is_sampled[list(self._federation.cohort(number).clients)] = True
+
+    def set_wall_time(self) -> None:
+        """Bring the ledger's seconds of this run, those before a resume included, up to now."""
+        self.ledger.wall_s = self._wall_before_s + time.monotonic() - self._started_s
+
+    def record_round(
+        self,
+        cohort: Cohort,
+        traffic: RoundTraffic,
+        trained: Cohort,
+        local: LocalRound,
+        places: Sequence[int],
+        diverged: Iterable[int],
+        late: Iterable[int],
+    ) -> np.ndarray:
+        """Record a round's figures. Collective.
+
+        `places` are the positions in `trained` of members that are not left out. Returns the accuracy of each
+        client's model right after training [N]. It is nan for clients without such a model, in rounds without
+        an evaluation, and on ranks other than the server.
+        """
+        channel = self._federation.channel
+        seconds_here = [torch.full_like(local.steps, spent) for spent in (local.train_s, local.evaluate_s)]
+        figures_here = [local.losses, local.steps, local.accuracy, local.simulated_s, *seconds_here]
+        figures = channel.collect(trained, torch.stack(figures_here, dim=1))
+        after_training = np.full(self._federation.num_clients, np.nan)
+        if figures is None:
+            return after_training
+        steps, seconds, evaluate_s = figures[:, [1, 4, 5]].T
+        losses, _, accuracy, simulated_s, *_ = figures[list(places)].T
+        members = np.array(trained.clients, np.int64)[list(places)]
+        after_training[members] = accuracy.numpy()
+        # all members may be lost
+        train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
+        self.timing.train_s.append(train_s)
+        self.ledger.spent["evaluate_s"] += scoring_s
+        busy_s = sum(dict(zip(channel.workers(trained), seconds.tolist(), strict=True)).values())
+        all_s = self._federation.world.num_workers * train_s
+        self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)
+        moved, num_steps, loss = (traffic.down, traffic.up), float(steps.sum()), float(losses.mean())
+        self.ledger.count_steps(trained, steps.tolist())
+        lost = sorted({*cohort.clients} - {*trained.clients} | {*late})
+        round_s = 0.0 if self._clock is None else self._clock.round_s(simulated_s, bool(lost))
+        self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged), lost, round_s)
+        is_known = losses.isfinite().numpy()
+        self.ledger.client_losses[members[is_known]] = losses.numpy()[is_known]
+        return after_training
+
+    def record_evaluation(
+        self,
+        done: int,
+        found: Evaluation,
+        of_unseen: Evaluation,
+        after_training: np.ndarray,
+        of_method: State,
+    ) -> None:
+        """Record an evaluation after `done` rounds, with the method's history; on the server."""
+        self.set_wall_time()
+        num_evaluated = self._federation.experiment.num_evaluated
+        self.ledger.record_evaluation(
+            done,
+            found.accuracy,
+            found.loss,
+            num_evaluated[: self._federation.num_clients],
+            {"after_download": found.after_download, "after_training": after_training},
+            {name: value.numpy() for name, value in of_method.items()},
+            {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
+            self._others(done, found),
+        )
+
+    def _others(self, done: int, found: Evaluation) -> dict[str, float]:
+        """Return the values of metrics.csv's other columns after `done` rounds."""
+        federation = self._federation
+        privacy, train = federation.config.privacy, federation.config.train
+        others = {} if train.patience is None else {ACCURACY_VAL: float(found.accuracy_val.mean())}
+        if privacy.unit == "client":
+            others[EPSILON] = epsilon_after(privacy, train.participation, done)
+        if privacy.unit == "sample":
+            sizes = federation.experiment.num_train[: federation.num_clients].tolist()
+            share = federation.worker_context.work.drawn_share
+            shares = [share(client, count) for client, count in enumerate(sizes)]
+            others[EPSILON] = epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
+        return others
