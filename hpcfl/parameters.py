@@ -102,13 +102,6 @@ class ParameterLayout:
             layers.append(Layer(key, slots[0].start, slots[-1].stop, buffer_start, buffer_stop))
         return tuple(layers)
 
-    def is_batchnorm(self) -> Tensor:
-        """Return bool [P]: which numbers are BatchNorm's weight or bias, by module type."""
-        mask = torch.zeros(self.size, dtype=torch.bool)
-        for slot in self.parameters:
-            mask[slot.start : slot.stop] = slot.module in self.batchnorm_modules
-        return mask
-
     def views(self, theta: Tensor, start: int = 0) -> dict[str, Tensor]:
         """Split a flat vector [P] into named tensors that share its memory (and its gradient graph).
 

@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from by_hand import is_batchnorm
 from harness import make_network
 from torch import nn
 
@@ -105,7 +106,7 @@ def test_batchnorm_is_known_by_its_type_not_by_its_name() -> None:
     )
     layout = ParameterLayout(Network(body, OrderedDict(fc=nn.Linear(3, 2))))
     assert layout.batchnorm_modules == {"down.1", "norm"}
-    mask = layout.is_batchnorm()
+    mask = is_batchnorm(layout)
     assert mask.sum() == 2 * (2 + 3)
     assert mask[2:6].all()
     assert [layer.name for layer in layout.layers("block")] == ["down.0", "fc_bn_like", "fc"]

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -111,11 +110,3 @@ def fastest_s(world: Communicator, step: Callable[[], None]) -> float:
         step()
         seconds.append(time.perf_counter() - began_s)
     return min(seconds)
-
-
-def link_bytes() -> tuple[int, int]:
-    """Return the bytes received and sent over this node's links so far; zeros if Linux has no counters."""
-    path = Path("/proc/net/dev")
-    lines = path.read_text().splitlines()[2:] if path.exists() else []
-    links = [line.split(":")[1].split() for line in lines if not line.lstrip().startswith("lo:")]
-    return sum(int(link[0]) for link in links), sum(int(link[8]) for link in links)

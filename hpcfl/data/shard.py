@@ -115,11 +115,6 @@ class Shard:
             return self.x.index_select(0, positions)
         return self.x.permute(0, 2, 3, 1).index_select(0, positions).permute(0, 3, 1, 2)
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of x and y in bytes."""
-        return self.x.nbytes + self.y.nbytes
-
 
 def _places(
     sizes: Sequence[int], num_clients: int

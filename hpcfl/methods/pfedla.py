@@ -227,7 +227,7 @@ class PFedLA(Method):
                 start = self._mixture(clients, down, alpha.detach())
                 trained = clients.sgd(start, epochs=1, purpose=f"finetune/{epoch}").theta
                 largest = _largest(largest, trained - start)
-                products = _scaled(self.layer_products(trained, models, start), largest)
+                products = _scaled(self.layer_products(trained, start, models), largest)
                 (slope,) = torch.autograd.grad(-(alpha * products).sum(), outputs)
                 outputs = (outputs - lr * slope).detach().requires_grad_()
         return Message(per_client={"theta": self._mixture(clients, down, outputs.detach().softmax(dim=-1))})
@@ -287,22 +287,14 @@ class PFedLA(Method):
             mixed[:, part] = alpha[:, number] @ buffers[:, part]
         return mixed
 
-    def products(self, trained: Tensor, start: Tensor, theta: Tensor) -> Tensor:
+    def layer_products(self, trained: Tensor, start: Tensor, theta: Tensor) -> Tensor:
         """Return c_i^{l,j} = <theta_j^l, Delta_i^l>, [S, L, N]: the ascent direction on alpha.
 
-        Delta = trained - start, both [S, P], and theta is [N, P]. While all models are equal, as in the first
-        round, alpha has no effect, so the products are set to 0: Adam would amplify their rounding errors.
+        Delta = trained - start, both [S, P], and theta is [N, P].
         """
-        if all(torch.equal(theta[0], model) for model in theta[1:]):
-            return theta.new_zeros(len(trained), len(self.layers), len(theta))
-        return self.layer_products(trained, theta, start)
-
-    def layer_products(self, vectors: Tensor, theta: Tensor, start: Tensor | None = None) -> Tensor:
-        """Return the products by layer [S, L, N] of vectors [S, P], less `start`, with models [N, P]."""
-        products = theta.new_zeros(len(self.layers), len(vectors), len(theta))
+        products = theta.new_zeros(len(self.layers), len(trained), len(theta))
         for number, part in pieces(self.layers):
-            delta = vectors[:, part] if start is None else vectors[:, part] - start[:, part]
-            products[number].addmm_(delta, theta[:, part].T)
+            products[number].addmm_(trained[:, part] - start[:, part], theta[:, part].T)
         return products.transpose(0, 1)
 
     def _normalise(self, outputs: Tensor, clients: Sequence[int]) -> Tensor:
@@ -358,8 +350,15 @@ class _WholeModels:
         return self._method.mix(alpha, server["theta"])
 
     def products(self, server: State, trained: Tensor, start: Tensor) -> Tensor:
-        """Return `PFedLA.products` [S, L, N] of a cohort's models."""
-        return self._method.products(trained, start, server["theta"])
+        """Return `PFedLA.layer_products` [S, L, N] of a cohort's models.
+
+        While all models are equal, as in the first round, alpha has no effect, so the products are set to 0:
+        Adam would amplify their rounding errors.
+        """
+        theta = server["theta"]
+        if all(torch.equal(theta[0], model) for model in theta[1:]):
+            return theta.new_zeros(len(trained), len(self._method.layers), len(theta))
+        return self._method.layer_products(trained, start, theta)
 
     def put(self, server: State, clients: Sequence[int], theta: Tensor) -> None:
         """Keep some clients' models [S, P]."""

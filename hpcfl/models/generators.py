@@ -7,7 +7,6 @@ map). Shapes: N clients, S of a cohort, E embedding, H hidden, P numbers generat
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,11 +64,6 @@ class Generator:
             shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (outputs, inputs), (outputs,)
             inputs = outputs
         return shapes
-
-    @property
-    def size(self) -> int:
-        """Numbers in the generator, embeddings included."""
-        return sum(math.prod(shape) for shape in self.shapes().values())
 
     def initial(self, seed: int, start: Tensor | None = None) -> Tensors:
         """Draw embeddings from N(0, 1) and linear layers from U(-1, 1) / sqrt(inputs), as PyTorch does.

@@ -65,16 +65,6 @@ class Hypernetworks:
         return shapes
 
     @property
-    def size(self) -> int:
-        """Numbers in one hypernetwork."""
-        return sum(math.prod(shape) for shape in self.shapes().values())
-
-    @property
-    def size_of_codes(self) -> int:
-        """Numbers of the codes of all hypernetworks together."""
-        return self.num_layers * self.num_clients * (self.rank or 0)
-
-    @property
     def head_steps(self) -> dict[str, int]:
         """Return how many times longer than the trunk's the steps of heads are, by tensor, in `scaled` steps.
 

@@ -74,8 +74,7 @@ def test_only_own_samples_are_kept_and_copied() -> None:
     arrays.y[:] = 0
     assert torch.equal(shard.x, before)
     assert shard.y.tolist() == [4, 3, 0, 4, 1, 2]
-    # 6 samples of 3 * 2 * 4 floats of 4 bytes and a label of 8 bytes.
-    assert shard.num_bytes == 6 * 24 * 4 + 6 * 8
+    # 6 samples of 3 * 2 * 4 floats of 4 bytes
     assert shard.x.untyped_storage().nbytes() == 6 * 24 * 4
 
 
@@ -107,7 +106,6 @@ def test_a_rank_without_clients_has_an_empty_shard(clients: range) -> None:
     assert shard.x.shape == (0, 3, 2, 4)
     assert (shard.x.dtype, shard.y.dtype, shard.y.shape) == (torch.float32, torch.int64, (0,))
     assert [len(shard.count[split]) for split in ("train", "val", "test")] == [0, 0, 0]
-    assert shard.num_bytes == 0
 
 
 def test_a_sample_has_the_same_bits_in_every_shard() -> None:

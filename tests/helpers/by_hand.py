@@ -21,6 +21,7 @@ from hpcfl.methods.base import State
 from hpcfl.models import MODELS, Network
 from hpcfl.models.hypernetworks import Hypernetworks
 from hpcfl.models.modular import ModularNetwork
+from hpcfl.parameters import ParameterLayout
 from hpcfl.randomness import torch_stream
 from hpcfl.samples import SampleType
 from hpcfl.training.batches import minibatches
@@ -46,6 +47,14 @@ ADAM = (
 """Adam with constants under which each of them, and clipping, move weights by 0.03 in three rounds."""
 
 ADAMW = (*ADAM, "train.optimiser=adamw", "train.weight_decay=0.3")
+
+
+def is_batchnorm(layout: ParameterLayout) -> Tensor:
+    """Return bool [P]: which numbers are BatchNorm's weight or bias, by module type."""
+    mask = torch.zeros(layout.size, dtype=torch.bool)
+    for slot in layout.parameters:
+        mask[slot.start : slot.stop] = slot.module in layout.batchnorm_modules
+    return mask
 
 
 def network_with(run: Run, theta: Tensor, buffers: Tensor) -> Network:

@@ -39,7 +39,8 @@ def measure(folder_path: Path, settings: list[str]) -> None:
         if folder is not None:
             folder.open(False, experiment.method.layout, [], at_exit)
         simulation = Simulation(experiment, world, StopFlag(), Progress(), folder)
-        sample_bytes = world.gather_bytes(str(experiment.worker_context.shard.num_bytes).encode())
+        shard = experiment.worker_context.shard
+        sample_bytes = world.gather_bytes(str(shard.x.nbytes + shard.y.nbytes).encode())
         world.barrier()
         forget_highest()
         before = resident_bytes("VmRSS")

@@ -118,7 +118,6 @@ def close(found: State, expected: State) -> None:
 def test_models_and_gradients_are_those_of_plain_modules(hidden_layers: int) -> None:
     shape = Generator(num_clients=5, outputs=17, embedding=3, hidden=6, hidden_layers=hidden_layers)
     state = {name: random(*size, seed=number) for number, (name, size) in enumerate(shape.shapes().items())}
-    assert shape.size == sum(tensor.numel() for tensor in state.values())
     kept = {name: tensor.clone() for name, tensor in state.items()}
     clients, slopes = [3, 1], random(2, 17, seed=99)
     twin = Twin(shape, state)
@@ -334,7 +333,7 @@ def test_sizes_are_the_authors() -> None:
     shape = run.method.generator
     assert (shape.embedding, shape.hidden, shape.hidden_layers) == (3, 100, 3)
     numbers = 9 * 3 + (3 + 1) * 100 + 3 * 101 * 100 + 101 * DIGITS_CNN
-    assert shape.size == numbers == sum(tensor.numel() for tensor in part(run.server).values())
+    assert numbers == sum(tensor.numel() for tensor in part(run.server).values())
     assert run.bytes_by_client.tolist() == [[4 * DIGITS_CNN] * 2] * 9
 
 

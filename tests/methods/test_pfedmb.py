@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from by_hand import batches_of, work
+from by_hand import batches_of, is_batchnorm, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.func import functional_call
@@ -275,7 +275,7 @@ def test_the_uniform_mixture_starts_as_an_ordinary_network(num_branches: int, ba
     context, layout = run.method.context, run.method.layout
     start = run.driver.initial_server()["branches"]
     mixture, ordinary = start.mean(dim=0), context.initial_parameters([7], own=True)[0]
-    mask = layout.is_batchnorm()
+    mask = is_batchnorm(layout)
     for slot in layout.parameters:
         part = slice(slot.start, slot.stop)
         if not mask[part].any():
@@ -296,7 +296,7 @@ def test_the_uniform_mixture_starts_as_an_ordinary_network(num_branches: int, ba
 def test_branches_differ_by_as_much_as_the_common_model_varies(difference: float) -> None:
     run = Run(OURS, "train.rounds=1", "model.batchnorm=true", f"method.difference={difference}")
     start, layout = run.driver.initial_server()["branches"], run.method.layout
-    common, mask = run.method.context.initial_parameters(), run.method.layout.is_batchnorm()
+    common, mask = run.method.context.initial_parameters(), is_batchnorm(run.method.layout)
     assert torch.equal(start[:, mask], common[mask].expand(5, -1))
     for slot in layout.parameters:
         part = slice(slot.start, slot.stop)
@@ -363,7 +363,7 @@ def test_a_diverged_run_has_weights_that_are_no_numbers_and_no_error() -> None:
 
 def test_batchnorm_is_one_for_all_branches_and_averaged_as_in_fedavg() -> None:
     run = Run(OURS, *UNEQUAL_FEW, "model.batchnorm=true", "train.rounds=1", "method.branches=3")
-    mask, start = run.method.layout.is_batchnorm(), run.driver.initial_server()
+    mask, start = is_batchnorm(run.method.layout), run.driver.initial_server()
     samples = run.method.context.num_samples
     run.workplace.state["logits"].zero_()
     after, run.server = run.server, start

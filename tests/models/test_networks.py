@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from by_hand import is_batchnorm
 from processes import run_tree
 from torch import Tensor, nn
 
@@ -149,7 +150,7 @@ def test_torchvisions_extractors_and_their_statistics(
     layout = layout_of(name, CIFAR, 10)
     assert layout.body == slice(0, features)
     assert layout.head == slice(features, features + 10 * width + 10)
-    assert layout.buffer_size == layout.is_batchnorm().sum() == statistics
+    assert layout.buffer_size == is_batchnorm(layout).sum() == statistics
     assert len(layout.batchnorm_modules) == modules
 
 
@@ -170,7 +171,7 @@ def test_an_mlp_of_no_hidden_layers_is_linear() -> None:
 
 def test_batchnorm_adds_96_trainable_numbers_and_96_statistics_to_lenet() -> None:
     layout = layout_of("lenet", CIFAR, 10, batchnorm=True)
-    assert layout.is_batchnorm().sum() == 96
+    assert is_batchnorm(layout).sum() == 96
     assert layout.buffer_size == 96
     assert [layer.name for layer in layout.layers()] == ["conv1", "bn1", "conv2", "bn2", "fc1", "fc2", "fc3"]
 
