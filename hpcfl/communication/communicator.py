@@ -65,6 +65,18 @@ _LONGEST_STAGGER_S = 1.0
 _ABORT_S = 5
 
 
+def shard_of(num_items: int, worker: int, num_workers: int, unit: int = 1) -> range:
+    """Return the items of one worker.
+
+    Shards are contiguous, in worker order, and begin at multiples of `unit`; sizes differ by one unit at
+    most, and surplus workers get nothing.
+    """
+    base, extra = divmod(-(-num_items // unit), num_workers)
+    first = worker * base + min(worker, extra)
+    start, stop = (units * unit for units in (first, first + base + (worker < extra)))
+    return range(min(start, num_items), min(stop, num_items))
+
+
 class Communicator:
     """The ranks of a run: rank 0 the server, the others workers; one rank alone is both.
 
@@ -146,19 +158,12 @@ class Communicator:
             comm.Free()
 
     def shard(self, num_items: int, worker: int | None = None) -> range:
-        """Return the items of one worker (default: this rank's own; the pure server has none).
-
-        Shards are contiguous, in worker order, and begin at multiples of `shard_unit`; sizes differ by one
-        unit at most, and surplus workers get nothing.
-        """
+        """Return the items of one worker (default: this rank's own; the pure server has none)."""
         if worker is None:
             if not self.is_worker:
                 return range(0)
             worker = self.worker_index
-        base, extra = divmod(-(-num_items // self.shard_unit), self.num_workers)
-        first = worker * base + min(worker, extra)
-        start, stop = (units * self.shard_unit for units in (first, first + base + (worker < extra)))
-        return range(min(start, num_items), min(stop, num_items))
+        return shard_of(num_items, worker, self.num_workers, self.shard_unit)
 
     def homes(self, items: Sequence[int], num_items: int) -> list[int]:
         """Return the worker whose shard has each of the ids `items`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.sharded import ShardedRows
+from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import (
     BufferPolicy,
@@ -445,6 +445,11 @@ class Method:
     def averages_buffers(self) -> bool:
         """Whether the server keeps an average of the clients' running statistics."""
         return self.buffers == "average" and self.layout.buffer_size > 0
+
+    @property
+    def shard_unit(self) -> int:
+        """Of how many clients each worker's shard has a multiple (but for the last one)."""
+        return 1 if self.sharded_state is None else BLOCK_CLIENTS
 
     def initial_theta(self) -> Tensor:
         """Return the first weights [P] of what clients train."""

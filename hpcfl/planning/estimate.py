@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from hpcfl.communication.communicator import Communicator
+from hpcfl.communication.communicator import shard_of
 from hpcfl.communication.network import Load, Network
 from hpcfl.config import RunConfig
 from hpcfl.data.partitions import ClientIndices
@@ -150,19 +151,20 @@ class Planner:
 
     def _shard(self, worker: int, num_workers: int) -> list[int]:
         """Return the clients that live on a worker, unseen ones last."""
-        world = Communicator()
-        world.num_workers = num_workers
-        unseen = world.shard(self._num_unseen, worker)
-        return [*world.shard(self._num_clients, worker), *(self._num_clients + number for number in unseen)]
+        unit, in_training = self._method.shard_unit, self._num_clients
+        unseen = shard_of(self._num_unseen, worker, num_workers, unit)
+        return [
+            *shard_of(in_training, worker, num_workers, unit),
+            *(in_training + number for number in unseen),
+        ]
 
     def _placed_cohorts(self, shards: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Return the members of some rounds, worker by worker."""
         rounds, count, context = self._train.rounds, self._num_clients, self._method.context
         some = 1 if self._cohort == count else min(rounds, SAMPLED_COHORTS)
         # a batched engine trains its clients at home
-        is_batched_here = is_batched(
-            self._run.engine, Communicator().device("auto"), self._method.context.model_name
-        )
+        device = torch.device(self._measured.device)
+        is_batched_here = is_batched(self._run.engine, device, context.model_name)
         visit = self._run.placement == "balanced" and not is_batched_here
         home = {client: worker for worker, shard in enumerate(shards) for client in shard}
         placed = []

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
+from hpcfl.communication.sharded import ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.csv_tables import TableColumns
@@ -229,7 +229,7 @@ def assemble(
 
     The first `num_clients` of the parts belong to clients in training, the others to unseen clients.
     """
-    world.shard_unit = 1 if method.sharded_state is None else BLOCK_CLIENTS
+    world.shard_unit = method.shard_unit
     clients = world.shard(num_clients)
     own_unseen = world.shard(len(parts) - num_clients)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)

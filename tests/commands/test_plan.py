@@ -464,6 +464,15 @@ def test_visits_to_less_busy_workers_are_in_the_estimate() -> None:
     assert seconds["home"] > 1.2 * seconds["balanced"]
 
 
+def test_sharded_models_are_planned_in_blocks_of_16_clients() -> None:
+    keys = ["method.name=pfedla", "method.server=sharded", "method.heads=low_rank", "run.placement=home"]
+    config = load_config(None, [*keys, "data.clients=40", "data.per_client=40", "run.device=cpu"])
+    arrays, parts = load_data(config)
+    planner = Planner(config.run, make_method(config, arrays, parts), parts, KNOWN, NETWORK)
+    # 16, 16 and 8 clients on three of four workers, each with 28 training samples
+    assert planner.on(5).train_s == pytest.approx(0.5 * 16 * math.ceil(28 / 16))
+
+
 @pytest.mark.parametrize("method", ["ditto"])
 def test_the_seconds_of_training_and_evaluations_are_about_those_of_the_run(method: str) -> None:
     keys = ("data.clients=12", "data.per_client=120", "train.finetune_epochs=1", "run.eval_every=1")
