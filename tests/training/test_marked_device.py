@@ -24,7 +24,7 @@ from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import FINISHED, STOPPED
-from hpcfl.methods import METHODS
+from hpcfl.methods import METHODS, Method
 from hpcfl.methods.fedavg import FedAvg
 from hpcfl.parameters import ParameterLayout
 from hpcfl.simulation.divergence import diverged_members, losses_and_extremes
@@ -256,8 +256,17 @@ def test_a_run_keeps_its_tensors_apart_and_does_not_wait_between_steps(
         assert {crossed.to_device for crossed in crossings} <= {own * times for times in range(13)}
 
 
+ADAPTING = [
+    name
+    for name, method in METHODS.items()
+    if method.new_client_model is not Method.new_client_model
+    or method.new_client_download is not Method.new_client_download
+]
+"""Methods with code of their own for unseen clients."""
+
+
 @pytest.mark.filterwarnings("ignore:.*never split")
-@pytest.mark.parametrize("case", [*METHODS, *VARIANTS])
+@pytest.mark.parametrize("case", ["fedavg", "local", *ADAPTING, *VARIANTS])
 def test_unseen_clients_adapt_there(
     settings: list[str], stops_between_steps: list[int], tmp_path: Path, case: str
 ) -> None:
