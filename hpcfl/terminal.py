@@ -135,7 +135,12 @@ def console() -> Console:
     # imported here: silent ranks start faster without it
     from rich.console import Console
 
-    return Console(file=sys.stdout, highlight=False, emoji=False)
+    class LikePrint(Console):
+        def on_broken_pipe(self) -> None:
+            """Raise the BrokenPipeError that is handled; rich's own would end the program."""
+            raise
+
+    return LikePrint(file=sys.stdout, highlight=False, emoji=False)
 
 
 def _bar(console: Console) -> Bar:

@@ -38,7 +38,7 @@ class Key:
     name: str
     """Full name: `train.lr`, `method.embedding`."""
     meaning: str
-    """The first sentence of its docstring; "" where there is no docstring."""
+    """Its docstring; "" where there is none."""
     kind: str
     """Allowed values: type and bounds, or names."""
     values: tuple[str, ...]
@@ -108,16 +108,17 @@ def _choosers() -> list[Key]:
         names, top = tuple(choice.known), group.partition(".")[0]
         own = f"Python file of your own that defines the {group.rpartition('.')[2]}"
         found.append(Key(top, f"{group}.name", what[group], ", ".join(names), names, defaults[group], ""))
-        found.append(Key(top, f"{group}.path", own, "a text or null", (), "null", ""))
+        found.append(Key(top, f"{group}.path", own, "null or a text", (), "null", ""))
     reader = "Python file of your own that reads the source"
-    return [*found, Key("data", "data.reader", reader, "a text or null", (), "null", "")]
+    return [*found, Key("data", "data.reader", reader, "null or a text", (), "null", "")]
 
 
 def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
     """Yield the keys of a class of settings."""
     texts = _docstrings(kind)
     for name, field in kind.model_fields.items():
-        meaning, origin = _first_sentence(texts.get(name) or field.description or "")
+        meaning = (texts.get(name) or field.description or "").removesuffix(".")
+        origin = _origin(meaning)
         default = None if field.is_required() else shown(field.default)
         of_source = (group, name) == ("data", "source")
         values = tuple(SOURCES) if of_source else values_of(field)
@@ -146,7 +147,6 @@ def _docstrings(kind: type[Settings]) -> dict[str, str]:
     return found
 
 
-def _first_sentence(docstring: str) -> tuple[str, str]:
-    """Return the first sentence of a docstring, and the values of papers and code in its brackets."""
-    sentence = _SENTENCE_END.split(docstring, maxsplit=1)[0].removesuffix(".")
-    return sentence, "; ".join(_ORIGIN.findall(sentence))
+def _origin(docstring: str) -> str:
+    """Return the values of papers and code that stand in brackets in a docstring's first sentence."""
+    return "; ".join(_ORIGIN.findall(_SENTENCE_END.split(docstring, maxsplit=1)[0]))

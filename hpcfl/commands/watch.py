@@ -64,7 +64,7 @@ def _shown(runs: Sequence[Run], screen: Console) -> Text:
     if len(runs) > 1:
         return Text(_lines(runs, screen.encoding, screen.width))
     figures = _figures(runs[0], screen.encoding)
-    return Text("\n".join(f"{name:<11}{value}" for name, value in figures))
+    return Text("\n".join(f"{name:<12}{value}" for name, value in figures))
 
 
 def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:

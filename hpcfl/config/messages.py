@@ -136,9 +136,13 @@ def _in_words(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return ", ".join(map(str, get_args(annotation)))
     if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(map(_in_words, get_args(annotation)))
+        parts = list(get_args(annotation))
+        if not any(get_origin(part) is Literal for part in parts):
+            # null first, as bounds that follow are not about it
+            parts.sort(key=lambda part: part is not NoneType)
+        return " or ".join(map(_in_words, parts))
     if get_origin(annotation) is list:
-        return f"a list, each entry {_in_words(get_args(annotation)[0])}"
+        return f"a list [VALUE,...], each VALUE {_in_words(get_args(annotation)[0])}"
     if get_origin(annotation) is Annotated:
         kind, *given = get_args(annotation)
         limits = [limit for item in given for limit in getattr(item, "metadata", [item])]

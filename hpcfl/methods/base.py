@@ -237,7 +237,7 @@ class Method:
         if context.server.optimiser is not None and not self.traits.averages:
             raise UserError(
                 f"server.optimiser={context.server.optimiser} does not go with method.name={self.name}, "
-                "whose server averages no model; allowed: none"
+                "whose server averages no model; set server.optimiser=null"
             )
         self._check_private(context.privacy.unit)
         if self.traits.needs_body:

@@ -30,6 +30,7 @@ from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.registries import load_config
+from hpcfl.results.run import Run
 
 TINY = ["data.clients=4", "data.per_client=20", "train.local_epochs=1", "train.rounds=2"]
 Contents = dict[str, tuple[bytes, int]]
@@ -319,6 +320,14 @@ def test_a_reader_that_stops_is_no_error_message() -> None:
             ["bash", "-c", script], capture_output=True, text=True, check=True, cwd=REPOSITORY
         )
         assert (done.stdout, done.stderr) == ("141\n", "")
+
+
+def test_a_run_continues_when_nobody_reads_its_lines(tmp_path: Path) -> None:
+    words = ["method.name=local", "data.clients=2", "data.per_client=20", "train.rounds=30", "--out", "run"]
+    script = f"{shlex.join([sys.executable, '-m', 'hpcfl.main', *words])} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+    assert Run(tmp_path / "run").is_finished
 
 
 def test_options_may_stand_anywhere() -> None:

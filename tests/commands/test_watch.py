@@ -73,7 +73,7 @@ def watched(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
 
 def figures(text: str) -> dict[str, str]:
     """Return the lines of a run in full by name, but for those of the log."""
-    pairs = [(line[:10].strip(), line[11:]) for line in text.splitlines()]
+    pairs = [(line[:10].strip(), line[12:]) for line in text.splitlines()]
     return {name: value for name, value in pairs if name}
 
 
@@ -127,7 +127,7 @@ def test_nothing_is_opened_for_writing_and_no_lock_is_taken(going_on: tuple[Path
     done = run_tree([sys.executable, "-c", LOOK, str(folder)])
     read = set(re.findall("^read (.*)", done.stdout, re.MULTILINE))
     assert read == {"config.yaml", "metrics.csv", "log.txt", ".lock"}
-    assert "state      running" in done.stdout
+    assert "state       running" in done.stdout
 
 
 def test_a_terminal_shows_how_it_goes_until_ctrl_c(going_on: tuple[Path, int]) -> None:
@@ -160,7 +160,7 @@ def test_a_terminal_is_left_when_the_run_ends(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    assert "state      finished" in watched(capsys, finished)
+    assert "state       finished" in watched(capsys, finished)
 
 
 def test_a_finished_run(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:

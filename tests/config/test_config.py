@@ -244,7 +244,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
             "clients.candidates=4",
             "clients.candidates=4 needs clients.sampling=power_of_choice; set that, or clients.candidates",
         ),
-        ("clients.drop_rate=1", "clients.drop_rate=1 is invalid; allowed: a number or null >= 0 and < 1"),
+        ("clients.drop_rate=1", "clients.drop_rate=1 is invalid; allowed: null or a number >= 0 and < 1"),
         (
             "clients.deadline_s=3",
             "clients.deadline_s=3.0 needs clients.step_s; set that, or",
@@ -257,14 +257,14 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ("clients.local_epochs=[2]", "clients.local_epochs=[2] is invalid; allowed: [least, most] with"),
         (
             "clients.local_epochs=2",
-            "clients.local_epochs=2 is invalid; allowed: a list, each",
+            "clients.local_epochs=2 is invalid; allowed: null or a list [VALUE,...], each",
         ),
         (
             "clients.batch_size=[1]",
-            "clients.batch_size=[1] is invalid; allowed: a list, each",
+            "clients.batch_size=[1] is invalid; allowed: null or a list [VALUE,...], each",
         ),
         ("clients=3", "clients=3 must be a group of keys, such as clients.drop_rate=..."),
-        ("data.label_noise=2", "data.label_noise=2 is invalid; allowed: a number or null >= 0 and <= 1"),
+        ("data.label_noise=2", "data.label_noise=2 is invalid; allowed: null or a number >= 0 and <= 1"),
         (
             "data.label_noise_clients=0.5",
             "data.label_noise_clients=0.5 needs data.label_noise; set that, or data.label_noise_clients=null",
@@ -285,7 +285,7 @@ def test_topk_goes_up_only(directions: str) -> None:
 
 @pytest.mark.parametrize("hidden", ["[0]", "[3, 1.5]", "[true]", "256", "null", "wide"])
 def test_the_widths_of_an_mlp_are_whole_numbers(hidden: str) -> None:
-    said = "is invalid; allowed: a list, each entry an integer > 0 (default: [256])"
+    said = "is invalid; allowed: a list [VALUE,...], each VALUE an integer > 0 (default: [256])"
     assert said in refusal(None, "model.name=mlp", f"model.hidden={hidden}")
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from hpcfl.commands.reference import _first_sentence, about, citation, keys
+from hpcfl.commands.reference import _origin, about, citation, keys
 from hpcfl.config import flatten
 from hpcfl.config.keys import DataConfig
 from hpcfl.config.load import DEFAULT_CLIENTS
@@ -68,21 +68,17 @@ def test_a_method_has_its_paper(method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("docstring", "sentence", "origin"),
+    ("docstring", "origin"),
     [
-        ("Epochs of the head (paper: 1).", "Epochs of the head (paper: 1)", "paper: 1"),
-        ("One. Two.", "One", ""),
-        ("Steps of eq. 10 and 11; 0 is none. More.", "Steps of eq. 10 and 11; 0 is none", ""),
-        ("What 3, 4, ... draw. More.", "What 3, 4, ... draw", ""),
-        (
-            "Width (in pixels) of it (authors: 2 (or 3)).",
-            "Width (in pixels) of it (authors: 2 (or 3))",
-            "authors: 2 (or 3)",
-        ),
+        ("Epochs of the head (paper: 1).", "paper: 1"),
+        ("One. Two (paper: 2).", ""),
+        ("Steps of eq. 10 and 11; 0 is none (paper: 1). More.", "paper: 1"),
+        ("What 3, 4, ... draw (paper: 1). More.", "paper: 1"),
+        ("Width (in pixels) of it (authors: 2 (or 3)).", "authors: 2 (or 3)"),
     ],
 )
-def test_the_first_sentence_and_its_origin(docstring: str, sentence: str, origin: str) -> None:
-    assert _first_sentence(docstring) == (sentence, origin)
+def test_the_origin_stands_in_the_first_sentence(docstring: str, origin: str) -> None:
+    assert _origin(docstring) == origin
 
 
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -137,7 +133,7 @@ def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: 
     assert listed(capsys, "method.mine", "--method", str(file)) == [
         "# method.mine: from mine.py",
         "method.mu=0.25  [a number >= 0]",
-        "    Pull to the mean",
+        "    Pull to the mean. More",
     ]
 
 

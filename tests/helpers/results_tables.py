@@ -3,6 +3,7 @@
     python tests/helpers/results_tables.py        writes them
 
 A table follows a line such as <!-- results/pfedmb_table1_evening.csv: accuracy, published -->,
+<!-- results/baselines_longer.csv: accuracy by setting -->,
 <!-- results/pfedmb_table1_evening_differences.csv --> or
 <!-- results/pfedla_table3_evening_cifar10_diagnostics.csv: retained_rounds -->. The soak test's
 are shown as they are: <!-- results/long_run.csv -->, another program's beside ours:
@@ -74,6 +75,19 @@ def made_from(lines: list[Line], names: list[str]) -> str:
         if line["seeds"] != "0"
     ]
     return as_markdown(header, rows)
+
+
+def by_setting(lines: list[Line], name: str) -> str:
+    """Return one figure of a table, with a column for each setting and how many seeds it has."""
+    lines = [line for line in lines if line["seeds"] != "0"]
+    seeds: dict[str, set[int]] = {}
+    rows: dict[str, dict[str, str]] = {}
+    for line in lines:
+        seeds.setdefault(line["column"], set()).add(int(line["seeds"]))
+        rows.setdefault(line["label"], {})[line["column"]] = CELLS[name][1](line)
+    header = [f"{column} ({' to '.join(map(str, sorted(of)))} seeds)" for column, of in seeds.items()]
+    cells = [["", label, *(figures.get(column, "") for column in seeds)] for label, figures in rows.items()]
+    return as_markdown(["", "method", *header], cells)
 
 
 def beside(theirs: list[Line], ours: list[Line]) -> str:
@@ -180,6 +194,8 @@ def with_tables(page: str) -> str:
                 return found[1] + beside(lines, list(csv.DictReader(file)))
         if found[2].startswith("long_run"):
             return found[1] + as_markdown(list(lines[0]), [list(line.values()) for line in lines])
+        if found[3] and found[3].endswith(" by setting"):
+            return found[1] + by_setting(lines, found[3].removesuffix(" by setting"))
         names = [name.strip() for name in (found[3] or "").split(",") if name.strip()]
         if found[2].endswith("_diagnostics"):
             return found[1] + "\n".join(diagnostics_from(lines, name) for name in names)

@@ -257,7 +257,7 @@ def test_the_bits_hang_neither_on_the_ranks_nor_on_a_kill(unit: str, tmp_path: P
         (["privacy.noise=1"], "privacy.noise=1.0 needs privacy.unit=client or sample; set that, or "),
         (["privacy.unit=client", "privacy.noise=1"], "privacy.unit=client needs privacy.clip, such as "),
         (["privacy.unit=sample", "privacy.clip=1"], "privacy.unit=sample needs privacy.noise, such as "),
-        ([*OF_CLIENTS, "privacy.noise=0"], "privacy.noise=0 is invalid; allowed: a number or null > 0"),
+        ([*OF_CLIENTS, "privacy.noise=0"], "privacy.noise=0 is invalid; allowed: null or a number > 0"),
         ([*OF_CLIENTS, "comm.codec=int8"], "privacy.unit=client needs comm.codec=none; set that, or "),
         ([*OF_CLIENTS, "run.on_divergence=skip"], "privacy.unit=client needs run.on_divergence=stop"),
         ([*OF_CLIENTS, "clients.drop_rate=0.1"], "privacy.unit=client needs clients that are not lost"),

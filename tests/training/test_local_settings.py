@@ -193,10 +193,13 @@ def test_a_method_names_what_does_not_go_with_it(method: str, key: str) -> None:
         (["lr_end=0.1"], r"train\.lr_end=0\.1 needs a train\.lr that is not below it; set that, or"),
         (
             ["label_smoothing=1"],
-            r"train\.label_smoothing=1 is invalid; allowed: a number or null >= 0 and < 1",
+            r"train\.label_smoothing=1 is invalid; allowed: null or a number >= 0 and < 1",
         ),
-        (["augment=[turn]"], r"train\.augment=.*turn.* is invalid; allowed: a list, each entry crop, flip"),
-        (["clip=0"], r"train\.clip=0 is invalid; allowed: a number or null > 0"),
+        (
+            ["augment=[turn]"],
+            r"train\.augment=.*turn.* is invalid; allowed: null or a list .*, each VALUE crop, flip",
+        ),
+        (["clip=0"], r"train\.clip=0 is invalid; allowed: null or a number > 0"),
         (["optimiser=yogi"], r"train\.optimiser=yogi is invalid; allowed: adam, adamw or null"),
         (["optimiser=adam", "momentum=0.5"], r"train\.momentum=0\.5 does not go with .*; set train\.mom"),
     ],
