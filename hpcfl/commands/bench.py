@@ -16,13 +16,13 @@ from hpcfl.errors import UserError
 
 
 def run_bench(arguments: Sequence[str], world: Communicator) -> None:
-    """Measure what the product costs, and print ratios beside their goals.
+    """Measure the speed of hpcfl, and print ratios with their goals.
 
     Parts:
     start    a rank, from its beginning to its first round
     steps    of training, beside bare PyTorch
     engines  the batched engine beside the loop engine (--device)
-    rounds   what of pFedLA's is not training; checkpoints (all ranks, --device)
+    rounds   share of a pFedLA round that is not training; checkpoints (all ranks, --device)
     methods  a round of each method, beside FedAvg's (--device)
     nodes    FedAvg's and pFedLA's rounds by workers, beside `hpcfl plan` (all ranks)
     For example: mpirun -n 3 python -m hpcfl.main bench --parts rounds

@@ -83,7 +83,8 @@ class PathologicalOptions(PartitionOptions):
     balanced: bool = False
     """Whether the owners of a class have equal shares of it, not random ones."""
     batch_size: int = Field(10, ge=1)
-    """Sets the smallest share by the rule of `least_samples` (PFLlib: 10)."""
+    """Sets the smallest share: a client has at least batch_size / data.test_fraction samples, or half the
+    mean client if that is less, divided by the number of classes (PFLlib: 10)."""
 
 
 def balanced_classes(num_clients: int, num_classes: int, per_client: int, seed: int) -> BoolArray:
