@@ -165,7 +165,7 @@ def load_arrays(
     return Arrays(x, y, num_classes, 255.0, known.mean, known.std)
 
 
-def fetch(source: str, root: str, split: str = "mnist") -> Path:
+def fetch(source: str, root: str) -> Path:
     """Download a torchvision set into `root` and return its folder; EMNIST comes with all its splits.
 
     Raises:
@@ -174,9 +174,7 @@ def fetch(source: str, root: str, split: str = "mnist") -> Path:
     _known(source)
     if source in _WHY_NOT_FETCHED:
         raise UserError(f"data.source={source}: {_WHY_NOT_FETCHED[source]}")
-    if source == "emnist":
-        _emnist_classes(split)
-    return torchvision_datasets.download(source, root, split)
+    return torchvision_datasets.download(source, root)
 
 
 def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:

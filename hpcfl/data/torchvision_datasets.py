@@ -81,7 +81,7 @@ def read(name: str, root: str, split: str, num_classes: int) -> tuple[np.ndarray
     return x.transpose(0, 3, 1, 2), y
 
 
-def download(name: str, root: str, split: str) -> Path:
+def download(name: str, root: str) -> Path:
     """Download a set unless it is there, and return its folder.
 
     Raises:
@@ -89,7 +89,8 @@ def download(name: str, root: str, split: str) -> Path:
     """
     torchvision_part("datasets")
     try:
-        _dataset(name, root, split, train=True, download=True)
+        # the archive of EMNIST has all its splits
+        _dataset(name, root, "mnist", train=True, download=True)
     # a network may raise anything
     except Exception as error:
         raise UserError(
