@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from hpcfl.errors import UserError, one_line
 FEMNIST_CLASSES = 62
 _SIDE = 28
 _PARTS = ("train", "test")
-_HAR_SHAPE = (9, 128)
 _MAKE_LEAF = "LEAF's data/femnist/preprocess.sh writes such files into data/all_data, data/train, data/test"
 _MAKE_PFLLIB = "PFLlib's dataset/generate_*.py write {train,test}/0.npz, 1.npz, ..."
 _MAKE_AGAIN = "make the files again, or name another folder with data.path=FOLDER"
@@ -109,12 +107,6 @@ def read_pfllib(path: str) -> ClientSamples:
             raise UserError(
                 f"data.path={path}: {name} holds {kind}, {names[0]} {kinds[0]}; all files must agree"
             )
-    if pieces[0][0].shape[1:] == _HAR_SHAPE:
-        warnings.warn(
-            f"data.path={path}: if these are the files of PFLlib's generate_HAR.py, channels and steps are "
-            "mixed: it reshapes [n, 128, 9] to [n, 9, 1, 128] without transposing",
-            stacklevel=2,
-        )
     return _pooled(pieces, len(_PARTS))
 
 

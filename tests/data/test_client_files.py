@@ -284,12 +284,11 @@ def test_pfllib_s_texts_and_characters_are_tokens(tmp_path: Path) -> None:
         assert (arrays.x.dtype, arrays.sample) == (np.int64, SampleType((3,), vocabulary=8))
 
 
-def test_pfllib_s_images_of_one_row_are_series_and_its_activities_come_with_a_warning(tmp_path: Path) -> None:
+def test_pfllib_s_images_of_one_row_are_series(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(2, 9, 1, 128))
     part = {"x": x, "y": np.array([0, 1])}
     pfllib_folder(tmp_path, [part], [part])
-    with pytest.warns(UserWarning, match="generate_HAR.py, channels and steps are mixed"):
-        arrays = pfllib(tmp_path)
+    arrays = pfllib(tmp_path)
     assert arrays.sample == SampleType((9, 128))
     np.testing.assert_array_equal(arrays.x[:2], x[:, :, 0].astype(np.float32))
 
