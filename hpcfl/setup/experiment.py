@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,16 @@ from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.csv_tables import TableColumns
 from hpcfl.data.label_noise import LabelNoise
-from hpcfl.data.partitions import PARTITIONS, ClientIndices, count_classes, partition, partition_in_domains
+from hpcfl.data.partition_request import Request, Split
+from hpcfl.data.partitions import (
+    PARTITIONS,
+    ClientIndices,
+    class_sizes,
+    count_classes,
+    partition,
+    partition_given,
+    partition_in_domains,
+)
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
 from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
@@ -118,23 +126,20 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
     if data.subset_fraction is not None:
         chosen = subset_fraction(len(arrays.y), data.subset_fraction, config.data_seed)
-    owner = None if arrays.owner is None else arrays.owner[chosen]
-    request: dict[str, Any] = {
-        "per_client": data.per_client,
-        "test_fraction": data.test_fraction,
-        "val_fraction": data.val_fraction,
-        "seed": config.data_seed,
-        "options": config.partition.options,
-    }
-    pool = (config.partition.name, arrays.y[chosen], arrays.num_classes)
-    if arrays.domains and owner is not None and PARTITIONS[config.partition.name].counts is not None:
-        assert data.clients is not None
-        parts = partition_in_domains(
-            *pool, domain=owner, names=arrays.domains, num_clients=data.clients, **request
-        )
+    y = arrays.y[chosen]
+    owner, is_test = (None if of is None else of[chosen] for of in (arrays.owner, arrays.is_test))
+    name, options = config.partition.name, config.partition.options
+    split = data.test_fraction, data.val_fraction, config.data_seed
+    if PARTITIONS[name].counts is None:
+        parts = partition_given(name, owner, is_test, data.clients, data.per_client, Split(*split))
     else:
-        is_test = None if arrays.is_test is None else arrays.is_test[chosen]
-        parts = partition(*pool, num_clients=data.clients, owner=owner, is_test=is_test, **request)
+        assert data.clients is not None
+        sizes = class_sizes(y, arrays.num_classes)
+        request = Request(*split, sizes, data.clients, data.per_client)
+        if arrays.domains and owner is not None:
+            parts = partition_in_domains(name, options, y, request, owner, arrays.domains)
+        else:
+            parts = partition(name, options, y, request)
     num_unseen = data.num_unseen(len(parts))
     if num_unseen:
         drawn = numpy_stream(config.data_seed, "unseen clients").permutation(len(parts))
