@@ -14,7 +14,6 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import BLOCK_CLIENTS, ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.csv_tables import TableColumns
 from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partition_request import Request, Split
 from hpcfl.data.partitions import (
@@ -28,7 +27,8 @@ from hpcfl.data.partitions import (
 )
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
-from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
+from hpcfl.data.sources import read_source as read_source
+from hpcfl.data.sources import subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
@@ -96,22 +96,6 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     UserError."""
     arrays = read_source(config.data)
     return arrays, partition_samples(config, arrays)
-
-
-def read_source(data: DataConfig) -> Arrays:
-    """Return the samples of the source. Raises UserError if they cannot be read."""
-    columns = None
-    if data.target is not None:
-        columns = TableColumns(data.target, data.categorical or (), data.missing, data.client_column)
-    return load_arrays(
-        data.source,
-        root=data.root,
-        path=data.path,
-        layout=data.layout,
-        split=data.split,
-        image_size=data.image_size,
-        columns=columns,
-    )
 
 
 def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcfl.config import DataConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.sources import fetch, load_arrays
+from hpcfl.data.sources import fetch, read_source
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config
@@ -41,11 +42,11 @@ def leaf_file(folder: Path, name: str, user_data: Fields, users: list[str] | Non
 
 
 def femnist(folder: Path) -> Arrays:
-    return load_arrays("femnist", root="", path=str(folder))
+    return read_source(DataConfig(source="femnist", path=str(folder)))
 
 
 def pfllib(folder: Path) -> Arrays:
-    return load_arrays("pfllib", root="", path=str(folder))
+    return read_source(DataConfig(source="pfllib", path=str(folder)))
 
 
 def scaled(arrays: Arrays) -> np.ndarray:
@@ -371,7 +372,7 @@ def test_a_folder_must_be_named_and_is_never_fetched(source: str, tmp_path: Path
     with pytest.raises(
         UserError, match=f"^data.path is not set: data.source={source} needs data.path=FOLDER"
     ):
-        load_arrays(source, root="")
+        read_source(DataConfig(source=source))
     with pytest.raises(UserError, match=f"^data.source={source}: there is nothing to fetch; make the files"):
         fetch(source, str(tmp_path))
     assert load_config(None, [f"data.source={source}", "data.path=a"]).data.path == "a"
