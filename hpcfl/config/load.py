@@ -44,8 +44,8 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     data = given["data"]
     given["data.partition"] = _mapping("data.partition", data.pop("partition", None))
     choices = registries.by_group
-    source_file = _own_file("data", data, registries.source, "reader", "source")
-    files = {group: _own_file(group, given[group], choices[group]) for group in choices}
+    source_file = _own_file(data, registries.source, "source")
+    files = {group: _own_file(given[group], choices[group]) for group in choices}
     source = one_of("data.source", data.get("source", DEFAULT_SOURCE), list(registries.source.known))
     names = {
         group: one_of(
@@ -152,23 +152,22 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _own_file(
-    group: str, given: dict[str, Any], registry: Registry, path_key: str = "path", name_key: str = "name"
-) -> dict[str, str]:
+def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name") -> dict[str, str]:
     """Remove the path of the user's own file from a group, and set the name; {} if the group has no path."""
+    group, _, path_key = registry.own_key.rpartition(".")
     path, name = given.pop(path_key, None), given.get(name_key)
     kind = "source" if name_key == "source" else group.removeprefix("data.")
     if path is None:
-        if is_own(f"{group}.{path_key}", str(name)):
+        if is_own(registry.own_key, str(name)):
             raise UserError(
                 f"{group}.{name_key}={name} is a {kind} in your own file; also give "
-                f"{group}.{path_key}=FILE.py"
+                f"{registry.own_key}=FILE.py"
             )
         return {}
     own, code = registry.add_own(str(path), given.pop("code", None))
     if given.setdefault(name_key, own) != own:
         raise UserError(
-            f"{group}.{name_key}={name} does not go with {group}.{path_key}={path}, whose {kind} is {own}; "
+            f"{group}.{name_key}={name} does not go with {registry.own_key}={path}, whose {kind} is {own}; "
             "drop one"
         )
     return {path_key: str(Path(str(path)).resolve()), "code": code}
@@ -333,7 +332,7 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: Any, registries
         other = set(there) if "path" in there else set()
     elif group in registries.by_group and last in ("name", "path"):
         registry = registries.by_group[group]
-        chosen = value if last == "name" else registry.add_own(str(value), None)[0]
+        chosen = value if last == "name" else registry.add_own(str(value))[0]
         if chosen not in registry.known or (last == "name" and chosen == there.get("name")):
             return
         other = there.keys() - registry.options_of(chosen).model_fields.keys()

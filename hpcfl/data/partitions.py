@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from hpcfl.config.keys import PartitionOptions
-from hpcfl.config.own_code import run_own_file
 from hpcfl.data.partition_classes import (
     ClassesOptions,
     DominantOptions,
@@ -327,18 +326,6 @@ PARTITIONS: dict[str, Partition] = {
 
 MAX_CLIENTS = 10_000_000
 """Above this, memory would fail before the check of the number of samples."""
-
-
-def add_own_partition(path: str, expected: str | None = None) -> tuple[str, str]:
-    """Add the one Partition that a user's Python file makes, under the file's name.
-
-    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
-    """
-    file = run_own_file("data.partition.path", path, expected)
-    kind = file.only(lambda value: isinstance(value, Partition), "instances of Partition")
-    file.check_options(kind.options, PartitionOptions)
-    file.add_to(PARTITIONS, file.name, kind)
-    return file.name, file.code
 
 
 def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcfl.config import DataConfig
-from hpcfl.config.own_code import run_own_file
+from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets
 from hpcfl.data.arrays import OF_MNIST, Arrays, Channels, arrays_of
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
@@ -189,17 +189,12 @@ def _emnist_classes(split: str) -> int:
     return classes[split]
 
 
-def add_own_source(path: str, expected: str | None = None) -> tuple[str, str]:
-    """Add the one Source with a `read` that a user's Python file makes, under the file's name.
-
-    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
-    """
-    file = run_own_file("data.reader", path, expected)
-    source = file.only(
+def own_source(file: OwnFile) -> Source:
+    """Return the one Source with a `read` that a user's Python file makes; UserError otherwise."""
+    source: Source = file.only(
         lambda value: isinstance(value, Source) and value.read is not None, "instances of Source with a read"
     )
-    file.add_to(SOURCES, file.name, source)
-    return file.name, file.code
+    return source
 
 
 def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | None) -> Arrays:
