@@ -15,11 +15,11 @@ from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
 from hpcfl.config import ENVIRONMENT, Config, read_yaml
-from hpcfl.config.own_code import RESERVED_OPTIONS
+from hpcfl.config.own_code import check_options
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
-from hpcfl.methods import METHODS, Method, Params
+from hpcfl.methods import METHODS, Method, Params, complete
 from hpcfl.registries import merge, resolve
 from hpcfl.results.run import Run, load_run
 from hpcfl.simulation.stopping import StopFlag
@@ -91,13 +91,8 @@ def _add_method(method: type[Method]) -> str:
         raise UserError(f"method={method!r} is not a method; give a name, or a class derived from Method")
     if METHODS.get(getattr(method, "name", "")) is method:
         return method.name
-    if not issubclass(method.Params, Params) or set(RESERVED_OPTIONS) & method.Params.model_fields.keys():
-        reserved = ", ".join(RESERVED_OPTIONS)
-        raise UserError(f"{method.__name__}.Params must be derived from Params and have no key of {reserved}")
-    if "name" not in vars(method):
-        method.name = method.__name__.lower()
-    if "summary" not in vars(method):
-        method.summary = f"the class {method.__name__}"
+    check_options(f"method={method.__name__}", "method", method.Params, Params)
+    complete(method, method.__name__.lower(), f"the class {method.__name__}")
     if method.name in METHODS and method.name not in _added:
         raise UserError(
             f"{method.__name__} has the name of a method of hpcfl, {method.name}; set {method.__name__}.name "

@@ -7,18 +7,30 @@ from pathlib import Path
 from typing import Any
 
 from hpcfl.config import load
-from hpcfl.config.keys import ENVIRONMENT, Config, DataConfig
+from hpcfl.config.keys import ENVIRONMENT, Config, NetworkOptions, Params, PartitionOptions
 from hpcfl.config.registry import Registries, Registry
-from hpcfl.data.partitions import PARTITIONS, add_own_partition
-from hpcfl.data.sources import SOURCES, add_own_source
-from hpcfl.methods import METHODS, add_own_method
-from hpcfl.models import MODELS, add_own_model
+from hpcfl.data.partitions import PARTITIONS, Partition
+from hpcfl.data.sources import SOURCES, own_source
+from hpcfl.methods import METHODS, own_method
+from hpcfl.models import MODELS, Model
 
 REGISTRIES = Registries(
-    method=Registry(METHODS, lambda method: method.Params, add_own_method),
-    partition=Registry(PARTITIONS, lambda partition: partition.options, add_own_partition),
-    model=Registry(MODELS, lambda model: model.options, add_own_model),
-    source=Registry(SOURCES, lambda source: DataConfig, add_own_source),
+    method=Registry(METHODS, "method.path", own_method, lambda method: method.Params, Params),
+    source=Registry(SOURCES, "data.reader", own_source),
+    partition=Registry(
+        PARTITIONS,
+        "data.partition.path",
+        lambda file: file.only_instance(Partition),
+        lambda partition: partition.options,
+        PartitionOptions,
+    ),
+    model=Registry(
+        MODELS,
+        "model.path",
+        lambda file: file.only_instance(Model),
+        lambda model: model.options,
+        NetworkOptions,
+    ),
 )
 
 

@@ -103,6 +103,10 @@ def test_a_dataset_is_a_source(tmp_path: Path, has_channels: bool) -> None:
             {"method": type("FedAvgAgain", (FedAvg,), {"name": "fedprox"})},
             "FedAvgAgain has the name of a method",
         ),
+        (
+            {"method": type("Odd", (FedAvg,), {"Params": dict})},
+            "method=Odd: its options must be a class derived from Params",
+        ),
         ({"method": dict}, "is not a method; give a name, or a class derived from Method"),
         ({"method": "fedavgg"}, "method.name=fedavgg is unknown"),
         ({"dataset": [1, 2]}, "dataset: "),

@@ -12,7 +12,7 @@ from hpcfl.data.sources import fetch
 def fetch_data(arguments: Sequence[str], world: Communicator) -> None:
     """Download a data set, on a machine with a network; runs never download."""
     options = parser().parse_args(arguments)
-    print(f"{options.name} is in {fetch(options.name, options.root, options.split)}")
+    print(f"{options.name} is in {fetch(options.name, options.root)}")
 
 
 def parser() -> Parser:
@@ -23,5 +23,4 @@ def parser() -> Parser:
     parser.add_argument(
         "--root", default="data", help="folder to put it in; a run's data.root (default: data)"
     )
-    parser.add_argument("--split", default="mnist", help="EMNIST's split, to check its name (default: mnist)")
     return parser

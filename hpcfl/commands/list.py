@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 from hpcfl.commands.arguments import Parser
@@ -10,20 +10,17 @@ from hpcfl.commands.reference import Key, about, citation, goes_with, keys
 from hpcfl.communication.codecs import CODECS
 from hpcfl.communication.communicator import Communicator
 from hpcfl.config.own_code import allow
-from hpcfl.data.partitions import PARTITIONS, add_own_partition
-from hpcfl.data.sources import SOURCES, add_own_source
+from hpcfl.config.registry import Registry
+from hpcfl.data.partitions import PARTITIONS
+from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
 from hpcfl.formatting import did_you_mean, markdown
-from hpcfl.methods import METHODS, add_own_method
-from hpcfl.models import MODELS, add_own_model
+from hpcfl.methods import METHODS
+from hpcfl.models import MODELS
+from hpcfl.registries import REGISTRIES
 
-OWN_FILES: dict[str, tuple[str, Callable[[str], tuple[str, str]]]] = {
-    "method": ("method.path", add_own_method),
-    "source": ("data.reader", add_own_source),
-    "partition": ("data.partition.path", add_own_partition),
-    "model": ("model.path", add_own_model),
-}
-"""For each kind: the key that names a user's own file, and the function that registers its content."""
+_REGISTRIES: dict[str, Registry] = vars(REGISTRIES)
+"""By kind, such as `method`: an option for each names a file of the user's own."""
 
 
 def list_everything(arguments: Sequence[str], world: Communicator) -> None:
@@ -39,10 +36,10 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
         )
     if options.markdown and not options.words:
         raise UserError("--markdown is for keys; type hpcfl list keys --markdown")
-    for kind, (_, add_own) in OWN_FILES.items():
+    for kind, registry in _REGISTRIES.items():
         if (path := getattr(options, kind)) is not None:
             allow(f"--{kind}", path)
-            add_own(path)
+            registry.add_own(path)
     if options.words:
         found = _chosen(options.words[1:])
         print("\n\n".join(map(_as_table if options.markdown else _as_lines, _by_group(found))))
@@ -55,8 +52,10 @@ def parser() -> Parser:
     parser = Parser("hpcfl list", list_everything.__doc__)
     parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then names of keys or groups")
     parser.add_argument("--markdown", action="store_true", help="print keys as Markdown tables")
-    for kind, (key, _) in OWN_FILES.items():
-        parser.add_argument(f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {key})")
+    for kind, registry in _REGISTRIES.items():
+        parser.add_argument(
+            f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {registry.own_key})"
+        )
     return parser
 
 

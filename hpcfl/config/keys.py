@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from hpcfl.errors import UserError
 
@@ -54,6 +54,11 @@ SERVER_DEFAULTS: dict[ServerOptimiser, dict[str, float]] = {
 
 NO_RESULT: dict[str, Any] = {"changes": "no result"}
 """Marks a key that may differ between a run folder and the command that resumes it."""
+
+
+def means_null(value: str | int) -> BeforeValidator:
+    """Mark a key of which this value is another way to write null."""
+    return BeforeValidator(lambda given: None if given == value else given)
 
 
 class Settings(BaseModel):
@@ -138,11 +143,11 @@ class DataConfig(Settings):
     or [[means], [deviations]]. Tokens are not normalised."""
     seed: int | None = Field(None, ge=0, le=2**63 - 1)
     """Seed of subset, partition, unseen clients and `data.shift`; default: run.seed."""
-    unseen_clients: float | None = Field(None, ge=0, lt=1)
+    unseen_clients: Annotated[float | None, Field(ge=0, lt=1), means_null(0)] = None
     """Share of the N clients, drawn at random, that take no part in training: max(1, floor(share N + 0.5)) of
     them; at least one client must remain for training. They get the last ids. At every evaluation they adapt
     as new clients (`train.unseen_epochs`) and are reported separately. Default, or 0: no such clients."""
-    label_noise: float | None = Field(None, ge=0, le=1)
+    label_noise: Annotated[float | None, Field(ge=0, le=1), means_null(0)] = None
     """Share q of a client's training labels that are wrong: floor(q n + 0.5) of its n labels, drawn at
     random, become another class, each other class equally likely (symmetric noise). Labels for validation and
     testing stay right, and partition.csv counts right ones. Default, or 0: none."""
@@ -174,11 +179,6 @@ class DataConfig(Settings):
         """`shift_strength`, or its default, of a `shift`."""
         assert self.shift is not None
         return SHIFT_STRENGTHS[self.shift][0] if self.shift_strength is None else self.shift_strength
-
-    @field_validator("unseen_clients", "label_noise")
-    @classmethod
-    def _none_is_null(cls, share: float | None) -> float | None:
-        return share or None
 
     def num_unseen(self, num_clients: int) -> int:
         """Return how many of N clients take no part in training; UserError if no client would remain."""
@@ -228,7 +228,7 @@ class TrainConfig(Settings):
     """Step size to which cosine annealing goes from `train.lr` over `train.rounds`; a run with it cannot be
     extended to more rounds. Adaptation before the last evaluation has this step size; default: no
     annealing."""
-    warmup_rounds: int | None = Field(None, ge=1)
+    warmup_rounds: Annotated[int | None, Field(ge=1), means_null(0)] = None
     """Rounds W of a linear warm-up: round k of them has k / (W + 1) of the step size that it would have
     without; default, or 0: none."""
     momentum: float = Field(0.0, ge=0, lt=1)
@@ -236,7 +236,7 @@ class TrainConfig(Settings):
     weight_decay: float = Field(0.0, ge=0)
     """L2 penalty's factor in the gradient; with adamw decoupled from it: weights shrink by `train.lr` times
     this factor at each step."""
-    optimiser: Optimiser | None = None
+    optimiser: Annotated[Optimiser | None, means_null("sgd")] = None
     """Local optimiser, whose state starts anew each round; null or sgd: SGD. adam and adamw step as
     torch.optim's do. What a method moves with a step size of its own beside models, such as the mixing weight
     of `apfl`, still moves by plain gradients. Refused by methods that compute with SGD's steps."""
@@ -268,7 +268,7 @@ class TrainConfig(Settings):
     nor momentum, which act afterwards; default: none. A method that trains two models side by side clips each
     by itself. Refused by methods that scale gradients before the step."""
 
-    label_smoothing: float | None = Field(None, ge=0, lt=1)
+    label_smoothing: Annotated[float | None, Field(ge=0, lt=1), means_null(0)] = None
     """Share of a sample's label that local training spreads evenly over all classes, as torch's cross_entropy
     does; default, or 0: none. Evaluations score the plain cross-entropy, and so does what a method computes
     outside local training. Refused by methods whose loss gives a class the probability 0, or is a
@@ -291,20 +291,10 @@ class TrainConfig(Settings):
             return changes
         return [change for change in get_args(Change) if change in changes]
 
-    @field_validator("optimiser", mode="before")
-    @classmethod
-    def _sgd_is_null(cls, name: Any) -> Any:
-        return None if name == "sgd" else name
-
     @field_validator("lr_decay_rounds")
     @classmethod
     def _in_order(cls, rounds: list[int] | None) -> list[int] | None:
         return None if rounds is None else sorted(set(rounds))
-
-    @field_validator("warmup_rounds", "label_smoothing", mode="before")
-    @classmethod
-    def _zero_is_null(cls, value: Any) -> Any:
-        return None if value == 0 else value
 
     def lr_factor(self, round: int) -> float:
         """Return a round's step size as a factor of `lr`; rounds count from 0.
@@ -346,7 +336,7 @@ class ClientsConfig(Settings):
     round, and the round continues without it, as with `run.on_divergence=skip`.
     """
 
-    sampling: Sampling | None = None
+    sampling: Annotated[Sampling | None, means_null("uniform")] = None
     """How a round's clients are drawn: null or uniform, all are equally likely; size, in proportion to their
     training samples, without replacement; power_of_choice, of `clients.candidates` clients drawn by size,
     those that had the highest training loss in the last round that they completed. Before a client's first
@@ -355,14 +345,14 @@ class ClientsConfig(Settings):
     candidates: int | None = Field(None, ge=1)
     """Number d of candidates of power_of_choice, at least the cohort's size; default: twice that size. More
     than N count as N."""
-    drop_rate: float | None = Field(None, ge=0, lt=1)
+    drop_rate: Annotated[float | None, Field(ge=0, lt=1), means_null(0)] = None
     """Probability that a member of a cohort is lost before it trains, drawn by client and round; default, or
     0: none is lost."""
     step_s: float | None = Field(None, ge=0)
     """Simulated seconds of one mini-batch of a client with factor 1 (`clients.slowness`); default: no
     simulated clock. metrics.csv gets a column `simulated_s`: a round lasts as long as the slowest of the
     members that are not left out."""
-    slowness: float | None = Field(None, ge=0)
+    slowness: Annotated[float | None, Field(ge=0), means_null(0)] = None
     """Sigma of the factor exp(sigma z), z from N(0, 1), on `clients.step_s` of each client, drawn once;
     default, or 0: all have factor 1."""
     bytes_per_s: float | None = Field(None, gt=0)
@@ -376,16 +366,6 @@ class ClientsConfig(Settings):
     batch_size: list[Annotated[int, Field(ge=2)]] | None = Field(None, min_length=1)
     """Sizes such as [8,16,32] of which each client has one in place of `train.batch_size`, drawn once,
     uniformly."""
-
-    @field_validator("sampling", mode="before")
-    @classmethod
-    def _uniform_is_null(cls, name: Any) -> Any:
-        return None if name == "uniform" else name
-
-    @field_validator("drop_rate", "slowness")
-    @classmethod
-    def _zero_is_null(cls, value: float | None) -> float | None:
-        return value or None
 
     @field_validator("local_epochs")
     @classmethod
@@ -418,7 +398,7 @@ class ServerConfig(Settings):
     Equations: `hpcfl/methods/_server_optimiser.py`.
     """
 
-    optimiser: ServerOptimiser | None = None
+    optimiser: Annotated[ServerOptimiser | None, means_null("none")] = None
     """How the server moves the model, or the part of one, that it averages; null or none: to the clients'
     mean. momentum (FedAvgM), adagrad, adam and yogi step along the mean difference of the clients to it
     (paper: Reddi et al., Algorithm 2). Refused by methods whose server averages nothing."""
@@ -430,11 +410,6 @@ class ServerConfig(Settings):
     """Decay of the second moment, of adam and yogi; default: 0.99 (paper)."""
     tau: float | None = Field(None, gt=0)
     """What is added to the root of the second moment, whose first value is tau^2; default: 0.001 (paper)."""
-
-    @field_validator("optimiser", mode="before")
-    @classmethod
-    def _none_is_null(cls, name: Any) -> Any:
-        return None if name == "none" else name
 
     def in_use(self) -> dict[str, Any]:
         """Return what affects a run, with the values that the run uses; {} without an optimiser."""
@@ -450,7 +425,7 @@ class PrivacyConfig(Settings):
     Equations: `hpcfl/privacy.py` and `hpcfl/training/private_gradients.py`.
     """
 
-    unit: PrivacyUnit | None = None
+    unit: Annotated[PrivacyUnit | None, means_null("none")] = None
     """Whose presence is hidden; null: nobody's.
 
     client: the server clips what each client adds to the average, and adds noise to it (DP-FedAvg); a cohort
@@ -465,11 +440,6 @@ class PrivacyConfig(Settings):
     delta: float | None = Field(None, gt=0, lt=1)
     """The delta for which the column `epsilon` of metrics.csv is computed; default: 1e-05. It should be far
     below 1 / the number of clients, or samples, whose presence is hidden."""
-
-    @field_validator("unit", mode="before")
-    @classmethod
-    def _none_is_null(cls, unit: Any) -> Any:
-        return None if unit == "none" else unit
 
     @property
     def delta_in_use(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -31,6 +31,9 @@ DEFAULT_CLIENTS = 10
 
 Group = TypeVar("Group", bound=Settings)
 
+Need = tuple[str, bool, str]
+"""A key, whether what it needs is there, and what that is."""
+
 
 def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     """Validate nested keys and fill in defaults.
@@ -44,8 +47,8 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     data = given["data"]
     given["data.partition"] = _mapping("data.partition", data.pop("partition", None))
     choices = registries.by_group
-    source_file = _own_file("data", data, registries.source, "reader", "source")
-    files = {group: _own_file(group, given[group], choices[group]) for group in choices}
+    source_file = _own_file(data, registries.source, "source")
+    files = {group: _own_file(given[group], choices[group]) for group in choices}
     source = one_of("data.source", data.get("source", DEFAULT_SOURCE), list(registries.source.known))
     names = {
         group: one_of(
@@ -152,23 +155,22 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _own_file(
-    group: str, given: dict[str, Any], registry: Registry, path_key: str = "path", name_key: str = "name"
-) -> dict[str, str]:
+def _own_file(given: dict[str, Any], registry: Registry, name_key: str = "name") -> dict[str, str]:
     """Remove the path of the user's own file from a group, and set the name; {} if the group has no path."""
+    group, _, path_key = registry.own_key.rpartition(".")
     path, name = given.pop(path_key, None), given.get(name_key)
     kind = "source" if name_key == "source" else group.removeprefix("data.")
     if path is None:
-        if is_own(f"{group}.{path_key}", str(name)):
+        if is_own(registry.own_key, str(name)):
             raise UserError(
                 f"{group}.{name_key}={name} is a {kind} in your own file; also give "
-                f"{group}.{path_key}=FILE.py"
+                f"{registry.own_key}=FILE.py"
             )
         return {}
     own, code = registry.add_own(str(path), given.pop("code", None))
     if given.setdefault(name_key, own) != own:
         raise UserError(
-            f"{group}.{name_key}={name} does not go with {group}.{path_key}={path}, whose {kind} is {own}; "
+            f"{group}.{name_key}={name} does not go with {registry.own_key}={path}, whose {kind} is {own}; "
             "drop one"
         )
     return {path_key: str(Path(str(path)).resolve()), "code": code}
@@ -176,83 +178,20 @@ def _own_file(
 
 def _check_needs(config: Config, sources: Registry) -> None:
     """Raise UserError for a key that needs another one, without which it would have no effect."""
-    data, train, comm, server = config.data, config.train, config.comm, config.server
-    clients = config.clients
-    readers = [name for name, source in sources.known.items() if source.path_names is not None]
-    is_given = config.partition.name == "given"
-    topk = comm.codec == "topk", "comm.codec=topk"
-    coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
-    needs: list[tuple[str, Any, bool, str]] = [
-        ("data.path", data.path, data.source in readers, f"data.source={' or '.join(readers)}"),
-        *(
-            (f"data.{key}", getattr(data, key), data.source == "csv", "data.source=csv")
-            for key in ("target", "categorical", "missing", "client_column")
-        ),
-        ("data.client_column", data.client_column, is_given, "data.partition.name=given"),
-        ("data.image_size", data.image_size, data.source == "domains", "data.source=domains"),
-        ("data.shift_groups", data.shift_groups, data.shift is not None, "data.shift"),
-        ("data.shift_strength", data.shift_strength, data.shift is not None, "data.shift"),
-        ("train.lr_decay_rounds", train.lr_decay_rounds, train.lr_decay < 1, "train.lr_decay below 1"),
-        ("train.lr_end", train.lr_end, train.lr_decay == 1, "train.lr_decay=1"),
-        ("train.lr_end", train.lr_end, (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"),
-        ("train.patience", train.patience, data.val_fraction > 0, "data.val_fraction, such as 0.2"),
-        ("train.unseen_epochs", train.unseen_epochs, bool(data.unseen_clients), "data.unseen_clients"),
-        ("data.label_noise_clients", data.label_noise_clients, bool(data.label_noise), "data.label_noise"),
-        (
-            "clients.candidates",
-            clients.candidates,
-            clients.sampling == "power_of_choice",
-            "clients.sampling=power_of_choice",
-        ),
-        ("comm.topk_ratio", comm.topk_ratio, *topk),
-        ("comm.error_feedback", comm.error_feedback, *topk),
-        ("comm.directions", comm.directions, comm.codec in coding, f"comm.codec={' or '.join(coding)}"),
-    ]
-    for name, other in (("fraction", "per_class"), ("per_class", "fraction")):
-        key, value = f"data.subset_{name}", getattr(data, f"subset_{name}")
-        whole = "another data.partition.name than given, whose clients keep all their samples"
-        needs.append((key, value, not is_given, whole))
-        needs.append((key, value, getattr(data, f"subset_{other}") is None, f"data.subset_{other}=null"))
-    if data.shift is not None:
-        largest = SHIFT_STRENGTHS[data.shift][1]
-        strength, kind = ("data.shift_strength", data.shift_strength), f"data.shift={data.shift}"
-        needs.append((*strength, data.shift_size <= largest, f"to be at most {largest:g} with {kind}"))
-        is_free = data.shift != "rotation" or data.shift_groups is None
-        needs.append((*strength, is_free, f"data.shift_groups=null with {kind}"))
-    for key in ("slowness", "bytes_per_s", "deadline_s"):
-        needs.append((f"clients.{key}", getattr(clients, key), clients.has_clock, "clients.step_s"))
-    for key in ("beta1", "beta2", "epsilon"):
-        is_adam = train.optimiser is not None
-        needs.append((f"train.{key}", getattr(train, key), is_adam, "train.optimiser=adam or adamw"))
-    for key, value in server.model_dump(exclude={"optimiser"}).items():
-        having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
-        needs.append(
-            (f"server.{key}", value, server.optimiser in having, f"server.optimiser={' or '.join(having)}")
-        )
-    privacy = config.privacy
-    for key in ("clip", "noise", "delta"):
-        is_private = privacy.unit is not None
-        needs.append((f"privacy.{key}", getattr(privacy, key), is_private, "privacy.unit=client or sample"))
-    for key in ("clip", "noise"):
-        is_there = getattr(privacy, key) is not None
-        needs.append(("privacy.unit", privacy.unit, is_there, f"privacy.{key}, such as privacy.{key}=1"))
-    needs += [
-        ("privacy.unit", privacy.unit, comm.codec == "none", "comm.codec=none"),
-        ("privacy.unit", privacy.unit, config.run.on_divergence == "stop", "run.on_divergence=stop"),
-        ("privacy.unit", privacy.unit, clients.sampling is None, "clients.sampling=uniform"),
-        ("privacy.unit", privacy.unit, train.patience is None, "train.patience=null"),
-        ("privacy.unit", privacy.unit, data.missing != "mean", "a data.missing other than mean"),
-        ("privacy.unit", privacy.unit, data.normalise != "standard", "a data.normalise other than standard"),
-    ]
-    if privacy.unit == "client":
-        are_all_there = "clients that are not lost: clients.drop_rate=0 and clients.deadline_s=null"
-        needs.append(("privacy.unit", privacy.unit, not clients.loses_members, are_all_there))
-    if privacy.unit == "sample":
-        needs.append(("privacy.unit", privacy.unit, train.precision == "float32", "train.precision=float32"))
-    for key, value, is_met, needed in needs:
+    data, train = config.data, config.train
+    for key, is_met, needed in (
+        *_needs_of_data(config, sources),
+        *_needs_of_train(config),
+        *_needs_of_clients(config),
+        *_needs_of_comm(config),
+        *_needs_of_server(config),
+        *_needs_of_privacy(config),
+    ):
+        group, _, name = key.partition(".")
+        value = getattr(getattr(config, group), name)
         if value is not None and not is_met:
             raise UserError(f"{key}={shown(value)} needs {needed}; set that, or {key}=null")
-    if data.source == "csv" and is_given and data.client_column is None:
+    if data.source == "csv" and config.partition.name == "given" and data.client_column is None:
         raise UserError(
             "data.partition.name=given with data.source=csv needs data.client_column=COLUMN, the client of "
             "each row; set that, or another data.partition.name"
@@ -267,6 +206,82 @@ def _check_needs(config: Config, sources: Registry) -> None:
     if data.clients is not None:
         # UserError if no client would be left to train
         data.num_unseen(data.clients)
+
+
+def _needs_of_data(config: Config, sources: Registry) -> Iterator[Need]:
+    data = config.data
+    readers = [name for name, source in sources.known.items() if source.path_names is not None]
+    is_given = config.partition.name == "given"
+    yield "data.path", data.source in readers, f"data.source={' or '.join(readers)}"
+    for key in ("target", "categorical", "missing", "client_column"):
+        yield f"data.{key}", data.source == "csv", "data.source=csv"
+    yield "data.client_column", is_given, "data.partition.name=given"
+    yield "data.image_size", data.source == "domains", "data.source=domains"
+    for key, other in (("subset_fraction", "subset_per_class"), ("subset_per_class", "subset_fraction")):
+        whole = "another data.partition.name than given, whose clients keep all their samples"
+        yield f"data.{key}", not is_given, whole
+        yield f"data.{key}", getattr(data, other) is None, f"data.{other}=null"
+    for key in ("shift_groups", "shift_strength"):
+        yield f"data.{key}", data.shift is not None, "data.shift"
+    if data.shift is not None:
+        kind, largest = f"data.shift={data.shift}", SHIFT_STRENGTHS[data.shift][1]
+        yield "data.shift_strength", data.shift_size <= largest, f"to be at most {largest:g} with {kind}"
+        is_free = data.shift != "rotation" or data.shift_groups is None
+        yield "data.shift_strength", is_free, f"data.shift_groups=null with {kind}"
+    yield "data.label_noise_clients", bool(data.label_noise), "data.label_noise"
+
+
+def _needs_of_train(config: Config) -> Iterator[Need]:
+    train, data = config.train, config.data
+    yield "train.lr_decay_rounds", train.lr_decay < 1, "train.lr_decay below 1"
+    yield "train.lr_end", train.lr_decay == 1, "train.lr_decay=1"
+    yield "train.lr_end", (train.lr_end or 0) <= train.lr, "a train.lr that is not below it"
+    yield "train.patience", data.val_fraction > 0, "data.val_fraction, such as 0.2"
+    yield "train.unseen_epochs", bool(data.unseen_clients), "data.unseen_clients"
+    for key in ("beta1", "beta2", "epsilon"):
+        yield f"train.{key}", train.optimiser is not None, "train.optimiser=adam or adamw"
+
+
+def _needs_of_clients(config: Config) -> Iterator[Need]:
+    clients = config.clients
+    chooses = clients.sampling == "power_of_choice"
+    yield "clients.candidates", chooses, "clients.sampling=power_of_choice"
+    for key in ("slowness", "bytes_per_s", "deadline_s"):
+        yield f"clients.{key}", clients.has_clock, "clients.step_s"
+
+
+def _needs_of_comm(config: Config) -> Iterator[Need]:
+    comm = config.comm
+    coding = ["float16", "int8", *(["topk"] if comm.directions == "up" else [])]
+    for key in ("topk_ratio", "error_feedback"):
+        yield f"comm.{key}", comm.codec == "topk", "comm.codec=topk"
+    yield "comm.directions", comm.codec in coding, f"comm.codec={' or '.join(coding)}"
+
+
+def _needs_of_server(config: Config) -> Iterator[Need]:
+    for key in ("lr", "beta1", "beta2", "tau"):
+        having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
+        yield f"server.{key}", config.server.optimiser in having, f"server.optimiser={' or '.join(having)}"
+
+
+def _needs_of_privacy(config: Config) -> Iterator[Need]:
+    privacy, train, data = config.privacy, config.train, config.data
+    for key in ("clip", "noise", "delta"):
+        yield f"privacy.{key}", privacy.unit is not None, "privacy.unit=client or sample"
+    for key in ("clip", "noise"):
+        is_there = getattr(privacy, key) is not None
+        yield "privacy.unit", is_there, f"privacy.{key}, such as privacy.{key}=1"
+    yield "privacy.unit", config.comm.codec == "none", "comm.codec=none"
+    yield "privacy.unit", config.run.on_divergence == "stop", "run.on_divergence=stop"
+    yield "privacy.unit", config.clients.sampling is None, "clients.sampling=uniform"
+    yield "privacy.unit", train.patience is None, "train.patience=null"
+    yield "privacy.unit", data.missing != "mean", "a data.missing other than mean"
+    yield "privacy.unit", data.normalise != "standard", "a data.normalise other than standard"
+    if privacy.unit == "client":
+        are_all_there = "clients that are not lost: clients.drop_rate=0 and clients.deadline_s=null"
+        yield "privacy.unit", not config.clients.loses_members, are_all_there
+    if privacy.unit == "sample":
+        yield "privacy.unit", train.precision == "float32", "train.precision=float32"
 
 
 def _mapping(group: str, value: Any) -> dict[str, Any]:
@@ -333,7 +348,7 @@ def _drop_foreign_options(tree: dict[str, Any], key: str, value: Any, registries
         other = set(there) if "path" in there else set()
     elif group in registries.by_group and last in ("name", "path"):
         registry = registries.by_group[group]
-        chosen = value if last == "name" else registry.add_own(str(value), None)[0]
+        chosen = value if last == "name" else registry.add_own(str(value))[0]
         if chosen not in registry.known or (last == "name" and chosen == there.get("name")):
             return
         other = there.keys() - registry.options_of(chosen).model_fields.keys()

@@ -61,6 +61,10 @@ class OwnFile:
             raise UserError(f"{self.place} defines {len(found)} {wanted} ({names}); it needs one")
         return next(iter(found.values()))
 
+    def only_instance(self, kind: type) -> Any:
+        """Return the one instance of a class that the file defines; UserError as `only`."""
+        return self.only(lambda value: isinstance(value, kind), f"instances of {kind.__name__}")
+
     def only_class(self, base: type) -> Any:
         """Return the one class derived from `base` that the file itself defines; UserError as `only`."""
 
@@ -78,17 +82,16 @@ class OwnFile:
             )
         _added.add((self.key, name))
 
-    def check_options(self, options: type[Settings], base: type[Settings]) -> None:
-        """Raise UserError unless options derive from `base` and do not redefine the group's own keys."""
-        group = self.key.rpartition(".")[0]
-        if not (isinstance(options, type) and issubclass(options, base)):
-            raise UserError(f"{self.place}: its options must be a class derived from {base.__name__}")
-        for key in RESERVED_OPTIONS:
-            if key in options.model_fields:
-                raise UserError(
-                    f"{self.place}: {options.__name__} has {key}, and {group}.{key} is another thing; "
-                    "rename it"
-                )
+
+def check_options(place: str, group: str, options: type[Settings], base: type[Settings]) -> None:
+    """Raise UserError unless options derive from `base` and do not redefine a group's own keys."""
+    if not (isinstance(options, type) and issubclass(options, base)):
+        raise UserError(f"{place}: its options must be a class derived from {base.__name__}")
+    for key in RESERVED_OPTIONS:
+        if key in options.model_fields:
+            raise UserError(
+                f"{place}: {options.__name__} has {key}, and {group}.{key} is another thing; rename it"
+            )
 
 
 def digest(source: bytes) -> str:

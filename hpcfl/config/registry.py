@@ -3,28 +3,50 @@ configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from hpcfl.config.keys import Settings
+from hpcfl.config.own_code import OwnFile, check_options, run_own_file
 
 DEFAULT_METHOD, DEFAULT_SOURCE = "pfedla", "digits"
 
 
 @dataclass(frozen=True)
 class Registry:
-    """Objects of one kind by name, and the keys that belong to each."""
+    """Objects of one kind by name, to which the user's own files add."""
 
-    known: Mapping[str, Any]
-    options: Callable[[Any], type[Settings]]
-    """Returns the class of keys of a known object."""
-    add_own: Callable[[str, str | None], tuple[str, str]]
-    """Adds the object that a user's file defines; takes path and expected digest, returns name and digest."""
+    known: dict[str, Any]
+    own_key: str
+    """The key that names such a file, as `method.path`."""
+    find: Callable[[OwnFile], Any]
+    """Returns the one object of this kind that a file defines; raises UserError."""
+    options: Callable[[Any], type[Settings]] | None = None
+    """Returns the class of keys that belong to an object; None if no keys do."""
+    base: type[Settings] = Settings
+    """What these classes derive from."""
 
     def options_of(self, name: str) -> type[Settings]:
         """Return the class of keys of the object with this name."""
+        assert self.options is not None
         return self.options(self.known[name])
+
+    def add_own(self, path: str, expected: str | None = None) -> tuple[str, str]:
+        """Add what a file defines, a class under its `name`, another object under the file's.
+
+        Returns the name and a digest of the file.
+
+        Raises UserError where there is no such file, its digest is not the expected one, it does not run, or
+        it does not define one object of this kind with a name and keys of its own.
+        """
+        file = run_own_file(self.own_key, path, expected)
+        found = self.find(file)
+        if self.options is not None:
+            check_options(file.place, self.own_key.rpartition(".")[0], self.options(found), self.base)
+        name = vars(found)["name"] if isinstance(found, type) else file.name
+        file.add_to(self.known, name, found)
+        return name, file.code
 
 
 @dataclass(frozen=True)
@@ -32,9 +54,9 @@ class Registries:
     """The registries of all that a configuration chooses by name."""
 
     method: Registry
+    source: Registry
     partition: Registry
     model: Registry
-    source: Registry
 
     @property
     def by_group(self) -> dict[str, Registry]:

@@ -12,6 +12,9 @@ from hpcfl.samples import SampleType
 
 Channels = tuple[float, ...]
 
+OF_MNIST: tuple[Channels, Channels] = (0.1307,), (0.3081,)
+"""Mean and deviation of MNIST, which sets like it take too."""
+
 
 @dataclass(frozen=True, eq=False)
 class Arrays:

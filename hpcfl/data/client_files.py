@@ -12,22 +12,20 @@ import json
 import os
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hpcfl.data.arrays import OF_MNIST, Arrays, pool_of
 from hpcfl.data.npz import are_tokens, as_labels, as_pixels
 from hpcfl.errors import UserError, one_line
 
 FEMNIST_CLASSES = 62
 _SIDE = 28
 _PARTS = ("train", "test")
-_HAR_SHAPE = (9, 128)
 _MAKE_LEAF = "LEAF's data/femnist/preprocess.sh writes such files into data/all_data, data/train, data/test"
 _MAKE_PFLLIB = "PFLlib's dataset/generate_*.py write {train,test}/0.npz, 1.npz, ..."
 _MAKE_AGAIN = "make the files again, or name another folder with data.path=FOLDER"
@@ -36,24 +34,7 @@ Samples = tuple[np.ndarray, np.ndarray]
 """Samples x [n, ...] and labels y [n]."""
 
 
-@dataclass(frozen=True, eq=False)
-class ClientSamples:
-    """The samples of all clients, ordered by client, a client's training samples first.
-
-    Attributes:
-        x: as in `arrays.Arrays`, tokens of any integer type.
-        y: int64 [n].
-        owner: int64 [n], the client, 0..M-1.
-        is_test: bool [n], or None where the files know no split.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    owner: np.ndarray
-    is_test: np.ndarray | None
-
-
-def read_leaf(path: str) -> ClientSamples:
+def read_leaf(path: str) -> Arrays:
     """Read LEAF's FEMNIST; the writers are the clients, ordered by id.
 
     Args:
@@ -79,10 +60,12 @@ def read_leaf(path: str) -> ClientSamples:
                 f"data.path={path}: writer {writer} has no samples in {there[part]}; "
                 "split by samples, not by writers: LEAF's preprocess.sh -t sample"
             )
-    return _pooled([part.pop(writer) for writer in writers for part in parts], len(parts))
+    x, y, owner, is_test = _pooled([part.pop(writer) for writer in writers for part in parts], len(parts))
+    scale = 255.0 if x.dtype == np.uint8 else 1.0
+    return Arrays(x, y, FEMNIST_CLASSES, scale, *OF_MNIST, owner, is_test)
 
 
-def read_pfllib(path: str) -> ClientSamples:
+def read_pfllib(path: str) -> Arrays:
     """Read the files `{train,test}/<client>.npz` of PFLlib's generators, without executing code in them.
 
     Args:
@@ -109,13 +92,8 @@ def read_pfllib(path: str) -> ClientSamples:
             raise UserError(
                 f"data.path={path}: {name} holds {kind}, {names[0]} {kinds[0]}; all files must agree"
             )
-    if pieces[0][0].shape[1:] == _HAR_SHAPE:
-        warnings.warn(
-            f"data.path={path}: if these are the files of PFLlib's generate_HAR.py, channels and steps are "
-            "mixed: it reshapes [n, 128, 9] to [n, 9, 1, 128] without transposing",
-            stacklevel=2,
-        )
-    return _pooled(pieces, len(_PARTS))
+    x, y, owner, is_test = _pooled(pieces, len(_PARTS))
+    return pool_of(x, y, f"data.path={path}", owner=owner, is_test=is_test)
 
 
 def _folder(path: str, how_to_make: str) -> Path:
@@ -126,8 +104,13 @@ def _folder(path: str, how_to_make: str) -> Path:
     return folder
 
 
-def _pooled(pieces: Sequence[Samples], num_parts: int) -> ClientSamples:
-    """Join the pieces of clients 0, 1, ...: one each without a split, two with it, train first."""
+def _pooled(
+    pieces: Sequence[Samples], num_parts: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Join the pieces of clients 0, 1, ...: one each without a split, two with it, train first.
+
+    Returns x, y, and owner and is_test of each sample, as in `Arrays`.
+    """
     num_clients = len(pieces) // num_parts
     sizes = [len(y) for _, y in pieces]
     owner = np.repeat(np.arange(num_clients, dtype=np.int64).repeat(num_parts), sizes)
@@ -135,7 +118,7 @@ def _pooled(pieces: Sequence[Samples], num_parts: int) -> ClientSamples:
     images = [x for x, _ in pieces]
     if len({x.dtype for x in images}) > 1:
         images = [_divided(x) if x.dtype == np.uint8 else x for x in images]
-    return ClientSamples(np.concatenate(images), np.concatenate([y for _, y in pieces]), owner, is_test)
+    return np.concatenate(images), np.concatenate([y for _, y in pieces]), owner, is_test
 
 
 def _read_leaf_files(folder: Path, part: str, path: str) -> dict[str, Samples]:

@@ -6,14 +6,14 @@ import csv
 import importlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
-from hpcfl.config.keys import Missing
+from hpcfl.config.keys import DataConfig
+from hpcfl.data.arrays import Arrays, arrays_of
 from hpcfl.data.npz import MAX_NAMES
 from hpcfl.errors import UserError, one_line
 
@@ -21,58 +21,43 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True)
-class TableColumns:
-    """Which columns of a table are what; the others are numbers, and features.
-
-    Attributes:
-        target: the class.
-        categorical: features of which each value becomes a feature, 1 where it occurs and else 0.
-        missing: what is done about missing values; None refuses them.
-        client: the client of each row.
-    """
-
-    target: str
-    categorical: Sequence[str] = ()
-    missing: Missing | None = None
-    client: str | None = None
-
-
-def read_table(path: str, columns: TableColumns) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def read_table(data: DataConfig) -> Arrays:
     """Read a CSV file with names of columns in its first line.
 
     Returns:
         Features, float32 [n, F], in the order of the columns; a categorical column has one for each of its
-        values, sorted. Classes, int64 [n]: the number of each value of the target, sorted. The number of each
-        row's client, int64 [n], or None.
+        values, sorted. The class is the number of each value of the target, sorted, and so is the owner that
+        of each client.
 
     Raises:
         UserError: pandas is not installed, or the file is missing, damaged or unfit.
     """
-    where = f"data.path={path}"
-    frame = _read(path, where)
-    _check_names(list(frame.columns), columns, where)
-    frame = _without_missing(frame, columns, where)
-    y, values = frame[columns.target].factorize(sort=True)
+    if data.target is None:
+        raise UserError("data.target is not set: data.source=csv needs data.target=COLUMN, that of the class")
+    where = f"data.path={data.path}"
+    frame = _read(str(data.path), where)
+    _check_names(list(frame.columns), data, where)
+    frame = _without_missing(frame, data, where)
+    y, values = frame[data.target].factorize(sort=True)
     if len(values) < 2:
         raise UserError(
-            f"{where}: data.target={columns.target} has one value, {values[0]}, in all rows; it needs "
+            f"{where}: data.target={data.target} has one value, {values[0]}, in all rows; it needs "
             "two or more"
         )
     if 2 * len(values) > len(y):
         raise UserError(
-            f"{where}: data.target={columns.target} has {len(values)} values in {len(y)} rows; each value is "
+            f"{where}: data.target={data.target} has {len(values)} values in {len(y)} rows; each value is "
             "a class, of two rows or more on average; choose another column"
         )
-    roles = (columns.target, columns.client)
+    roles = (data.target, data.client_column)
     features = [name for name in frame.columns if name not in roles]
     if not features:
         raise UserError(
             f"{where}: has no columns beside {' and '.join(filter(None, roles))}; it needs features"
         )
-    x = np.stack([feature for name in features for feature in _features(frame[name], columns, where)], axis=1)
-    client = None if columns.client is None else frame[columns.client].factorize(sort=True)[0]
-    return x, y.astype(np.int64), client
+    x = np.stack([feature for name in features for feature in _features(frame[name], data, where)], axis=1)
+    client = None if data.client_column is None else frame[data.client_column].factorize(sort=True)[0]
+    return arrays_of(x, y, where, client=client)
 
 
 def _read(path: str, where: str) -> pd.DataFrame:
@@ -125,13 +110,14 @@ def _check_header(text: TextIO, where: str) -> None:
             raise UserError(f"{where}: two columns have the name {name}; rename one")
 
 
-def _check_names(there: list[str], columns: TableColumns, where: str) -> None:
+def _check_names(there: list[str], data: DataConfig, where: str) -> None:
     """Raise UserError for a key that names no column, or one that another key names."""
-    named = [("data.target", columns.target)]
-    named += [("data.client_column", columns.client)] if columns.client is not None else []
-    named += [("data.categorical", name) for name in columns.categorical]
+    named = [("data.target", data.target), ("data.client_column", data.client_column)]
+    named += [("data.categorical", name) for name in data.categorical or ()]
     keys: dict[str, str] = {}
     for key, name in named:
+        if name is None:
+            continue
         if name not in there:
             more = f" and {len(there) - MAX_NAMES} more" if len(there) > MAX_NAMES else ""
             raise UserError(
@@ -143,9 +129,9 @@ def _check_names(there: list[str], columns: TableColumns, where: str) -> None:
         keys[name] = key
 
 
-def _without_missing(frame: pd.DataFrame, columns: TableColumns, where: str) -> pd.DataFrame:
+def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.DataFrame:
     """Return a table without missing values."""
-    if columns.missing == "drop":
+    if data.missing == "drop":
         whole = frame.dropna().infer_objects()
         if whole.empty:
             raise UserError(f"{where}: data.missing=drop leaves none of {len(frame)} rows")
@@ -158,15 +144,15 @@ def _without_missing(frame: pd.DataFrame, columns: TableColumns, where: str) -> 
     no_mean = [
         name
         for name in counts.index
-        if not is_number[name] or name in (columns.target, columns.client, *columns.categorical)
+        if not is_number[name] or name in (data.target, data.client_column, *(data.categorical or ()))
     ]
-    if columns.missing == "mean" and not no_mean:
+    if data.missing == "mean" and not no_mean:
         return frame.fillna(frame[counts.index].mean())
-    told = counts[no_mean] if columns.missing == "mean" else counts
+    told = counts[no_mean] if data.missing == "mean" else counts
     shown = ", ".join(f"{name} {count}" for name, count in told.head(MAX_NAMES).items())
     more = f", and {len(told) - MAX_NAMES} more columns" if len(told) > MAX_NAMES else ""
     allowed = "data.missing=drop leaves out such rows"
-    if columns.missing is None:
+    if data.missing is None:
         allowed += ", data.missing=mean takes the mean of the column"
     else:
         allowed += ", and data.missing=mean is for columns of numbers only"
@@ -186,9 +172,9 @@ def _is_numeric(value: object) -> bool:
     return True
 
 
-def _features(column: pd.Series[Any], columns: TableColumns, where: str) -> Iterator[np.ndarray]:
+def _features(column: pd.Series[Any], data: DataConfig, where: str) -> Iterator[np.ndarray]:
     """Yield a column's features, float32 [n] each."""
-    if column.name in columns.categorical:
+    if column.name in (data.categorical or ()):
         codes, values = column.factorize(sort=True)
         yield from (codes == np.arange(len(values))[:, None]).astype(np.float32)
         return

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from hpcfl.data.arrays import Arrays, pool_of
 from hpcfl.data.npz import as_labels, as_pixels, read_npz
 from hpcfl.errors import UserError, one_line
 from hpcfl.torchvision_parts import torchvision_part
@@ -22,27 +23,8 @@ ENDINGS = (".png", ".jpg", ".jpeg")
 _LAYOUTS = "it must have DOMAIN.npz files (x, y), or folders DOMAIN/CLASS of png and jpg files"
 
 
-@dataclass(frozen=True, eq=False)
-class DomainSamples:
-    """The images of all domains, ordered by domain.
-
-    Attributes:
-        x: [n, C, H, W], uint8 or float32.
-        y: int64 [n].
-        domain: int64 [n], the index in `names`.
-        names: in alphabetical order.
-        num_classes: the number of class folders; None of npz files, whose labels tell.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    domain: np.ndarray
-    names: tuple[str, ...]
-    num_classes: int | None
-
-
-def read_domains(path: str, layout: str | None, image_size: int | None) -> DomainSamples:
-    """Read the domains in a folder.
+def read_domains(path: str, layout: str | None, image_size: int | None) -> Arrays:
+    """Read the domains in a folder, in alphabetical order, as are the classes of folders.
 
     Args:
         layout: the axes of x in npz files, see `data.layout`.
@@ -81,8 +63,8 @@ def read_domains(path: str, layout: str | None, image_size: int | None) -> Domai
         labels.append(y)
     whole = _alike(images, names, image_size, where)
     domain = np.repeat(np.arange(len(names), dtype=np.int64), [len(y) for y in labels])
-    num_classes = None if classes is None else len(classes)
-    return DomainSamples(whole, np.concatenate(labels), domain, names, num_classes)
+    arrays = pool_of(whole, np.concatenate(labels), where, owner=domain)
+    return replace(arrays, num_classes=len(classes) if classes else arrays.num_classes, domains=names)
 
 
 def _read_file(file: Path, layout: str | None) -> tuple[np.ndarray, np.ndarray]:

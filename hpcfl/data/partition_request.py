@@ -15,9 +15,18 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True)
+class Split:
+    """How a client's samples are split into parts."""
+
+    test_fraction: float
+    val_fraction: float
+    seed: int
+
+
 @dataclass(frozen=True, eq=False)
-class Request:
-    """The arguments of a partition's table of counts.
+class Request(Split):
+    """The arguments of a partition's table of counts, and how its samples are split.
 
     Attributes:
         sizes: samples of each class, int64 [classes].
@@ -27,8 +36,6 @@ class Request:
     sizes: IntArray
     num_clients: int
     per_client: int | None
-    test_fraction: float
-    seed: int
 
     @property
     def num_classes(self) -> int:

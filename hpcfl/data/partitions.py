@@ -9,15 +9,13 @@ source's own clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from hpcfl.config.keys import PartitionOptions
-from hpcfl.config.own_code import run_own_file
 from hpcfl.data.partition_classes import (
     ClassesOptions,
     DominantOptions,
@@ -46,7 +44,7 @@ from hpcfl.data.partition_draws import (
     mixture_counts,
     pachinko_counts,
 )
-from hpcfl.data.partition_request import BoolArray, IntArray, Request, round_half_up
+from hpcfl.data.partition_request import BoolArray, IntArray, Request, Split, round_half_up
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream, stream_seed
 
@@ -81,29 +79,7 @@ class Partition:
     remedy: str
 
 
-@dataclass(frozen=True)
-class Split:
-    """How a client's samples are split into parts."""
-
-    test_fraction: float
-    val_fraction: float
-    seed: int
-
-
-def partition(
-    name: str,
-    y: IntArray,
-    num_classes: int,
-    *,
-    num_clients: int | None,
-    per_client: int | None,
-    test_fraction: float,
-    val_fraction: float,
-    seed: int,
-    options: PartitionOptions | Mapping[str, Any],
-    owner: IntArray | None = None,
-    is_test: BoolArray | None = None,
-) -> list[ClientIndices]:
+def partition(name: str, options: PartitionOptions, y: IntArray, request: Request) -> list[ClientIndices]:
     """Give each client its train, validation and test samples; a pure function of its arguments.
 
     The first (1 - test_fraction) of the samples of a client, or of a (client, class) in a stratified
@@ -111,62 +87,48 @@ def partition(
     rounded, halves up.
 
     Args:
+        name: one whose `counts` are not None.
+        options: the partition's own, see `PARTITIONS[name].options`.
         y: labels of the pool, [n].
-        num_clients: None takes all that the source has; only for `given`.
-        per_client: samples a client, all parts together; None takes the largest equal size.
-        options: the partition's own, validated or not yet, see `PARTITIONS[name].options`.
-        owner: the source's own client of each sample, [n]; only for `given`.
-        is_test: the source's own split, [n]; only `given` asks, which then ignores test_fraction.
 
     Raises:
-        UserError: unknown name or option, an amount the data cannot give, or a client without train or
-            test samples, or without validation samples where val_fraction > 0.
+        UserError: an amount the data cannot give, or a client without train or test samples, or without
+            validation samples where val_fraction > 0.
     """
-    if name not in PARTITIONS:
-        raise UserError(f"data.partition.name={name}: unknown; allowed: {', '.join(PARTITIONS)}")
-    if num_clients is not None and num_clients > MAX_CLIENTS:
-        raise UserError(f"data.clients={num_clients} are more than {MAX_CLIENTS}; lower it")
+    if request.num_clients > MAX_CLIENTS:
+        raise UserError(f"data.clients={request.num_clients} are more than {MAX_CLIENTS}; lower it")
     kind = PARTITIONS[name]
-    chosen = options if isinstance(options, PartitionOptions) else _validated(kind, options)
-    split = Split(test_fraction, val_fraction, seed)
-    if kind.counts is None:
-        parts = _given(owner, is_test, num_clients, per_client, split)
-    else:
-        assert num_clients is not None
-        sizes = np.bincount(y, minlength=num_classes).astype(np.int64)
-        request = Request(sizes, num_clients, per_client, test_fraction, seed)
-        counts = kind.counts(request, chosen)
-        _check_wrong_table(name, counts, request)
-        dealt = _assign_samples(y, counts, seed)
-        if not kind.stratified:
-            dealt = [[_shuffled(np.concatenate(by_class), seed, i)] for i, by_class in enumerate(dealt)]
-        parts = [_split(samples, split) for samples in dealt]
-    for client, part in enumerate(parts):
-        _check_empty(client, part, split, kind.remedy)
+    assert kind.counts is not None
+    counts = kind.counts(request, options)
+    _check_wrong_table(name, counts, request)
+    dealt = _assign_samples(y, counts, request.seed)
+    if not kind.stratified:
+        dealt = [[_shuffled(np.concatenate(by_class), request.seed, i)] for i, by_class in enumerate(dealt)]
+    parts = [_split(samples, request) for samples in dealt]
+    _check_empty(parts, request, kind.remedy)
     return parts
 
 
 def partition_in_domains(
     name: str,
+    options: PartitionOptions,
     y: IntArray,
-    num_classes: int,
-    *,
+    request: Request,
     domain: IntArray,
     names: Sequence[str],
-    num_clients: int,
-    seed: int,
-    **others: Any,
 ) -> list[ClientIndices]:
     """Partition each domain's samples among its own clients: client c belongs to domain c mod D.
+
+    Each domain calls `partition` with a seed of its own.
 
     Args:
         domain: of each sample, 0..D-1 [n].
         names: of the domains [D].
-        others: as of `partition`, which each domain calls with a seed of its own.
 
     Raises:
         UserError: as `partition`, or a domain has no client.
     """
+    num_clients = request.num_clients
     if num_clients < len(names):
         raise UserError(
             f"data.clients={num_clients}: the source has {len(names)} domains, and each needs a client; set "
@@ -176,16 +138,74 @@ def partition_in_domains(
     for number, of_domain in enumerate(names):
         samples = np.flatnonzero(domain == number)
         clients = range(number, num_clients, len(names))
-        own_seed = stream_seed(seed, "partition/domain", client=number)
+        own = replace(
+            request,
+            sizes=class_sizes(y[samples], request.num_classes),
+            num_clients=len(clients),
+            seed=stream_seed(request.seed, "partition/domain", client=number),
+        )
         try:
-            found = partition(
-                name, y[samples], num_classes, num_clients=len(clients), seed=own_seed, **others
-            )
+            found = partition(name, options, y[samples], own)
         except UserError as error:
             raise UserError(f"domain {of_domain} with {len(clients)} clients: {error}") from error
         for client, part in zip(clients, found, strict=True):
             parts[client] = ClientIndices(samples[part.train], samples[part.val], samples[part.test])
     return [parts[client] for client in range(num_clients)]
+
+
+def partition_given(
+    name: str,
+    owner: IntArray | None,
+    is_test: BoolArray | None,
+    num_clients: int | None,
+    per_client: int | None,
+    split: Split,
+) -> list[ClientIndices]:
+    """Take the source's clients, all or a seeded draw; a client's split depends on no other client.
+
+    Args:
+        name: one whose `counts` are None.
+        owner: the source's own client of each sample, [n].
+        is_test: the source's own split, [n], in place of test_fraction.
+        num_clients: None takes all that the source has.
+        per_client: must be None.
+
+    Raises:
+        UserError: the source has no clients, or too few, or as `partition`.
+    """
+    if owner is None:
+        others = ", ".join(name for name, kind in PARTITIONS.items() if kind.counts is not None)
+        raise UserError(f"data.partition.name=given: this data.source has no clients; allowed: {others}")
+    if per_client is not None:
+        raise UserError(
+            f"data.per_client={per_client}: the given partition takes what each client of the source has; "
+            "set data.per_client=null"
+        )
+    sizes = np.bincount(owner)
+    if num_clients is None:
+        num_clients = len(sizes)
+    if num_clients > len(sizes):
+        raise UserError(
+            f"data.clients={num_clients}: the source has {len(sizes)} clients; "
+            f"allowed: 1..{len(sizes)}, or null for all"
+        )
+    drawn = numpy_stream(split.seed, "partition/given").permutation(len(sizes))[:num_clients]
+    held = np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
+    parts = []
+    for client in np.sort(drawn).tolist():
+        samples = _shuffled(held[client], split.seed, client)
+        if is_test is None:
+            parts.append(_split([samples], split))
+        else:
+            test = is_test[samples]
+            parts.append(ClientIndices(*_cut_validation(samples[~test], split), samples[test]))
+    _check_empty(parts, split, PARTITIONS[name].remedy)
+    return parts
+
+
+def class_sizes(y: IntArray, num_classes: int) -> IntArray:
+    """Count samples by class: int64 [classes]."""
+    return np.bincount(y, minlength=num_classes).astype(np.int64)
 
 
 def class_table(y: IntArray, parts: Sequence[ClientIndices], num_classes: int) -> IntArray:
@@ -199,7 +219,7 @@ def count_classes(y: IntArray, samples: Sequence[IntArray], num_classes: int) ->
     """Count samples by class for each of several lists of indices: int64 [lists, classes]."""
     table = np.zeros((len(samples), num_classes), dtype=np.int64)
     for row, indices in zip(table, samples, strict=True):
-        row += np.bincount(y[indices], minlength=num_classes)
+        row += class_sizes(y[indices], num_classes)
     return table
 
 
@@ -308,28 +328,6 @@ MAX_CLIENTS = 10_000_000
 """Above this, memory would fail before the check of the number of samples."""
 
 
-def add_own_partition(path: str, expected: str | None = None) -> tuple[str, str]:
-    """Add the one Partition that a user's Python file makes, under the file's name.
-
-    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
-    """
-    file = run_own_file("data.partition.path", path, expected)
-    kind = file.only(lambda value: isinstance(value, Partition), "instances of Partition")
-    file.check_options(kind.options, PartitionOptions)
-    file.add_to(PARTITIONS, file.name, kind)
-    return file.name, file.code
-
-
-def _validated(kind: Partition, options: Mapping[str, Any]) -> PartitionOptions:
-    try:
-        return kind.options(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        known = ", ".join(kind.options.model_fields) or "none"
-        raise UserError(f"data.partition.{key}={first['input']}: {first['msg']}; options: {known}") from error
-
-
 def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:
     """Raise UserError unless a table of counts is valid; a user's own partition may return anything."""
     place, shape = f"data.partition.name={name}: its table", (request.num_clients, request.num_classes)
@@ -356,43 +354,6 @@ def _assign_samples(y: IntArray, counts: IntArray, seed: int) -> list[list[IntAr
     return dealt
 
 
-def _given(
-    owner: IntArray | None,
-    is_test: BoolArray | None,
-    num_clients: int | None,
-    per_client: int | None,
-    split: Split,
-) -> list[ClientIndices]:
-    """Take the source's clients, all or a seeded draw; a client's split depends on no other client."""
-    if owner is None:
-        others = ", ".join(name for name, kind in PARTITIONS.items() if kind.counts is not None)
-        raise UserError(f"data.partition.name=given: this data.source has no clients; allowed: {others}")
-    if per_client is not None:
-        raise UserError(
-            f"data.per_client={per_client}: the given partition takes what each client of the source has; "
-            "set data.per_client=null"
-        )
-    sizes = np.bincount(owner)
-    if num_clients is None:
-        num_clients = len(sizes)
-    if num_clients > len(sizes):
-        raise UserError(
-            f"data.clients={num_clients}: the source has {len(sizes)} clients; "
-            f"allowed: 1..{len(sizes)}, or null for all"
-        )
-    drawn = numpy_stream(split.seed, "partition/given").permutation(len(sizes))[:num_clients]
-    held = np.split(np.argsort(owner, kind="stable"), np.cumsum(sizes)[:-1])
-    parts = []
-    for client in np.sort(drawn).tolist():
-        samples = _shuffled(held[client], split.seed, client)
-        if is_test is None:
-            parts.append(_split([samples], split))
-        else:
-            test = is_test[samples]
-            parts.append(ClientIndices(*_cut_validation(samples[~test], split), samples[test]))
-    return parts
-
-
 def _shuffled(samples: IntArray, seed: int, client: int) -> IntArray:
     return numpy_stream(seed, "partition/split", client=client).permutation(samples)
 
@@ -415,15 +376,16 @@ def _cut_validation(kept: IntArray, split: Split) -> tuple[IntArray, IntArray]:
     return kept[:num_train], kept[num_train:]
 
 
-def _check_empty(client: int, part: ClientIndices, split: Split, remedy: str) -> None:
-    total = len(part.train) + len(part.val) + len(part.test)
-    for name, samples, needed in (
-        ("training", part.train, True),
-        ("validation", part.val, split.val_fraction > 0),
-        ("test", part.test, True),
-    ):
-        if needed and len(samples) == 0:
-            raise UserError(
-                f"client {client} would have no {name} samples of its {total} with data.test_fraction="
-                f"{split.test_fraction:g} and data.val_fraction={split.val_fraction:g}: {remedy}"
-            )
+def _check_empty(parts: Sequence[ClientIndices], split: Split, remedy: str) -> None:
+    for client, part in enumerate(parts):
+        total = len(part.train) + len(part.val) + len(part.test)
+        for name, samples, needed in (
+            ("training", part.train, True),
+            ("validation", part.val, split.val_fraction > 0),
+            ("test", part.test, True),
+        ):
+            if needed and len(samples) == 0:
+                raise UserError(
+                    f"client {client} would have no {name} samples of its {total} with data.test_fraction="
+                    f"{split.test_fraction:g} and data.val_fraction={split.val_fraction:g}: {remedy}"
+                )

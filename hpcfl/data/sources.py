@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfl.config.own_code import run_own_file
+from hpcfl.config import DataConfig
+from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets
-from hpcfl.data.arrays import Arrays, Channels, arrays_of, pool_of
+from hpcfl.data.arrays import OF_MNIST, Arrays, Channels, arrays_of
 from hpcfl.data.client_files import FEMNIST_CLASSES, read_leaf, read_pfllib
-from hpcfl.data.csv_tables import TableColumns, read_table
+from hpcfl.data.csv_tables import read_table
 from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import UserError
@@ -43,8 +44,6 @@ class Source:
     read: Callable[[str | None], Arrays] | None = None
 
 
-_MNIST = (0.1307,), (0.3081,)
-
 SOURCES: dict[str, Source] = {
     "digits": Source("8x8 grey digits, 10 classes, 1797 images, bundled", 10, *bundled.OF_DIGITS),
     "wine": Source("13 features of wines, 3 classes, 178 samples, bundled", 3, partition="dirichlet"),
@@ -56,13 +55,13 @@ SOURCES: dict[str, Source] = {
         bundled.NUM_CHARACTERS,
         partition="given",
     ),
-    "mnist": Source("28x28 grey digits, 10 classes, 70000 images", 10, *_MNIST),
+    "mnist": Source("28x28 grey digits, 10 classes, 70000 images", 10, *OF_MNIST),
     "fashionmnist": Source("28x28 grey clothes, 10 classes, 70000 images", 10, (0.2860,), (0.3530,)),
     "emnist": Source(
         "28x28 grey letters and digits; data.split: mnist (default), digits (10 classes), letters (26), "
         "balanced, bymerge (47), byclass (62)",
         10,
-        *_MNIST,
+        *OF_MNIST,
     ),
     "cifar10": Source(
         "32x32 colour photos, 10 classes, 60000 images",
@@ -96,7 +95,7 @@ SOURCES: dict[str, Source] = {
     "femnist": Source(
         "28x28 grey letters and digits, 62 classes, a client a writer; data.path=folder of LEAF's JSON files",
         FEMNIST_CLASSES,
-        *_MNIST,
+        *OF_MNIST,
         path_names="FOLDER",
         partition="given",
     ),
@@ -122,50 +121,31 @@ _WHY_NOT_FETCHED = {
 }
 
 
-def load_arrays(
-    source: str,
-    *,
-    root: str,
-    path: str | None = None,
-    layout: str | None = None,
-    split: str = "mnist",
-    image_size: int | None = None,
-    columns: TableColumns | None = None,
-) -> Arrays:
+def read_source(data: DataConfig) -> Arrays:
     """Read a source from disk; never downloads.
-
-    Args:
-        root: folder of the torchvision sets.
-        path: the file or folder of a source that says so in `Source.path_names`.
-        layout: `NHWC` or `NCHW`, for a four-dimensional x of source `npz`.
-        split: EMNIST's split; `mnist` has ten classes, as pFedLA's Table 3 implies.
-        image_size: height and width of the images of `domains`.
-        columns: what the columns of `csv` are.
 
     Raises:
         UserError: unknown source or split; missing, damaged or unfit files.
     """
+    source = data.source
     known = _known(source)
     if source in bundled.READERS:
         return bundled.READERS[source]()
-    if known.path_names is not None and path is None:
+    if known.path_names is not None and data.path is None:
         raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
-    if source == "csv":
-        assert path is not None
-        return _load_csv(path, columns)
     if known.read is not None:
-        return _read_own(source, known.read, path)
-    if known.path_names is not None and path is not None:
-        return _load_path(source, path, layout, image_size)
-    num_classes = _emnist_classes(split) if source == "emnist" else known.num_classes
+        return _read_own(source, known.read, data.path)
+    if known.path_names is not None:
+        return _read_path(data, str(data.path))
+    num_classes = _emnist_classes(data.split) if source == "emnist" else known.num_classes
     assert num_classes is not None
     assert known.mean is not None
     assert known.std is not None
-    x, y = torchvision_datasets.read(source, root, split, num_classes)
+    x, y = torchvision_datasets.read(source, data.root, data.split, num_classes)
     return Arrays(x, y, num_classes, 255.0, known.mean, known.std)
 
 
-def fetch(source: str, root: str, split: str = "mnist") -> Path:
+def fetch(source: str, root: str) -> Path:
     """Download a torchvision set into `root` and return its folder; EMNIST comes with all its splits.
 
     Raises:
@@ -174,9 +154,7 @@ def fetch(source: str, root: str, split: str = "mnist") -> Path:
     _known(source)
     if source in _WHY_NOT_FETCHED:
         raise UserError(f"data.source={source}: {_WHY_NOT_FETCHED[source]}")
-    if source == "emnist":
-        _emnist_classes(split)
-    return torchvision_datasets.download(source, root, split)
+    return torchvision_datasets.download(source, root)
 
 
 def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:
@@ -211,17 +189,12 @@ def _emnist_classes(split: str) -> int:
     return classes[split]
 
 
-def add_own_source(path: str, expected: str | None = None) -> tuple[str, str]:
-    """Add the one Source with a `read` that a user's Python file makes, under the file's name.
-
-    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
-    """
-    file = run_own_file("data.reader", path, expected)
-    source = file.only(
+def own_source(file: OwnFile) -> Source:
+    """Return the one Source with a `read` that a user's Python file makes; UserError otherwise."""
+    source: Source = file.only(
         lambda value: isinstance(value, Source) and value.read is not None, "instances of Source with a read"
     )
-    file.add_to(SOURCES, file.name, source)
-    return file.name, file.code
+    return source
 
 
 def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | None) -> Arrays:
@@ -246,44 +219,15 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
     return replace(arrays, x=checked.x, y=checked.y, vocabulary=checked.vocabulary)
 
 
-def _load_path(source: str, path: str, layout: str | None, image_size: int | None) -> Arrays:
-    where = f"data.path={path}"
-    if source == "npz":
-        x, y, others = read_npz(path, layout)
-        return arrays_of(x, y, where, **others)
-    if source == "domains":
-        found = read_domains(path, layout, image_size)
-        arrays = pool_of(found.x, found.y, where, owner=found.domain)
-        return replace(arrays, num_classes=found.num_classes or arrays.num_classes, domains=found.names)
-    if source == "femnist":
-        return _load_femnist(path)
-    samples = read_pfllib(path)
-    return pool_of(samples.x, samples.y, where, owner=samples.owner, is_test=samples.is_test)
-
-
-def _load_csv(path: str, columns: TableColumns | None) -> Arrays:
-    if columns is None:
-        raise UserError("data.target is not set: data.source=csv needs data.target=COLUMN, that of the class")
-    x, y, client = read_table(path, columns)
-    return arrays_of(x, y, f"data.path={path}", client=client)
-
-
-def _load_femnist(path: str) -> Arrays:
-    samples = read_leaf(path)
-    known = SOURCES["femnist"]
-    assert known.mean is not None
-    assert known.std is not None
-    scale = 255.0 if samples.x.dtype == np.uint8 else 1.0
-    return Arrays(
-        samples.x,
-        samples.y,
-        FEMNIST_CLASSES,
-        scale,
-        known.mean,
-        known.std,
-        samples.owner,
-        samples.is_test,
-    )
+def _read_path(data: DataConfig, path: str) -> Arrays:
+    if data.source == "csv":
+        return read_table(data)
+    if data.source == "npz":
+        x, y, others = read_npz(path, data.layout)
+        return arrays_of(x, y, f"data.path={path}", **others)
+    if data.source == "domains":
+        return read_domains(path, data.layout, data.image_size)
+    return read_leaf(path) if data.source == "femnist" else read_pfllib(path)
 
 
 def subset_fraction(num_samples: int, fraction: float, seed: int) -> np.ndarray:

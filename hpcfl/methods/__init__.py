@@ -5,7 +5,7 @@ Files with a leading underscore contain code that several methods share.
 import importlib
 import pkgutil
 
-from hpcfl.config.own_code import run_own_file
+from hpcfl.config.own_code import OwnFile
 from hpcfl.methods.base import Context, Method, Params
 
 
@@ -25,20 +25,18 @@ METHODS: dict[str, type[Method]] = {
 }
 
 
-def add_own_method(path: str, expected: str | None = None) -> tuple[str, str]:
-    """Add the one method that a user's Python file defines; return its name and a digest of the file.
-
-    The name is the class's own `name`, or else the file's. Raises UserError where there is no such file, its
-    digest is not the expected one, it does not run, or it does not define one Method with a name of its own.
-    """
-    file = run_own_file("method.path", path, expected)
-    kind = file.only_class(Method)
-    file.check_options(kind.Params, Params)
-    for name, default in (("name", file.name), ("summary", f"from {file.path.name}")):
-        if name not in vars(kind):
-            setattr(kind, name, default)
-    file.add_to(METHODS, kind.name, kind)
-    return kind.name, file.code
+def own_method(file: OwnFile) -> type[Method]:
+    """Return the one method that a user's Python file defines; UserError otherwise."""
+    method: type[Method] = file.only_class(Method)
+    complete(method, file.name, f"from {file.path.name}")
+    return method
 
 
-__all__ = ["METHODS", "Context", "Method", "Params", "add_own_method"]
+def complete(method: type[Method], name: str, summary: str) -> None:
+    """Give a class the name and the summary that it does not define itself."""
+    for key, value in (("name", name), ("summary", summary)):
+        if key not in vars(method):
+            setattr(method, key, value)
+
+
+__all__ = ["METHODS", "Context", "Method", "Params", "complete", "own_method"]

@@ -2,7 +2,6 @@
 
 import torch
 
-from hpcfl.config.own_code import run_own_file
 from hpcfl.errors import UserError
 from hpcfl.machine import free_bytes
 from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
@@ -94,16 +93,4 @@ def _check_beyond_memory(name: str, sample: SampleType, num_classes: int, option
         )
 
 
-def add_own_model(path: str, expected: str | None = None) -> tuple[str, str]:
-    """Add the one Model that a user's Python file makes, under the file's name.
-
-    Returns the name and a digest of the file; raises UserError (see `run_own_file`).
-    """
-    file = run_own_file("model.path", path, expected)
-    model = file.only(lambda value: isinstance(value, Model), "instances of Model")
-    file.check_options(model.options, NetworkOptions)
-    file.add_to(MODELS, file.name, model)
-    return file.name, file.code
-
-
-__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "add_own_model", "build_network"]
+__all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network"]

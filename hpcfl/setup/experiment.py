@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,12 +14,21 @@ from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import ShardedRows
 from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.csv_tables import TableColumns
 from hpcfl.data.label_noise import LabelNoise
-from hpcfl.data.partitions import PARTITIONS, ClientIndices, count_classes, partition, partition_in_domains
+from hpcfl.data.partition_request import Request, Split
+from hpcfl.data.partitions import (
+    PARTITIONS,
+    ClientIndices,
+    class_sizes,
+    count_classes,
+    partition,
+    partition_given,
+    partition_in_domains,
+)
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
-from hpcfl.data.sources import load_arrays, subset_fraction, subset_per_class
+from hpcfl.data.sources import read_source as read_source
+from hpcfl.data.sources import subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter
@@ -90,22 +98,6 @@ def load_data(config: Config) -> tuple[Arrays, list[ClientIndices]]:
     return arrays, partition_samples(config, arrays)
 
 
-def read_source(data: DataConfig) -> Arrays:
-    """Return the samples of the source. Raises UserError if they cannot be read."""
-    columns = None
-    if data.target is not None:
-        columns = TableColumns(data.target, data.categorical or (), data.missing, data.client_column)
-    return load_arrays(
-        data.source,
-        root=data.root,
-        path=data.path,
-        layout=data.layout,
-        split=data.split,
-        image_size=data.image_size,
-        columns=columns,
-    )
-
-
 def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
     """Return each client's samples as indices into the arrays. May raise UserError.
 
@@ -118,23 +110,20 @@ def partition_samples(config: Config, arrays: Arrays) -> list[ClientIndices]:
         chosen = subset_per_class(arrays.y, data.subset_per_class, config.data_seed)
     if data.subset_fraction is not None:
         chosen = subset_fraction(len(arrays.y), data.subset_fraction, config.data_seed)
-    owner = None if arrays.owner is None else arrays.owner[chosen]
-    request: dict[str, Any] = {
-        "per_client": data.per_client,
-        "test_fraction": data.test_fraction,
-        "val_fraction": data.val_fraction,
-        "seed": config.data_seed,
-        "options": config.partition.options,
-    }
-    pool = (config.partition.name, arrays.y[chosen], arrays.num_classes)
-    if arrays.domains and owner is not None and PARTITIONS[config.partition.name].counts is not None:
-        assert data.clients is not None
-        parts = partition_in_domains(
-            *pool, domain=owner, names=arrays.domains, num_clients=data.clients, **request
-        )
+    y = arrays.y[chosen]
+    owner, is_test = (None if of is None else of[chosen] for of in (arrays.owner, arrays.is_test))
+    name, options = config.partition.name, config.partition.options
+    split = data.test_fraction, data.val_fraction, config.data_seed
+    if PARTITIONS[name].counts is None:
+        parts = partition_given(name, owner, is_test, data.clients, data.per_client, Split(*split))
     else:
-        is_test = None if arrays.is_test is None else arrays.is_test[chosen]
-        parts = partition(*pool, num_clients=data.clients, owner=owner, is_test=is_test, **request)
+        assert data.clients is not None
+        sizes = class_sizes(y, arrays.num_classes)
+        request = Request(*split, sizes, data.clients, data.per_client)
+        if arrays.domains and owner is not None:
+            parts = partition_in_domains(name, options, y, request, owner, arrays.domains)
+        else:
+            parts = partition(name, options, y, request)
     num_unseen = data.num_unseen(len(parts))
     if num_unseen:
         drawn = numpy_stream(config.data_seed, "unseen clients").permutation(len(parts))
@@ -233,8 +222,8 @@ def assemble(
     clients = world.shard(num_clients)
     own_unseen = world.shard(len(parts) - num_clients)
     unseen = range(num_clients + own_unseen.start, num_clients + own_unseen.stop)
-    many_at_once = is_batched(config.run.engine, device, config.model.name)
-    check_slow_precision(config.train.precision, many_at_once or device.type != "cpu")
+    batched = is_batched(config.run.engine, device, config.model.name)
+    check_slow_precision(config.train.precision, batched or device.type != "cpu")
     shift = shift_of(config.data, config.data_seed, len(parts))
     noise = LabelNoise.of(config.data, config.data_seed, len(parts), data.num_classes)
     shard = Shard.build(arrays, parts, clients, data.mean, data.std, device, shift, noise)
@@ -244,43 +233,25 @@ def assemble(
     state = adapter.initial_clients(clients)
     if method.sharded_state is not None:
         method.sharded = ShardedRows(world, state[method.sharded_state], method.layers, num_clients)
-    sharing = world.workers_on_device
     state_bytes = sum(rows.nbytes for rows in for_device(method, state).values())
-    kept_on = state_device(config.run.state, device, sharing, state_bytes)
-    smoothing = config.train.label_smoothing or 0.0
-    evaluator = LoopEngine(network, method.layout, config.train.precision, smoothing)
-    engine: Engine = evaluator
-    scorer, engine_name = None, "loop"
-    if many_at_once:
-        beside = 0 if kept_on.type == "cpu" else state_bytes
-        at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, len(clients), beside)
-        # on a GPU the choice affects the last bits, so config.yaml records it
-        engine_name = "batched" if device.type == "cpu" else f"batched by {at_once}"
-        convolved = with_convolutions(network, config.run.convolutions)
-        engine = BatchedEngine(convolved, method.layout, at_once, smoothing)
-        scorer = BatchedScorer(network, method.layout)
+    kept_on = state_device(config.run.state, device, world.workers_on_device, state_bytes)
+    beside = 0 if kept_on.type == "cpu" else state_bytes
+    engines = engines_of(config, method, network, device, world.workers_on_device, len(clients), beside)
     worker_context = WorkerContext(
         shard,
         clients,
-        engine,
-        evaluator,
+        engines.training,
+        engines.evaluator,
         config.train,
         config.run.seed,
         device,
         state,
-        scorer,
+        engines.scorer,
         augmentation_of(config.train, data, device),
         private_gradients(config, method, network),
         config.clients,
     )
-    unseen_context = replace(
-        worker_context,
-        shard=unseen_shard,
-        clients=unseen,
-        train=config.train.of_unseen(),
-        unequal=config.clients.of_unseen(),
-        state=adapter.initial_clients(unseen),
-    )
+    unseen_context = worker_context.of_unseen(unseen_shard, unseen, adapter.initial_clients(unseen))
     train = [part.train for part in parts]
     evaluated = [getattr(part, config.run.eval_split) for part in parts]
     samples_by_class = None
@@ -300,9 +271,49 @@ def assemble(
         num_train=np.array(list(map(len, train))),
         num_evaluated=np.array(list(map(len, evaluated))),
         samples_by_class=samples_by_class,
-        engine_name=engine_name,
+        engine_name=engines.name,
         state_device=kept_on,
     )
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What trains and what scores the clients of a rank."""
+
+    training: Engine
+    evaluator: LoopEngine
+    scorer: BatchedScorer | None
+    name: str
+    """As `Experiment.engine_name`."""
+
+
+def engines_of(
+    config: Config,
+    method: Method,
+    network: nn.Module,
+    device: torch.device,
+    sharing: int,
+    num_clients: int,
+    state_bytes: int,
+) -> Engines:
+    """Make a rank's engines; on a GPU, the memory that is then free decides on their settings.
+
+    Args:
+        network: on the device.
+        sharing: ranks that share the device.
+        num_clients: clients of this rank.
+        state_bytes: what the state that this rank will keep on the device takes.
+    """
+    smoothing = config.train.label_smoothing or 0.0
+    evaluator = LoopEngine(network, method.layout, config.train.precision, smoothing)
+    if not is_batched(config.run.engine, device, config.model.name):
+        return Engines(evaluator, evaluator, None, "loop")
+    at_once = clients_at_once(config.run.clients_at_once, method, device, sharing, num_clients, state_bytes)
+    # on a GPU the choice affects the last bits, so config.yaml records it
+    name = "batched" if device.type == "cpu" else f"batched by {at_once}"
+    convolved = with_convolutions(network, config.run.convolutions)
+    training = BatchedEngine(convolved, method.layout, at_once, smoothing)
+    return Engines(training, evaluator, BatchedScorer(network, method.layout), name)
 
 
 def augmentation_of(train: TrainConfig, data: DataRecord, device: torch.device) -> Augmentation | None:

@@ -63,6 +63,17 @@ class WorkerContext:
         """How much each client trains."""
         return Work(self.train, self.seed, self.unequal)
 
+    def of_unseen(self, shard: Shard, clients: Sequence[int], state: Tensors) -> WorkerContext:
+        """Return the context of clients that take no part in the rounds, and adapt before an evaluation."""
+        return replace(
+            self,
+            shard=shard,
+            clients=clients,
+            state=state,
+            train=self.train.of_unseen(),
+            unequal=self.unequal.of_unseen(),
+        )
+
 
 class ClientGroup:
     """Some clients of this rank in one round: the argument of `train`, `eval_model` and `finetune`.

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcfl.config import DataConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.sources import fetch, load_arrays
+from hpcfl.data.sources import fetch, read_source
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config
@@ -41,11 +42,11 @@ def leaf_file(folder: Path, name: str, user_data: Fields, users: list[str] | Non
 
 
 def femnist(folder: Path) -> Arrays:
-    return load_arrays("femnist", root="", path=str(folder))
+    return read_source(DataConfig(source="femnist", path=str(folder)))
 
 
 def pfllib(folder: Path) -> Arrays:
-    return load_arrays("pfllib", root="", path=str(folder))
+    return read_source(DataConfig(source="pfllib", path=str(folder)))
 
 
 def scaled(arrays: Arrays) -> np.ndarray:
@@ -284,12 +285,11 @@ def test_pfllib_s_texts_and_characters_are_tokens(tmp_path: Path) -> None:
         assert (arrays.x.dtype, arrays.sample) == (np.int64, SampleType((3,), vocabulary=8))
 
 
-def test_pfllib_s_images_of_one_row_are_series_and_its_activities_come_with_a_warning(tmp_path: Path) -> None:
+def test_pfllib_s_images_of_one_row_are_series(tmp_path: Path) -> None:
     x = np.random.default_rng(0).normal(size=(2, 9, 1, 128))
     part = {"x": x, "y": np.array([0, 1])}
     pfllib_folder(tmp_path, [part], [part])
-    with pytest.warns(UserWarning, match="generate_HAR.py, channels and steps are mixed"):
-        arrays = pfllib(tmp_path)
+    arrays = pfllib(tmp_path)
     assert arrays.sample == SampleType((9, 128))
     np.testing.assert_array_equal(arrays.x[:2], x[:, :, 0].astype(np.float32))
 
@@ -372,7 +372,7 @@ def test_a_folder_must_be_named_and_is_never_fetched(source: str, tmp_path: Path
     with pytest.raises(
         UserError, match=f"^data.path is not set: data.source={source} needs data.path=FOLDER"
     ):
-        load_arrays(source, root="")
+        read_source(DataConfig(source=source))
     with pytest.raises(UserError, match=f"^data.source={source}: there is nothing to fetch; make the files"):
         fetch(source, str(tmp_path))
     assert load_config(None, [f"data.source={source}", "data.path=a"]).data.path == "a"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from bits import run_here
 
+from hpcfl.config import DataConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.csv_tables import TableColumns
-from hpcfl.data.sources import load_arrays
+from hpcfl.data.sources import read_source
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
-from hpcfl.setup.experiment import describe, load_data, read_source
+from hpcfl.setup.experiment import describe, load_data
 
 TABLE = """\
 age,job,hours,works,kind,town
@@ -241,7 +241,7 @@ def test_keys_that_would_have_no_effect_are_refused(tmp_path: Path) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     assert refusal(str(tmp_path), "data.target=y") == "no such file; name a CSV file, such as FILE.csv"
     with pytest.raises(UserError, match=r"^data.path is not set: data.source=csv needs data.path=FILE.csv"):
-        load_arrays("csv", root="", columns=TableColumns("y"))
+        read_source(DataConfig(source="csv", target="y"))
 
 
 def test_without_pandas_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

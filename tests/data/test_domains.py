@@ -13,8 +13,9 @@ from PIL import Image
 from processes import run_in_one_world
 
 import hpcfl
+from hpcfl.config import DataConfig
 from hpcfl.data.arrays import Arrays
-from hpcfl.data.sources import load_arrays
+from hpcfl.data.sources import read_source
 from hpcfl.errors import FINISHED, UserError
 from hpcfl.main import main
 from hpcfl.registries import load_config
@@ -43,7 +44,7 @@ def read_csv(file: Path) -> list[dict[str, str]]:
 
 
 def read(path: str | Path, image_size: int | None = None, layout: str | None = None) -> Arrays:
-    return load_arrays("domains", root="", path=str(path), layout=layout, image_size=image_size)
+    return read_source(DataConfig(source="domains", path=str(path), layout=layout, image_size=image_size))
 
 
 def test_npz_files_are_domains_in_alphabetical_order(tmp_path: Path) -> None:

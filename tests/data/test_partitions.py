@@ -10,8 +10,15 @@ import pytest
 
 from hpcfl.data.partition_classes import balanced_classes
 from hpcfl.data.partition_draws import CIFAR100_COARSE, SMALLEST_WEIGHT
-from hpcfl.data.partition_request import Request, least_samples
-from hpcfl.data.partitions import PARTITIONS, ClientIndices, class_table, partition
+from hpcfl.data.partition_request import Request, Split, least_samples
+from hpcfl.data.partitions import (
+    PARTITIONS,
+    ClientIndices,
+    class_sizes,
+    class_table,
+    partition,
+    partition_given,
+)
 from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
 
@@ -37,22 +44,16 @@ def deal(
     test_fraction: float = 0.3,
     val_fraction: float = 0.0,
     seed: int = 1,
-    owner: np.ndarray | None = None,
+    owner: np.ndarray = TEN_OWNERS,
     is_test: np.ndarray | None = None,
 ) -> list[ClientIndices]:
-    return partition(
-        name,
-        y,
-        num_classes,
-        num_clients=clients,
-        per_client=per_client,
-        test_fraction=test_fraction,
-        val_fraction=val_fraction,
-        seed=seed,
-        options=NEEDED_OPTIONS.get(name, {}) if options is None else options,
-        owner=TEN_OWNERS if owner is None and name == "given" else owner,
-        is_test=is_test,
-    )
+    options = NEEDED_OPTIONS.get(name, {}) if options is None else options
+    split = test_fraction, val_fraction, seed
+    if name == "given":
+        return partition_given(name, owner, is_test, clients, per_client, Split(*split))
+    assert clients is not None
+    request = Request(*split, class_sizes(y, num_classes), clients, per_client)
+    return partition(name, PARTITIONS[name].options.model_validate(options), y, request)
 
 
 def table_of(name: str, options: Mapping[str, Any] | None = None, **arguments: Any) -> np.ndarray:
@@ -346,7 +347,7 @@ def test_pathological_balanced_gives_the_rest_to_the_last() -> None:
 def test_smallest_client_of_pfllib(
     total: int, clients: int, test_fraction: float, batch_size: int, least: int
 ) -> None:
-    request = Request(np.array([total // 2] * 2), clients, None, test_fraction, 0)
+    request = Request(test_fraction, 0.0, 0, np.array([total // 2] * 2), clients, None)
     assert least_samples(request, batch_size) == least
 
 
@@ -482,15 +483,8 @@ def test_given_draws_some_of_the_clients_and_leaves_them_as_they_are() -> None:
     )
 
 
-def test_other_partitions_pool_the_samples_of_a_source_with_clients() -> None:
-    split = np.arange(6000) < 3000
-    assert same(deal("classes"), deal("classes", owner=TEN_OWNERS, is_test=split))
-
-
 REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
-    ("random", {}, {}, "data.partition.name=random: unknown; allowed: " + ", ".join(PARTITIONS)),
     ("classes", {"classes_per_client": 11}, {}, "data.partition.classes_per_client=11: .* allowed: 1..10"),
-    ("classes", {"beta": 0.5}, {}, "data.partition.beta=0.5: .*options: classes_per_client"),
     ("classes", {}, {"per_client": 604}, "data.per_client=604: the data allows at most 600"),
     (
         "classes",
@@ -520,7 +514,6 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
         "data.partition.changed_classes=3: .*classes_per_client=8; allowed: 1..2",
     ),
     ("target", {"classes_per_client": 6}, {}, "data.partition.classes_per_client=6: .* allowed: 1..5"),
-    ("target", {"others_from": "none"}, {}, "data.partition.others_from=none: .*'rest' or 'all'"),
     ("target", {"similar_classes": 5}, {}, "data.partition.similar_classes=5: .*allowed: 0..4"),
     (
         "target",
@@ -557,17 +550,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 def test_given_needs_a_source_with_clients() -> None:
     message = "^data.partition.name=given: this data.source has no clients; allowed: classes, .*, iid$"
     with pytest.raises(UserError, match=message):
-        partition(
-            "given",
-            TEN_CLASSES,
-            10,
-            num_clients=None,
-            per_client=None,
-            test_fraction=0.3,
-            val_fraction=0.0,
-            seed=0,
-            options={},
-        )
+        partition_given("given", None, None, None, None, Split(0.3, 0.0, seed=0))
 
 
 @pytest.mark.parametrize(("name", "options", "arguments", "message"), REFUSALS)

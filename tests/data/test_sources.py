@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from processes import run_tree
 
-from hpcfl.data.sources import SOURCES, fetch, load_arrays, subset_fraction, subset_per_class
+from hpcfl.config import DataConfig
+from hpcfl.data.sources import SOURCES, fetch, read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.samples import SampleType
 from hpcfl.torchvision_parts import torchvision_part
@@ -72,7 +73,7 @@ def write_cifar(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 def test_digits_are_the_bundled_1797() -> None:
-    arrays = load_arrays("digits", root="")
+    arrays = read_source(DataConfig(source="digits"))
     assert arrays.x.shape == (1797, 1, 8, 8)
     assert arrays.x.max() == arrays.scale == 16
     assert arrays.y.dtype == np.int64
@@ -97,7 +98,7 @@ def test_torchvision_is_imported_without_its_compiled_part() -> None:
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashionmnist", "FashionMNIST")])
 def test_mnist_and_fashionmnist_are_train_then_test(name: str, folder: str, tmp_path: Path) -> None:
     images = write_idx_set(tmp_path / folder / "raw", "train", "t10k", ([3, 0, 9], [7, 3]))
-    arrays = load_arrays(name, root=str(tmp_path))
+    arrays = read_source(DataConfig(source=name, root=str(tmp_path)))
     np.testing.assert_array_equal(arrays.x, images[:, None])
     assert arrays.x.dtype == np.uint8
     assert arrays.y.tolist() == [3, 0, 9, 7, 3]
@@ -119,7 +120,7 @@ def test_emnist_splits_have_labels_from_zero(
 ) -> None:
     folder = tmp_path / "EMNIST" / "raw"
     images = write_idx_set(folder, f"emnist-{split}-train", f"emnist-{split}-test", stored)
-    arrays = load_arrays("emnist", root=str(tmp_path), split=split)
+    arrays = read_source(DataConfig(source="emnist", root=str(tmp_path), split=split))
     np.testing.assert_array_equal(arrays.x, images[:, None])
     assert arrays.y.tolist() == labels
     assert arrays.num_classes == num_classes
@@ -130,7 +131,7 @@ def test_cifar_is_read_from_the_pickles_of_python_2(
     name: str, num_samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, labels = write_cifar(tmp_path, name, monkeypatch)
-    arrays = load_arrays(name, root=str(tmp_path))
+    arrays = read_source(DataConfig(source=name, root=str(tmp_path)))
     assert arrays.x.shape == (num_samples, 3, 32, 32)
     np.testing.assert_array_equal(arrays.x, images)
     assert arrays.y.tolist() == labels
@@ -140,7 +141,7 @@ def test_cifar_is_read_from_the_pickles_of_python_2(
 def test_missing_files_say_how_to_fetch_them(name: str, tmp_path: Path) -> None:
     root = str(tmp_path / "my data")
     with pytest.raises(UserError) as caught:
-        load_arrays(name, root=root)
+        read_source(DataConfig(source=name, root=root))
     assert str(caught.value).startswith(f"{name} is not in '{root}'")
     assert str(caught.value).endswith(f"hpcfl data fetch {name} --root '{root}'")
     assert not Path(root).exists()
@@ -164,7 +165,7 @@ def test_damaged_files_say_so(file: str, content: bytes, tmp_path: Path) -> None
     with pytest.raises(
         UserError, match=f"^mnist in '{folder}' is damaged .*: delete that folder, then fetch"
     ):
-        load_arrays("mnist", root=str(tmp_path))
+        read_source(DataConfig(source="mnist", root=str(tmp_path)))
 
 
 def test_damaged_cifar_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +173,7 @@ def test_damaged_cifar_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(batch.read_bytes()[:-100])
     with pytest.raises(UserError, match=r"^cifar10 in .* is damaged \(RuntimeError: .*corrupted"):
-        load_arrays("cifar10", root=str(tmp_path))
+        read_source(DataConfig(source="cifar10", root=str(tmp_path)))
 
 
 def test_fetch_unpacks_archives_and_names_their_folder(
@@ -189,7 +190,7 @@ def test_fetch_unpacks_archives_and_names_their_folder(
         file.unlink()
     monkeypatch.setattr(datasets.FashionMNIST, "resources", resources)
     assert fetch("fashionmnist", str(tmp_path)) == folder
-    assert load_arrays("fashionmnist", root=str(tmp_path)).y.tolist() == [3, 0, 9, 7, 3]
+    assert read_source(DataConfig(source="fashionmnist", root=str(tmp_path))).y.tolist() == [3, 0, 9, 7, 3]
 
 
 def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,9 +212,9 @@ def test_nothing_to_fetch(name: str, tmp_path: Path) -> None:
 
 def test_unknown_source_and_split_list_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^data.source=svhn: unknown; allowed: digits, wine, .*, mnist,"):
-        load_arrays("svhn", root=str(tmp_path))
+        read_source(DataConfig(source="svhn", root=str(tmp_path)))
     with pytest.raises(UserError, match=r"^data.split=all: .* allowed: mnist, digits, letters,"):
-        load_arrays("emnist", root=str(tmp_path), split="all")
+        read_source(DataConfig(source="emnist", root=str(tmp_path), split="all"))
 
 
 def write_npz(folder: Path, **arrays: np.ndarray) -> str:
@@ -225,18 +226,18 @@ def write_npz(folder: Path, **arrays: np.ndarray) -> str:
 def test_npz_of_bytes_in_either_layout(tmp_path: Path) -> None:
     x = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     path = write_npz(tmp_path, x=x, y=np.array([0, 1], np.int32))
-    last = load_arrays("npz", root="", path=path, layout="NHWC")
+    last = read_source(DataConfig(source="npz", path=path, layout="NHWC"))
     assert last.x.shape == (2, 3, 4, 5)
     assert last.x[1, 2, 3, 4] == x[1, 3, 4, 2]
     assert (last.num_classes, last.scale, last.mean, last.std) == (2, 255, (0.5,) * 3, (0.5,) * 3)
     assert last.y.dtype == np.int64
-    first = load_arrays("npz", root="", path=path, layout="NCHW")
+    first = read_source(DataConfig(source="npz", path=path, layout="NCHW"))
     np.testing.assert_array_equal(first.x, x)
 
 
 def test_npz_of_grey_floats_needs_no_layout(tmp_path: Path) -> None:
     x = np.linspace(-1, 1, 3 * 4 * 5).reshape(3, 4, 5)
-    arrays = load_arrays("npz", root="", path=write_npz(tmp_path, x=x, y=np.array([2, 0, 1])))
+    arrays = read_source(DataConfig(source="npz", path=write_npz(tmp_path, x=x, y=np.array([2, 0, 1]))))
     assert arrays.x.dtype == np.float32
     np.testing.assert_allclose(arrays.x[:, 0], x, rtol=1e-7)
     assert (arrays.num_classes, arrays.scale, arrays.mean, arrays.std) == (3, 1, (0.0,), (1.0,))
@@ -281,27 +282,27 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
 def test_unfit_npz_is_refused(arrays: dict[str, np.ndarray], message: str, tmp_path: Path) -> None:
     path = write_npz(tmp_path, **arrays)
     with pytest.raises(UserError, match=f"^data.path={path}: .*{message}"):
-        load_arrays("npz", root="", path=path)
+        read_source(DataConfig(source="npz", path=path))
 
 
 def test_npz_of_tokens_features_and_series(tmp_path: Path) -> None:
-    texts = load_arrays("npz", root="", path=write_npz(tmp_path, **TEXTS))
+    texts = read_source(DataConfig(source="npz", path=write_npz(tmp_path, **TEXTS)))
     assert (texts.sample, texts.x.dtype, texts.mean) == (SampleType((2,), vocabulary=5), np.int64, ())
     more = write_npz(tmp_path, **TEXTS, vocabulary=np.array([9]))
-    assert load_arrays("npz", root="", path=more).vocabulary == 9
-    features = load_arrays("npz", root="", path=write_npz(tmp_path, x=np.ones((3, 4)), y=GOOD_Y))
+    assert read_source(DataConfig(source="npz", path=more)).vocabulary == 9
+    features = read_source(DataConfig(source="npz", path=write_npz(tmp_path, x=np.ones((3, 4)), y=GOOD_Y)))
     assert (features.sample, features.x.dtype, features.mean) == (SampleType((4,)), np.float32, ())
     x = np.arange(24.0).reshape(3, 2, 4)
     path = write_npz(tmp_path, x=x, y=GOOD_Y)
     for layout, expected in (("NCL", x), ("NLC", x.transpose(0, 2, 1))):
-        series = load_arrays("npz", root="", path=path, layout=layout)
+        series = read_source(DataConfig(source="npz", path=path, layout=layout))
         np.testing.assert_array_equal(series.x, expected)
         assert series.sample == SampleType(expected.shape[1:])
 
 
 def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
     client = np.array(["zoe", "ann", "zoe"])
-    arrays = load_arrays("npz", root="", path=write_npz(tmp_path, **TEXTS, client=client))
+    arrays = read_source(DataConfig(source="npz", path=write_npz(tmp_path, **TEXTS, client=client)))
     assert arrays.owner is not None
     assert arrays.owner.tolist() == [0, 1, 1]
     assert arrays.y.tolist() == [1, 0, 2]
@@ -309,7 +310,9 @@ def test_clients_of_an_npz_are_the_owners_in_order(tmp_path: Path) -> None:
 
 
 def test_bundled_tables_and_texts() -> None:
-    wine, cancer, topics = (load_arrays(name, root="") for name in ("wine", "breast_cancer", "topics"))
+    wine, cancer, topics = (
+        read_source(DataConfig(source=name)) for name in ("wine", "breast_cancer", "topics")
+    )
     assert (wine.sample, np.bincount(wine.y).tolist()) == (SampleType((13,)), [59, 71, 48])
     assert (cancer.sample, np.bincount(cancer.y).tolist()) == (SampleType((30,)), [212, 357])
     assert topics.sample == SampleType((32,), vocabulary=96)
@@ -325,11 +328,11 @@ def test_bundled_tables_and_texts() -> None:
         assert (np.diff(tests.astype(int)) >= 0).all()
 
 
-@pytest.mark.parametrize("layout", [None, "HWC"])
+@pytest.mark.parametrize("layout", [None, "NCL"])
 def test_npz_with_four_dimensions_needs_a_layout(layout: str | None, tmp_path: Path) -> None:
     path = write_npz(tmp_path, x=np.zeros((3, 4, 5, 1)), y=GOOD_Y)
     with pytest.raises(UserError, match=f"^data.layout={layout}: .*NHWC or data.layout=NCHW"):
-        load_arrays("npz", root="", path=path, layout=layout)
+        read_source(DataConfig(source="npz", path=path, layout=layout))
 
 
 def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
@@ -340,11 +343,11 @@ def test_what_is_not_an_npz_file_is_refused(tmp_path: Path) -> None:
     np.save(single, GOOD_X)
     for file in (truncated, text, single):
         with pytest.raises(UserError, match=f"^data.path={file}: cannot be read as an npz file"):
-            load_arrays("npz", root="", path=str(file))
+            read_source(DataConfig(source="npz", path=str(file)))
     with pytest.raises(UserError, match="no such file"):
-        load_arrays("npz", root="", path=str(tmp_path / "absent.npz"))
+        read_source(DataConfig(source="npz", path=str(tmp_path / "absent.npz")))
     with pytest.raises(UserError, match=r"^data.path is not set: .*data.path=FILE.npz"):
-        load_arrays("npz", root="")
+        read_source(DataConfig(source="npz"))
 
 
 def test_subset_takes_equally_many_of_each_class_in_the_order_of_the_pool() -> None:

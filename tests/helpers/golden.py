@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from bits import MEETS_ALL_SOON, VARIANTS, contents, method_settings, run_here, tiny_settings, write_digits
 
-from hpcfl.data.partitions import PARTITIONS, class_table, partition
+from hpcfl.data.partition_request import Request, Split
+from hpcfl.data.partitions import PARTITIONS, class_sizes, class_table, partition, partition_given
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS, build_network
 
@@ -74,20 +75,14 @@ def numbers_of(folder: Path) -> dict[str, list[float]]:
 
 def class_counts(name: str) -> list[list[int]]:
     """Return how many samples of each class a partition deals to each of four clients."""
-    owner = np.arange(len(LABELS)) % 4 if name == "given" else None
-    parts = partition(
-        name,
-        LABELS,
-        10,
-        num_clients=4,
-        per_client=None,
-        test_fraction=0.25,
-        val_fraction=0.0,
-        seed=1,
-        options=PARTITION_OPTIONS.get(name, {}),
-        owner=owner,
-        is_test=None,
-    )
+    test_fraction, val_fraction, seed = 0.25, 0.0, 1
+    if name == "given":
+        split = Split(test_fraction, val_fraction, seed)
+        parts = partition_given(name, np.arange(len(LABELS)) % 4, None, 4, None, split)
+    else:
+        options = PARTITIONS[name].options.model_validate(PARTITION_OPTIONS.get(name, {}))
+        request = Request(test_fraction, val_fraction, seed, class_sizes(LABELS, 10), 4, None)
+        parts = partition(name, options, LABELS, request)
     counts: list[list[int]] = class_table(LABELS, parts, 10).tolist()
     return counts
 

@@ -36,9 +36,9 @@ from mutations import (
 from PIL import Image
 
 from hpcfl import load_run
-from hpcfl.config import own_code
+from hpcfl.config import DataConfig, own_code
 from hpcfl.data.client_files import read_leaf, read_pfllib
-from hpcfl.data.csv_tables import TableColumns, read_table
+from hpcfl.data.csv_tables import read_table
 from hpcfl.data.domains import read_domains
 from hpcfl.data.npz import read_npz
 from hpcfl.errors import BAD_INPUT, FINISHED, MAX_CHARACTERS, UserError, for_terminal
@@ -141,9 +141,9 @@ CSV_TABLE = b"a,job,c,y\n" + b"".join(
 def csv_reader(folder: Path) -> Read:
     def read(draw: random.Random) -> object:
         (folder / "x.csv").write_bytes(damaged_bytes(CSV_TABLE, draw))
-        return read_table(
-            str(folder / "x.csv"), TableColumns("y", ("job",), draw.choice((None, "mean", "drop")))
-        )
+        missing = draw.choice((None, "mean", "drop"))
+        path = str(folder / "x.csv")
+        return read_table(DataConfig(path=path, target="y", categorical=["job"], missing=missing))
 
     return read
 

@@ -20,7 +20,8 @@ from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
 from hpcfl.communication.upload import Upload
-from hpcfl.data.sources import load_arrays
+from hpcfl.config import DataConfig
+from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
 from hpcfl.methods.base import Context, State
 from hpcfl.methods.clustered_fl import bipartition, cross_similarity
@@ -69,7 +70,7 @@ def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) 
 
 def planted(folder: Path, rules: Sequence[Sequence[int]]) -> tuple[str, ...]:
     """Write a client for each rule, with digits whose class c is called rule[c]; return keys to use them."""
-    arrays = load_arrays("digits", root="")
+    arrays = read_source(DataConfig(source="digits"))
     x = (arrays.x / np.float32(16) - np.float32(0.3)) / np.float32(0.37)
     order = np.random.default_rng(0).permutation(len(x))
     for part, size in (("train", 30), ("test", 10)):
