@@ -202,11 +202,7 @@ class Run:
         Raises:
             UserError: all checkpoints are damaged.
         """
-        loaded = CheckpointStore(self.path).load(_NO_CHECKPOINT)
-        if loaded is not None and not _goes_together(loaded):
-            loaded.close()
-            raise UserError(f"{loaded.path} holds parts that do not go together; {_NO_CHECKPOINT}")
-        return loaded
+        return CheckpointStore(self.path).load(_NO_CHECKPOINT)
 
     @cached_property
     def confusion(self) -> Columns:
@@ -266,10 +262,7 @@ class Run:
     @property
     def history_rounds(self) -> np.ndarray:
         """The rounds after which there are entries in `history`, int64 [E]."""
-        if self.checkpoint is None:
-            return np.empty(0, np.int64)
-        table = self.checkpoint.ledger["metrics"]
-        return table.values[:, list(table.columns).index("round")].astype(np.int64)
+        return np.empty(0, np.int64) if self.checkpoint is None else self.checkpoint.rounds
 
     def recorded(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return a method's diagnostic [E, ...] and its rounds [E]; None without it.
@@ -285,11 +278,7 @@ class Run:
 
     def layers(self, count: int) -> list[str]:
         """Return the names of the `count` layers of the method's models, in order."""
-        if self.checkpoint is None:
-            return []
-        # a layer's bytes come before those of everything else
-        columns = self.checkpoint.ledger["bytes"].columns[1:]
-        return [name.removeprefix("down/") for name in columns[:count]]
+        return [] if self.checkpoint is None else self.checkpoint.layers[:count]
 
     @cached_property
     def models(self) -> TrainedModels:
@@ -348,16 +337,6 @@ def _samples_by_class(
     for client, label, count in zip(clients, classes, samples, strict=True):
         found[client, label] += count
     return {place: count for place, count in found.items() if count}
-
-
-def _goes_together(checkpoint: LoadedCheckpoint) -> bool:
-    """Whether a checkpoint has its ledger's tables, and one entry per evaluation in all histories."""
-    metrics, of_bytes = (checkpoint.ledger.get(name) for name in ("metrics", "bytes"))
-    if metrics is None or of_bytes is None or "round" not in metrics.columns:
-        return False
-    rounds = metrics.values[:, list(metrics.columns).index("round")]
-    is_whole = np.isfinite(rounds).all() and (rounds == np.floor(rounds)).all()
-    return bool(is_whole) and all(len(values) == len(rounds) for values in checkpoint.history.values())
 
 
 def _check_other_files(folder: Path, tree: Mapping[str, Any]) -> None:

@@ -85,6 +85,12 @@ class LoadedCheckpoint:
             name: LedgerTable(data[()], _decode(data.attrs["columns"]))
             for name, data in _datasets(self._file["ledger"]).items()
         }
+        self.rounds = self.ledger["metrics"].column("round").astype(np.int64)
+        """The rounds after which there are entries in the history [E]."""
+        if any(len(entries) != len(self.rounds) for entries in self.history.values()):
+            raise ValueError("the history has other evaluations than the ledger")
+        self.layers = [name.removeprefix("down/") for name in self.ledger["bytes"].columns[1:]]
+        """Names of what has bytes: the layers of the method's models, in order, come first."""
         for table in self.ledger.values():
             if table.values.shape[1:] != (len(table.columns),):
                 raise ValueError("a table of the ledger has other columns than it names")

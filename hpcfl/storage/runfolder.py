@@ -167,8 +167,7 @@ class RunFolder:
         """Whether no round follows the newest checkpoint."""
         train, known = self._config.train, []
         if self.checkpoint is not None and train.patience is not None:
-            found = self.checkpoint.ledger["metrics"]
-            known = found.values[:, list(found.columns).index(ACCURACY_VAL)].tolist()
+            known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
         return self.store.last_round == train.rounds or has_stopped(known, train.patience)
 
     def _check_checkpoint(self, layout: ParameterLayout) -> None:
