@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config
 from hpcfl.config.keys import Layout
-from hpcfl.config.own_code import OWN_KEYS, allow, digest
+from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
 from hpcfl.registries import resolve
@@ -91,8 +91,10 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """The configuration; raises UserError where it is damaged, or a file of its own code is another."""
-        _check_other_files(self.path, self.record)
-        return resolve(self.record)
+        try:
+            return resolve(self.record)
+        except UserError as error:
+            raise UserError(f"{self.path / 'config.yaml'}: {error}") from error
 
     @property
     def status(self) -> Status:
@@ -308,22 +310,3 @@ def scored_when(config: Config) -> str:
     if config.train.finetune_epochs:
         return "after fine-tuning"
     return f"after {METHODS[config.method.name].traits.eval_after}"
-
-
-def _check_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Raise UserError if the user's own code of a run has changed or is missing."""
-    for key in OWN_KEYS:
-        group, name = key.rsplit(".", 1)
-        keys = tree["data"].get("partition") if group == "data.partition" else tree[group]
-        if not isinstance(keys, dict) or not keys.get(name) or not keys.get("code"):
-            continue
-        try:
-            found = digest(Path(str(keys[name])).read_bytes())
-            problem = f"is another version now ({found})"
-        except OSError as error:
-            found, problem = "", f"cannot be read ({error.strerror})"
-        if found != str(keys["code"]):
-            raise UserError(
-                f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {problem}; "
-                f"bring that version back, or write where it is now into {folder / 'config.yaml'}"
-            )
