@@ -80,7 +80,6 @@ class Simulation:
         train, run = self.config.train, self.config.run
         self._experiment.place_state()
         self.server, first = self._saver.start()
-        self._divergence.saved = first
         self._evaluator.try_new_client_download(self.server)
         if self._folder is not None and self._experiment.samples_by_class is not None:
             self._folder.write_partition(*self._experiment.samples_by_class)
@@ -219,7 +218,6 @@ class Simulation:
         self._divergence.judge_server(self.server, done)
         self._recorder.set_wall_time()
         self._saver.save(self.server, done, with_models)
-        self._divergence.saved = done
         self.timing.save_s.append(time.monotonic() - began_s)
         self.ledger.spent["save_s"] += self.timing.save_s[-1]
 
