@@ -313,13 +313,9 @@ def _clients(run: Run) -> Columns:
         if len(values := run.history.get(name, np.empty(0)))
     }
     if found and run.partition:
-        found |= {name: _samples(run, name) for name in ("train_samples", "evaluated_samples")}
+        names = ("train_samples", "evaluated_samples")
+        found |= {name: run.samples_by_class(name).sum(axis=1) for name in names}
     return found
-
-
-def _samples(run: Run, name: str) -> np.ndarray:
-    """Return a column of partition.csv, summed over classes [N]."""
-    return np.bincount(run.partition["client"].astype(int), weights=run.partition[name])
 
 
 def _bands(run: Run, rounds: np.ndarray) -> Json:
@@ -342,9 +338,7 @@ def _classes(run: Run) -> Json:
     """Return samples by client and class, training and evaluated together, as uint16 in base64."""
     if not run.partition:
         return {}
-    client, label = (run.partition[name].astype(int) for name in ("client", "class"))
-    table = np.zeros((client.max() + 1, label.max() + 1), np.int64)
-    table[client, label] = run.partition["train_samples"] + run.partition["evaluated_samples"]
+    table = run.samples_by_class("train_samples") + run.samples_by_class("evaluated_samples")
     return {"shape": table.shape, "counts": base64_of(table.clip(max=2**16 - 1).astype("<u2"))}
 
 

@@ -184,6 +184,13 @@ class Run:
         """Columns of partition.csv: samples of each client by class, where there are any."""
         return read_columns(self.path / "partition.csv")
 
+    def samples_by_class(self, column: str) -> np.ndarray:
+        """Return a column of partition.csv by client and class, int64 [N + U, K]; there must be the file."""
+        client, label = (self.partition[name].astype(np.int64) for name in ("client", "class"))
+        table = np.zeros((client.max() + 1, label.max() + 1), np.int64)
+        table[client, label] = self.partition[column]
+        return table
+
     @property
     def domains(self) -> list[str]:
         """The domain of each client [N + U]; [] where the data have none."""
