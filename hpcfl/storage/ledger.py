@@ -6,8 +6,6 @@ statistics, indices).
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.config.keys import Config
-from hpcfl.storage.atomic import replace_file
+from hpcfl.storage.atomic import csv_text, replace_file
 from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.snapshot import LedgerTable
 from hpcfl.training.metrics import CLIENT_METRICS
@@ -385,9 +383,11 @@ class Ledger:
             columns["unseen"] = np.append(np.zeros(len(self.diverged), np.int64), nothing + 1)
         if added is not None:
             columns |= dict(zip(CLIENT_METRICS, added.figures.T, strict=True))
-            _write_whole(folder / "confusion.csv", [COLUMNS["confusion.csv"], *added.confusion.tolist()])
+            replace_file(
+                folder / "confusion.csv", csv_text([COLUMNS["confusion.csv"], *added.confusion.tolist()])
+            )
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-        _write_whole(folder / "clients.csv", [list(columns), *rows])
+        replace_file(folder / "clients.csv", csv_text([list(columns), *rows]))
 
 
 def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
@@ -419,7 +419,7 @@ def write_partition(
         (client, label, train[client, label], evaluated[client, label], *domains[client : client + 1])
         for client, label in np.argwhere(train + evaluated).tolist()
     ]
-    _write_whole(folder / "partition.csv", [header, *rows])
+    replace_file(folder / "partition.csv", csv_text([header, *rows]))
 
 
 def mean_of_known(values: np.ndarray) -> float:
@@ -434,11 +434,4 @@ def _cell(name: str, value: float) -> str:
 
 def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
     with path.open(mode, newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
-
-
-def _write_whole(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    """Write a file at once, so that no reader sees a part of it."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    replace_file(path, text.getvalue())
+        file.write(csv_text(rows))
