@@ -120,8 +120,7 @@ def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
     kept = spread_out(count, max(40, min(MAX_POINTS, 4 * MAX_POINTS // num_runs)))
-    best = int(np.argmax(np.nan_to_num(metrics["accuracy_mean"], nan=-1)))
-    kept = np.union1d(kept, [best])
+    kept = np.union1d(kept, np.flatnonzero(metrics["round"] == run.best["round"]))
     notes = [] if len(kept) == count else [f"curves: {len(kept)} of {count} evaluations"]
     seconds = np.diff(metrics.get("train_s", np.zeros(count)), prepend=0.0)
     steps = np.cumsum(metrics["client_steps_per_s"] * seconds).round()
@@ -152,7 +151,7 @@ def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
         "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, steps[-1], figures, num_runs),
+        "headline": _headline(run, clients, steps[-1], figures, num_runs),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
@@ -183,7 +182,6 @@ def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
 def _headline(
     run: Run,
     clients: Columns,
-    best: int,
     steps: float,
     figures: Shown,
     num_runs: int,
@@ -193,8 +191,7 @@ def _headline(
     All but those of unseen clients, which a page that shows such clients has, are of the clients in training.
     All runs of a page have the same figures; a run without a checkpoint has no worst tenth yet.
     """
-    metrics, unseen = run.metrics, run.num_unseen
-    last = {name: float(values[-1]) for name, values in metrics.items()}
+    last, best, unseen = run.last, run.best, run.num_unseen
     # figures of each client exist from the first checkpoint on
     accuracies = clients.get("accuracy", np.empty(0))
     in_training = (len(accuracies) or len(np.unique(run.partition.get("client", ())))) - unseen
@@ -233,7 +230,6 @@ def _headline(
         some = f"{known} of " * (known < in_training)
         remark = f"mean over {some}{_counted(in_training)}"
         of_metrics.append(percent(METRIC_NAMES[name], mean_of_known(values), remark))
-    highest = float(metrics["accuracy_mean"][best])
     left_out, of_clock = [], []
     if figures.diverged:
         times = _times_diverged(run)
@@ -253,7 +249,7 @@ def _headline(
         *([worst] if len(accuracies) or num_runs > 1 else []),
         *of_unseen,
         *of_metrics,
-        percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
+        percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"),
         *left_out,
         *([_epsilon(run)] if figures.epsilon else []),
         entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),

@@ -134,6 +134,17 @@ class Run:
         """Columns of metrics.csv [E], such as "round" and "accuracy_mean"."""
         return read_columns(self.path / "metrics.csv")
 
+    @property
+    def last(self) -> dict[str, float]:
+        """The last row of metrics.csv by column; there must be an evaluation."""
+        return {name: float(values[-1]) for name, values in self.metrics.items()}
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The first row with the highest mean accuracy, as `last`."""
+        best = int(np.argmax(np.nan_to_num(self.metrics["accuracy_mean"], nan=-1)))
+        return {name: float(values[best]) for name, values in self.metrics.items()}
+
     @cached_property
     def bytes(self) -> Columns:
         """Columns of bytes.csv: "round", "direction", "layer" and "bytes"."""

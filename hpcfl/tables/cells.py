@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfl.config import DEFAULT_SOURCE, ENVIRONMENT, Config, differences, flatten, read_yaml
+from hpcfl.config import DEFAULT_SOURCE, Config, differences, flatten
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
-from hpcfl.registries import merge, resolve
+from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.comparison import sample_keys
 from hpcfl.results.run import Run
 from hpcfl.tables.file import ONLY, Drawing, HeatMaps, Pair, Row, TableFile, place_of, read_table
@@ -252,8 +252,7 @@ def _tree(layers: Sequence[TableFile], label: str, column: str) -> dict[str, Any
     (config,) = (one.config for one in layers[-1].columns if one.label == column)
     tree: dict[str, Any] = {}
     if config is not None:
-        tree = read_yaml(Path(config))
-        tree.pop(ENVIRONMENT, None)
+        tree = read_keys(Path(config))
         if isinstance(tree.get("run"), dict):
             tree["run"].pop("seed", None)
     for layer in layers:
