@@ -115,11 +115,7 @@ class Table:
         self._longest = 0
         self.cells = self._cells(layers, overrides, rounds)
         """All cells, ordered by seed, then by column, then by row."""
-        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
-            self._check_one_source(layers)
-        self._check_folders()
-        self._check_pairs()
-        self._check_quantities()
+        self._check(layers, overrides)
         rows = _matching("--row", in_rows, self.labels)
         self.chosen = [c for c in self.cells if c.column in self.chosen_columns and c.label in rows]
         """The cells that are run."""
@@ -183,6 +179,14 @@ class Table:
         if rounds is not None and config.train.rounds > rounds:
             config = resolve(merge(config.tree(), [f"train.rounds={rounds}"]))
         return config
+
+    def _check(self, layers: Sequence[TableFile], overrides: Sequence[str]) -> None:
+        """Raise UserError for cells that do not go together."""
+        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
+            self._check_one_source(layers)
+        self._check_folders()
+        self._check_pairs()
+        self._check_quantities()
 
     def _check_one_source(self, layers: Sequence[TableFile]) -> None:
         """Refuse to replace different data sets of the chosen columns by one."""
