@@ -14,13 +14,13 @@ from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.run import run as run_in_folder
 from hpcfl.commands.run import started_world
 from hpcfl.communication.communicator import run_collectively
-from hpcfl.config import ENVIRONMENT, Config, read_yaml
+from hpcfl.config import Config
 from hpcfl.config.own_code import check_options
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Method, Params, complete
-from hpcfl.registries import merge, resolve
+from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.run import Run, load_run
 from hpcfl.simulation.stopping import StopFlag
 
@@ -73,9 +73,7 @@ def _config(settings: tuple[Setting, ...], method: str | type[Method] | None, da
         if isinstance(setting, Mapping):
             tree = merge(tree, setting)
         elif isinstance(setting, Path) or (setting.endswith((".yaml", ".yml")) and "=" not in setting):
-            keys = read_yaml(Path(setting))
-            keys.pop(ENVIRONMENT, None)
-            tree = merge(tree, keys)
+            tree = merge(tree, read_keys(Path(setting)))
         else:
             tree = merge(tree, [setting])
     if method is not None:

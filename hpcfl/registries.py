@@ -39,9 +39,14 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
 
     Raises UserError for an unreadable file, unknown keys or names, wrong types and impossible values.
     """
-    tree = {} if path is None else load.read_yaml(path)
+    return resolve(merge({} if path is None else read_keys(path), overrides))
+
+
+def read_keys(path: Path) -> dict[str, Any]:
+    """Return the nested keys of a YAML file, without the environment that a run has written into it."""
+    tree = load.read_yaml(path)
     tree.pop(ENVIRONMENT, None)
-    return resolve(merge(tree, overrides))
+    return tree
 
 
 def resolve(tree: Mapping[str, Any]) -> Config:

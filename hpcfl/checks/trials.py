@@ -109,7 +109,7 @@ def _write_checkpoint(folder: Path) -> float:
         {},
         Rows({}, []),
         lambda: {"accuracy": np.zeros((1, 1))},
-        lambda: {"metrics": LedgerTable(np.zeros((1, 1)), ["round"])},
+        lambda: dict.fromkeys(("metrics", "bytes"), LedgerTable(np.zeros((1, 1)), ["round"])),
     )
     began_s = time.monotonic()
     CheckpointStore(folder).save(snapshot)

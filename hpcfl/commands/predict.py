@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
-
-import numpy as np
 
 from hpcfl.commands.arguments import Parser, add_own_code, client_of
 from hpcfl.communication.communicator import Communicator
@@ -17,7 +13,7 @@ from hpcfl.data.npz import read_arrays
 from hpcfl.errors import UserError
 from hpcfl.results.models import GLOBAL
 from hpcfl.results.run import load_run
-from hpcfl.storage.atomic import replace_file
+from hpcfl.storage.atomic import csv_text, replace_file
 
 
 def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
@@ -38,8 +34,10 @@ def predict_samples(arguments: Sequence[str], world: Communicator) -> None:
     models = load_run(options.run).models
     probabilities = models.probabilities(client, x, options.layout, where)
     labels = probabilities.argmax(axis=1)
+    header = ["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))]
+    rows = ([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))
     try:
-        replace_file(out, _csv(labels, probabilities))
+        replace_file(out, csv_text([header, *rows]))
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; give another --out FILE") from error
     if (shift := models.config.data.shift) is not None:
@@ -63,11 +61,3 @@ def parser() -> Parser:
     )
     add_own_code(parser)
     return parser
-
-
-def _csv(labels: np.ndarray, probabilities: np.ndarray) -> bytes:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["label", *(f"probability_{number}" for number in range(probabilities.shape[1]))])
-    writer.writerows([label, *row] for label, row in zip(labels, probabilities.tolist(), strict=True))
-    return file.getvalue().encode()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
-from hpcfl.commands.summary import print_summary
+from hpcfl.commands.summary import next_command, summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
 from hpcfl.config import Config
 from hpcfl.errors import UserError
@@ -85,10 +85,17 @@ def run(
         # no heartbeats while the server writes the page: no rank waits for it
         watched.close()
         progress.close()
-        if folder is not None and not is_cell:
-            wants_report = config.run.report and outcome != "stopped"
-            report = _write_report(folder.path, progress) if wants_report else None
-            print_summary(outcome, simulation.ledger, config, options, folder.path, report, world, progress)
+        if folder is None or is_cell:
+            return outcome
+        if outcome == "stopped":
+            progress.say(f"stopped early with a checkpoint in {path}; rerun the same command to resume")
+            return outcome
+        report = _write_report(path, progress) if config.run.report else None
+        # paths and commands may be long, and have lines of their own
+        lines = [*summary(outcome, simulation.ledger, config, world), f"  in {path}"]
+        lines += [] if report is None else [f"open in a browser\n  {report}"]
+        for line in [*lines, f"compare with\n  {next_command(options, config, world.size)}"]:
+            progress.say(line)
         return outcome
 
 

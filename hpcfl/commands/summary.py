@@ -1,8 +1,8 @@
-"""The summary that a run prints at its end: accuracy, bytes, files, and the next command."""
+"""What a run prints at its end: accuracy, bytes, files, and the next command."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterator
 
 from hpcfl.commands.arguments import RunOptions, command_line
 from hpcfl.communication.communicator import Communicator
@@ -10,29 +10,17 @@ from hpcfl.config import Config
 from hpcfl.formatting import readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.simulation.divergence import named
+from hpcfl.simulation.round_loop import Outcome
 from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
-from hpcfl.terminal import Progress
 
 FILES = "metrics.csv, clients.csv, bytes.csv, checkpoint.h5"
 
 
-def print_summary(
-    outcome: str,
-    ledger: Ledger,
-    config: Config,
-    options: RunOptions,
-    folder: Path,
-    report: Path | None,
-    world: Communicator,
-    progress: Progress,
-) -> None:
-    """Print how the run ended; paths and commands, which may be long, have lines of their own."""
-    if outcome == "stopped":
-        progress.say(f"stopped early with a checkpoint in {folder}; rerun the same command to resume")
-        return
+def summary(outcome: Outcome, ledger: Ledger, config: Config, world: Communicator) -> Iterator[str]:
+    """Yield lines on a run that has no round left: how it ended, and its figures."""
     if outcome == "already finished":
         last = f"{ledger.last('round'):.0f}"
-        progress.say(f"this run is finished, no round follows round {last}; --fresh starts over")
+        yield f"this run is finished, no round follows round {last}; --fresh starts over"
     best, best_round = ledger.best()
     more = {}
     if config.train.patience is not None:
@@ -62,11 +50,7 @@ def print_summary(
         "speed": f"{ledger.last('client_steps_per_s'):.0f} client steps/s",
         "results": FILES,
     }.items():
-        progress.say(f"{name:<26}{value}")
-    progress.say(f"  in {folder}")
-    if report is not None:
-        progress.say(f"open in a browser\n  {report}")
-    progress.say(f"compare with\n  {next_command(options, config, world.size)}")
+        yield f"{name:<26}{value}"
 
 
 def next_command(options: RunOptions, config: Config, num_ranks: int) -> str:

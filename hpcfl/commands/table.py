@@ -95,19 +95,9 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
             say(f"{label}: not run: {reason}")
         command = command_line(["table", *arguments], world.size)
         stopped, failed = _run_cells(table, pending, world, stop, command, options.quiet)
-        text, drawn, missing = run_collectively(
-            world, lambda: _write_all(table) if world.is_server else ("", {}, [])
+        missing = run_collectively(
+            world, lambda: _finish(table, say, options.write_results) if world.is_server else []
         )
-        say(f"\n{text}\nin {table.folder}: table.md, table.tex and CSV files")
-        if any(drawn.values()):
-            say(f"drawn: {', '.join(file for files in drawn.values() for file in files)}")
-        for name in [name for name, files in drawn.items() if not files]:
-            say(f"{name} is not drawn: nothing that it shows is finished")
-        if options.write_results:
-            written = run_collectively(world, lambda: write_results(table) if world.is_server else [])
-            say(f"results: {', '.join(map(str, written))}")
-        if missing:
-            _say_missing(say, table, missing)
         if stopped:
             say(f"stopped early with a checkpoint; resume with\n  {command}")
         elif missing:
@@ -211,18 +201,24 @@ def _note(cell: Cell, is_running: bool) -> None:
             _note_of(cell).unlink(missing_ok=True)
 
 
-def _write_all(table: Table) -> tuple[str, dict[str, list[str]], list[Cell]]:
-    """Write all files; return the table as text, the pictures by name, and the chosen cells missing."""
+def _finish(table: Table, say: Callable[[str], None], with_results: bool) -> list[Cell]:
+    """Write all files, and say what was written and what is missing; return the chosen cells missing."""
     text, drawn = write(table), write_from_histories(table)
-    return text, drawn, [cell for cell in table.chosen if cell.finished_run is None]
-
-
-def _say_missing(say: Callable[[str], None], table: Table, missing: Sequence[Cell]) -> None:
-    say(f"{len(missing)} of {len(table.chosen)} cells are missing")
+    say(f"\n{text}\nin {table.folder}: table.md, table.tex and CSV files")
+    if any(drawn.values()):
+        say(f"drawn: {', '.join(file for files in drawn.values() for file in files)}")
+    for name in [name for name, files in drawn.items() if not files]:
+        say(f"{name} is not drawn: nothing that it shows is finished")
+    if with_results:
+        say(f"results: {', '.join(map(str, write_results(table)))}")
+    missing = [cell for cell in table.chosen if cell.finished_run is None]
+    if missing:
+        say(f"{len(missing)} of {len(table.chosen)} cells are missing")
     for cell in missing[:MAX_NAMED]:
         say(f"  {cell.name} seed {cell.seed}, in {cell.folder}")
     if len(missing) > MAX_NAMED:
         say(f"  and {len(missing) - MAX_NAMED} more")
+    return missing
 
 
 def _speech(quiet: bool) -> Callable[[str], None]:

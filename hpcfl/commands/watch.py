@@ -75,17 +75,15 @@ def _figures(run: Run, encoding: str) -> Iterator[tuple[str, str]]:
     yield "state", _state(run)
     yield "rounds", f"{run.done}/{run.rounds}"
     if run.metrics:
-        last = {name: float(values[-1]) for name, values in run.metrics.items()}
-        means = run.metrics["accuracy_mean"].tolist()
-        best = means.index(max(means))
+        last, best = run.last, run.best
         yield "accuracy", f"{last['accuracy_mean']:.2%} (round {run.done})"
-        yield "best", f"{means[best]:.2%} (round {run.metrics['round'][best]:.0f})"
+        yield "best", f"{best['accuracy_mean']:.2%} (round {best['round']:.0f})"
         yield "spread", f"{last['accuracy_std']:.2%} over clients"
         if last.get("diverged"):
             yield "diverged", f"{last['diverged']:.0f} times a client's numbers were nan or infinite"
         if last.get("lost"):
             yield "lost", f"{last['lost']:.0f} times a client was lost in a round"
-        yield "curve", curve(means, CURVE_WIDTH, encoding)
+        yield "curve", curve(run.metrics["accuracy_mean"].tolist(), CURVE_WIDTH, encoding)
         yield "bytes", f"{readable_bytes(last['bytes_down'])} down, {readable_bytes(last['bytes_up'])} up"
         yield "speed", f"{last['client_steps_per_s']:.0f} client steps/s, {_round_s(run):.3g} s a round"
     else:

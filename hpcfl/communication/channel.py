@@ -281,7 +281,7 @@ class _SentUpload(Upload):
         coding: UploadCoding | None,
     ) -> None:
         """Take the rows of this rank's members, at the positions `own`, and the frames of all tensors."""
-        super().__init__((), sent)
+        self.sent = sent
         self._world, self._message, self._placement, self._own = world, message, placement, own
         self._frames, self._coding = frames, coding
         codec = IDENTITY if coding is None else coding.codec
@@ -300,9 +300,6 @@ class _SentUpload(Upload):
             if frame.keep is not None:
                 outline.layer_mask[name] = frame.keep
         return outline
-
-    def __iter__(self) -> Iterator[tuple[slice, Message]]:
-        return self.blocks()
 
     def sums(self, shares: Mapping[str, Tensor], sizes: Iterable[int] = ()) -> dict[str, Tensor]:
         names, sizes = [*shares], tuple(sizes)

@@ -6,13 +6,14 @@ Shapes: S clients of the cohort, C clients of a block or rank, L layers, K sums 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hpcfl.communication.messages import Message
+from hpcfl.parameters import spread
 
 _BITS = 61
 """Bits of a sum's absolute value: it stays below 2 ** 62 for any rounding, and int64 has 63 bits."""
@@ -22,41 +23,35 @@ _AT_ONCE = 2**15
 """Columns of a block: its numbers stay in a core's cache, and have one scale."""
 
 
-class Upload:
+class Upload(ABC):
     """A cohort's messages on the server. Each tensor is read once: as sums, or as the rows of all clients.
     For a sum, each rank adds its own clients, and MPI adds the ranks, so about one tensor reaches rank 0, not
     one for each client. Reading is collective: until the server has read all tensors, or calls `drain`, the
     other ranks are in `drain`.
     """
 
-    def __init__(self, blocks: Iterable[tuple[slice, Message]], sent: Message | None = None) -> None:
-        """Take blocks that are on this rank: positions in the cohort, and the message of these clients."""
-        self.sent = sent
-        """The message that the server sent to the cohort in this round; on the server only."""
-        self._blocks = blocks
-        self._read: set[str] = set()
+    sent: Message | None
+    """The message that the server sent to the cohort in this round; on the server only."""
 
     @property
+    @abstractmethod
     def outline(self) -> Message:
         """The upload of the whole cohort without its numbers: types, shapes, layers and pieces, for byte
         counts."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[slice, Message]]:
         """Yield `blocks` of all tensors not read yet. Collective."""
         return self.blocks()
 
+    @abstractmethod
     def blocks(self, *names: str) -> Iterator[tuple[slice, Message]]:
-        """Yield client-ordered blocks of these or all tensors not read yet; nothing on the other ranks.
+        """Yield client-ordered blocks of these or all tensors not read yet, each with its positions in the
+        cohort; nothing on the other ranks.
 
         Collective; read it to the end before anything else.
         """
-        read = set(self._read)
-        for positions, block in self._kept():
-            wanted = names or [name for name in block.per_client if name not in read]
-            self._read |= {*wanted}
-            yield positions, replace(block, per_client={name: block.per_client[name] for name in wanted})
 
+    @abstractmethod
     def sums(self, shares: Mapping[str, Tensor], sizes: Iterable[int] = ()) -> dict[str, Tensor]:
         """Return weighted sums over the cohort, [K, ...] of rows [S, ...], by name. Called by the server.
 
@@ -65,14 +60,6 @@ class Upload:
         rounded to about 2 ** -61 of the largest possible sum in the same 32,768 columns, which is more exact
         than a sum in float32; the sum is nan where a product is nan or infinite.
         """
-        found, sizes = {}, tuple(sizes)
-        for name, of_clients in shares.items():
-            rows = torch.cat([block.per_client[name] for _, block in self._kept()])
-            total = FixedPointSum(rows, of_clients, sizes)
-            total.add(total.bounds, of_clients.shape[1])
-            found[name] = total.value()
-        self._read |= {*shares}
-        return found
 
     def collect(self, *names: str) -> dict[str, Tensor]:
         """Return the rows of all clients, [S, ...], of these or all tensors not read yet. Collective."""
@@ -81,12 +68,9 @@ class Upload:
             return blocks[0] if blocks else {}
         return {name: torch.cat([rows[name] for rows in blocks]) for name in blocks[0]}
 
+    @abstractmethod
     def drain(self) -> None:
         """End the reading; the other ranks stop waiting. Collective."""
-
-    def _kept(self) -> list[tuple[slice, Message]]:
-        self._blocks = list(self._blocks)
-        return self._blocks
 
 
 class FixedPointSum:
@@ -157,7 +141,7 @@ class FixedPointSum:
             for number, share in enumerate(self._shares[:, client]):
                 if not share.any():
                     continue
-                factor = _spread(share, self._sizes) if share.dim() else float(share)
+                factor = spread(self._sizes, share).flatten() if share.dim() else float(share)
                 for block, part in enumerate(self._parts):
                     product = row[part].to(torch.float64, copy=True)
                     if isinstance(factor, float):
@@ -165,8 +149,3 @@ class FixedPointSum:
                     else:
                         # a share of 0 leaves a number out, even nan
                         yield number, block, product.mul_(factor[part]).masked_fill_(factor[part] == 0, 0.0)
-
-
-def _spread(share: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """Return the share of each number [W] from those of layers [..., L]."""
-    return share.reshape(-1, share.shape[-1]).repeat_interleave(torch.tensor(sizes), dim=-1).flatten()

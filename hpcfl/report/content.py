@@ -120,8 +120,7 @@ def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
     kept = spread_out(count, max(40, min(MAX_POINTS, 4 * MAX_POINTS // num_runs)))
-    best = int(np.argmax(np.nan_to_num(metrics["accuracy_mean"], nan=-1)))
-    kept = np.union1d(kept, [best])
+    kept = np.union1d(kept, np.flatnonzero(metrics["round"] == run.best["round"]))
     notes = [] if len(kept) == count else [f"curves: {len(kept)} of {count} evaluations"]
     seconds = np.diff(metrics.get("train_s", np.zeros(count)), prepend=0.0)
     steps = np.cumsum(metrics["client_steps_per_s"] * seconds).round()
@@ -152,7 +151,7 @@ def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
         "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, best, steps[-1], figures, num_runs),
+        "headline": _headline(run, clients, steps[-1], figures, num_runs),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
@@ -180,97 +179,107 @@ def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
     return values.shape[1 + axes.index("layer")] if "layer" in axes else 0
 
 
-def _headline(
-    run: Run,
-    clients: Columns,
-    best: int,
-    steps: float,
-    figures: Shown,
-    num_runs: int,
-) -> list[Json]:
+def _headline(run: Run, clients: Columns, steps: float, figures: Shown, num_runs: int) -> list[Json]:
     """Return the headline figures: name, text, the number for sorting, and a remark.
 
     All but those of unseen clients, which a page that shows such clients has, are of the clients in training.
     All runs of a page have the same figures; a run without a checkpoint has no worst tenth yet.
     """
-    metrics, unseen = run.metrics, run.num_unseen
-    last = {name: float(values[-1]) for name, values in metrics.items()}
-    # figures of each client exist from the first checkpoint on
-    accuracies = clients.get("accuracy", np.empty(0))
+    best = run.best
+    return [
+        *_accuracies(run, clients.get("accuracy", np.empty(0)), figures, num_runs),
+        _percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"),
+        *_losses(run, figures),
+        *([_epsilon(run)] if figures.epsilon else []),
+        *_costs(run, steps, figures),
+    ]
+
+
+def _figure(name: str, text: str, value: float = math.nan, remark: str = "") -> Json:
+    """Return a headline figure."""
+    return {
+        "name": name,
+        "text": text,
+        "value": value if math.isfinite(value) else None,
+        "remark": remark,
+    }
+
+
+def _percent(name: str, value: float, remark: str) -> Json:
+    return _figure(name, f"{100 * value:.2f} %" if math.isfinite(value) else "nan", value, remark)
+
+
+def _accuracies(run: Run, accuracies: np.ndarray, figures: Shown, num_runs: int) -> list[Json]:
+    """Return the headline figures of accuracy; `accuracies` [N + U] are known from a checkpoint on."""
+    last, unseen = run.last, run.num_unseen
     in_training = (len(accuracies) or len(np.unique(run.partition.get("client", ())))) - unseen
-
-    def entry(name: str, text: str, value: float, remark: str = "") -> Json:
-        return {
-            "name": name,
-            "text": text,
-            "value": value if math.isfinite(value) else None,
-            "remark": remark,
-        }
-
-    def percent(name: str, value: float, remark: str = "") -> Json:
-        return entry(name, f"{100 * value:.2f} %" if math.isfinite(value) else "nan", value, remark)
-
     counted = _counted(in_training) if in_training else "the clients"
     of_clients = f"mean over {counted}{' in training' * bool(unseen)}"
-    worst = entry("Worst tenth", "not yet", math.nan, "known from the first checkpoint on")
+    found = [
+        _percent("Mean accuracy", last["accuracy_mean"], of_clients),
+        _percent("Spread", last["accuracy_std"], "standard deviation over clients"),
+    ]
     if len(accuracies):
-        mean_of_worst = worst_tenth(accuracies[:in_training].tolist())
-        worst = percent("Worst tenth", mean_of_worst, "mean of the worst 10 % of the clients")
-    of_unseen = []
+        worst = worst_tenth(accuracies[:in_training].tolist())
+        found.append(_percent("Worst tenth", worst, "mean of the worst 10 % of the clients"))
+    elif num_runs > 1:
+        found.append(_figure("Worst tenth", "not yet", remark="known from the first checkpoint on"))
     if unseen:
         spread = last["accuracy_unseen_std"]
         remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
-        of_unseen = [percent("Unseen clients", last["accuracy_unseen"], remark)]
+        found.append(_percent("Unseen clients", last["accuracy_unseen"], remark))
     elif figures.unseen:
-        of_unseen = [entry("Unseen clients", "none", math.nan)]
-    of_metrics = []
+        found.append(_figure("Unseen clients", "none"))
     for name in CLIENT_METRICS if figures.metrics else ():
         values = run.in_training.get(name)
         if values is None:
-            of_metrics.append(entry(METRIC_NAMES[name], "none", math.nan))
+            found.append(_figure(METRIC_NAMES[name], "none"))
             continue
         known = int((~np.isnan(values)).sum())
         some = f"{known} of " * (known < in_training)
         remark = f"mean over {some}{_counted(in_training)}"
-        of_metrics.append(percent(METRIC_NAMES[name], mean_of_known(values), remark))
-    highest = float(metrics["accuracy_mean"][best])
-    left_out, of_clock = [], []
+        found.append(_percent(METRIC_NAMES[name], mean_of_known(values), remark))
+    return found
+
+
+def _losses(run: Run, figures: Shown) -> list[Json]:
+    """Return the headline figures of clients that rounds went without."""
+    found = []
     if figures.diverged:
         times = _times_diverged(run)
-        left_out.append(entry("Diverged", str(times), times, "clients with nan or infinity, round by round"))
+        found.append(_figure("Diverged", str(times), times, "clients with nan or infinity, round by round"))
     if figures.lost:
-        lost = last.get(LOST, 0.0)
-        left_out.append(entry("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
-    if figures.clock:
-        seconds = last.get(SIMULATED, math.nan)
-        text = clock(seconds) if SIMULATED in last else "none"
-        of_clock.append(entry("Simulated time", text, seconds, "h:min:s on the clock of clients.step_s"))
-    down_up = [last["bytes_down"], last["bytes_up"]]
-    ways = [readable_bytes(count) for count in down_up]
-    return [
-        percent("Mean accuracy", last["accuracy_mean"], of_clients),
-        percent("Spread", last["accuracy_std"], "standard deviation over clients"),
-        *([worst] if len(accuracies) or num_runs > 1 else []),
-        *of_unseen,
-        *of_metrics,
-        percent("Best round", highest, f"round {metrics['round'][best]:.0f}, in hindsight"),
-        *left_out,
-        *([_epsilon(run)] if figures.epsilon else []),
-        entry("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
-        entry("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
-        *of_clock,
-        entry("Training steps", f"{steps:,.0f}", steps, "of all clients"),
-    ]
+        lost = run.last.get(LOST, 0.0)
+        found.append(_figure("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
+    return found
 
 
 def _epsilon(run: Run) -> Json:
     """Return the headline figure of privacy."""
     privacy = run.config.privacy
     if privacy.unit is None:
-        return {"name": "Epsilon", "text": "none", "value": None, "remark": ""}
-    value = float(run.metrics[EPSILON][-1])
+        return _figure("Epsilon", "none")
+    value = run.last[EPSILON]
     remark = f"delta {privacy.delta_in_use:g}, of a {privacy.unit}'s presence"
-    return {"name": "Epsilon", "text": f"{value:.3g}", "value": value, "remark": remark}
+    return _figure("Epsilon", f"{value:.3g}", value, remark)
+
+
+def _costs(run: Run, steps: float, figures: Shown) -> list[Json]:
+    """Return the headline figures of cost."""
+    last = run.last
+    down_up = [last["bytes_down"], last["bytes_up"]]
+    ways = [readable_bytes(count) for count in down_up]
+    of_clock = []
+    if figures.clock:
+        seconds = last.get(SIMULATED, math.nan)
+        text = clock(seconds) if SIMULATED in last else "none"
+        of_clock.append(_figure("Simulated time", text, seconds, "h:min:s on the clock of clients.step_s"))
+    return [
+        _figure("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
+        _figure("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
+        *of_clock,
+        _figure("Training steps", f"{steps:,.0f}", steps, "of all clients"),
+    ]
 
 
 def _times_diverged(run: Run) -> int:
@@ -313,13 +322,9 @@ def _clients(run: Run) -> Columns:
         if len(values := run.history.get(name, np.empty(0)))
     }
     if found and run.partition:
-        found |= {name: _samples(run, name) for name in ("train_samples", "evaluated_samples")}
+        names = ("train_samples", "evaluated_samples")
+        found |= {name: run.samples_by_class(name).sum(axis=1) for name in names}
     return found
-
-
-def _samples(run: Run, name: str) -> np.ndarray:
-    """Return a column of partition.csv, summed over classes [N]."""
-    return np.bincount(run.partition["client"].astype(int), weights=run.partition[name])
 
 
 def _bands(run: Run, rounds: np.ndarray) -> Json:
@@ -342,9 +347,7 @@ def _classes(run: Run) -> Json:
     """Return samples by client and class, training and evaluated together, as uint16 in base64."""
     if not run.partition:
         return {}
-    client, label = (run.partition[name].astype(int) for name in ("client", "class"))
-    table = np.zeros((client.max() + 1, label.max() + 1), np.int64)
-    table[client, label] = run.partition["train_samples"] + run.partition["evaluated_samples"]
+    table = run.samples_by_class("train_samples") + run.samples_by_class("evaluated_samples")
     return {"shape": table.shape, "counts": base64_of(table.clip(max=2**16 - 1).astype("<u2"))}
 
 

@@ -6,7 +6,6 @@ Shapes: N clients, E evaluations.
 from __future__ import annotations
 
 import os
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from hpcfl.config import ENVIRONMENT, Config
 from hpcfl.config.keys import Layout
-from hpcfl.config.own_code import OWN_KEYS, allow, digest
+from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS
 from hpcfl.registries import resolve
@@ -92,8 +91,10 @@ class Run:
     @cached_property
     def config(self) -> Config:
         """The configuration; raises UserError where it is damaged, or a file of its own code is another."""
-        _check_other_files(self.path, self.record)
-        return resolve(self.record)
+        try:
+            return resolve(self.record)
+        except UserError as error:
+            raise UserError(f"{self.path / 'config.yaml'}: {error}") from error
 
     @property
     def status(self) -> Status:
@@ -133,6 +134,17 @@ class Run:
         """Columns of metrics.csv [E], such as "round" and "accuracy_mean"."""
         return read_columns(self.path / "metrics.csv")
 
+    @property
+    def last(self) -> dict[str, float]:
+        """The last row of metrics.csv by column; there must be an evaluation."""
+        return {name: float(values[-1]) for name, values in self.metrics.items()}
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The first row with the highest mean accuracy, as `last`."""
+        best = int(np.argmax(np.nan_to_num(self.metrics["accuracy_mean"], nan=-1)))
+        return {name: float(values[best]) for name, values in self.metrics.items()}
+
     @cached_property
     def bytes(self) -> Columns:
         """Columns of bytes.csv: "round", "direction", "layer" and "bytes"."""
@@ -143,18 +155,16 @@ class Run:
         """Columns of clients.csv; empty while the run is not finished.
 
         Clients that take no part in training come last, with 1 in a column "unseen".
-        Raises UserError if the file is damaged, or lacks rows of clients.
+        Raises UserError if the file is damaged, or has other clients than partition.csv.
         """
         path = self.path / "clients.csv"
         if not path.exists():
             return {}
         found = read_columns(path)
-        ids = found.get("client", np.empty(0))
-        in_partition = self.partition.get("client", np.zeros(1)).max() + 1
-        is_gap = ids != np.arange(len(ids))
-        if len(ids) < in_partition or is_gap.any():
+        count = len(found.get("client", ()))
+        if self.partition and count != self.partition["client"].max() + 1:
             # the header is line 1
-            raise damaged(path, 2 + (int(is_gap.argmax()) if is_gap.any() else len(ids)))
+            raise damaged(path, count + 2)
         return found
 
     @property
@@ -185,6 +195,13 @@ class Run:
         """Columns of partition.csv: samples of each client by class, where there are any."""
         return read_columns(self.path / "partition.csv")
 
+    def samples_by_class(self, column: str) -> np.ndarray:
+        """Return a column of partition.csv by client and class, int64 [N + U, K]; there must be the file."""
+        client, label = (self.partition[name].astype(np.int64) for name in ("client", "class"))
+        table = np.zeros((client.max() + 1, label.max() + 1), np.int64)
+        table[client, label] = self.partition[column]
+        return table
+
     @property
     def domains(self) -> list[str]:
         """The domain of each client [N + U]; [] where the data have none."""
@@ -202,36 +219,16 @@ class Run:
         Raises:
             UserError: all checkpoints are damaged.
         """
-        loaded = CheckpointStore(self.path).load(_NO_CHECKPOINT)
-        if loaded is not None and not _goes_together(loaded):
-            loaded.close()
-            raise UserError(f"{loaded.path} holds parts that do not go together; {_NO_CHECKPOINT}")
-        return loaded
+        return CheckpointStore(self.path).load(_NO_CHECKPOINT)
 
     @cached_property
     def confusion(self) -> Columns:
         """Columns of confusion.csv: samples of each client by class and predicted class.
 
         Empty before the end of the run, and where it was run without `run.metrics`. Raises UserError if the
-        file is damaged, or counts other samples than partition.csv.
+        file is damaged.
         """
-        path = self.path / "confusion.csv"
-        found = read_columns(path) if self.is_finished else {}
-        if not found or not self.partition:
-            return found
-        names = ("client", "class", "evaluated_samples")
-        counted, expected = (
-            _samples_by_class(*(columns[name].tolist() for name in names))
-            for columns in (found, self.partition)
-        )
-        if counted != expected:
-            places = list(zip(found["client"].tolist(), found["class"].tolist(), strict=True))
-            wrong = [
-                number for number, place in enumerate(places) if counted.get(place) != expected.get(place)
-            ]
-            # the header is line 1
-            raise damaged(path, 2 + (wrong[0] if wrong else len(places)))
-        return found
+        return read_columns(self.path / "confusion.csv") if self.is_finished else {}
 
     @property
     def accuracy_by_class(self) -> np.ndarray:
@@ -266,10 +263,7 @@ class Run:
     @property
     def history_rounds(self) -> np.ndarray:
         """The rounds after which there are entries in `history`, int64 [E]."""
-        if self.checkpoint is None:
-            return np.empty(0, np.int64)
-        table = self.checkpoint.ledger["metrics"]
-        return table.values[:, list(table.columns).index("round")].astype(np.int64)
+        return np.empty(0, np.int64) if self.checkpoint is None else self.checkpoint.rounds
 
     def recorded(self, name: str) -> tuple[np.ndarray, np.ndarray] | None:
         """Return a method's diagnostic [E, ...] and its rounds [E]; None without it.
@@ -285,11 +279,7 @@ class Run:
 
     def layers(self, count: int) -> list[str]:
         """Return the names of the `count` layers of the method's models, in order."""
-        if self.checkpoint is None:
-            return []
-        # a layer's bytes come before those of everything else
-        columns = self.checkpoint.ledger["bytes"].columns[1:]
-        return [name.removeprefix("down/") for name in columns[:count]]
+        return [] if self.checkpoint is None else self.checkpoint.layers[:count]
 
     @cached_property
     def models(self) -> TrainedModels:
@@ -338,42 +328,3 @@ def scored_when(config: Config) -> str:
     if config.train.finetune_epochs:
         return "after fine-tuning"
     return f"after {METHODS[config.method.name].traits.eval_after}"
-
-
-def _samples_by_class(
-    clients: list[float], classes: list[float], samples: list[float]
-) -> dict[tuple[float, float], float]:
-    """Return the samples of each client and class, where there are any."""
-    found: defaultdict[tuple[float, float], float] = defaultdict(float)
-    for client, label, count in zip(clients, classes, samples, strict=True):
-        found[client, label] += count
-    return {place: count for place, count in found.items() if count}
-
-
-def _goes_together(checkpoint: LoadedCheckpoint) -> bool:
-    """Whether a checkpoint has its ledger's tables, and one entry per evaluation in all histories."""
-    metrics, of_bytes = (checkpoint.ledger.get(name) for name in ("metrics", "bytes"))
-    if metrics is None or of_bytes is None or "round" not in metrics.columns:
-        return False
-    rounds = metrics.values[:, list(metrics.columns).index("round")]
-    is_whole = np.isfinite(rounds).all() and (rounds == np.floor(rounds)).all()
-    return bool(is_whole) and all(len(values) == len(rounds) for values in checkpoint.history.values())
-
-
-def _check_other_files(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Raise UserError if the user's own code of a run has changed or is missing."""
-    for key in OWN_KEYS:
-        group, name = key.rsplit(".", 1)
-        keys = tree["data"].get("partition") if group == "data.partition" else tree[group]
-        if not isinstance(keys, dict) or not keys.get(name) or not keys.get("code"):
-            continue
-        try:
-            found = digest(Path(str(keys[name])).read_bytes())
-            problem = f"is another version now ({found})"
-        except OSError as error:
-            found, problem = "", f"cannot be read ({error.strerror})"
-        if found != str(keys["code"]):
-            raise UserError(
-                f"{folder} was made with {key}={keys[name]} (code {keys['code']}), and this file {problem}; "
-                f"bring that version back, or write where it is now into {folder / 'config.yaml'}"
-            )

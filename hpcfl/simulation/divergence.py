@@ -90,8 +90,6 @@ class Divergence:
         self._world, self._ledger, self._progress, self._folder = world, ledger, progress, folder
         self._policy, self._method, self._train = policy, method.name, method.context.train
         self._has_warned_of_scores = False
-        self.saved = 0
-        """The round of the newest checkpoint; 0 before there is one."""
 
     @property
     def leaves_out(self) -> bool:
@@ -152,15 +150,12 @@ class Divergence:
 
     def _end(self, problem: str, instead: str) -> NoReturn:
         """End the run; `instead` is an alternative to smaller steps."""
-        kept = (
-            f"the last good checkpoint is of round {self.saved}"
-            if self.saved
-            else "there is no checkpoint yet"
-        )
+        if self._folder is None:
+            # the server prints it
+            raise DivergedError(problem)
         lower = f"start over with a lower train.lr (it is {self._train.lr:g})"
-        text = f"{problem}; {kept}: {lower}" + (f", or {instead}" if instead else "")
-        if self._folder is not None:
-            self._folder.log(f"error: {text}")
+        text = f"{problem}; {self._folder.last_good()}: {lower}" + (f", or {instead}" if instead else "")
+        self._folder.log(f"error: {text}")
         raise DivergedError(text)
 
 

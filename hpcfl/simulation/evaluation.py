@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,27 +13,10 @@ from torch import Tensor
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.methods.base import Method, State
 from hpcfl.simulation.federation import Federation, stack
-from hpcfl.storage.ledger import ClientMetrics
+from hpcfl.storage.ledger import ClientMetrics, Evaluation
 from hpcfl.training.client_group import ClientGroup
 from hpcfl.training.metrics import CLIENT_METRICS, confusion, metrics_of
 from hpcfl.training.scoring import verdicts
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures of each client [N]: zero before an evaluation, and on ranks other than the server."""
-
-    accuracy: np.ndarray
-    loss: np.ndarray
-    after_download: np.ndarray
-    """Accuracy of the model right after a download; nan where a client has none."""
-    accuracy_val: np.ndarray
-    """Accuracy on validation samples; nan without `train.patience`."""
-
-    @staticmethod
-    def zeros(num_clients: int) -> Evaluation:
-        """Return the evaluation of `num_clients` clients before any of them is scored: all zeros."""
-        return Evaluation(*np.zeros((4, num_clients)))
 
 
 class Evaluator:

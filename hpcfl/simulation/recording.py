@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,9 @@ from hpcfl.communication.traffic import RoundTraffic
 from hpcfl.methods.base import State
 from hpcfl.privacy import epsilon_after, epsilon_of_samples
 from hpcfl.simulation.clock import Clock
-from hpcfl.simulation.evaluation import Evaluation
 from hpcfl.simulation.federation import Federation
 from hpcfl.simulation.local_round import LocalRound
-from hpcfl.storage.ledger import ACCURACY_VAL, EPSILON, Ledger
+from hpcfl.storage.ledger import Evaluation, Ledger
 
 
 @dataclass
@@ -60,6 +60,10 @@ class Recorder:
         """Bring the ledger's seconds of this run, those before a resume included, up to now."""
         self.ledger.wall_s = self._wall_before_s + time.monotonic() - self._started_s
 
+    def spend(self, name: str, seconds: float) -> None:
+        """Add seconds to one of the ledger's SPENT."""
+        self.ledger.spent[name] += seconds
+
     def record_round(
         self,
         cohort: Cohort,
@@ -90,17 +94,17 @@ class Recorder:
         # all members may be lost
         train_s, scoring_s = (max(spent.tolist(), default=0.0) for spent in (seconds, evaluate_s))
         self.timing.train_s.append(train_s)
-        self.ledger.spent["evaluate_s"] += scoring_s
+        self.spend("evaluate_s", scoring_s)
         busy_s = sum(dict(zip(channel.workers(trained), seconds.tolist(), strict=True)).values())
         all_s = self._federation.world.num_workers * train_s
         self.timing.idle_shares.append(1 - busy_s / all_s if all_s else 0.0)
-        moved, num_steps, loss = (traffic.down, traffic.up), float(steps.sum()), float(losses.mean())
-        self.ledger.count_steps(trained, steps.tolist())
         lost = sorted({*cohort.clients} - {*trained.clients} | {*late})
         round_s = 0.0 if self._clock is None else self._clock.round_s(simulated_s, bool(lost))
-        self.ledger.record_round(cohort, moved, num_steps, loss, train_s, list(diverged), lost, round_s)
-        is_known = losses.isfinite().numpy()
-        self.ledger.client_losses[members[is_known]] = losses.numpy()[is_known]
+        moved, mean = (traffic.down, traffic.up), float(losses.mean())
+        num_steps = dict(zip(trained.clients, steps.tolist(), strict=True))
+        of_members = zip(members.tolist(), losses.tolist(), strict=True)
+        known = {client: loss for client, loss in of_members if math.isfinite(loss)}
+        self.ledger.record_round(cohort, moved, num_steps, known, mean, train_s, diverged, lost, round_s)
         return after_training
 
     def record_evaluation(
@@ -116,25 +120,23 @@ class Recorder:
         num_evaluated = self._federation.experiment.num_evaluated
         self.ledger.record_evaluation(
             done,
-            found.accuracy,
-            found.loss,
+            found,
             num_evaluated[: self._federation.num_clients],
-            {"after_download": found.after_download, "after_training": after_training},
+            after_training,
             {name: value.numpy() for name, value in of_method.items()},
-            {"accuracy": of_unseen.accuracy, "loss": of_unseen.loss},
-            self._others(done, found),
+            of_unseen,
+            self._epsilon(done),
         )
 
-    def _others(self, done: int, found: Evaluation) -> dict[str, float]:
-        """Return the values of metrics.csv's other columns after `done` rounds."""
+    def _epsilon(self, done: int) -> float:
+        """Return epsilon after `done` rounds; nan without `privacy.unit`."""
         federation = self._federation
         privacy, train = federation.config.privacy, federation.config.train
-        others = {} if train.patience is None else {ACCURACY_VAL: float(found.accuracy_val.mean())}
+        if privacy.unit is None:
+            return math.nan
         if privacy.unit == "client":
-            others[EPSILON] = epsilon_after(privacy, train.participation, done)
-        if privacy.unit == "sample":
-            sizes = federation.experiment.num_train[: federation.num_clients].tolist()
-            share = federation.worker_context.work.drawn_share
-            shares = [share(client, count) for client, count in enumerate(sizes)]
-            others[EPSILON] = epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())
-        return others
+            return epsilon_after(privacy, train.participation, done)
+        sizes = federation.experiment.num_train[: federation.num_clients].tolist()
+        share = federation.worker_context.work.drawn_share
+        shares = [share(client, count) for client, count in enumerate(sizes)]
+        return epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())

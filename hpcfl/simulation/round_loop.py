@@ -80,7 +80,6 @@ class Simulation:
         train, run = self.config.train, self.config.run
         self._experiment.place_state()
         self.server, first = self._saver.start()
-        self._divergence.saved = first
         self._evaluator.try_new_client_download(self.server)
         if self._folder is not None and self._experiment.samples_by_class is not None:
             self._folder.write_partition(*self._experiment.samples_by_class)
@@ -201,7 +200,7 @@ class Simulation:
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
         of_unseen = self._evaluator.evaluate_unseen(self.server, done)
-        self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
+        self._recorder.spend("evaluate_s", time.monotonic() - began_s)
         self._divergence.judge_scores(np.concatenate([found.loss, of_unseen.loss]), self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is not None:
@@ -219,9 +218,8 @@ class Simulation:
         self._divergence.judge_server(self.server, done)
         self._recorder.set_wall_time()
         self._saver.save(self.server, done, with_models)
-        self._divergence.saved = done
         self.timing.save_s.append(time.monotonic() - began_s)
-        self.ledger.spent["save_s"] += self.timing.save_s[-1]
+        self._recorder.spend("save_s", self.timing.save_s[-1])
 
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""

@@ -1,11 +1,21 @@
-"""Files that change at once or not at all."""
+"""Files that change at once or not at all, and the text of CSV files."""
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+
+def csv_text(rows: Iterable[Iterable[object]]) -> str:
+    """Return rows of cells as the text of a CSV file."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

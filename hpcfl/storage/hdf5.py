@@ -85,32 +85,21 @@ class LoadedCheckpoint:
             name: LedgerTable(data[()], _decode(data.attrs["columns"]))
             for name, data in _datasets(self._file["ledger"]).items()
         }
+        self.rounds = self.ledger["metrics"].column("round").astype(np.int64)
+        """The rounds after which there are entries in the history [E]."""
+        if any(len(entries) != len(self.rounds) for entries in self.history.values()):
+            raise ValueError("the history has other evaluations than the ledger")
+        self.layers = [name.removeprefix("down/") for name in self.ledger["bytes"].columns[1:]]
+        """Names of what has bytes: the layers of the method's models, in order, come first."""
         for table in self.ledger.values():
             if table.values.shape[1:] != (len(table.columns),):
                 raise ValueError("a table of the ledger has other columns than it names")
-        for name in {"accuracy", "accuracy_unseen" if "accuracy_unseen" in self.history else "accuracy"}:
-            if self.history[name].ndim != 2:
-                raise ValueError(f"the history's {name} is not by evaluation and client")
-        self._check_rows()
-
-    def _check_rows(self) -> None:
-        """Raise ValueError where there are not as many rows as clients."""
-        for group, count in (("personalised", self.num_clients), ("unseen", self.num_unseen)):
-            for name, data in _datasets(self._file[group]).items() if group in self._file else ():
-                if len(data) not in (1, count):
-                    raise ValueError(f"{group}/{name} has {len(data)} rows for {count} clients")
-        for group in ("server", "clients"):
-            _datasets(self._file[group])
-
-    @property
-    def num_clients(self) -> int:
+        self.num_clients = self.history["accuracy"].shape[1]
         """Clients in training, N."""
-        return self.history["accuracy"].shape[1]
-
-    @property
-    def num_unseen(self) -> int:
+        self.num_unseen = self.history["accuracy_unseen"].shape[1] if "accuracy_unseen" in self.history else 0
         """Clients that take no part in training, with ids from N on."""
-        return self.history["accuracy_unseen"].shape[1] if "accuracy_unseen" in self.history else 0
+        for group in ("server", "clients", *({"personalised", "unseen"} & self._file.keys())):
+            _datasets(self._file[group])
 
     @cached_property
     def server(self) -> dict[str, torch.Tensor]:
@@ -146,9 +135,7 @@ class LoadedCheckpoint:
         parts = _datasets(self._file[group])
         with self._reading():
             # a part that all clients share has one row
-            return {
-                name: _read_tensor(data, row if len(data) == count else 0) for name, data in parts.items()
-            }
+            return {name: _read_tensor(data, 0 if len(data) == 1 else row) for name, data in parts.items()}
 
     def shapes(self, group: str) -> dict[str, RowShape]:
         """Return rows, shape and type of what is in "server" or "clients", by name; reads no numbers."""
@@ -176,7 +163,7 @@ class LoadedCheckpoint:
         """Raise UserError where numbers cannot be read, though all that describes them could."""
         try:
             yield
-        except (KeyError, OSError) as error:
+        except Exception as error:
             raise UserError(
                 f"{self.path} is damaged (it cannot be read: {error}); bring it back from a copy"
             ) from error

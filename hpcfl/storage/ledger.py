@@ -6,8 +6,6 @@ statistics, indices).
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ import numpy as np
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.config.keys import Config
-from hpcfl.storage.atomic import replace_file
+from hpcfl.storage.atomic import csv_text, replace_file
 from hpcfl.storage.reading import COLUMNS
 from hpcfl.storage.snapshot import LedgerTable
 from hpcfl.training.metrics import CLIENT_METRICS
@@ -74,6 +72,23 @@ OF_UNSEEN = ("accuracy_unseen", "loss_unseen")
 
 BUFFERS_LABEL, INDICES_LABEL = "(running statistics)", "(indices)"
 DIRECTIONS = ("down", "up")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of each client [N]: zero before an evaluation, and on ranks other than the server."""
+
+    accuracy: np.ndarray
+    loss: np.ndarray
+    after_download: np.ndarray
+    """Accuracy of the model right after a download; nan where a client has none."""
+    accuracy_val: np.ndarray
+    """Accuracy on validation samples; nan without `train.patience`."""
+
+    @staticmethod
+    def zeros(num_clients: int) -> Evaluation:
+        """Return the evaluation of `num_clients` clients before any of them is scored: all zeros."""
+        return Evaluation(*np.zeros((4, num_clients)))
 
 
 @dataclass(frozen=True)
@@ -144,18 +159,22 @@ class Ledger:
         self,
         cohort: Cohort,
         traffic: Sequence[Traffic],
-        steps: float,
+        steps: Mapping[int, float],
+        losses: Mapping[int, float],
         train_loss: float,
         train_s: float,
-        diverged: Sequence[int] = (),
-        lost: Sequence[int] = (),
+        diverged: Iterable[int] = (),
+        lost: Iterable[int] = (),
         simulated_s: float = 0.0,
     ) -> None:
-        """Add one round: its traffic down and up, training steps, mean training loss and training seconds.
+        """Add one round: its traffic down and up, training steps and finite training losses by client, mean
+        training loss and training seconds.
 
         `diverged` are the members whose numbers were nan or infinite, `lost` those that were lost;
         `simulated_s` is what the simulated clock took.
         """
+        self.client_steps[list(steps)] += np.array(list(steps.values()), np.int64)
+        self.client_losses[list(losses)] = list(losses.values())
         self.diverged[list(diverged)] += 1
         self.lost[list(lost)] += 1
         self.simulated_s += simulated_s
@@ -172,14 +191,10 @@ class Ledger:
         self._rounds.append(cohort.round + 1)
         self._bytes.append(np.array(rows, np.int64))
         self._total += self._bytes[-1]
-        self._steps += steps
+        self._steps += sum(steps.values())
         self._train_s += train_s
         self.spent["train_s"] += train_s
         self._train_loss = train_loss
-
-    def count_steps(self, cohort: Cohort, steps: Sequence[float]) -> None:
-        """Add the training steps [S] of a cohort's clients in one round."""
-        self.client_steps[list(cohort.clients)] += np.asarray(steps, np.int64)
 
     def _label(self, name: str) -> str:
         """Return the label of a tensor without layers; a layer may have the tensor's name."""
@@ -197,32 +212,35 @@ class Ledger:
     def record_evaluation(
         self,
         round: int,
-        accuracy: np.ndarray,
-        loss: np.ndarray,
+        found: Evaluation,
         num_samples: np.ndarray,
-        moments: Mapping[str, np.ndarray],
+        after_training: np.ndarray,
         of_method: Mapping[str, np.ndarray],
-        of_unseen: Mapping[str, np.ndarray] | None = None,
-        others: Mapping[str, float] | None = None,
+        of_unseen: Evaluation | None = None,
+        epsilon: float = np.nan,
     ) -> None:
         """Add one evaluation after `round` completed rounds.
 
-        Takes accuracy and loss of each client's evaluated model [N], the accuracy at each of MOMENTS [N] (nan
-        where a client has no such model), the method's history, `accuracy` and `loss` [U] of clients that
-        take no part in training, if there are any, and the values of other columns.
+        Takes the accuracy right after training [N] (nan where a client has no such model), the method's
+        history, figures [U] of clients that take no part in training, if there are any, and epsilon with
+        `privacy.unit`.
         """
+        accuracy = found.accuracy
         values = {
             "round": round,
             "wall_s": self.wall_s,
             "accuracy_mean": accuracy.mean(),
             "accuracy_std": accuracy.std(),
             "accuracy_weighted": float(accuracy @ num_samples / num_samples.sum()),
+            "accuracy_after_download": mean_of_known(found.after_download),
+            "accuracy_after_training": mean_of_known(after_training),
             "coverage": self.is_sampled.mean(),
-            "loss_mean": loss.mean(),
+            "loss_mean": found.loss.mean(),
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
             "diverged": self.diverged.sum(),
-            **(others or {}),
+            ACCURACY_VAL: found.accuracy_val.mean(),
+            EPSILON: epsilon,
             LOST: self.lost.sum(),
             SIMULATED: self.simulated_s,
         } | self.spent
@@ -230,15 +248,13 @@ class Ledger:
             values[f"bytes_{name}"] = self._total[direction, :-2].sum()
             values[f"buffer_bytes_{name}"] = self._total[direction, -2]
             values[f"index_bytes_{name}"] = self._total[direction, -1]
-        for moment, scores in moments.items():
-            values[f"accuracy_{moment}"] = mean_of_known(scores)
-        evaluated = {"accuracy": accuracy, "loss": loss}
-        evaluated |= {f"accuracy_{moment}": scores for moment, scores in moments.items()}
+        of_each = (accuracy, found.loss, found.after_download, after_training)
+        evaluated = dict(zip(OF_CLIENTS, of_each, strict=True))
         if self._num_unseen and of_unseen is not None:
-            values["accuracy_unseen"] = of_unseen["accuracy"].mean()
-            values["accuracy_unseen_std"] = of_unseen["accuracy"].std()
-            values["loss_unseen"] = of_unseen["loss"].mean()
-            evaluated |= {f"{name}_unseen": scores for name, scores in of_unseen.items()}
+            values["accuracy_unseen"] = of_unseen.accuracy.mean()
+            values["accuracy_unseen_std"] = of_unseen.accuracy.std()
+            values["loss_unseen"] = of_unseen.loss.mean()
+            evaluated |= dict(zip(OF_UNSEEN, (of_unseen.accuracy, of_unseen.loss), strict=True))
         self.metrics.append([float(values[name]) for name in self.columns])
         for name, entry in {**evaluated, **of_method}.items():
             # a copy: the state that it may be a part of keeps changing
@@ -385,9 +401,11 @@ class Ledger:
             columns["unseen"] = np.append(np.zeros(len(self.diverged), np.int64), nothing + 1)
         if added is not None:
             columns |= dict(zip(CLIENT_METRICS, added.figures.T, strict=True))
-            _write_whole(folder / "confusion.csv", [COLUMNS["confusion.csv"], *added.confusion.tolist()])
+            replace_file(
+                folder / "confusion.csv", csv_text([COLUMNS["confusion.csv"], *added.confusion.tolist()])
+            )
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
-        _write_whole(folder / "clients.csv", [list(columns), *rows])
+        replace_file(folder / "clients.csv", csv_text([list(columns), *rows]))
 
 
 def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
@@ -419,7 +437,7 @@ def write_partition(
         (client, label, train[client, label], evaluated[client, label], *domains[client : client + 1])
         for client, label in np.argwhere(train + evaluated).tolist()
     ]
-    _write_whole(folder / "partition.csv", [header, *rows])
+    replace_file(folder / "partition.csv", csv_text([header, *rows]))
 
 
 def mean_of_known(values: np.ndarray) -> float:
@@ -434,11 +452,4 @@ def _cell(name: str, value: float) -> str:
 
 def _write(path: Path, mode: str, rows: Iterable[Sequence[object]]) -> None:
     with path.open(mode, newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)
-
-
-def _write_whole(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    """Write a file at once, so that no reader sees a part of it."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    replace_file(path, text.getvalue())
+        file.write(csv_text(rows))

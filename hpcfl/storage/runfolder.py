@@ -167,8 +167,7 @@ class RunFolder:
         """Whether no round follows the newest checkpoint."""
         train, known = self._config.train, []
         if self.checkpoint is not None and train.patience is not None:
-            found = self.checkpoint.ledger["metrics"]
-            known = found.values[:, list(found.columns).index(ACCURACY_VAL)].tolist()
+            known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
         return self.store.last_round == train.rounds or has_stopped(known, train.patience)
 
     def _check_checkpoint(self, layout: ParameterLayout) -> None:
@@ -241,7 +240,7 @@ class RunFolder:
         except OSError as error:
             self._end_if_lost()
             raise StorageError(
-                f"{self.path}: {what} cannot be written: {error.strerror or error}; {self._last_good()}; "
+                f"{self.path}: {what} cannot be written: {error.strerror or error}; {self.last_good()}; "
                 f"{self._remedy(error)} and run the same command again"
             ) from error
 
@@ -251,11 +250,12 @@ class RunFolder:
             if self._lock is not None and (lost := self._lock.lost()):
                 where = " where the folder is now (--out DIR)" if self._lock.is_elsewhere() else ""
                 raise StorageError(
-                    f"{self.path} {lost} while this run wrote it; {self._last_good()}; to resume, run the "
+                    f"{self.path} {lost} while this run wrote it; {self.last_good()}; to resume, run the "
                     f"same command again{where}"
                 )
 
-    def _last_good(self) -> str:
+    def last_good(self) -> str:
+        """Say of which round the newest good checkpoint is."""
         done = self.store.last_round
         return (
             "there is no checkpoint yet" if done is None else f"the last good checkpoint is of round {done}"

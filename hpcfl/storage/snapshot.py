@@ -82,6 +82,11 @@ class LedgerTable:
     values: np.ndarray
     columns: Sequence[str]
 
+    def column(self, name: str) -> np.ndarray:
+        """Return a column by its name [rows]."""
+        found: np.ndarray = self.values[:, list(self.columns).index(name)]
+        return found
+
 
 @dataclass(frozen=True)
 class Snapshot:

@@ -177,15 +177,12 @@ def _file(run: Run) -> tuple[object, object]:
 
 def _figures(run: Run, config: Config) -> dict[str, float]:
     """Return what a finished run gave and cost."""
-    metrics, accuracies = run.metrics, run.in_training["accuracy"].tolist()
-    last = {name: float(values[-1]) for name, values in metrics.items()}
+    last, best, accuracies = run.last, run.best, run.in_training["accuracy"].tolist()
     turns = run.done * config.train.cohort_size(len(accuracies))
-    means = metrics["accuracy_mean"].tolist()
-    best = means.index(max(means))
     figures = {
         "accuracy_mean": last["accuracy_mean"],
-        "best_accuracy": means[best],
-        "best_round": float(metrics["round"][best]),
+        "best_accuracy": best["accuracy_mean"],
+        "best_round": best["round"],
         "accuracy_weighted": last["accuracy_weighted"],
         # the oldest runs were not scored at these moments
         "accuracy_after_download": last.get("accuracy_after_download", nan),
@@ -199,7 +196,7 @@ def _figures(run: Run, config: Config) -> dict[str, float]:
         },
         "coverage": last["coverage"],
         # harmonic mean: there are about equally many steps between any two evaluations
-        "client_steps_per_s": statistics.harmonic_mean(metrics["client_steps_per_s"].tolist()),
+        "client_steps_per_s": statistics.harmonic_mean(run.metrics["client_steps_per_s"].tolist()),
         "wall_s": last["wall_s"],
         # fewer than train.rounds if train.patience has ended the run
         "rounds_done": float(run.done),

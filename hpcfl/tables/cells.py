@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcfl.config import DEFAULT_SOURCE, ENVIRONMENT, Config, differences, flatten, read_yaml
+from hpcfl.config import DEFAULT_SOURCE, Config, differences, flatten
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.diagnostics import axes_by_name
-from hpcfl.registries import merge, resolve
+from hpcfl.registries import merge, read_keys, resolve
 from hpcfl.results.comparison import sample_keys
 from hpcfl.results.run import Run
 from hpcfl.tables.file import ONLY, Drawing, HeatMaps, Pair, Row, TableFile, place_of, read_table
@@ -115,11 +115,7 @@ class Table:
         self._longest = 0
         self.cells = self._cells(layers, overrides, rounds)
         """All cells, ordered by seed, then by column, then by row."""
-        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
-            self._check_one_source(layers)
-        self._check_folders()
-        self._check_pairs()
-        self._check_quantities()
+        self._check(layers, overrides)
         rows = _matching("--row", in_rows, self.labels)
         self.chosen = [c for c in self.cells if c.column in self.chosen_columns and c.label in rows]
         """The cells that are run."""
@@ -183,6 +179,14 @@ class Table:
         if rounds is not None and config.train.rounds > rounds:
             config = resolve(merge(config.tree(), [f"train.rounds={rounds}"]))
         return config
+
+    def _check(self, layers: Sequence[TableFile], overrides: Sequence[str]) -> None:
+        """Raise UserError for cells that do not go together."""
+        if any(word.startswith(("data.source=", "data.reader=")) for word in overrides):
+            self._check_one_source(layers)
+        self._check_folders()
+        self._check_pairs()
+        self._check_quantities()
 
     def _check_one_source(self, layers: Sequence[TableFile]) -> None:
         """Refuse to replace different data sets of the chosen columns by one."""
@@ -252,8 +256,7 @@ def _tree(layers: Sequence[TableFile], label: str, column: str) -> dict[str, Any
     (config,) = (one.config for one in layers[-1].columns if one.label == column)
     tree: dict[str, Any] = {}
     if config is not None:
-        tree = read_yaml(Path(config))
-        tree.pop(ENVIRONMENT, None)
+        tree = read_keys(Path(config))
         if isinstance(tree.get("run"), dict):
             tree["run"].pop("seed", None)
     for layer in layers:

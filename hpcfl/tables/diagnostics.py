@@ -127,11 +127,10 @@ def _common_classes(run: Run, num_clients: int) -> np.ndarray | None:
     """Return how many classes clients in training have in common [N, N]; None without partition.csv."""
     if not run.partition:
         return None
-    clients, classes = (run.partition[name].astype(int) for name in ("client", "class"))
-    owned = np.zeros((max(clients.max() + 1, num_clients), classes.max() + 1), dtype=np.int64)
-    owned[clients, classes] = 1
+    samples = run.samples_by_class("train_samples") + run.samples_by_class("evaluated_samples")
     # clients that take no part in training come last
-    return owned[:num_clients] @ owned[:num_clients].T
+    owned = (samples[:num_clients] > 0).astype(np.int64)
+    return owned @ owned.T
 
 
 def diagnostics(table: Table, histories: Mapping[Path, History]) -> list[dict[str, object]]:

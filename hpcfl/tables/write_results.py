@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
 from math import isnan
@@ -13,7 +11,7 @@ from hpcfl.config import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import as_latex, as_markdown, as_text
 from hpcfl.results.statistics import Interval
-from hpcfl.storage.atomic import replace_file
+from hpcfl.storage.atomic import csv_text, replace_file
 from hpcfl.storage.ledger import MOMENTS
 from hpcfl.tables.accuracies import ACCURACIES, COSTS, Difference, Result, differences, read_results
 from hpcfl.tables.cells import Table
@@ -102,11 +100,7 @@ def write_results(table: Table) -> list[Path]:
 
 def _csv(lines: Sequence[Mapping[str, object]]) -> str:
     """Return lines of the same columns, at least one, as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
-    return text.getvalue()
+    return csv_text([lines[0], *(line.values() for line in lines)])
 
 
 def _line(table: Table, result: Result) -> dict[str, object]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import in_mpi_world
 from torch import Tensor
+from uploads import GivenUpload
 
 from hpcfl.communication.aggregation import cluster_means, layer_means, mean_of, weighted_mean, weighted_means
 from hpcfl.communication.channel import Channel
@@ -307,7 +308,7 @@ def test_means_over_ranks_have_the_bits_of_one_rank(clients: tuple[int, ...], pl
     means |= layer_means(upload, {"some": layered}, LAYERS, {"some": torch.full((P,), 5.0)})
     upload.drain()
     assert world.moved["gather float32"] == 0
-    alone = Upload([(slice(0, len(cohort)), masked_message(whole))])
+    alone = GivenUpload([(slice(0, len(cohort)), masked_message(whole))])
     expected = weighted_means(alone, weights)
     expected |= layer_means(alone, {"some": layered}, LAYERS, {"some": torch.full((P,), 5.0)})
     for name, mean in means.items():
@@ -326,7 +327,7 @@ def blocks_of(tensor: Tensor, *cuts: int) -> Iterator[tuple[slice, Message]]:
 
 
 def upload_of(tensor: Tensor, *cuts: int) -> Upload:
-    return Upload(blocks_of(tensor, *cuts))
+    return GivenUpload(blocks_of(tensor, *cuts))
 
 
 def test_collect_puts_the_blocks_together() -> None:

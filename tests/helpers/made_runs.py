@@ -15,7 +15,7 @@ from hpcfl.config import ENVIRONMENT
 from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore
-from hpcfl.storage.ledger import ClientMetrics, Ledger, write_partition
+from hpcfl.storage.ledger import ClientMetrics, Evaluation, Ledger, write_partition
 from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, Rows, Snapshot
 
 LAYERS = ["conv1", "conv2", "fc1", "fc2"]
@@ -51,22 +51,21 @@ def make_run(
     moved = Traffic(np.ones((in_training, len(LAYERS)), np.int64) * 1000, {}, ones, ones)
     ledger = Ledger(config, in_training, LAYERS, num_unseen)
     ledger.start_files(folder)
-    moments = {"after_download": accuracy, "after_training": np.minimum(accuracy + 0.05, 1)}
     cohort = Cohort(0, everyone, torch.ones(in_training))
     for number in range(rounds):
         object.__setattr__(cohort, "round", number)
-        ledger.record_round(cohort, (moved, moved), 10.0, 1 / (number + 1), 0.5, diverged, lost, 2.0)
+        steps = {client: 10.0 * (client == 0) for client in everyone}
+        ledger.record_round(cohort, (moved, moved), steps, {}, 1 / (number + 1), 0.5, diverged, lost, 2.0)
         if (number + 1) % eval_every == 0:
             at = number // eval_every
             ledger.wall_s = 0.8 * (number + 1)
             ledger.record_evaluation(
                 number + 1,
-                accuracy[at],
-                1 - accuracy[at],
+                _evaluation(accuracy[at]),
                 ones,
-                {name: values[at] for name, values in moments.items()},
+                np.minimum(accuracy[at] + 0.05, 1),
                 {name: values[at] for name, values in (of_method or {}).items()},
-                None if unseen is None else {"accuracy": unseen[at], "loss": 1 - unseen[at]},
+                None if unseen is None else _evaluation(unseen[at]),
             )
     ledger.append_files(folder)
     CheckpointStore(folder).save(
@@ -86,6 +85,10 @@ def make_run(
     counts[np.arange(clients), np.arange(clients) % 10] = 40
     write_partition(folder, counts, counts // 4)
     return folder
+
+
+def _evaluation(accuracy: np.ndarray) -> Evaluation:
+    return Evaluation(accuracy, 1 - accuracy, accuracy, accuracy)
 
 
 def metrics_of_runs(clients: int) -> ClientMetrics:

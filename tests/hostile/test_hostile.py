@@ -475,8 +475,9 @@ OWN_CODE = np.bytes_(b'uint8"""\nimport os\nos.mkdir("created")\n"""')
         (text("/", "config", np.bytes_(b"- 1\n- 2")), "a configuration without the groups of keys"),
         # this text stands in the source of an exported model, which is run to try it
         (text("data", "dtype", OWN_CODE), "samples of type"),
-        (replaced("history/accuracy", data=np.zeros(3)), "not by evaluation and client"),
-        (replaced("personalised/theta", data=np.zeros((2, 47), np.float32)), "has 2 rows for 3 clients"),
+        (replaced("history/loss", data=np.zeros((9, 3))), "other evaluations than the ledger"),
+        (replaced("history/accuracy", data=np.zeros(2)), "IndexError"),
+        (replaced("personalised/theta", data=np.array([b"text"])), "names what are no numbers"),
     ],
 )
 def test_what_no_run_writes_is_refused(
@@ -494,12 +495,18 @@ def test_what_no_run_writes_is_refused(
     assert not Path("created").exists()
 
 
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((3, 7), "holds no model of method.name=pfedla: its parts do not fit"),
+        ((2, 47), "checkpoint.h5 is damaged (it cannot be read: "),
+    ],
+)
 def test_models_of_another_size_are_no_models_of_the_run(
-    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shape: tuple[int, int], said: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    change(copied, replaced("personalised/theta", data=np.zeros((3, 7), np.float32)))
-    line = one_line(capsys, "export", copied, "--client", "0", "--out", tmp_path / "out")
-    assert "holds no model of method.name=pfedla: its parts do not fit" in line
+    change(copied, replaced("personalised/theta", data=np.zeros(shape, np.float32)))
+    assert said in one_line(capsys, "export", copied, "--client", "2", "--out", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

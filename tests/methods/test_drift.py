@@ -12,9 +12,9 @@ from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, netw
 from harness import Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
@@ -154,7 +154,7 @@ def test_scaffold_comes_to_rest_where_the_objective_has_its_minimum(weights: str
         own = own + change
         rows = {"theta": y, "change": change}
         blocks = iter([(slice(0, 2), Message(per_client=rows, num_clients=2))])
-        method.aggregate(server, cohort, Upload(blocks))
+        method.aggregate(server, cohort, GivenUpload(blocks))
     torch.testing.assert_close(server["theta"], torch.full_like(server["theta"], rest), rtol=0, atol=1e-5)
 
 

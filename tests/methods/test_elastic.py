@@ -7,9 +7,9 @@ import torch
 from by_hand import SLIPPERY, SOME, batches_of, mean_by_samples, method_of, network_with, train_by_torch, work
 from harness import Run
 from torch import Tensor
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.methods.elastic import Elastic
 
 ELASTIC = "method.name=elastic"
@@ -41,7 +41,7 @@ def test_the_servers_step_worked_out() -> None:
         "sensitivity": torch.tensor([[3.0], [1.0]]).expand(2, size),
     }
     cohort, upload = Cohort(0, (0, 1), torch.tensor([10, 30])), Message(per_client=rows, num_clients=2)
-    method.aggregate(server, cohort, Upload([(slice(0, 2), upload)]))
+    method.aggregate(server, cohort, GivenUpload([(slice(0, 2), upload)]))
     assert_close(server["theta"], torch.full((size,), 1 + 1.0 * 4.0), atol=1e-6)
 
 

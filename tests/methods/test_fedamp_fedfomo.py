@@ -15,9 +15,9 @@ import torch
 from by_hand import batches_of, gradient, loss, method_of, step_size, work
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import Context, fedamp, fedfomo
@@ -380,7 +380,7 @@ def test_raw_weights_are_added_where_the_sent_models_stand() -> None:
             for part in (slice(0, 2), slice(2, 3))
         ]
     )
-    method.aggregate(server, Cohort(0, (0, 1, 3), torch.tensor([5, 5, 5])), Upload(blocks, sent))
+    method.aggregate(server, Cohort(0, (0, 1, 3), torch.tensor([5, 5, 5])), GivenUpload(blocks, sent))
     expected = [[10, 8, 10, 10.5], [10, 10, 11, 10], [10, 10, 10, 10], [14, 13, 10, 10]]
     assert server["affinity"].tolist() == expected
     # the models of clients that were not sampled stay available

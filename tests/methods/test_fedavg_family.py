@@ -6,9 +6,9 @@ import pytest
 import torch
 from harness import Run
 from torch import Tensor
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.training.client_group import ClientGroup
 
@@ -41,7 +41,7 @@ def test_fedavg_takes_the_mean_weighted_by_samples() -> None:
         (slice(2, 3), Message(per_client={"theta": rows[2:]}, num_clients=1)),
     ]
     cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
-    run.method.aggregate(run.server, cohort, Upload(iter(blocks)))
+    run.method.aggregate(run.server, cohort, GivenUpload(iter(blocks)))
     # (10 * 1 + 20 * 2 + 10 * 8) / 40
     assert torch.equal(run.server["theta"], torch.full((layout.size,), 3.25))
 

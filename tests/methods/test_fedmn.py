@@ -16,11 +16,11 @@ from by_hand import paths_by_hand
 from harness import SMALL, UNEQUAL, Run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from uploads import GivenUpload
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT, FINISHED
 from hpcfl.main import main
 from hpcfl.methods.adapter import MethodAdapter
@@ -213,7 +213,7 @@ def aggregated(rule: str, samples: list[int]) -> tuple[FedMN, Tensor, Tensor, Te
     stream = torch.Generator().manual_seed(3)
     rows = torch.randn(3, len(before), generator=stream)
     blocks = iter([(slice(0, 3), Message(per_client={"theta": rows}, num_clients=3))])
-    method.aggregate(server, cohort, Upload(blocks, sent))
+    method.aggregate(server, cohort, GivenUpload(blocks, sent))
     return method, before, rows, server["theta"]
 
 

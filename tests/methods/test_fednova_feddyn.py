@@ -17,9 +17,9 @@ from by_hand import (
 from harness import UNEQUAL_FEW, Run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.feddyn import FedDyn
 from hpcfl.methods.fednova import FedNova, sum_of_factors
@@ -106,7 +106,7 @@ def test_fednova_comes_to_rest_where_the_objective_has_its_minimum() -> None:
     for _ in range(1500):
         rows = {"theta": torch.lerp(wanted, server["theta"].expand_as(wanted), left), "steps": steps}
         method.aggregate(
-            server, cohort, Upload(iter([(slice(0, 2), Message(per_client=rows, num_clients=2))]))
+            server, cohort, GivenUpload(iter([(slice(0, 2), Message(per_client=rows, num_clients=2))]))
         )
     assert_close(server["theta"], torch.full_like(server["theta"], 0.75), atol=2e-3)
 
@@ -180,7 +180,7 @@ def test_feddyn_comes_to_rest_where_the_objective_has_its_minimum(
         slope[members] = (slope - alpha * (theta - w)).float()[members]
         message = Message(per_client={"theta": theta[members]}, num_clients=len(members))
         cohort = Cohort(number, tuple(members), method.context.num_samples[members])
-        method.aggregate(server, cohort, Upload(iter([(slice(0, len(members)), message)])))
+        method.aggregate(server, cohort, GivenUpload(iter([(slice(0, len(members)), message)])))
     assert_close(server["theta"], torch.full_like(server["theta"], rest), atol=1e-4)
     assert_close(server["h"], torch.zeros_like(server["h"]), atol=1e-4)
 

@@ -24,11 +24,11 @@ from by_hand import (
 from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from uploads import GivenUpload
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods.fedphp import FedPHP
 from hpcfl.methods.pfedme import PFedMe
@@ -266,7 +266,7 @@ def test_the_servers_step_of_pfedme_worked_out(beta: float, expected: float) -> 
     blocks = iter([(slice(0, 3), Message(per_client={"theta": rows}, num_clients=3))])
     server = {"theta": torch.tensor([10.0, 4.0])}
     cohort = Cohort(0, (0, 2, 3), torch.tensor([10, 20, 10]))
-    method_of(PFedMe, beta=beta).aggregate(server, cohort, Upload(blocks))
+    method_of(PFedMe, beta=beta).aggregate(server, cohort, GivenUpload(blocks))
     # the mean is (10 * 1 + 20 * 2 + 10 * 8) / 40 = 3.25
     assert server["theta"].tolist() == [expected, 4.0]
 

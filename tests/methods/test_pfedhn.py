@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
+from uploads import GivenUpload
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.config.keys import TrainConfig
 from hpcfl.errors import UserError
 from hpcfl.methods.adapter import MethodAdapter
@@ -84,7 +84,7 @@ def cohort_of(run: Run, clients: Sequence[int], round: int = 0) -> Cohort:
 def answer(run: Run, server: State, clients: Sequence[int], deltas: Tensor) -> None:
     """Take one round's deltas [S, P] to the server."""
     blocks = iter([(slice(0, len(deltas)), Message(per_client={"update": deltas}, num_clients=len(deltas)))])
-    run.driver.aggregate(server, cohort_of(run, clients), Upload(blocks))
+    run.driver.aggregate(server, cohort_of(run, clients), GivenUpload(blocks))
 
 
 def method_of(*keys: str) -> tuple[Run, State]:

@@ -12,10 +12,10 @@ import torch
 from by_hand import OneClient, train_by_torch
 from harness import UNEQUAL, Run, random
 from torch import Tensor
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.traffic import Traffic, count_bytes
-from hpcfl.communication.upload import Upload
 from hpcfl.errors import UserError
 from hpcfl.methods import Method, pfedla
 from hpcfl.methods.adapter import MethodAdapter
@@ -47,7 +47,7 @@ def aggregate(method: Method, server: State, clients: Sequence[int], trained: Te
     cohort = cohort_of(method, clients)
     message = Message(per_client={"theta": trained}, num_clients=len(trained))
     blocks = iter([(slice(0, len(trained)), message)])
-    method.aggregate(server, cohort, Upload(blocks, MethodAdapter(method).download(server, cohort)))
+    method.aggregate(server, cohort, GivenUpload(blocks, MethodAdapter(method).download(server, cohort)))
 
 
 def traffic(run: Run, clients: Sequence[int]) -> Traffic:

@@ -15,9 +15,9 @@ from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.errors import FINISHED
 from hpcfl.main import main
 from hpcfl.methods._simplex import project_to_simplex
@@ -37,7 +37,7 @@ def aggregate(run: Run, num_samples: Sequence[int], branches: Tensor, alpha: Ten
     cohort = Cohort(0, tuple(range(size)), torch.tensor(num_samples))
     blocks = iter([(slice(0, size), Message(per_client=rows, num_clients=size))])
     server = {"branches": run.server["branches"].clone()}
-    run.method.aggregate(server, cohort, Upload(blocks))
+    run.method.aggregate(server, cohort, GivenUpload(blocks))
     return server["branches"]
 
 

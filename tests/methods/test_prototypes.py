@@ -24,9 +24,9 @@ from by_hand import (
 from harness import Run, random
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from uploads import GivenUpload
 
 from hpcfl.communication.messages import Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.errors import BAD_INPUT
 from hpcfl.main import main
 from hpcfl.methods._prototypes import average_prototypes, distance, prototypes
@@ -114,7 +114,7 @@ def test_a_class_that_nobody_holds_keeps_its_prototype() -> None:
     means = torch.tensor([[[4.0, 0.0], [0.0, 0.0], [0.0, 0.0]], [[0.0, 8.0], [1.0, 2.0], [0.0, 0.0]]])
     counts = torch.tensor([[1, 0, 0], [3, 5, 0]], dtype=torch.int32)
     average_prototypes(
-        server, Upload([(slice(0, 2), Message(per_client={"prototypes": means}, num_clients=2))]), counts
+        server, GivenUpload([(slice(0, 2), Message(per_client={"prototypes": means}, num_clients=2))]), counts
     )
     assert server["prototypes"].tolist() == [[1.0, 6.0], [1.0, 2.0], [7.0, 8.0]]
     assert server["is_known"].tolist() == [1, 1, 0]
@@ -360,7 +360,7 @@ def test_a_class_that_nobody_of_a_cohort_holds_stays_known_to_fedtgp() -> None:
     run = Run("method.name=fedtgp", "train.rounds=1", "method.server_epochs=1")
     run.server["is_known"] = torch.tensor([1] + [0] * 9, dtype=torch.uint8)
     rows = {"prototypes": random(1, K, F), "held": torch.eye(K, dtype=torch.uint8)[[4]]}
-    upload = Upload([(slice(0, 1), Message(per_client=rows, num_clients=1))])
+    upload = GivenUpload([(slice(0, 1), Message(per_client=rows, num_clients=1))])
     run.method.aggregate(run.server, Cohort(1, (0,), torch.tensor([5])), upload)
     assert run.server["is_known"].nonzero().flatten().tolist() == [0, 4]
     assert run.server["prototypes"].isfinite().all()
@@ -629,7 +629,7 @@ def test_clients_of_fedas_without_information_count_by_their_samples() -> None:
     cohort = Cohort(0, (0, 1), torch.tensor([1, 3]))
     for information, weights in (([0.0, 0.0], [0.25, 0.75]), ([6.0, 1.0], [2 / 3, 1 / 3])):
         message = Message(per_client={"theta": rows, "information": torch.tensor(information)}, num_clients=2)
-        run.method.aggregate(run.server, cohort, Upload([(slice(0, 2), message)]))
+        run.method.aggregate(run.server, cohort, GivenUpload([(slice(0, 2), message)]))
         body = run.method.layout.body
         torch.testing.assert_close(run.server["theta"][body], torch.tensor(weights) @ rows[:, body])
 

@@ -15,11 +15,11 @@ from harness import UNEQUAL_FEW, Run, random
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cosine_similarity, cross_entropy
+from uploads import GivenUpload
 
 from hpcfl.communication.channel import Channel
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import BUFFERS, Cohort, Message
-from hpcfl.communication.upload import Upload
 from hpcfl.config import DataConfig
 from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
@@ -65,7 +65,7 @@ def receive(run: Run, server: State, rows: Mapping[int, State], round: int = 0) 
     stacked = {name: torch.stack([rows[client][name] for client in clients]) for name in rows[clients[0]]}
     blocks = iter([(slice(0, len(clients)), Message(per_client=stacked, num_clients=len(clients)))])
     cohort = Cohort(round, tuple(clients), run.method.context.num_samples[clients])
-    run.driver.aggregate(server, cohort, Upload(blocks))
+    run.driver.aggregate(server, cohort, GivenUpload(blocks))
 
 
 def planted(folder: Path, rules: Sequence[Sequence[int]]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_runs import make_run
 
 from hpcfl.errors import UserError
 from hpcfl.registries import load_config
@@ -47,6 +48,13 @@ def test_a_half_written_line_is_ignored(folder: Path, text: str, rounds: list[in
     assert run.metrics.get("round", np.empty(0)).tolist() == rounds
     assert run.done == max(rounds, default=0)
     assert run.rounds == 3
+
+
+def test_best_is_the_first_of_the_highest_and_no_nan(tmp_path: Path) -> None:
+    run = Run(make_run(tmp_path / "run", np.array([[np.nan, 1], [0.5, 0.25], [0.25, 0.5], [0.25, 0.25]])))
+    assert [run.best[name] for name in ("round", "accuracy_mean")] == [2, 0.375]
+    assert [run.last[name] for name in ("round", "accuracy_mean")] == [4, 0.25]
+    assert run.samples_by_class("train_samples").tolist() == [[40, 0], [0, 40]]
 
 
 @pytest.mark.parametrize("line", [row(2)[:5], "garbage", f"{row(2)[:-1]}x", "", b"\xff".join([b"2", b"3"])])

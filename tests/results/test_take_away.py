@@ -499,17 +499,12 @@ def test_a_run_says_which_version_of_its_own_code_it_needs(
     method.write_text(OWN_METHOD)
     run = place.run("fedavg", "method.name=own_rule", f"method.path={method}", name="moved").path
     method.rename(tmp_path / "there.py")
-    made_with = f"{run} was made with method.path={method} (code "
+    made_with = f"{run / 'config.yaml'}: method.path={method}"
     gone = said(capsys, "report", run, "--out", tmp_path / "page.html")
-    assert made_with in gone
-    assert (
-        f"(No such file or directory); bring that version back, or write where it is now into {run}" in gone
-    )
+    assert f"{made_with}: No such file or directory; give a Python file" in gone
     method.write_text(OWN_METHOD + "\n")
     changed = said(capsys, "compare", run, place.run("local").path)
-    assert made_with in changed
-    assert "this file is another version now (" in changed
-    assert "drop" not in changed
+    assert f"{made_with} is not the file of this configuration: its code is " in changed
 
 
 def test_mistakes_are_told_in_one_line(

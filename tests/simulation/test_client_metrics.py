@@ -10,7 +10,7 @@ from bits import MEETS_ALL_SOON, differing, run_here, run_killed_in_round, tiny_
 from processes import run_in_one_world
 from sklearn.metrics import balanced_accuracy_score, confusion_matrix, f1_score
 
-from hpcfl.errors import FINISHED, UserError
+from hpcfl.errors import FINISHED
 from hpcfl.registries import load_config
 from hpcfl.results.run import load_run
 from hpcfl.setup.experiment import load_data
@@ -99,19 +99,3 @@ def test_they_change_nothing_else_and_are_added_to_a_finished_run(
     assert not differing(folders["pfedla"], plain)
     named = [load_config(None, [*keys, *more]).run_name() for more in ([], ["run.metrics=true"])]
     assert named[0] == named[1]
-
-
-@pytest.mark.parametrize(("line", "cell"), [(2, "0,1,1,99"), (2, "0,1,1,0"), (-1, None)])
-def test_a_damaged_file_is_told(
-    folders: dict[str, Path], tmp_path: Path, line: int, cell: str | None
-) -> None:
-    (tmp_path / "run").mkdir()
-    for path in folders["fedem"].iterdir():
-        if path.suffix in (".csv", ".yaml"):
-            (tmp_path / "run" / path.name).write_bytes(path.read_bytes())
-    file = tmp_path / "run" / "confusion.csv"
-    lines = file.read_text().splitlines()
-    lines[line:] = [*([] if cell is None else [cell]), *lines[line:][1:]]
-    file.write_text("\n".join(lines) + "\n")
-    with pytest.raises(UserError, match=r"confusion\.csv, line \d+: damaged"):
-        _ = load_run(tmp_path / "run").confusion

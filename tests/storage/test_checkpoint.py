@@ -98,7 +98,10 @@ def snapshot_of(round_: int, num_rows: int = NUM_CLIENTS) -> Snapshot:
         derived={},
         clients=rows_of(clients, range(3), range(3, num_rows)),
         history=lambda: {"accuracy": np.full((2, num_rows), float(round_))},
-        ledger=lambda: {"metrics": LedgerTable(np.full((1, 2), float(round_)), ("round", "wall_s"))},
+        ledger=lambda: {
+            "metrics": LedgerTable(np.full((2, 2), float(round_)), ("round", "wall_s")),
+            "bytes": LedgerTable(np.zeros((0, 3), np.int64), ("round", "down/fc", "up/fc")),
+        },
     )
 
 
@@ -159,8 +162,10 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
     clients |= {"coefficient": numbers(torch.float32, NUM_CLIENTS), "nothing": torch.zeros(NUM_CLIENTS, 0)}
     personalised = {"theta": numbers(torch.float32, NUM_CLIENTS, 20)}
     history: dict[str, np.ndarray] = {"accuracy": numbers(torch.float64, 4, NUM_CLIENTS).numpy()}
-    history |= {"alpha/mean": np.zeros((0, 2, 3), dtype=np.float32)}
-    metrics = LedgerTable(np.array([[1.0, np.nan], [2.0, -0.0]]), ("round", "loss_mean"))
+    history |= {"alpha/mean": np.zeros((4, 0, 3), dtype=np.float32)}
+    metrics = LedgerTable(
+        np.array([[1.0, np.nan], [2.0, -0.0], [3.0, 0.5], [4.0, np.inf]]), ("round", "loss_mean")
+    )
     nothing = LedgerTable(np.zeros((0, 1), dtype=np.int64), ("down",))
     header = Header("pfedla", 12, config_of(0, "méthode" + "x" * 100_000))
     store.save(
@@ -190,7 +195,8 @@ def test_every_bit_of_every_part_comes_back(tmp_path: Path, store: CheckpointSto
         assert all(same_bits(rows[name], clients[name][start:stop]) for name in clients)
     assert list(loaded.history) == list(history)
     assert loaded.history["accuracy"].tobytes() == history["accuracy"].tobytes()
-    assert loaded.history["alpha/mean"].shape == (0, 2, 3)
+    assert loaded.history["alpha/mean"].shape == (4, 0, 3)
+    assert loaded.rounds.tolist() == [1, 2, 3, 4]
     assert loaded.ledger["metrics"].values.tobytes() == metrics.values.tobytes()
     assert loaded.ledger["metrics"].columns == ("round", "loss_mean")
     assert loaded.ledger["bytes"].values.shape == (0, 1)
@@ -224,7 +230,7 @@ def test_plain_h5py_reads_the_documented_structure(tmp_path: Path, store: Checkp
             *("layout/parameters", "layout/buffers"),
             *(f"layout/{vector}/{name}" for vector in ("parameters", "buffers") for name in LAYOUT_COLUMNS),
             *("server/theta", "server/alpha", "clients/personal", "clients/steps", "personalised/theta"),
-            *("history/accuracy", "ledger/metrics", "data/num_samples"),
+            *("history/accuracy", "ledger/metrics", "ledger/bytes", "data/num_samples"),
         }
         assert file["layout/parameters/names"].asstr()[2] == "größe"
         assert file["layout/parameters/shapes"][:2].tolist() == [[2, 1, 3, 3], [2, -1, -1, -1]]

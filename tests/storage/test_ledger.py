@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +14,17 @@ import torch
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.registries import load_config
-from hpcfl.storage.ledger import METRICS, MOMENTS, Ledger, can_restore
+from hpcfl.storage.ledger import METRICS, Evaluation, Ledger, can_restore
 
 LAYERS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])
+UNKNOWN = np.full(3, np.nan)
 
 
-UNKNOWN = {moment: np.full(3, np.nan) for moment in MOMENTS}
+def evaluation(accuracy: Sequence[float], loss: Sequence[float] | None = None) -> Evaluation:
+    """Return figures of clients without a model after a download, and with a loss of 0 by default."""
+    unknown = np.full(len(accuracy), np.nan)
+    return Evaluation(np.array(accuracy), np.array(loss or [0.0] * len(accuracy)), unknown, unknown)
 
 
 def traffic(layers: list[list[int]], buffers: int = 0, indices: int = 0, **others: list[int]) -> Traffic:
@@ -34,23 +40,18 @@ def new_ledger(clients: int = 3, *keys: str) -> Ledger:
 def play(ledger: Ledger, folder: Path | None = None) -> None:
     """Record two rounds, an evaluation after the second, and one more round."""
     first, second = Cohort(0, (0, 2), torch.tensor([7, 9])), Cohort(1, (1,), torch.tensor([8]))
-    ledger.record_round(
-        first, (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]])), 6, 0.75, 2.0, [0, 2]
-    )
-    ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), 4, 0.5, 3.0, [1])
-    accuracy, loss = np.array([0.5, 1.0, 0.75]), np.array([1.0, 2.0, 6.0])
+    moved = (traffic([[4, 8], [4, 0]], 2, 8), traffic([[4, 8], [4, 8]]))
+    ledger.record_round(first, moved, {0: 2, 2: 4}, {}, 0.75, 2.0, [0, 2])
+    ledger.record_round(second, (traffic([[4, 8]]), traffic([[4, 8]], 3)), {1: 4}, {}, 0.5, 3.0, [1])
+    found = replace(evaluation([0.5, 1.0, 0.75], [1.0, 2.0, 6.0]), after_download=np.array([0.25, 0.5, 0.75]))
     ledger.wall_s = 12.5
     ledger.spent["evaluate_s"] += 1.5
     ledger.spent["save_s"] += 0.25
-    moments = {
-        "after_download": np.array([0.25, 0.5, 0.75]),
-        "after_training": np.array([np.nan, 0.125, np.nan]),
-    }
-    ledger.record_evaluation(2, accuracy, loss, NUM_SAMPLES, moments, {})
+    ledger.record_evaluation(2, found, NUM_SAMPLES, np.array([np.nan, 0.125, np.nan]), {})
     if folder is not None:
         ledger.append_files(folder)
     ledger.record_round(
-        Cohort(2, (0,), torch.tensor([7])), (traffic([[4, 8]]), traffic([[4, 8]])), 2, 0.25, 1, [0]
+        Cohort(2, (0,), torch.tensor([7])), (traffic([[4, 8]]), traffic([[4, 8]])), {0: 2}, {}, 0.25, 1, [0]
     )
     if folder is not None:
         ledger.append_files(folder)
@@ -98,7 +99,7 @@ def test_metrics_are_cumulative(ledger: Ledger) -> None:
 def test_weights_are_numbers_of_samples() -> None:
     ledger = new_ledger()
     ledger.wall_s = 1.0
-    ledger.record_evaluation(1, np.array([0.0, 1.0, 0.5]), np.zeros(3), np.array([1, 2, 5]), UNKNOWN, {})
+    ledger.record_evaluation(1, evaluation([0.0, 1.0, 0.5]), np.array([1, 2, 5]), UNKNOWN, {})
     assert ledger.last("accuracy_weighted") == pytest.approx((2 + 2.5) / 8)
     assert ledger.last("accuracy_mean") == 0.5
     assert np.isnan(ledger.last("accuracy_after_download"))
@@ -184,15 +185,15 @@ def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
     moved = (Traffic.nothing(2, len(LAYERS)),) * 2
     for number, (members, lost) in enumerate([((0, 1), (1,)), ((0, 1), (0, 1))]):
         cohort = Cohort(number, members, torch.tensor([7, 7]))
-        ledger.record_round(cohort, moved, 1.0, 0.5, 1.0, (), lost, 2.5)
-    ledger.client_losses[0] = 0.25
+        losses = {client: 0.25 for client in members if client not in lost}
+        ledger.record_round(cohort, moved, dict.fromkeys(members, 1), losses, 0.5, 1.0, (), lost, 2.5)
     assert can_restore(ledger.tables())
     restored.restore(ledger.tables(), ledger.history())
     assert restored.lost.tolist() == [1, 2, 0]
     assert restored.simulated_s == 5.0
     assert np.array_equal(restored.client_losses, [0.25, np.nan, np.nan], equal_nan=True)
     assert restored.is_sampled.tolist() == [True, True, False]
-    restored.record_evaluation(2, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, {})
+    restored.record_evaluation(2, evaluation([1, 1, 1]), NUM_SAMPLES, UNKNOWN, {})
     restored.start_files(tmp_path)
     restored.write_clients(tmp_path, np.array([7, 8, 9]), NUM_SAMPLES)
     header, row = read(tmp_path / "metrics.csv")
@@ -210,12 +211,14 @@ def test_an_empty_ledger_can_be_stored(tmp_path: Path) -> None:
 
 def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
     ledger, cohorts = new_ledger(), [Cohort(n, (n,), torch.tensor([7])) for n in range(3)]
-    ledger.record_round(cohorts[0], (traffic([[4, 8]]), traffic([[4, 8]])), 1, 1.0, 1.0)
-    ledger.record_round(cohorts[1], (traffic([[4, 8]], mix=[2]), traffic([[4, 0]], 1, fc=[6])), 1, 1.0, 1.0)
+    ledger.record_round(cohorts[0], (traffic([[4, 8]]), traffic([[4, 8]])), {}, {}, 1.0, 1.0)
+    ledger.record_round(
+        cohorts[1], (traffic([[4, 8]], mix=[2]), traffic([[4, 0]], 1, fc=[6])), {}, {}, 1.0, 1.0
+    )
     restored = new_ledger()
     restored.restore(ledger.tables(), ledger.history())
     for number, one in enumerate((ledger, restored)):
-        one.record_round(cohorts[2], (traffic([[4, 8]]), traffic([[4, 8]], mix=[1])), 1, 1.0, 1.0)
+        one.record_round(cohorts[2], (traffic([[4, 8]]), traffic([[4, 8]], mix=[1])), {}, {}, 1.0, 1.0)
         folder = tmp_path / str(number)
         folder.mkdir()
         one.start_files(folder)
@@ -227,15 +230,14 @@ def test_other_tensors_are_counted_by_their_names(tmp_path: Path) -> None:
             ["3", "up", "mix", "1"],
         ]
         assert one.client_bytes.tolist() == [[12, 12], [14, 10], [12, 13]]
-        one.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, {})
+        one.record_evaluation(3, evaluation([1, 1, 1]), NUM_SAMPLES, UNKNOWN, {})
         assert (one.last("bytes_down"), one.last("bytes_up")) == (38, 35)
 
 
 def test_best_is_the_first_of_the_highest() -> None:
     ledger = new_ledger(2)
-    unknown = {moment: np.full(2, np.nan) for moment in MOMENTS}
     for round, accuracy in enumerate([[0.5, 0.5], [0.25, 1.0], [1.0, 0.25], [0.0, 1.0]], start=1):
-        ledger.record_evaluation(2 * round, np.array(accuracy), np.zeros(2), np.ones(2), unknown, {})
+        ledger.record_evaluation(2 * round, evaluation(accuracy), np.ones(2), np.full(2, np.nan), {})
     assert ledger.best() == (0.625, 4)
     assert ledger.last("accuracy_mean") == 0.5
 
@@ -243,7 +245,7 @@ def test_best_is_the_first_of_the_highest() -> None:
 def test_the_last_evaluation_can_be_forgotten(ledger: Ledger) -> None:
     before = [row.copy() for row in ledger.metrics]
     ledger.wall_s = 20.0
-    ledger.record_evaluation(3, np.ones(3), np.zeros(3), NUM_SAMPLES, UNKNOWN, {})
+    ledger.record_evaluation(3, evaluation([1, 1, 1]), NUM_SAMPLES, UNKNOWN, {})
     assert ledger.best() == (1.0, 3)
     ledger.forget_last_evaluation()
     assert ledger.metrics == before
