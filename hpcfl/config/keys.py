@@ -128,7 +128,7 @@ class DataConfig(Settings):
     `domains`, client c belongs to domain c mod D (domains in alphabetical order), and the partition divides
     each domain's samples among its clients; with `given`, each domain is a client."""
     per_client: int | None = Field(None, ge=2)
-    """Samples a client, all splits together; default: the most that is equal for all."""
+    """Samples of a client, all splits together; default: the most that is equal for all."""
     test_fraction: float = Field(0.3, gt=0, lt=1)
     """Share of a client's samples for testing."""
     val_fraction: float = Field(0.0, ge=0, lt=1)

@@ -290,7 +290,10 @@ def _mapping(group: str, value: Any) -> dict[str, Any]:
         example = {"data": "source", "train": "rounds", "clients": "drop_rate", "server": "optimiser"}
         example |= {"privacy": "unit", "comm": "codec", "run": "seed"}
         key = f"{group}.{example.get(group, 'name')}"
-        raise UserError(f"{group}={value!r} must be a group of keys, such as {key}=...")
+        raise UserError(
+            f"{group}={value} is invalid: {group} is a group of keys, such as {key}; see "
+            f"hpcfl list keys {group}"
+        )
     return {str(key): entry for key, entry in (value or {}).items()}
 
 

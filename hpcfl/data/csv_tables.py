@@ -156,7 +156,7 @@ def _without_missing(frame: pd.DataFrame, data: DataConfig, where: str) -> pd.Da
         allowed += ", data.missing=mean takes the mean of the column"
     else:
         allowed += ", and data.missing=mean is for columns of numbers only"
-    raise UserError(f"{where}: values are missing in {len(frame)} rows ({shown}{more}); {allowed}")
+    raise UserError(f"{where}: of {len(frame)} rows some have no value ({shown}{more}); {allowed}")
 
 
 def _is_number(kind: Any) -> bool:

@@ -73,7 +73,8 @@ def _read_file(file: Path, layout: str | None) -> tuple[np.ndarray, np.ndarray]:
     x, y, others = read_npz(str(file), layout)
     if others:
         raise UserError(
-            f"{where}: a domain has no array {next(iter(others))}: data.partition.name makes its clients"
+            f"{where}: data.source=domains has no use for its array {next(iter(others))}; save the file "
+            "with x and y alone (data.partition.name makes the clients)"
         )
     if x.ndim != 4:
         raise UserError(

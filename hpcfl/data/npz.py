@@ -48,7 +48,9 @@ def as_pixels(x: np.ndarray, where: str) -> np.ndarray:
     if x.dtype == np.uint8:
         return x
     if x.dtype.kind != "f":
-        raise UserError(f"{where}: x has type {x.dtype}; allowed: uint8 (0..255) or float")
+        raise UserError(
+            f"{where}: x has type {x.dtype}; allowed: uint8 (0..255) or float, as of x.astype('float32')"
+        )
     with np.errstate(over="ignore"):
         pixels = x.astype(np.float32, copy=False)
     if not np.isfinite(pixels).all():
@@ -80,7 +82,9 @@ def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
     if y.ndim != 1 or len(y) != num_images:
         raise UserError(f"{where}: y has shape {y.shape}, x has {num_images} samples; y must be [n]")
     if y.dtype.kind not in "iu":
-        raise UserError(f"{where}: y has type {y.dtype}; labels must be integers 0, 1, ...")
+        raise UserError(
+            f"{where}: y has type {y.dtype}; labels must be integers 0, 1, ..., as of y.astype('int64')"
+        )
     return y.astype(np.int64)
 
 
@@ -154,6 +158,7 @@ def _as_channels_first(x: np.ndarray, where: str, layout: str | None) -> np.ndar
         return x[:, None]
     if layout not in ("NHWC", "NCHW"):
         raise UserError(
-            f"data.layout={layout}: x has shape {x.shape}; set data.layout=NHWC or data.layout=NCHW"
+            f"data.layout={layout or 'null'}: x has shape {x.shape}; set data.layout=NCHW for [n, channels, "
+            "height, width], or data.layout=NHWC for [n, height, width, channels]"
         )
     return x.transpose(0, 3, 1, 2) if layout == "NHWC" else x

@@ -175,7 +175,10 @@ def partition_given(
     """
     if owner is None:
         others = ", ".join(name for name, kind in PARTITIONS.items() if kind.counts is not None)
-        raise UserError(f"data.partition.name=given: this data.source has no clients; allowed: {others}")
+        raise UserError(
+            "data.partition.name=given: this data.source has no clients (an npz file may have an array "
+            f"client, that of each sample); allowed: {others}"
+        )
     if per_client is not None:
         raise UserError(
             f"data.per_client={per_client}: the given partition takes what each client of the source has; "

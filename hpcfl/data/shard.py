@@ -152,7 +152,8 @@ def resolve_normalisation(
     if len(mean) != num_channels or len(std) != num_channels:
         raise UserError(
             f"data.normalise={setting}: has {len(mean)} means and {len(std)} stds, "
-            f"the data, {arrays.sample}, have {num_channels} channels; give one of each a channel"
+            f"the data, {arrays.sample}, have {num_channels} channels; give one mean and one std for each "
+            f"channel, such as {[[0.5] * num_channels, [0.25] * num_channels]}"
         )
     return mean, std
 

@@ -51,7 +51,7 @@ SOURCES: dict[str, Source] = {
         "30 features of tumours, 2 classes, 569 samples, bundled", 2, partition="dirichlet"
     ),
     "topics": Source(
-        "32 characters of Python's help texts, of which to tell the next one; a client a text, bundled",
+        "32 characters of Python's help texts, to predict the next one; each text is a client; bundled",
         bundled.NUM_CHARACTERS,
         partition="given",
     ),
@@ -93,7 +93,7 @@ SOURCES: dict[str, Source] = {
         partition="iid",
     ),
     "femnist": Source(
-        "28x28 grey letters and digits, 62 classes, a client a writer; data.path=folder of LEAF's JSON files",
+        "28x28 letters and digits, 62 classes; a writer is a client; data.path=folder of LEAF's JSON files",
         FEMNIST_CLASSES,
         *OF_MNIST,
         path_names="FOLDER",

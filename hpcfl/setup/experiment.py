@@ -27,8 +27,7 @@ from hpcfl.data.partitions import (
 )
 from hpcfl.data.shard import Shard, resolve_normalisation
 from hpcfl.data.shift import check_shift, shift_of
-from hpcfl.data.sources import read_source as read_source
-from hpcfl.data.sources import subset_fraction, subset_per_class
+from hpcfl.data.sources import read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS, Context, Method
 from hpcfl.methods.adapter import MethodAdapter

@@ -229,8 +229,8 @@ class Table:
                 kept = dict.fromkeys(name for method in methods for name in axes_by_name(method.diagnostics))
                 known = _listed([name for name in kept if self.axes_of(name)])
                 raise UserError(
-                    f"{self.path}, figure: quantity={drawing.quantity} is invalid: of matrices the methods "
-                    f"of its rows keep {known or 'none'}"
+                    f"{self.path}, figure: quantity={drawing.quantity} is no matrix that the methods of "
+                    f"its rows record; allowed: {known or 'none, so remove this figure'}"
                 )
 
     def _changes(self, seeds: Sequence[int], rounds: int | None, overrides: Sequence[str]) -> str:

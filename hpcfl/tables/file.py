@@ -398,7 +398,8 @@ def _pairs(
         both = [name for name in columns if name not in lacking]
         left = [name for name in both if name in (pair.columns or both)]
         if file.compare is not None and len(left) < max(1, len(pair.columns)):
-            raise UserError(f"{place}: both rows have a cell in {' | '.join(both) or 'no column'} alone")
+            allowed = " | ".join(both) or "none, so remove this pair"
+            raise UserError(f"{place}: its columns need a cell of both rows; allowed: {allowed}")
         if left:
             pairs.append(pair.model_copy(update={"columns": left}))
     return pairs

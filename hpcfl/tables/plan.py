@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from hpcfl.communication.network import Network
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
+from hpcfl.data.sources import read_source
 from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid
 from hpcfl.methods.base import Method
 from hpcfl.planning.dry_run import dry_run
 from hpcfl.planning.estimate import Planner
-from hpcfl.setup.experiment import make_method, partition_samples, read_source
+from hpcfl.setup.experiment import make_method, partition_samples
 from hpcfl.setup.validate import check_chain
 from hpcfl.tables.cells import Cell, Table
 

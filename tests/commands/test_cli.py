@@ -75,7 +75,7 @@ MISTAKES = [
     (["model.name=vgg"], "allowed: " + ", ".join(MODELS)),
     (["data.partition.classes_per_client=11"], "the data has 10 classes; allowed: 1..10"),
     (["data.per_client=1000"], "the data allows at most 172"),
-    (["data.partition.name=given"], "this data.source has no clients; allowed: classes, "),
+    (["data.partition.name=given"], "client, that of each sample); allowed: classes, "),
     (["data.subset_fraction=0.0001"], "data.subset_fraction=0.0001 leaves none of 1797 samples"),
     (
         ["data.subset_fraction=0.5", "data.subset_per_class=9"],

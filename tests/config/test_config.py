@@ -227,7 +227,10 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ),
         ("method.weights=max", "method.weights=max is invalid; allowed: softmax, relu"),
         ("method.name=pfedl", "did you mean pfedla?"),
-        ("method=fedavg", "method='fedavg' must be a group of keys, such as method.name=..."),
+        (
+            "method=fedavg",
+            "method=fedavg is invalid: method is a group of keys, such as method.name; see",
+        ),
         ("=3", "'=3' names no key; settings are key=value, such as train.rounds=50"),
         ("run.eval_split=val", "set data.val_fraction, such as 0.2"),
         (
@@ -263,7 +266,7 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
             "clients.batch_size=[1]",
             "clients.batch_size=[1] is invalid; allowed: null or a list [VALUE,...], each",
         ),
-        ("clients=3", "clients=3 must be a group of keys, such as clients.drop_rate=..."),
+        ("clients=3", "clients=3 is invalid: clients is a group of keys, such as clients.drop_rate; see"),
         ("data.label_noise=2", "data.label_noise=2 is invalid; allowed: null or a number >= 0 and <= 1"),
         (
             "data.label_noise_clients=0.5",
@@ -299,7 +302,7 @@ def test_a_value_cannot_hold_keys() -> None:
         ("train: {rounds: 3\n", "is not YAML: while parsing a flow mapping"),
         ("x: 2024-13-45\n", "is not YAML: month must be in 1..12"),
         ("- train\n", "holds no groups of keys, such as train: {rounds: 50}"),
-        ("train: 5\n", "train=5 must be a group of keys, such as train.rounds=..."),
+        ("train: 5\n", "train=5 is invalid: train is a group of keys, such as train.rounds; see"),
         ("1: 2\n", "1=2 is an unknown key"),
         ("train: {1: 2}\n", "train.1=2 is an unknown key"),
         ("optimiser: {}\n", "optimiser= is an unknown key"),

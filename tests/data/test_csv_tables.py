@@ -91,7 +91,7 @@ def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> Non
     path = table(tmp_path, text)
     words = ["data.target=y", "data.categorical=[job]"]
     assert refusal(path, *words) == (
-        "values are missing in 5 rows (a 2, b 1, job 1); data.missing=drop leaves out such rows, "
+        "of 5 rows some have no value (a 2, b 1, job 1); data.missing=drop leaves out such rows, "
         "data.missing=mean takes the mean of the column"
     )
     whole = "7,1,cook,0\n8,2,nurse,1\n9,3,cook,0\n"
@@ -100,7 +100,7 @@ def test_missing_values_are_refused_unless_said_otherwise(tmp_path: Path) -> Non
     assert dropped.y.tolist() == [1, 0, 1, 0]
     said = refusal(path, *words, "data.missing=mean")
     assert said.startswith(
-        "values are missing in 5 rows (job 1); data.missing=drop leaves out such rows, and "
+        "of 5 rows some have no value (job 1); data.missing=drop leaves out such rows, and "
     )
     means = read(table(tmp_path, text.replace("2,,1", "2,cook,1")), *words, "data.missing=mean")
     assert means.x[:, 0].tolist() == [1, 3, 3, 5, 3]

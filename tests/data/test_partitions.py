@@ -548,7 +548,7 @@ REFUSALS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 
 
 def test_given_needs_a_source_with_clients() -> None:
-    message = "^data.partition.name=given: this data.source has no clients; allowed: classes, .*, iid$"
+    message = "^data.partition.name=given: this data.source has no clients .*; allowed: classes, .*, iid$"
     with pytest.raises(UserError, match=message):
         partition_given("given", None, None, None, None, Split(0.3, 0.0, seed=0))
 

@@ -331,7 +331,7 @@ def test_bundled_tables_and_texts() -> None:
 @pytest.mark.parametrize("layout", [None, "NCL"])
 def test_npz_with_four_dimensions_needs_a_layout(layout: str | None, tmp_path: Path) -> None:
     path = write_npz(tmp_path, x=np.zeros((3, 4, 5, 1)), y=GOOD_Y)
-    with pytest.raises(UserError, match=f"^data.layout={layout}: .*NHWC or data.layout=NCHW"):
+    with pytest.raises(UserError, match=f"^data.layout={layout or 'null'}: .*=NCHW for .*=NHWC for"):
         read_source(DataConfig(source="npz", path=path, layout=layout))
 
 

@@ -403,7 +403,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "a pair where one row has no cell": (
         "columns: [few]",
         "columns: [many]",
-        ", compare ours with local: both rows have a cell in few alone",
+        ", compare ours with local: its columns need a cell of both rows; allowed: few",
     ),
     "a pair that holds other samples": (
         "train: {lr: 0.2}",

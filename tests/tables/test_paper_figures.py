@@ -471,7 +471,7 @@ MISTAKES = {
     "a quantity that nobody keeps": (
         "quantity: alpha, layers: [conv1, fc2], rounds",
         "quantity: beta, layers: [conv1, fc2], rounds",
-        ", figure: quantity=beta is invalid: of matrices the methods of its rows keep alpha, "
+        ", figure: quantity=beta is no matrix that the methods of its rows record; allowed: alpha, "
         "self_weight, retained_rounds",
     ),
     "an unknown column": (
