@@ -26,10 +26,9 @@ from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes
 from hpcfl.setup.experiment import Experiment, assemble, describe, is_batched, method_of, prepare
-from hpcfl.simulation.evaluation import Evaluation
 from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
-from hpcfl.storage.ledger import OF_CLIENTS
+from hpcfl.storage.ledger import OF_CLIENTS, Evaluation
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.terminal import Progress
 from hpcfl.training.client_group import ClientGroup

@@ -163,6 +163,8 @@ class LoadedCheckpoint:
         """Raise UserError where numbers cannot be read, though all that describes them could."""
         try:
             yield
+        except MemoryError:
+            raise
         except Exception as error:
             raise UserError(
                 f"{self.path} is damaged (it cannot be read: {error}); bring it back from a copy"
