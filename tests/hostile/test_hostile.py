@@ -605,7 +605,8 @@ def test_a_run_s_own_code_is_run_only_where_the_user_names_it(
         ["--out", "again", run / "config.yaml"],
         ["table", "table.yaml", "--plan"],
     ):
-        place = "table.yaml, row 1 (own): " if command[0] == "table" else ""
+        places = {"plan": "", "--out": "", "table": "table.yaml, row 1 (own): "}
+        place = places.get(str(command[0]), f"{run / 'config.yaml'}: ")
         assert one_line(capsys, *command) == (
             f"hpcfl: error: {place}method.path={own}: refused to run this Python file, which your command "
             "does not name; read it, then add "

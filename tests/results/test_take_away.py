@@ -431,7 +431,7 @@ def test_a_run_that_goes_on_has_no_personalised_models(
         ["predict", going_on, images, "--out", tmp_path / "out.csv"],
     ):
         assert re.search(why, said(capsys, *words, "--client", "0"))
-    assert "not finished: its last evaluation is of round 3 of 3" in said(
+    assert "not finished: round 3 of 3 is done, and clients.csv" in said(
         capsys, "compare", going_on, going_on
     )
     assert (

@@ -49,6 +49,7 @@ def test_fedavg_with_1000_clients(mpirun: Mpirun, tmp_path: Path) -> None:
     assert measured["rise"] < 1.2 * state_bytes + 3 * cohort_bytes
 
     image_bytes = 3 * 32 * 32 * 4 + 8
-    assert serial.worker_context.shard.num_bytes == count * image_bytes
+    shard = serial.worker_context.shard
+    assert shard.x.nbytes + shard.y.nbytes == count * image_bytes
     half = count // 2 * image_bytes
     assert measured["samples"] == [0, half, half]
