@@ -259,7 +259,7 @@ def _needs_of_comm(config: Config) -> Iterator[Need]:
 
 
 def _needs_of_server(config: Config) -> Iterator[Need]:
-    for key in ("lr", "beta1", "beta2", "tau"):
+    for key in (key for key in type(config.server).model_fields if key != "optimiser"):
         having = [name for name, constants in SERVER_DEFAULTS.items() if key in constants]
         yield f"server.{key}", config.server.optimiser in having, f"server.optimiser={' or '.join(having)}"
 

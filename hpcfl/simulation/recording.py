@@ -52,9 +52,12 @@ class Recorder:
     def start(self, done: int) -> None:
         """Continue after `done` rounds, which the ledger has."""
         self._wall_before_s = self.ledger.wall_s
-        if self._federation.config.clients.sampling != "power_of_choice":
+        federation, is_sampled = self._federation, self.ledger.is_sampled
+        if federation.world.is_server and federation.config.clients.sampling != "power_of_choice":
             for number in range(done):
-                self.ledger.is_sampled[list(self._federation.cohort(number).clients)] = True
+                if is_sampled.all():
+                    break
+                is_sampled[list(federation.cohort(number).clients)] = True
 
     def set_wall_time(self) -> None:
         """Bring the ledger's seconds of this run, those before a resume included, up to now."""
