@@ -41,7 +41,6 @@ from hpcfl.storage.snapshot import (
 
 SCHEMA = 2
 """Raised with every change after which an older checkpoint is not resumed: other names or columns."""
-HDF5_VERSION: str = h5py.version.hdf5_version
 USER_BLOCK_BYTES = 512
 HASH_BLOCK_BYTES = 2**18
 """Small: one of megabytes, made anew at each checkpoint, can scatter the memory of a long run."""
