@@ -12,7 +12,6 @@ Shapes: N clients, S of a cohort, L layers, P trainable numbers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -64,11 +63,6 @@ class ShardedRows:
         self._command(do="put", clients=list(clients))
         self._put(clients, rows)
 
-    def are_equal(self) -> bool:
-        """Return whether all rows are equal to the bit. Rank 0 only, while the others serve."""
-        self._command(do="are_equal")
-        return self._are_equal()
-
     def end(self) -> None:
         """End `serve` on the other ranks. Rank 0 only."""
         self._command(do="end")
@@ -80,10 +74,8 @@ class ShardedRows:
                 self._mix(command["count"])
             elif command["do"] == "products":
                 self._products(command["count"])
-            elif command["do"] == "put":
-                self._put(command["clients"])
             else:
-                self._are_equal()
+                self._put(command["clients"])
 
     def _command(self, **what: Any) -> None:
         self._world.broadcast_bytes(json.dumps(what).encode())
@@ -186,15 +178,6 @@ class ShardedRows:
             own = [client - self._own.start for client in some if client in self._own]
             if own:
                 self._rows[own] = mine.view(-1, size)
-
-    def _are_equal(self) -> bool:
-        """Return `are_equal` on rank 0. Collective."""
-        digest = b""
-        if len(self._rows):
-            alike = all(torch.equal(self._rows[0], row) for row in self._rows[1:])
-            digest = hashlib.sha256(self._rows[0].numpy().tobytes()).digest() if alike else b"different"
-        digests = set(self._world.gather_bytes(digest) or []) - {b""}
-        return len(digests) == 1 and digests != {b"different"}
 
     def _everywhere(self, shape: Sequence[int], tensor: Tensor | None) -> Tensor:
         """Return rank 0's tensor on every rank, a copy of its own. Collective."""

@@ -24,6 +24,9 @@ Choices the paper leaves open:
                heads N times the step, so that weights relative to 1/N move as far with any number of
                clients. Trunk and embedding, whose gradients sum over all outputs, need no such factor.
                Adam removes the scales of c: after hundreds of rounds every layer has one-hot weights
+  first time   when a client takes part for the first time, its own model is still the initial one, and its
+               products favour whoever has trained: its hypernetwork waits for the second time. With
+               participation below 1 and large steps, layers settled on other clients' models otherwise
   start        common initial models and heads as in `head_init`
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ
@@ -171,8 +174,7 @@ class PFedLA(Method):
         state = self.models.server_state(clients)
         if self._mixes_buffers:
             state[BUFFERS] = self.initial_buffers(clients)
-        if self.params.optimiser == "scaled":
-            state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
+        state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
         return state | self.learner.initial(self.context.seed, self.params.in_use()["head_init"])
 
     def client_state(self, clients: Sequence[int]) -> State:
@@ -197,12 +199,13 @@ class PFedLA(Method):
         assert up.sent is not None
         trained, start = arrived["theta"], up.sent.per_client["theta"]
         products = self.models.products(server, trained, start)
-        if LARGEST_UPDATE in server:
-            largest = _largest(server[LARGEST_UPDATE][index], trained - start)
-            server[LARGEST_UPDATE][index] = largest
+        before = server[LARGEST_UPDATE][index]
+        server[LARGEST_UPDATE][index] = largest = _largest(before, trained - start)
+        if self.params.optimiser == "scaled":
             products = _scaled(products, largest)
         # a retained layer was not mixed, so it says nothing about the weights
-        products = products.masked_fill(retained.unsqueeze(-1), 0.0)
+        silent = retained | (before == 0).unsqueeze(-1)
+        products = products.masked_fill(silent.unsqueeze(-1), 0.0)
         self.learner.step(server, clients, -(alpha * products).sum(), own, common, retained)
         self.models.put(server, clients, trained)
         if self._mixes_buffers:
@@ -350,15 +353,8 @@ class _WholeModels:
         return self._method.mix(alpha, server["theta"])
 
     def products(self, server: State, trained: Tensor, start: Tensor) -> Tensor:
-        """Return `PFedLA.layer_products` [S, L, N] of a cohort's models.
-
-        While all models are equal, as in the first round, alpha has no effect, so the products are set to 0:
-        Adam would amplify their rounding errors.
-        """
-        theta = server["theta"]
-        if all(torch.equal(theta[0], model) for model in theta[1:]):
-            return theta.new_zeros(len(trained), len(self._method.layers), len(theta))
-        return self._method.layer_products(trained, start, theta)
+        """Return `PFedLA.layer_products` [S, L, N] of a cohort's models."""
+        return self._method.layer_products(trained, start, server["theta"])
 
     def put(self, server: State, clients: Sequence[int], theta: Tensor) -> None:
         """Keep some clients' models [S, P]."""
@@ -378,10 +374,7 @@ class _ShardedModels(_WholeModels):
         return self._method.sharded.mix(alpha)
 
     def products(self, server: State, trained: Tensor, start: Tensor) -> Tensor:
-        sharded, delta = self._method.sharded, trained - start
-        if sharded.are_equal():
-            return delta.new_zeros(len(delta), len(self._method.layers), self._method.context.num_clients)
-        return sharded.products(delta)
+        return self._method.sharded.products(trained - start)
 
     def put(self, server: State, clients: Sequence[int], theta: Tensor) -> None:
         self._method.sharded.put(clients, theta)

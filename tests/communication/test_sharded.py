@@ -114,16 +114,6 @@ def test_rows_that_are_put_are_those_that_are_mixed(shared_world: Communicator) 
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("changed", [None, 0, 17, N - 1])
-def test_one_other_row_anywhere_is_seen(shared_world: Communicator, changed: int | None) -> None:
-    whole = models()[:1].repeat(N, 1)
-    if changed is not None:
-        whole[changed, -1] += 1
-    rows = rows_of(shared_world, whole)
-    assert called(shared_world, rows, rows.are_equal) in (None, changed is None)
-
-
-@pytest.mark.mpi
 def test_shards_begin_with_blocks_and_hold_all_clients(shared_world: Communicator) -> None:
     shards = [shared_world.shard(N, worker) for worker in range(shared_world.num_workers)]
     assert [client for shard in shards for client in shard] == list(range(N))

@@ -145,11 +145,25 @@ def test_relu_falls_back_to_the_own_model_where_all_outputs_are_zero_and_stays_f
 def test_a_client_whose_model_becomes_another_ones_weighs_that_client_more(optimiser: str) -> None:
     run = Run("method.initial_models=own", f"method.optimiser={optimiser}", "method.hypernetwork_lr=0.01")
     server = run.driver.initial_server()
-    before = run.method.alpha(server, [0])
-    aggregate(run.method, server, [0], server["theta"][1:2].clone())
+    server["optimiser/largest_update"][0] = 1e-3  # it took part before
+    before, other = run.method.alpha(server, [0]), server["theta"][1:2].clone()
+    aggregate(run.method, server, [0], other)
     after = run.method.alpha(server, [0])
     assert (after[0, :, 1] > before[0, :, 1]).all()
     assert (after[0, :, [0, 2, 3]] < before[0, :, [0, 2, 3]]).all()
+
+
+def test_a_hypernetwork_waits_for_the_second_time_of_its_client_which_then_has_a_trained_model() -> None:
+    step = ("method.optimiser=sgd", "method.hypernetwork_lr=1")
+    run = Run(*DIVERSE, *step, "method.head_init=uniform", "train.rounds=1", "train.participation=0.5")
+    cohort = list(run.simulation.cohort(0).clients)
+    new = [client for client in range(4) if client not in cohort]
+    for waits in (True, False):
+        before = hypernetworks({name: rows.clone() for name, rows in run.server.items()})
+        aggregate(run.method, run.server, range(4), run.server["theta"] + 0.1)
+        for name, rows in hypernetworks(run.server).items():
+            assert torch.equal(before[name][new], rows[new]) == waits, name
+            assert not torch.equal(before[name][cohort], rows[cohort]), name
 
 
 @pytest.mark.parametrize("weights", ["softmax", "relu"])
@@ -298,6 +312,7 @@ class SlowTwin:
             for h in self.hypernetworks
         ]
         self.largest = [0.0] * run.num_clients
+        self.took_part = [False] * run.num_clients
 
     def models(self) -> list[dict[str, Tensor]]:
         return [{n: p.detach().clone() for n, p in network.named_parameters()} for network in self.networks]
@@ -321,6 +336,7 @@ class SlowTwin:
             for name, value in mixed.items():
                 parameters[name].data.copy_(value.detach())
             train_by_torch(self.run, client, number, self.networks[client])
+            first_time, self.took_part[client] = not self.took_part[client], True
             weights = list(self.hypernetworks[client].parameters())
             old_minus_new = [mixed[name].detach() - parameters[name].detach() for name in mixed]
             if self.params.optimiser == "scaled":
@@ -329,7 +345,7 @@ class SlowTwin:
                 old_minus_new = [difference / self.largest[client] for difference in old_minus_new]
             gradients = torch.autograd.grad(list(mixed.values()), weights, grad_outputs=old_minus_new)
             for weight, gradient in zip(weights, gradients, strict=True):
-                weight.grad = gradient
+                weight.grad = gradient * (not first_time)
             self.optimisers[client].step()
 
 
@@ -527,8 +543,9 @@ def test_self_weights_that_round_to_one_are_told_apart_by_what_they_leave() -> N
 def test_heads_of_retained_layers_do_not_move() -> None:
     adam = "method.optimiser=adam"
     run = Run(*DIVERSE, "train.rounds=1", "method.name=heurpfedla", "method.k=2", adam)
-    start = run.driver.initial_server()
+    start = {name: rows.clone() for name, rows in run.server.items()}
     chosen = run.method.retained(run.method.alpha(start, range(4)), range(4))
+    aggregate(run.method, run.server, range(4), start["theta"] + 0.1 * random(*start["theta"].shape))
     for name in ("heads.weight", "heads.bias"):
         for tensor, moment in (("hypernetworks/", ""), ("optimiser/", ".first"), ("optimiser/", ".second")):
             key = f"{tensor}{name}{moment}"
