@@ -25,8 +25,9 @@ Choices the paper leaves open:
                clients. Trunk and embedding, whose gradients sum over all outputs, need no such factor.
                Adam removes the scales of c: after hundreds of rounds every layer has one-hot weights
   first time   when a client takes part for the first time, its own model is still the initial one, and its
-               products favour whoever has trained: its hypernetwork waits for the second time. With
-               participation below 1 and large steps, layers settled on other clients' models otherwise
+               products favour whoever has trained. Its hypernetwork waits for the second time (differs from
+               eq. 10 and 11): with participation below 1 and large steps, layers would settle on other
+               clients' models
   start        common initial models and heads as in `head_init`
   buffers      BatchNorm's running statistics stay with the client; `train.buffers=mixed` mixes them with the
                weights of their layer, which is better in the first rounds and worse once weights differ
