@@ -139,21 +139,31 @@ class ResultFiles:
             raise UserError(f"{place}: there is no table file {path}; name one that is there")
         self.table = Table(path)
         folder = path.parent / RESULTS
-        # the table in full, or else the one that was shortened least
         shortened = {
             int(rounds[1]): file.stem
             for file in folder.glob(f"{path.stem}-*rounds.csv")
             if (rounds := re.fullmatch(rf"{re.escape(path.stem)}-(\d+)rounds", file.stem))
         }
-        is_full = (folder / f"{path.stem}.csv").is_file() or not shortened
-        stem = path.stem if is_full else shortened[max(shortened)]
-        self._lines = _read_csv(folder / f"{stem}.csv")
-        self.differences = _read_csv(folder / f"{stem}_differences.csv")
+        # the table in full comes first, then what was shortened least
+        stems = [path.stem, *(shortened[rounds] for rounds in sorted(shortened, reverse=True))]
+        self._lines = [line for stem in stems for line in _read_csv(folder / f"{stem}.csv")]
+        self.differences = [line for stem in stems for line in _read_csv(folder / f"{stem}_differences.csv")]
 
     def line(self, label: str, column: str) -> dict[str, str] | None:
         """Return the result of a row in a column, None where no seed is finished."""
         found = (line for line in self._lines if (line["label"], line["column"]) == (label, column))
         return next((line for line in found if line["seeds"] != "0"), None)
+
+    def rounds(self, label: str, column: str, printed: int | None = None) -> str:
+        """Return the rounds of a result, and of how many; "" where no seed is finished.
+
+        `printed` are the paper's, where the table file has fewer.
+        """
+        line = self.line(label, column)
+        if line is None:
+            return ""
+        in_full = printed or self.table.cells_of(label, column)[0].config.train.rounds
+        return f"{line['rounds']} of {in_full}" if int(line["rounds"]) < in_full else line["rounds"]
 
 
 @dataclass(frozen=True)
@@ -280,10 +290,7 @@ def _over_number(
 
 def _not_run(claim: Claim, runs: Runs, results: ResultFiles, column: str, pair: str) -> Verdict:
     """Return a verdict without a difference, with the rounds of the row."""
-    line = results.line(runs.row, column)
-    rounds = "" if line is None else line["rounds"]
-    if rounds and runs.printed_rounds is not None:
-        rounds += f" of {runs.printed_rounds}"
+    rounds = results.rounds(runs.row, column, runs.printed_rounds)
     return Verdict(claim, results.table.path.stem, column, pair, rounds)
 
 
@@ -360,13 +367,19 @@ def _beside(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
             if column in (row.without or ()):
                 cells.append("-")
                 continue
-            line = next((line for other in same if (line := other.line(row.label, column))), None)
+            in_full = table.cells_of(row.label, column)[0].config.train.rounds
+            found = (
+                (line, other.rounds(row.label, column, in_full))
+                for other in same
+                if (line := other.line(row.label, column))
+            )
+            line, rounds = next(found, (None, ""))
             ours = "not run"
             if line is not None:
                 spread = line["accuracy_std_over_seeds"]
                 ours = percent(float(line["accuracy_mean"]), float(spread) if spread else None)
                 seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
-                ours += f", {seeds}, {line['rounds']} rounds"
+                ours += f", {seeds}, {rounds} rounds"
             published = (row.published or {}).get(column)
             cells.append(ours if published is None else f"{ours} ({published:.2f})")
         rows.append(cells)

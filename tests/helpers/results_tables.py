@@ -85,7 +85,10 @@ def by_setting(lines: list[Line], name: str) -> str:
     for line in lines:
         seeds.setdefault(line["column"], set()).add(int(line["seeds"]))
         rows.setdefault(line["label"], {})[line["column"]] = CELLS[name][1](line)
-    header = [f"{column} ({' to '.join(map(str, sorted(of)))} seeds)" for column, of in seeds.items()]
+    header = [
+        f"{column} ({' to '.join(map(str, sorted(of)))} seed{'s' * (of != {1})})"
+        for column, of in seeds.items()
+    ]
     cells = [["", label, *(figures.get(column, "") for column in seeds)] for label, figures in rows.items()]
     return as_markdown(["", "method", *header], cells)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,29 @@ def test_of_shortened_results_the_longest_are_taken_with_their_rounds_beside_the
         ("30 of 40", "+2.0", "small")
     ]
     # a cell that is not run at full size has the smaller one
-    assert document(claims).grids[1].rows[0] == ["ours", "60.0, 1 seed, 30 rounds (61.43)", "not run (70.00)"]
+    assert document(claims).grids[1].rows[0] == [
+        "ours",
+        "60.0, 1 seed, 30 of 40 rounds (61.43)",
+        "not run (70.00)",
+    ]
+
+
+def test_a_cell_that_is_not_run_in_full_has_its_longest_shortened_run(folder: Folder) -> None:
+    moment = "after download, after training"
+    folder.result("full.csv", "alone", 0.5)
+    folder.write(
+        "full_differences.csv", [difference("ours", "alone", moment, math.nan, seeds=0) | {"difference": ""}]
+    )
+    for rounds, mean in ((30, 0.02), (4, 0.03)):
+        folder.result(f"full-{rounds}rounds.csv", "ours", 0.6, rounds=rounds)
+        folder.write(
+            f"full-{rounds}rounds_differences.csv", [difference("ours", "alone", moment, mean, seeds=1)]
+        )
+    claims = read_claims(folder.said(CLAIMS))
+    assert [(v.rounds, v.text) for v in claims.by_claim[0] if v.seeds] == [("30 of 40", "+2.0")]
+    rows = document(claims).grids[1].rows
+    assert rows[0] == ["ours", "60.0, 1 seed, 30 of 40 rounds (61.43)", "not run (70.00)"]
+    assert rows[1] == ["alone", "50.0, 1 seed, 40 rounds", "not run"]
 
 
 def test_seeds_of_one_partition_are_told(folder: Folder) -> None:
