@@ -204,7 +204,7 @@ class PFedLA(Method):
         server[LARGEST_UPDATE][index] = largest = _largest(before, trained - start)
         if self.params.optimiser == "scaled":
             products = _scaled(products, largest)
-        # a retained layer was not mixed, so it says nothing about the weights
+        # a retained layer was not mixed, and before its first training a client has no model of its own
         silent = retained | (before == 0).unsqueeze(-1)
         products = products.masked_fill(silent.unsqueeze(-1), 0.0)
         self.learner.step(server, clients, -(alpha * products).sum(), own, common, retained)

@@ -154,16 +154,9 @@ class ResultFiles:
         found = (line for line in self._lines if (line["label"], line["column"]) == (label, column))
         return next((line for line in found if line["seeds"] != "0"), None)
 
-    def rounds(self, label: str, column: str, printed: int | None = None) -> str:
-        """Return the rounds of a result, and of how many; "" where no seed is finished.
-
-        `printed` are the paper's, where the table file has fewer.
-        """
-        line = self.line(label, column)
-        if line is None:
-            return ""
-        in_full = printed or self.table.cells_of(label, column)[0].config.train.rounds
-        return f"{line['rounds']} of {in_full}" if int(line["rounds"]) < in_full else line["rounds"]
+    def rounds_in_full(self, label: str, column: str) -> int:
+        """Return the rounds that the table file gives a row in a column."""
+        return self.table.cells_of(label, column)[0].config.train.rounds
 
 
 @dataclass(frozen=True)
@@ -290,7 +283,9 @@ def _over_number(
 
 def _not_run(claim: Claim, runs: Runs, results: ResultFiles, column: str, pair: str) -> Verdict:
     """Return a verdict without a difference, with the rounds of the row."""
-    rounds = results.rounds(runs.row, column, runs.printed_rounds)
+    line = results.line(runs.row, column)
+    in_full = runs.printed_rounds or results.rounds_in_full(runs.row, column)
+    rounds = "" if line is None else _rounds(line, in_full)
     return Verdict(claim, results.table.path.stem, column, pair, rounds)
 
 
@@ -367,25 +362,25 @@ def _beside(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
             if column in (row.without or ()):
                 cells.append("-")
                 continue
-            in_full = table.cells_of(row.label, column)[0].config.train.rounds
-            found = (
-                (line, other.rounds(row.label, column, in_full))
-                for other in same
-                if (line := other.line(row.label, column))
-            )
-            line, rounds = next(found, (None, ""))
+            line = next((line for other in same if (line := other.line(row.label, column))), None)
             ours = "not run"
             if line is not None:
                 spread = line["accuracy_std_over_seeds"]
                 ours = percent(float(line["accuracy_mean"]), float(spread) if spread else None)
                 seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
-                ours += f", {seeds}, {rounds} rounds"
+                in_full = results.rounds_in_full(row.label, column)
+                ours += f", {seeds}, {_rounds(line, in_full)} rounds"
             published = (row.published or {}).get(column)
             cells.append(ours if published is None else f"{ours} ({published:.2f})")
         rows.append(cells)
     names = ["accuracy, %" if column == ONLY else column for column in columns]
     caption = f"{table.title}: ours, in brackets the paper's"
     return Grid(caption, ["method", *names], rows if columns else [])
+
+
+def _rounds(line: Mapping[str, str], in_full: int) -> str:
+    """Return the rounds of a result, and of how many where it was shortened."""
+    return f"{line['rounds']} of {in_full}" if int(line["rounds"]) < in_full else line["rounds"]
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:
