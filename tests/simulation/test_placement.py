@@ -20,8 +20,6 @@ from hpcfl.simulation.round_loop import Simulation
 from hpcfl.simulation.stopping import StopFlag
 from hpcfl.terminal import Progress
 
-ROUNDS = 50
-
 
 def loads(work: Sequence[int], workers: Sequence[int], num_workers: int) -> list[int]:
     return [sum(w for w, own in zip(work, workers, strict=True) if own == n) for n in range(num_workers)]
@@ -82,7 +80,7 @@ def test_idle_share_of_equal_clients(
 ) -> None:
     """10 clients take 8 workers as long as 16 would, so that 1 - 10 / 16 = 0.375 is the least there is."""
     stream = numpy_stream(0, "placement")
-    idle = torch.zeros(ROUNDS, 2, dtype=torch.float64)
+    idle = torch.zeros(min(50, 50_000 // cohort), 2, dtype=torch.float64)
     for row in idle:
         clients = sorted(stream.permutation(num_clients)[:cohort].tolist())
         homes, work = homes_of(clients, num_clients, num_workers), [420] * cohort
