@@ -18,7 +18,7 @@ from hpcfl.main import main
 README = REPOSITORY / "README.md"
 PAGES = (
     *("install", "tutorial", "own_data", "own_model", "write_a_method", "resume", "tables"),
-    *("unseen_clients", "clients", "metrics", "report", "python", "performance", "results"),
+    *("unseen_clients", "clients", "metrics", "report", "python", "performance", "results", "low_accuracy"),
 )
 WALKED = [README, *(DOCS / f"{name}.md" for name in PAGES), *sorted((DOCS / "examples").glob("*.sh"))]
 """Pages and scripts whose commands all run, each from the top to the end in one folder."""

@@ -52,7 +52,7 @@ def overview() -> str:
         "# Methods\n\n"
         "Each method is one file, `hpcfl/methods/NAME.py`. It opens with the citation, the update rules and\n"
         "the choices that the paper leaves open; these pages are made from the files.\n"
-        "`hpcfl run method.name=NAME` runs one, and `hpcfl list keys method.NAME` prints its keys.\n\n"
+        "`hpcfl run method.name=NAME` runs one, and `hpcfl list keys method.NAME` prints its own keys, if it has any.\n\n"
         "The four columns of numbers are ratios to `fedavg`, which has 1. `down` and `up`: bytes that a\n"
         "client receives and sends in a small run on the digits. `round` and `evaluation`: time of a round\n"
         "of one local epoch, and of an evaluation, on one core (`hpcfl bench --parts methods`).\n\n"
@@ -95,7 +95,7 @@ def keys_page(known: Iterable[Key]) -> str:
     parts = [
         "# Keys",
         "All options of a run are keys. A YAML file sets them; `key=value` on the command line overrides\n"
-        "the file. `hpcfl list keys` prints this page for your version of hpcfl. The keys of a method are\n"
+        "the file. `hpcfl list keys` prints all keys of your version of hpcfl. The keys of a method are\n"
         "on [its page](methods/README.md).",
     ]
     others = (key for key in known if not key.group.startswith("method."))
