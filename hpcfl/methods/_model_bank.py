@@ -32,7 +32,7 @@ class ModelBank(OwnModel):
             "is_known": torch.zeros(clients, dtype=torch.int64),
         }
 
-    def mean_model(self, server: State) -> Tensor:
+    def mean_of_models(self, server: State) -> Tensor:
         """Return the plain mean [P] of the uploaded models that have not diverged: where new clients start.
 
         While there are none, it is the common initial model.

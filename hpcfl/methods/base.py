@@ -7,6 +7,7 @@ evaluates at once), P trainable numbers, U running statistics.
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -200,8 +201,16 @@ class Method:
     before it ended (`ClientGroup.handover`); this needs a single worker. None: clients are independent."""
 
     def __init_subclass__(cls) -> None:
-        """Raise TypeError for a class whose hooks contradict each other."""
+        """Raise TypeError for a class whose hooks contradict each other, or that has one misspelt."""
         super().__init_subclass__()
+        hooks = [name for name, value in vars(Method).items() if callable(value) and name[0] != "_"]
+        own = [name for name, value in vars(cls).items() if callable(value) and name[0] != "_"]
+        for name in own:
+            near = difflib.get_close_matches(name, hooks, n=1, cutoff=0.79)
+            if near and not hasattr(super(cls, cls), name):
+                raise TypeError(
+                    f"{cls.__name__}.{name} is not a hook; did you mean {near[0]}? If not, name it _{name}"
+                )
         if "private" not in vars(cls):
             cls.private = ()
         if "as_module" in vars(cls) and cls.predict is Method.predict:

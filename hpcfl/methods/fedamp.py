@@ -107,7 +107,7 @@ class FedAMP(ModelBank):
         return Message(per_client={"theta": theta})
 
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
-        return Message(shared={"theta": self.mean_model(server)})
+        return Message(shared={"theta": self.mean_of_models(server)})
 
     def server_diagnostics(self, server: State) -> State:
         """Return the weights [N, N] of the next round; nothing of more than HISTORY_LIMIT entries."""

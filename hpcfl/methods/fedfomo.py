@@ -108,7 +108,7 @@ class FedFomo(ModelBank):
     def new_client_download(self, server: State, cohort: Cohort) -> Message:
         is_known, affinity = server["is_known"] == 1, torch.zeros(self.context.num_clients)
         ids = torch.stack([self.chosen(affinity, is_known, i, cohort.round) for i in cohort.clients])
-        return Message({"mean": self.mean_model(server)}, {"models": server["models"][ids]})
+        return Message({"mean": self.mean_of_models(server)}, {"models": server["models"][ids]})
 
     def new_client_model(self, clients: ClientGroup, down: Message) -> Message:
         clients["theta"] = clients["previous"] = down["mean"].clone(memory_format=torch.contiguous_format)

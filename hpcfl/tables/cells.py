@@ -21,6 +21,9 @@ from hpcfl.tables.file import ONLY, Drawing, HeatMaps, Pair, Row, TableFile, pla
 _DATA_FILE = ("source", "reader", "path", "layout", "normalise")
 """Keys of `data` that say which file data are in."""
 
+_CHANGE_NO_RESULT = ("run.", "data.root=")
+"""Where data lie, and how a run is carried out."""
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -151,6 +154,7 @@ class Table:
 
     def _cells(self, layers: Sequence[TableFile], overrides: Sequence[str], rounds: int | None) -> list[Cell]:
         of_all = [word for word in overrides if not _is_of_a_column(word)]
+        self._check_not_replaced(layers, of_all)
         cells = []
         for seed in self.seeds:
             for column in self.columns:
@@ -167,6 +171,19 @@ class Table:
         if not cells:
             raise UserError(f"{self.path}: every row is left out of every column; drop a `without`")
         return cells
+
+    def _check_not_replaced(self, layers: Sequence[TableFile], overrides: Sequence[str]) -> None:
+        """Refuse to replace for all cells what a row or a column differs in: its label would be wrong."""
+        given = {word.partition("=")[0]: word for word in overrides if not word.startswith(_CHANGE_NO_RESULT)}
+        rows = [("row", self.labels, row) for layer in layers for row in layer.rows]
+        columns = [("column", self.columns, column) for layer in layers for column in layer.columns]
+        for kind, labels, entry in (*rows, *columns):
+            if entry.label in labels:
+                for key in given.keys() & flatten(entry.tree()).keys():
+                    place = place_of(kind, labels.index(entry.label), entry.label)
+                    raise UserError(
+                        f"{given[key]}: {self.path}, {place} sets {key}; leave it out, or change the file"
+                    )
 
     def _config(
         self, tree: dict[str, Any], overrides: Sequence[str], seed: int, rounds: int | None
@@ -240,9 +257,8 @@ class Table:
             shrunk.append(f"at most {rounds} rounds instead of {self._longest}")
         if self.seeds != seeds:
             shrunk.append(f"seeds {_listed(self.seeds)} of {_listed(seeds)}")
-        # where data lie, and how a run is carried out, change no result
-        silent = ("run.", "data.root=")
-        changes = [word for word in overrides if not _is_of_a_column(word) and not word.startswith(silent)]
+        of_all = [word for word in overrides if not _is_of_a_column(word)]
+        changes = [word for word in of_all if not word.startswith(_CHANGE_NO_RESULT)]
         notes = [f"shrunk: {_listed(shrunk)}"] * bool(shrunk) + [f"with {_listed(changes)}"] * bool(changes)
         return f" ({'; '.join(notes)})" if notes else ""
 

@@ -104,6 +104,7 @@ class PartialConfig(FileKeys):
     train: Any = None
     clients: Any = None
     server: Any = None
+    privacy: Any = None
     comm: Any = None
     run: Any = None
 

@@ -52,7 +52,7 @@ def overview() -> str:
         "# Methods\n\n"
         "Each method is one file, `hpcfl/methods/NAME.py`. It opens with the citation, the update rules and\n"
         "the choices that the paper leaves open; these pages are made from the files.\n"
-        "`hpcfl run method.name=NAME` runs one, and `hpcfl list keys method.NAME` prints its own keys, if it has any.\n\n"
+        "`hpcfl run method.name=NAME` runs one, and `hpcfl list keys method.NAME` prints its own keys.\n\n"
         "The four columns of numbers are ratios to `fedavg`, which has 1. `down` and `up`: bytes that a\n"
         "client receives and sends in a small run on the digits. `round` and `evaluation`: time of a round\n"
         "of one local epoch, and of an evaluation, on one core (`hpcfl bench --parts methods`).\n\n"

@@ -971,6 +971,11 @@ def test_a_class_whose_hooks_contradict_each_other_cannot_be_made() -> None:
             def as_module(self, model: Tensors) -> nn.Module:
                 return nn.Linear(1, 1)
 
+    with pytest.raises(TypeError, match=r"Misspelt\.trian is not a hook; did you mean train\? If not, name"):
+
+        class Misspelt(FedAvg):
+            def trian(self) -> None: ...
+
     one = Diagnostic("alpha", ("client",), "", "")
     with pytest.raises(TypeError, match="two diagnostics of one name: alpha, alpha"):
 

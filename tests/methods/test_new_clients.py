@@ -233,7 +233,7 @@ def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
     server = dict(run.server)
     known = server["is_known"] == 1
     assert 0 < known.sum() < N
-    torch.testing.assert_close(run.method.mean_model(server), server["models"][known].mean(dim=0))
+    torch.testing.assert_close(run.method.mean_of_models(server), server["models"][known].mean(dim=0))
     (cohort,) = run.simulation._federation.unseen(ROUNDS)
     message = run.method.new_client_download(server, cohort)
     if isinstance(run.method, FedFomo):
@@ -243,7 +243,7 @@ def test_starts_at_the_mean_of_the_models_that_were_sent(method: str) -> None:
     diverged = server["models"].clone()
     diverged[known.nonzero()[0]] = torch.nan
     others = diverged[known].isfinite().all(dim=1)
-    left = run.method.mean_model(server | {"models": diverged})
+    left = run.method.mean_of_models(server | {"models": diverged})
     expected = (
         diverged[known][others].mean(dim=0) if others.any() else run.method.context.initial_parameters()
     )

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from refusals import refused, refused_once_changed
 
-from hpcfl.config import flatten
+from hpcfl.config import GROUPS, flatten
 from hpcfl.errors import UserError
 from hpcfl.main import main
 from hpcfl.tables.cells import Table
+from hpcfl.tables.file import PartialConfig
 
 PAPER = """
 title: A paper's table
@@ -209,10 +210,14 @@ def test_the_title_says_what_the_command_line_changes_but_not_where_the_data_lie
     ]
     silent = [*where, "data.subset_per_class=null", "run.eval_every=2", "run.device=cpu"]
     assert Table(folder / "paper.yaml", silent).title == "A paper's table"
-    changed = [*silent, "train.lr=0.1", "data.subset_per_class=50"]
+    changed = [*silent, "train.momentum=0.5", "data.subset_per_class=50"]
     table = Table(folder / "paper.yaml", changed, seeds=[5])
-    said = "(shrunk: seeds 5 of 3, 5; with train.lr=0.1, data.subset_per_class=50)"
+    said = "(shrunk: seeds 5 of 3, 5; with train.momentum=0.5, data.subset_per_class=50)"
     assert table.title == f"A paper's table {said}"
+
+
+def test_every_group_of_keys_may_stand_in_a_table_file() -> None:
+    assert set(GROUPS) <= set(PartialConfig.model_fields)
 
 
 # Choosing

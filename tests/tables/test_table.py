@@ -26,7 +26,7 @@ from bits import differing, run_here, tiny_settings, write_digits
 from processes import REPOSITORY, Mpirun, run_tree
 
 from hpcfl.config import ENVIRONMENT
-from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError
+from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, STOPPED, ForcedStop, StorageError, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.tables.cells import Table
@@ -205,7 +205,7 @@ def test_rows_of_other_lengths_say_so(
     assert (first[-1], second[-2]) == ("30", "4")
 
 
-def test_a_row_is_laid_over_the_settings_and_the_command_line_over_both(tmp_path: Path) -> None:
+def test_a_row_overrides_the_settings_and_the_command_line_what_no_row_sets(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         """
@@ -221,7 +221,7 @@ def test_a_row_is_laid_over_the_settings_and_the_command_line_over_both(tmp_path
           - {method: {name: fedavg}, data: {partition: {name: classes}}, train: {lr: 0.4}}
         """
     )
-    read = Table(path, ["train.lr=0.3", "data.clients=5"])
+    read = Table(path, ["train.momentum=0.9", "data.clients=5"])
     trees = [cell.config.tree() for cell in read.cells]
     assert [cell.folder for cell in read.cells] == [
         Path("runs/mine") / name for name in ("heurpfedla-s4", "no-k-s4", "fedavg-s4")
@@ -231,11 +231,17 @@ def test_a_row_is_laid_over_the_settings_and_the_command_line_over_both(tmp_path
     assert trees[1]["method"]["hypernetwork_lr"] == 0.5
     assert [tree["data"]["partition"]["name"] for tree in trees] == ["dirichlet", "dirichlet", "classes"]
     assert [(tree["train"]["rounds"], tree["train"]["lr"]) for tree in trees] == [
-        (9, 0.3),
-        (8, 0.3),
-        (9, 0.3),
+        (9, 0.2),
+        (8, 0.2),
+        (9, 0.4),
     ]
+    assert {tree["train"]["momentum"] for tree in trees} == {0.9}
     assert {(tree["run"]["seed"], tree["data"]["clients"]) for tree in trees} == {(4, 5)}
+    for word, row in (("train.lr=0.3", "3 (fedavg)"), ("method.name=local", "2 (no k)")):
+        key = word.partition("=")[0]
+        with pytest.raises(UserError) as refused:
+            Table(path, [word])
+        assert str(refused.value) == f"{word}: {path}, row {row} sets {key}; leave it out, or change the file"
 
 
 COLUMNS_BY_ROWS = """
@@ -795,7 +801,7 @@ def test_three_ranks_plan_once_and_are_refused_once(
         TABLE.replace("{name: heurpfedla, head_init: default, k: 2}", "{name: fedmn, order: chain}")
     )
     plan = ["table", *words, "--out", str(whole), "--plan"]
-    other = ["table", *words, "--out", str(whole), "train.lr=9"]
+    other = ["table", *words, "--out", str(whole), "train.weight_decay=0.1"]
     one_after_the_other = ["table", str(chain), *words[1:], "--out", str(tmp_path / "out")]
     before = files(whole)
     program, commands = REPOSITORY / "tests/helpers/world_commands.py", [plan, other, one_after_the_other]
@@ -807,7 +813,7 @@ def test_three_ranks_plan_once_and_are_refused_once(
     planned = [line.split()[:3] for line in done.stdout.splitlines()]
     assert [line for line in planned if line[:1] == ["fedavg"]] == [["fedavg", "2", "2"]]
     of_other, of_chain = done.stderr.splitlines()
-    assert "train.lr: 0.05 there, 9.0 here" in of_other
+    assert "train.weight_decay: 0.0 there, 0.1 here" in of_other
     assert "row 2 (HeurpFedLA, k = 2), seed 0: method.order=chain trains a round's clients one" in of_chain
     assert files(whole) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chain.yaml", "codes"]
