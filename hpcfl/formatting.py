@@ -52,9 +52,10 @@ def half_width(mean: float, width: float, digits: int) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint that names the most similar known word; `otherwise` if no known word is similar."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else otherwise
+    """Return a hint that names the most similar known word, in any case; `otherwise` if none is similar."""
+    by_small = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), by_small, n=1)
+    return f"; did you mean {by_small[near[0]]}?" if near else otherwise
 
 
 def curve(values: Sequence[float], width: int, encoding: str) -> str:

@@ -117,13 +117,23 @@ def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
     """Yield the keys of a class of settings."""
     texts = _docstrings(kind)
     for name, field in kind.model_fields.items():
-        meaning = (texts.get(name) or field.description or "").removesuffix(".")
+        meaning = (texts.get(name) or field.description or "").removesuffix(".") + _of_methods(group, name)
         origin = _origin(meaning)
         default = None if field.is_required() else shown(field.default)
         of_source = (group, name) == ("data", "source")
         values = tuple(SOURCES) if of_source else values_of(field)
         words = ", ".join(values) if of_source else kind_in_words(field)
         yield Key(group, f"{prefix}.{name}", meaning, words, values, default, origin)
+
+
+def _of_methods(group: str, key: str) -> str:
+    """Return the other defaults that methods have for a key of every run."""
+    found = []
+    for name, method in METHODS.items():
+        traits = method.traits
+        others = {"train": traits.train_defaults, "server": traits.server_defaults}.get(group, {})
+        found += [f"{name} {shown(others[key])}"] if key in others else []
+    return f". Default of {', '.join(found)}" if found else ""
 
 
 def _defaults_of(method: str) -> Iterator[Key]:

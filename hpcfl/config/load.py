@@ -43,6 +43,8 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
     unknown = [
         key for name in tree if name not in GROUPS for key in flatten({name: tree[name]}) or [str(name)]
     ]
+    if {"title", "rows"} <= set(tree):
+        raise UserError("title and rows are keys of a table file, which is run by hpcfl table FILE.yaml")
     given = {name: _mapping(name, tree.get(name)) for name in GROUPS}
     data = given["data"]
     given["data.partition"] = _mapping("data.partition", data.pop("partition", None))
@@ -77,7 +79,10 @@ def resolve(tree: Mapping[str, Any], registries: Registries) -> Config:
         group: Chosen(names[group], _validate(group, kinds[group], given[group]), files[group])
         for group in choices
     }
-    common: dict[str, Any] = {group: _validate(group, kind, given[group]) for group, kind in COMMON.items()}
+    of_method = {"train": traits.train_defaults, "server": traits.server_defaults}
+    common: dict[str, Any] = {
+        group: _validate(group, kind, given[group], of_method.get(group)) for group, kind in COMMON.items()
+    }
     config = Config(
         method=chosen["method"],
         partition=chosen["data.partition"],
@@ -94,10 +99,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(path.read_bytes().decode())
     except OSError as error:
-        raise UserError(
-            f"cannot read configuration file {path}: {error.strerror}; "
-            "give a YAML file, key=value such as train.rounds=50, or a command of hpcfl --help"
-        ) from error
+        hint = "give a YAML file, key=value such as train.rounds=50, or a command of hpcfl --help"
+        if (path / "config.yaml").exists():
+            hint = f"to resume this run, type hpcfl run {path}/config.yaml --out {path}"
+        raise UserError(f"cannot read {path}: {error.strerror}; {hint}") from error
     except ValueError as error:
         raise UserError(f"{path} is not YAML: {error}") from error
     if tree is not None and not isinstance(tree, dict):
@@ -297,12 +302,19 @@ def _mapping(group: str, value: Any) -> dict[str, Any]:
     return {str(key): entry for key, entry in (value or {}).items()}
 
 
-def _validate(group: str, kind: type[Group], values: Mapping[str, Any]) -> Group:
+def _validate(
+    group: str, kind: type[Group], values: Mapping[str, Any], of_method: Mapping[str, Any] | None = None
+) -> Group:
+    """Return the keys of a group as an object of their class; `of_method`: defaults that a method changes."""
+
+    def rule(key: str) -> str:
+        return allowed(kind.model_fields[key], (of_method or {}).get(key))
+
     for key, value in values.items():
         annotation = kind.model_fields[key].annotation
         # pydantic would take true for 1
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
-            raise UserError(f"{group}.{key}={shown(value)} is invalid; {allowed(kind.model_fields[key])}")
+            raise UserError(f"{group}.{key}={shown(value)} is invalid; {rule(key)}")
     try:
         made = kind.model_validate(values)
     except ValidationError as error:
@@ -311,17 +323,11 @@ def _validate(group: str, kind: type[Group], values: Mapping[str, Any]) -> Group
             raise UserError(f"{group}: {first['msg'].removeprefix('Value error, ')}") from error
         key = str(first["loc"][0])
         if key not in values:
-            raise UserError(
-                f"{group}.{key} is not given and has no default; {allowed(kind.model_fields[key])}"
-            ) from error
-        raise UserError(
-            f"{group}.{key}={shown(values[key])} is invalid; {allowed(kind.model_fields[key])}"
-        ) from error
+            raise UserError(f"{group}.{key} is not given and has no default; {rule(key)}") from error
+        raise UserError(f"{group}.{key}={shown(values[key])} is invalid; {rule(key)}") from error
     for key, value in made:
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise UserError(
-                f"{group}.{key}={shown(value)} is a number beyond 64 bits; {allowed(kind.model_fields[key])}"
-            )
+            raise UserError(f"{group}.{key}={shown(value)} is a number beyond 64 bits; {rule(key)}")
     return made
 
 

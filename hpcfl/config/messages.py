@@ -76,24 +76,33 @@ def one_of(key: str, value: Any, names: Sequence[str]) -> str:
 
 def unknown_key(key: str, value: Any, known: Sequence[str], choices: Mapping[str, Registry]) -> str:
     """Say that a key is unknown, which known one is nearest, and what is allowed."""
-    group = key.rpartition(".")[0]
+    group, _, last = key.rpartition(".")
+    if key in known:
+        written = f"{group}: {{{last}: {shown(value)}}}"
+        return f"{key} has a dot, which is for the command line; in a YAML file write {written}"
     owners: dict[str, list[str]] = {}
     for chooser, choice in choices.items():
         for name in choice.known:
             for option in choice.options_of(name).model_fields:
                 owners.setdefault(f"{chooser}.{option}", []).append(f"{chooser}.name={name}")
-    near = difflib.get_close_matches(key, [*known, *owners, *GROUPS], n=1, cutoff=0.0)[0]
-    place = "" if near in known or near in GROUPS else f" of {' or '.join(owners[near])}"
+    # without its group a key is found by its last part
+    by_word = {name if group else name.rpartition(".")[2]: name for name in (*owners, *reversed(known))}
+    nearest = ""
+    for word in difflib.get_close_matches(key, by_word, n=1):
+        near = by_word[word]
+        place = "" if near in known else f" of {' or '.join(owners[near])}"
+        nearest = f" the nearest known one is {near}{place};"
     siblings = [name for name in known if name.rpartition(".")[0] == group]
     return (
-        f"{key}={shown(value)} is an unknown key; the nearest known one is {near}{place}; "
-        f"allowed: {', '.join(siblings or GROUPS)}; see hpcfl list keys{f' {group}' if siblings else ''}"
+        f"{key}={shown(value)} is an unknown key;{nearest} allowed: {', '.join(siblings or GROUPS)}; "
+        f"see hpcfl list keys{f' {group}' if siblings else ''}"
     )
 
 
-def allowed(field: FieldInfo) -> str:
-    """Say what a key may be: its type, bounds and default."""
-    default = "" if field.is_required() else f" (default: {shown(field.default)})"
+def allowed(field: FieldInfo, of_method: Any = None) -> str:
+    """Say what a key may be: its type, bounds and default, which the method may change."""
+    value = field.default if of_method is None else of_method
+    default = "" if field.is_required() else f" (default: {shown(value)})"
     return f"allowed: {kind_in_words(field)}{default}"
 
 

@@ -91,7 +91,7 @@ MISTAKES = [
         ["method.name=fedafk", "model.name=mlp", "model.hidden=[]"],
         "method.name=fedafk tells a feature extractor from a head, and model.name=mlp has no layers before",
     ),
-    (["no_such_file.yaml"], "cannot read configuration file no_such_file.yaml"),
+    (["no_such_file.yaml"], "cannot read no_such_file.yaml"),
     (["data.source=mnist", "data.root=my sets"], "hpcfl data fetch mnist --root 'my sets'"),
     (["damaged.yaml"], "damaged.yaml is not YAML"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),

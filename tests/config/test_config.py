@@ -220,6 +220,12 @@ def test_the_name_of_a_configuration_stays_what_it_was() -> None:
         ),
         ("train.rounds=abc", "train.rounds=abc is invalid; allowed: an integer >= 1 (default: 30)"),
         ("train.rounds.x=3", "train.rounds={'x': 3} is invalid"),
+        (
+            "num_clients=20",
+            "num_clients=20 is an unknown key; the nearest known one is data.clients; allowed",
+        ),
+        ("mu=1", "mu=1 is an unknown key; the nearest known one is method.mu of method.name="),
+        ("method.name=FedMN", "method.name=FedMN is unknown; allowed:"),
         ("train.lr=.inf", "train.lr=inf is invalid; allowed: a number > 0 (default: 0.05)"),
         (
             "data.layout=HWC",
@@ -323,9 +329,24 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     message = refusal(tmp_path / "no.yaml")
-    assert f"cannot read configuration file {tmp_path / 'no.yaml'}: No such file" in message
+    assert f"cannot read {tmp_path / 'no.yaml'}: No such file" in message
     assert "key=value such as train.rounds=50" in message
     assert "Is a directory" in refusal(tmp_path)
+
+
+def test_what_is_no_configuration_is_told_how_to_use(tmp_path: Path) -> None:
+    dots, table, run = tmp_path / "dots.yaml", tmp_path / "table.yaml", tmp_path / "run"
+    dots.write_text("train.rounds: 2")
+    assert refusal(dots).endswith("in a YAML file write train: {rounds: 2}")
+    table.write_text("{title: Two, seeds: [0], rows: [{}]}")
+    assert "which is run by hpcfl table" in refusal(table)
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert refusal(run).endswith(f"to resume this run, type hpcfl run {run}/config.yaml --out {run}")
+
+
+def test_the_default_of_a_mistaken_key_is_the_method_s() -> None:
+    assert "(default: 0.15)" in refusal(None, "method.name=fedem", "train.lr=-1")
 
 
 def test_differences_name_the_keys_with_both_values() -> None:

@@ -429,7 +429,7 @@ MISTAKES: dict[str, tuple[str, str, str]] = {
     "no such configuration file": (
         "config: base.yaml",
         "config: basis.yaml",
-        ", row 1 (ours), column few: cannot read configuration file",
+        ", row 1 (ours), column few: cannot read",
     ),
     "a choice without a file to choose from": (
         "  - [ours,",
