@@ -83,13 +83,19 @@ def as_labels(y: np.ndarray, where: str, num_images: int) -> np.ndarray:
         raise UserError(f"{where}: y has shape {y.shape}, x has {num_images} samples; y must be [n]")
     if y.dtype.kind not in "iu":
         raise UserError(
-            f"{where}: y has type {y.dtype}; labels must be integers 0, 1, ..., as of y.astype('int64')"
+            f"{where}: y has type {y.dtype}; labels must be integers 0, 1, ..., such as "
+            "numpy.unique(y, return_inverse=True)[1]"
         )
     return y.astype(np.int64)
 
 
 def count_classes(y: np.ndarray, where: str) -> int:
     """Return the largest label + 1; raise UserError, which begins with `where`, if it is implausible."""
+    if y.min() > 0:
+        raise UserError(
+            f"{where}: y holds labels {y.min()}..{y.max()}, and classes count from 0; give "
+            "numpy.unique(y, return_inverse=True)[1] in place of y"
+        )
     if y.min() < 0 or y.max() >= len(y):
         raise UserError(
             f"{where}: y holds labels {y.min()}..{y.max()}; allowed: 0..K-1 with at most "
