@@ -20,6 +20,8 @@ from typing import Any
 
 from hpcfl.commands.reference import Key, about, citation, goes_with, keys
 from hpcfl.methods import METHODS, Method
+from hpcfl.registries import load_config
+from hpcfl.results.run import scored_when
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCS = REPOSITORY / "docs"
@@ -42,6 +44,7 @@ def overview() -> str:
         (
             f"[`{name}`]({name}.md)",
             METHODS[name].summary,
+            scored_when(load_config(None, [f"method.name={name}"])),
             *(f"{ratio:.2f}" for ratio in traffic(name)),
             *cost(name),
             citation(f"method.{name}"),
@@ -53,10 +56,12 @@ def overview() -> str:
         "Each method is one file, `hpcfl/methods/NAME.py`. It opens with the citation, the update rules and\n"
         "the choices that the paper leaves open; these pages are made from the files.\n"
         "`hpcfl run method.name=NAME` runs one, and `hpcfl list keys method.NAME` prints its own keys.\n\n"
-        "The four columns of numbers are ratios to `fedavg`, which has 1. `down` and `up`: bytes that a\n"
-        "client receives and sends in a small run on the digits. `round` and `evaluation`: time of a round\n"
+        "`scored`: the moment of a round whose model `accuracy_mean` is of, as in the method's paper\n"
+        "([all moments](../concepts.md#which-model-is-scored-and-when)). The four columns of numbers are\n"
+        "ratios to `fedavg`, which has 1. `down` and `up`: bytes that a client receives and sends in\n"
+        "a small run on the digits. `round` and `evaluation`: time of a round\n"
         "of one local epoch, and of an evaluation, on one core (`hpcfl bench --parts methods`).\n\n"
-        + table(("name", "what it does", "down", "up", "round", "evaluation", "defined in"), rows)
+        + table(("name", "what it does", "scored", "down", "up", "round", "evaluation", "defined in"), rows)
     )
 
 
