@@ -295,7 +295,7 @@ def _curves(
 ) -> Figure | None:
     """Draw a panel for each column, in it a line for each row."""
     by_result = [(result, *_over_rounds(table, drawing, result, histories)) for result in results]
-    by_result = [(result, rounds, by_seed) for result, rounds, by_seed in by_result if len(by_seed)]
+    by_result = [(result, rounds, by_seed) for result, rounds, by_seed in by_result if rounds]
     columns = list(dict.fromkeys(result.column for result, *_ in by_result))
     if not columns:
         return None
@@ -333,19 +333,20 @@ def _curves(
 def _over_rounds(
     table: Table, drawing: Curves, result: Result, histories: Histories
 ) -> tuple[list[int], np.ndarray]:
-    """Return the rounds of the evaluations, and the accuracies in % [seeds, rounds]."""
-    rounds: list[int] = []
-    by_seed: list[np.ndarray] = []
+    """Return the rounds whose evaluation all seeds have, and the accuracies in % [seeds, rounds]."""
+    by_seed: list[dict[int, float]] = []
     for cell in table.cells_of(result.row.label, result.column):
         if drawing.client is None and cell.seed in result.runs:
             metrics = result.runs[cell.seed].metrics
-            rounds = metrics["round"].astype(int).tolist()
-            by_seed.append(metrics["accuracy_mean"])
+            by_seed.append(
+                dict(zip(metrics["round"].astype(int).tolist(), metrics["accuracy_mean"], strict=True))
+            )
         elif drawing.client is not None and cell.folder in histories:
             history = histories[cell.folder]
-            rounds = history.rounds
-            by_seed.append(history.accuracy[:, drawing.client])
-    return rounds, 100 * np.array(by_seed)
+            by_seed.append(dict(zip(history.rounds, history.accuracy[:, drawing.client], strict=True)))
+    # train.patience ends seeds after different rounds
+    rounds = [number for number in next(iter(by_seed), {}) if all(number in one for one in by_seed)]
+    return rounds, 100 * np.array([[one[number] for number in rounds] for one in by_seed])
 
 
 def _bars(
