@@ -204,9 +204,11 @@ def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["digits", "npz"])
-def test_nothing_to_fetch(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"^data.source={name}: .*nothing to fetch"):
+@pytest.mark.parametrize(
+    ("name", "why"), [("digits", "it is bundled"), ("npz", "name yours with data.path=FILE.npz")]
+)
+def test_nothing_to_fetch(name: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^data.source={name}: there is nothing to fetch; {why}"):
         fetch(name, str(tmp_path))
 
 
