@@ -404,7 +404,7 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
     axes = body.subplots()
     names = _short_names(results)
     groups = list(dict.fromkeys(name.partition(", ")[0] for name in names))
-    gigabytes = [_gigabytes(result) for result in results]
+    gigabytes = [result.mean("gigabytes") or 0 for result in results]
     for number, (result, name, at) in enumerate(zip(results, names, gigabytes, strict=True)):
         group, _, detail = name.partition(", ")
         look = groups.index(group) % len(MARKS)
@@ -423,13 +423,6 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
     axes.grid(linewidth=0.3, color="#cccccc")
     _legend(body, [axes])
     return whole
-
-
-def _gigabytes(result: Result) -> float:
-    """Return 10^9 bytes of trainable numbers, down and up, of all rounds and clients."""
-    num_clients = len(next(iter(result.runs.values())).in_training["client"])
-    turns = (result.mean("rounds_done") or 0) * result.config.train.cohort_size(num_clients)
-    return sum(result.mean(f"bytes_{way}") or 0 for way in ("down", "up")) * turns / 1e9
 
 
 def _legend(body: SubFigure, grid: Iterable[Axes]) -> None:
