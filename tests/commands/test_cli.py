@@ -96,7 +96,10 @@ MISTAKES = [
     (["damaged.yaml"], "damaged.yaml is not YAML"),
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),
-    (["plan", "data.clients=1000000000000"], "data.clients=1000000000000 is invalid; allowed: null or an integer >= 1 and <= 10000000"),
+    (
+        ["plan", "data.clients=1000000000000"],
+        "data.clients=1000000000000 is invalid; allowed: null or an integer >= 1 and <= 10000000",
+    ),
     (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
