@@ -203,7 +203,7 @@ def _matrices(
                 made.append(_matrix(", ".join(filter(None, [layer, moment])), values[:, number]))
     said = [f"round {history.rounds[chosen[0]]}"] if len(chosen) == 1 else []
     if len(chosen) < len(wanted):
-        said.append(f"the newest {drawing.quantity} alone, as the history holds none")
+        said.append("only the last evaluation: earlier ones are not stored for so many clients")
     return made, said
 
 

@@ -274,10 +274,10 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         ({"x": GOOD_X, "y": GOOD_Y.astype(float)}, "y has type float64; labels must be integers"),
         ({"x": GOOD_X, "y": GOOD_Y - 1}, "y holds labels -1..1; allowed: 0..K-1"),
         ({"x": GOOD_X, "y": GOOD_Y * 1000}, "y holds labels 0..2000; allowed: 0..K-1"),
-        ({"x": GOOD_X, "y": np.array([0, 1, None])}, "an array holds objects and not numbers, "),
+        ({"x": GOOD_X, "y": np.array([0, 1, None])}, "an array has dtype object "),
         (
             {"x": UNEQUAL_X, "y": GOOD_Y},
-            "of samples of unequal length does; cut the samples, or fill them up",
+            "unequal length.*: crop or pad all samples to one length",
         ),
     ],
 )

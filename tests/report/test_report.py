@@ -188,7 +188,7 @@ def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path, monkeypatch: p
     )
     assert list(few) == ["alpha", "self_weight"]
     assert (few["alpha"]["rounds"], few["self_weight"]["rounds"]) == ([2], [1, 2])
-    assert few["alpha"]["note"].startswith("the newest alone, as the history holds none of so many clients")
+    assert few["alpha"]["note"].startswith("only the last evaluation: earlier ones are not stored")
     assert every["alpha"]["rounds"] == [1, 2]
     # the same weights, but for the steps in which a page has them
     values = [
