@@ -7,6 +7,7 @@ import inspect
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,18 +34,18 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-class _Allow(argparse.Action):
-    """Allow the Python file that an option names to run."""
-
-    def __call__(self, *arguments: Any, **_: Any) -> None:
-        allow("--own-code", str(arguments[2]))
+def whole_number(text: str) -> int:
+    """Return an option's value, an integer from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is invalid; give an integer from 1 on")
+    return int(text)
 
 
 def add_own_code(parser: Parser) -> None:
     """Add the option that names a Python file of the user's own."""
     parser.add_argument(
         "--own-code",
-        action=_Allow,
+        type=partial(allow, "--own-code"),
         metavar="FILE.py",
         help="allow this Python file of yours to run",
     )

@@ -10,7 +10,7 @@ import torch
 
 from hpcfl.benchmarks import nodes, runs, steps
 from hpcfl.benchmarks.ratios import Ratio, as_tables, write_json
-from hpcfl.commands.arguments import Parser
+from hpcfl.commands.arguments import Parser, whole_number
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.errors import UserError
 
@@ -29,8 +29,6 @@ def run_bench(arguments: Sequence[str], world: Communicator) -> None:
     """
     options = parser().parse_args(arguments)
     parts = _parts(options, world)
-    if options.repeats < 1:
-        raise UserError(f"--repeats {options.repeats} must be 1 or more, such as --repeats 9")
     # a GPU of any rank will do here; a run then says which rank has none
     if options.device == "cuda" and not world.maximum(torch.cuda.device_count()):
         raise UserError("--device cuda: there is no GPU; go to a node that has one, or drop --device")
@@ -67,7 +65,7 @@ def parser() -> Parser:
     parser = Parser("hpcfl bench", run_bench.__doc__)
     parser.add_argument("--parts", help="some of the parts (default: all; nodes under mpirun)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where clients train")
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each step (default: 9)")
+    parser.add_argument("--repeats", type=whole_number, default=9, help="turns of each step (default: 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the ratios to a file")
     return parser
 

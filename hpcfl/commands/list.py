@@ -14,7 +14,7 @@ from hpcfl.config.registry import Registry
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
 from hpcfl.errors import UserError
-from hpcfl.formatting import did_you_mean, markdown
+from hpcfl.formatting import did_you_mean
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
 from hpcfl.registries import REGISTRIES
@@ -34,15 +34,12 @@ def list_everything(arguments: Sequence[str], world: Communicator) -> None:
         raise UserError(
             f"{options.words[0]} is not a list; type hpcfl list, or hpcfl list keys method.pfedla"
         )
-    if options.markdown and not options.words:
-        raise UserError("--markdown is for keys; type hpcfl list keys --markdown")
     for kind, registry in _REGISTRIES.items():
         if (path := getattr(options, kind)) is not None:
             allow(f"--{kind}", path)
             registry.add_own(path)
     if options.words:
-        found = _chosen(options.words[1:])
-        print("\n\n".join(map(_as_table if options.markdown else _as_lines, _by_group(found))))
+        print("\n\n".join(map(_as_lines, _by_group(_chosen(options.words[1:])))))
     else:
         _print_names()
 
@@ -51,7 +48,6 @@ def parser() -> Parser:
     """Return what reads the words of `hpcfl list`."""
     parser = Parser("hpcfl list", list_everything.__doc__)
     parser.add_argument("words", nargs="*", metavar="keys | KEY", help="`keys`, then names of keys or groups")
-    parser.add_argument("--markdown", action="store_true", help="print keys as Markdown tables")
     for kind, registry in _REGISTRIES.items():
         parser.add_argument(
             f"--{kind}", metavar="FILE.py", help=f"your own {kind} too (see {registry.own_key})"
@@ -113,15 +109,6 @@ def _as_lines(group: Sequence[Key]) -> str:
         default = "" if key.default is None else f"={key.default}"
         lines += [f"{key.name}{default}  [{key.kind}]", f"    {key.meaning}"]
     return "\n".join(lines)
-
-
-def _as_table(group: Sequence[Key]) -> str:
-    """Return a group as a table of Markdown."""
-    rows = [["key", "meaning", "allowed", "default", "source"]]
-    for key in group:
-        default = f"`{key.default}`" if key.default else ""
-        rows.append([f"`{key.name}`", key.meaning, key.kind, default, key.origin])
-    return f"### {_title(group[0].group)}\n\n{markdown(rows)}".rstrip()
 
 
 def _title(group: str) -> str:

@@ -7,17 +7,17 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings
+from hpcfl.commands.arguments import SETTINGS_HELP, Parser, add_own_code, split_settings, whole_number
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.network import ASSUMED_BYTES_A_S, ASSUMED_LATENCY_S, Network, measured
 from hpcfl.config import Config
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices, class_table
-from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, clock, readable_bytes, readable_seconds
 from hpcfl.methods.adapter import MethodAdapter
 from hpcfl.methods.base import Method
@@ -50,28 +50,25 @@ def show_plan(arguments: Sequence[str], world: Communicator) -> None:
     nodes of a job: mpirun -n 9 hpcfl plan CONFIG.yaml
     """
     options = parser().parse_intermixed_args(list(arguments))
-    ranks = _whole_number("--ranks", options.ranks, 9)
-    per_node = _whole_number("--ranks-per-node", options.ranks_per_node, 32)
     if options.time is not None:
         seconds_of(options.time)
     is_measured = world.size > 1 and not options.no_timing
     network = measured(world) if is_measured else Network(len(os.sched_getaffinity(0)))
     if not world.is_server:
         return
-    network = network if per_node is None else replace(network, ranks_per_node=per_node)
+    network = replace(network, ranks_per_node=options.ranks_per_node or network.ranks_per_node)
     config = load_config(*split_settings(options.settings))
     with report_out_of_memory(world):
-        _tell(config, _usual_ranks(world) if ranks is None else ranks, network, options)
+        _print_plan(config, options.ranks or _usual_ranks(world), network, options)
 
 
 def parser() -> Parser:
     """Return what reads the words of `hpcfl plan`."""
     parser = Parser("hpcfl plan", show_plan.__doc__)
     parser.add_argument("settings", nargs="*", metavar=SETTINGS_HELP)
-    parser.add_argument("--ranks", metavar="R", help="ranks of the run (default: those here, or 9)")
-    parser.add_argument(
-        "--ranks-per-node", metavar="R", help="(default: as here under mpirun, or a core each)"
-    )
+    whole: dict[str, Any] = {"type": whole_number, "metavar": "R"}
+    parser.add_argument("--ranks", help="ranks of the run (default: those here, or 9)", **whole)
+    parser.add_argument("--ranks-per-node", help="(default: as here under mpirun, or a core each)", **whole)
     parser.add_argument(
         "--time", metavar="HH:MM:SS", help="time limit of a job (default: what the run takes)"
     )
@@ -80,7 +77,7 @@ def parser() -> Parser:
     return parser
 
 
-def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> None:
+def _print_plan(config: Config, ranks: int, network: Network, options: Namespace) -> None:
     arrays, parts = load_data(config)
     method = make_method(config, arrays, parts)
     print("\n".join([*_table(config, arrays, parts, method), *_describe(config, method)]), flush=True)
@@ -94,7 +91,7 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
         check_chain(method, ranks - 1)
     elif method.sequential is not None:
         ranks = min(ranks, 2)
-    found = dry_run(_here(config), arrays, parts)
+    found = dry_run(_config_for_this_machine(config), arrays, parts)
     if found.has_diverged:
         warnings.warn(
             "numbers became nan or infinite in the dry run, which continued with them; the run has "
@@ -119,13 +116,6 @@ def _tell(config: Config, ranks: int, network: Network, options: Namespace) -> N
     print("\n".join(lines))
 
 
-def _whole_number(option: str, asked: str | None, example: int) -> int | None:
-    """Read an option's value; None where it is not given."""
-    if asked is not None and (not asked.isdecimal() or int(asked) < 1):
-        raise UserError(f"{option} {asked} is invalid; give an integer from 1 on, such as {option} {example}")
-    return None if asked is None else int(asked)
-
-
 def _usual_ranks(world: Communicator) -> int:
     """Return the number of ranks from mpirun or from SLURM, else the usual number."""
     if world.size > 1:
@@ -134,7 +124,7 @@ def _usual_ranks(world: Communicator) -> int:
     return int(tasks) if tasks.isdecimal() and int(tasks) else USUAL_RANKS
 
 
-def _here(config: Config) -> Config:
+def _config_for_this_machine(config: Config) -> Config:
     """Return the configuration, with the CPU if this machine has no GPU."""
     if config.run.device != "cuda" or torch.cuda.device_count():
         return config

@@ -1,4 +1,4 @@
-"""Reference of all keys: meaning, allowed values, default, and the origin of the default.
+"""Reference of all keys: meaning, allowed values, and default.
 
 Meanings are the docstrings below the keys. They are read from the source files only here: pydantic's
 `use_attribute_docstrings` would read them at every start.
@@ -23,10 +23,7 @@ from hpcfl.data.sources import SOURCES
 from hpcfl.methods import METHODS, Method
 from hpcfl.registries import REGISTRIES
 
-_ORIGINS = "authors?|paper|code|PFLlib|FedEM|FedRep|FLGo|FL-bench|MOON|pFedHN|pFedLA|pFedMB|LEAF"
-_ORIGIN = re.compile(rf" ?\(([^()]*\b(?:{_ORIGINS})\b[^()]*(?:\([^()]*\)[^()]*)*)\)")
 _CHOICES = REGISTRIES.by_group
-_SENTENCE_END = re.compile(r"(?<!\beq)(?<!\.)\.\s+")
 
 
 @dataclass(frozen=True)
@@ -45,13 +42,11 @@ class Key:
     """All allowed values, if these are words; else ()."""
     default: str | None
     """The default, as the user types it; None without a default."""
-    origin: str
-    """Values in papers and code, from the docstring, such as `authors: 15`; mostly ""."""
 
 
 def keys() -> list[Key]:
     """Return all keys by group: those of every run, then those of each partition, model and method."""
-    found = _choosers()
+    found = _keys_of_names_and_paths()
     found += [key for group, kind in COMMON.items() for key in _keys_of(group, group, kind)]
     for prefix in ("data.partition", "model", "method"):
         for name in _CHOICES[prefix].known:
@@ -90,7 +85,7 @@ def citation(group: str) -> str:
     return found[1] if found else ""
 
 
-def _choosers() -> list[Key]:
+def _keys_of_names_and_paths() -> list[Key]:
     """Return the keys that decide which other keys exist; no class of settings has them."""
     of_sources = [f"{source.partition} with {name}" for name, source in SOURCES.items() if source.partition]
     defaults = {
@@ -107,10 +102,10 @@ def _choosers() -> list[Key]:
     for group, choice in _CHOICES.items():
         names, top = tuple(choice.known), group.partition(".")[0]
         own = f"Python file of your own that defines the {group.rpartition('.')[2]}"
-        found.append(Key(top, f"{group}.name", what[group], ", ".join(names), names, defaults[group], ""))
-        found.append(Key(top, f"{group}.path", own, "null or a text", (), "null", ""))
+        found.append(Key(top, f"{group}.name", what[group], ", ".join(names), names, defaults[group]))
+        found.append(Key(top, f"{group}.path", own, "null or a text", (), "null"))
     reader = "Python file of your own that reads the source"
-    return [*found, Key("data", "data.reader", reader, "null or a text", (), "null", "")]
+    return [*found, Key("data", "data.reader", reader, "null or a text", (), "null")]
 
 
 def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
@@ -118,12 +113,11 @@ def _keys_of(group: str, prefix: str, kind: type[Settings]) -> Iterator[Key]:
     texts = _docstrings(kind)
     for name, field in kind.model_fields.items():
         meaning = (texts.get(name) or field.description or "").removesuffix(".") + _of_methods(group, name)
-        origin = _origin(meaning)
         default = None if field.is_required() else shown(field.default)
         of_source = (group, name) == ("data", "source")
         values = tuple(SOURCES) if of_source else values_of(field)
         words = ", ".join(values) if of_source else kind_in_words(field)
-        yield Key(group, f"{prefix}.{name}", meaning, words, values, default, origin)
+        yield Key(group, f"{prefix}.{name}", meaning, words, values, default)
 
 
 def _of_methods(group: str, key: str) -> str:
@@ -141,7 +135,7 @@ def _defaults_of(method: str) -> Iterator[Key]:
     for key in _keys_of(f"method.{method}", "train", TrainConfig):
         name = key.name.removeprefix("train.")
         if name in (other := METHODS[method].traits.train_defaults):
-            yield Key(key.group, key.name, key.meaning, key.kind, key.values, shown(other[name]), key.origin)
+            yield Key(key.group, key.name, key.meaning, key.kind, key.values, shown(other[name]))
 
 
 @cache
@@ -155,8 +149,3 @@ def _docstrings(kind: type[Settings]) -> dict[str, str]:
             if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr):
                 found[ast.unparse(key.target)] = " ".join(str(ast.literal_eval(text.value)).split())
     return found
-
-
-def _origin(docstring: str) -> str:
-    """Return the values of papers and code that stand in brackets in a docstring's first sentence."""
-    return "; ".join(_ORIGIN.findall(_SENTENCE_END.split(docstring, maxsplit=1)[0]))

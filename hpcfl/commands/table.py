@@ -101,7 +101,7 @@ def run_table(arguments: Sequence[str], world: Communicator) -> bool:
         if stopped:
             say(f"stopped early with a checkpoint; resume with\n  {command}")
         elif missing:
-            say(f"to run them, once no other part does, repeat without --part\n  {command}")
+            say(f"when all other parts have ended, run the missing cells without --part\n  {command}")
         if failed and not stopped:
             # the others have been warned of
             raise failed[-1]

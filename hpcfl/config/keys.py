@@ -123,7 +123,7 @@ class DataConfig(Settings):
     image_size: int | None = Field(None, ge=1)
     """Height and width, in pixels, to which the images of source `domains` are resized; default: they are
     left, and must be of one size."""
-    clients: int | None = Field(None, ge=1)
+    clients: int | None = Field(None, ge=1, le=10**7)
     """Number of clients N; default: 10, or with partition `given` all that the source has. With source
     `domains`, client c belongs to domain c mod D (domains in alphabetical order), and the partition divides
     each domain's samples among its clients; with `given`, each domain is a client."""

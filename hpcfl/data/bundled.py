@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -24,17 +23,17 @@ FEWEST_CHARACTERS = 2000
 TEST_SHARE = 0.3
 
 
-def _digits() -> Arrays:
+def digits() -> Arrays:
     table = _table("digits.csv.gz", 0)
     x = table[:, :-1].reshape(-1, 1, 8, 8).astype(np.uint8)
     return Arrays(x, table[:, -1].astype(np.int64), 10, 16.0, *OF_DIGITS)
 
 
-def _wine() -> Arrays:
+def wine() -> Arrays:
     return _features("wine_data.csv", 3)
 
 
-def _breast_cancer() -> Arrays:
+def breast_cancer() -> Arrays:
     return _features("breast_cancer.csv", 2)
 
 
@@ -62,7 +61,7 @@ def digest_of_topics() -> str:
     return hashlib.sha256("\0".join(texts_of_topics()).encode()).hexdigest()[:16]
 
 
-def _topics() -> Arrays:
+def topics_by_client() -> Arrays:
     """Cut each help text into windows and the characters after them; the end of a text is for testing.
 
     No character of a training window, or after it, is in a test window.
@@ -81,11 +80,3 @@ def _topics() -> Arrays:
             is_test.append(np.full(len(windows), tests))
     whole = [np.concatenate(parts) for parts in (x, y, owner, is_test)]
     return Arrays(whole[0], whole[1], NUM_CHARACTERS, 1.0, (), (), whole[2], whole[3], NUM_CHARACTERS)
-
-
-READERS: dict[str, Callable[[], Arrays]] = {
-    "digits": _digits,
-    "wine": _wine,
-    "breast_cancer": _breast_cancer,
-    "topics": _topics,
-}

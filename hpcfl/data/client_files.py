@@ -26,7 +26,10 @@ from hpcfl.errors import UserError, one_line
 FEMNIST_CLASSES = 62
 _SIDE = 28
 _PARTS = ("train", "test")
-_MAKE_LEAF = "LEAF's data/femnist/preprocess.sh writes such files into data/all_data, data/train, data/test"
+_MAKE_LEAF = (
+    "LEAF's data/femnist/preprocess.sh (-s niid --sf 1.0 -t sample) writes such files into data/all_data, "
+    "data/train, data/test"
+)
 _MAKE_PFLLIB = "PFLlib's dataset/generate_*.py write {train,test}/0.npz, 1.npz, ..."
 _MAKE_AGAIN = "make the files again, or name another folder with data.path=FOLDER"
 
@@ -140,7 +143,7 @@ def _read_leaf_files(folder: Path, part: str, path: str) -> dict[str, Samples]:
 def _read_leaf_file(file: Path, where: str) -> dict[str, Samples]:
     try:
         text = file.read_bytes().decode()
-        content = json.loads(text, object_hook=_lists_as_arrays, parse_float=_Floats().__getitem__)
+        content = json.loads(text, object_hook=_lists_as_arrays)
     except (OSError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{where}: cannot be read as JSON ({one_line(error)}); {_MAKE_LEAF}") from error
     users, user_data = _field(content, "users", where), _field(content, "user_data", where)
@@ -194,14 +197,6 @@ def _holds_numbers(values: list[Any]) -> bool:
     if kinds == {list}:
         kinds = set().union(*(map(type, row) for row in values))
     return kinds <= {int, float}
-
-
-class _Floats(dict[str, float]):
-    """Floats by their text: pixels repeat, and a lookup is faster than parsing."""
-
-    def __missing__(self, text: str) -> float:
-        self[text] = float(text)
-        return self[text]
 
 
 def _is_number(array: np.ndarray) -> bool:
@@ -281,7 +276,7 @@ class _PickledDtype:
 
 
 class _PickledArray:
-    """A numpy.ndarray as a pickle describes it; numpy's own reconstruction would trust the pickle's sizes."""
+    """A numpy.ndarray as a pickle describes it; numpy itself would take bytes for pointers if it says so."""
 
     def __init__(self, *_: object) -> None:
         """Take the arguments of numpy's _reconstruct, a type and two placeholders."""

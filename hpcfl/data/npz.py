@@ -141,8 +141,8 @@ def read_arrays(
         # numpy's own message advises to unpickle it
         if isinstance(error, ValueError) and "Object arrays" in str(error):
             raise UserError(
-                f"{where}: an array holds objects and not numbers, as one of samples of unequal length does; "
-                "cut the samples, or fill them up, to one length"
+                f"{where}: an array has dtype object (samples of unequal length?): crop or pad all samples "
+                "to one length"
             ) from error
         raise UserError(f"{not_npz} ({getattr(error, 'strerror', None) or one_line(error)})") from error
 

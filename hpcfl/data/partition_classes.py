@@ -71,10 +71,6 @@ class RandomClassesOptions(PartitionOptions):
     """Different classes that each client draws (pFedMB: 2)."""
 
 
-class PairsOptions(PartitionOptions):
-    """Options of `pairs`: none."""
-
-
 class PathologicalOptions(PartitionOptions):
     """Options of `pathological`, PFLlib's `pat`."""
 
@@ -230,7 +226,7 @@ def random_classes_counts(request: Request, options: RandomClassesOptions) -> In
     return owned * (request.sizes // np.maximum(demand, 1))
 
 
-def pairs_counts(request: Request, options: PairsOptions) -> IntArray:
+def pairs_counts(request: Request, options: PartitionOptions) -> IntArray:
     """Divide the classes among pairs of clients, half of each to either (pFedMB, section 5.2).
 
     Pair p is clients 2p and 2p+1; with 10 clients and 10 classes it owns classes 2p and 2p+1.

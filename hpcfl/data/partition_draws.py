@@ -82,10 +82,6 @@ class PachinkoOptions(PartitionOptions):
     """Number of coarse classes, each of consecutive fine ones; default: CIFAR-100's own 20."""
 
 
-class IidOptions(PartitionOptions):
-    """Options of `iid`: none."""
-
-
 def dirichlet_counts(request: Request, options: DirichletOptions) -> IntArray:
     """Cut each class by a Dirichlet draw over the clients (MOON's generator)."""
     check_client_size(request.per_client, "dirichlet")
@@ -160,7 +156,7 @@ def pachinko_counts(request: Request, options: PachinkoOptions) -> IntArray:
     return counts
 
 
-def iid_counts(request: Request, options: IidOptions) -> IntArray:
+def iid_counts(request: Request, options: PartitionOptions) -> IntArray:
     size = equal_size(request)
     shuffled = numpy_stream(request.seed, "partition/iid").permutation(_labels(request.sizes))
     return _cut(shuffled, np.full(request.num_clients, size), request.num_classes)

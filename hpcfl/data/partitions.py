@@ -20,7 +20,6 @@ from hpcfl.data.partition_classes import (
     ClassesOptions,
     DominantOptions,
     NeighboursOptions,
-    PairsOptions,
     PathologicalOptions,
     RandomClassesOptions,
     TargetOptions,
@@ -35,7 +34,6 @@ from hpcfl.data.partition_classes import (
 from hpcfl.data.partition_draws import (
     DirichletOptions,
     DirichletPfllibOptions,
-    IidOptions,
     MixtureOptions,
     PachinkoOptions,
     dirichlet_counts,
@@ -56,10 +54,6 @@ class ClientIndices:
     train: IntArray
     val: IntArray
     test: IntArray
-
-
-class GivenOptions(PartitionOptions):
-    """Options of `given`: none."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +89,6 @@ def partition(name: str, options: PartitionOptions, y: IntArray, request: Reques
         UserError: an amount the data cannot give, or a client without train or test samples, or without
             validation samples where val_fraction > 0.
     """
-    if request.num_clients > MAX_CLIENTS:
-        raise UserError(f"data.clients={request.num_clients} are more than {MAX_CLIENTS}; lower it")
     kind = PARTITIONS[name]
     assert kind.counts is not None
     counts = kind.counts(request, options)
@@ -277,7 +269,7 @@ PARTITIONS: dict[str, Partition] = {
     ),
     "pairs": Partition(
         "clients 2p and 2p+1 own the same classes, half of each (pFedMB's toy: 10 clients, 10 classes)",
-        PairsOptions,
+        PartitionOptions,
         pairs_counts,
         True,
         _GIVE_MORE,
@@ -312,23 +304,19 @@ PARTITIONS: dict[str, Partition] = {
     ),
     "iid": Partition(
         "each client gets a random sample of the data, of equal size",
-        IidOptions,
+        PartitionOptions,
         iid_counts,
         True,
         _GIVE_MORE,
     ),
     "given": Partition(
         "the clients that the source itself has, and its train and test split where it has one",
-        GivenOptions,
+        PartitionOptions,
         None,
         False,
         f"{_SPLIT}, or leave such clients out of the source",
     ),
 }
-
-
-MAX_CLIENTS = 10_000_000
-"""Above this, memory would fail before the check of the number of samples."""
 
 
 def _check_wrong_table(name: str, counts: IntArray, request: Request) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -187,16 +186,12 @@ def _named_normalisation(arrays: Arrays, setting: str) -> tuple[Channels, Channe
 
 
 def _explicit_normalisation(setting: Sequence[Sequence[float]]) -> tuple[Channels, Channels]:
-    try:
-        means, stds = setting
-        mean, std = tuple(map(float, means)), tuple(map(float, stds))
-    except (TypeError, ValueError) as error:
+    mean, std = map(tuple, setting) if len(setting) == 2 else ((), ())
+    if not std or not np.isfinite(mean + std).all() or min(std) <= 0:
         raise UserError(
-            f"data.normalise={setting}: must be [[means], [stds]], a number a channel, "
-            "such as [[0.5,0.5,0.5],[0.25,0.25,0.25]]"
-        ) from error
-    if not all(math.isfinite(value) for value in mean + std) or not all(value > 0 for value in std):
-        raise UserError(f"data.normalise={setting}: means must be finite, stds finite and positive")
+            f"data.normalise={setting}: must be [[means], [stds]], finite numbers and positive stds, one a "
+            "channel, such as [[0.5,0.5,0.5],[0.25,0.25,0.25]]"
+        )
     return mean, std
 
 

@@ -25,6 +25,22 @@ from hpcfl.errors import UserError
 from hpcfl.randomness import numpy_stream
 
 
+def _read_images(data: DataConfig) -> Arrays:
+    """Read one of torchvision's sets."""
+    known = SOURCES[data.source]
+    num_classes = _emnist_classes(data.split) if data.source == "emnist" else known.num_classes
+    assert num_classes is not None
+    assert known.mean is not None
+    assert known.std is not None
+    x, y = torchvision_datasets.read(data.source, data.root, data.split, num_classes)
+    return Arrays(x, y, num_classes, 255.0, known.mean, known.std)
+
+
+def _read_npz(data: DataConfig) -> Arrays:
+    x, y, others = read_npz(str(data.path), data.layout)
+    return arrays_of(x, y, f"data.path={data.path}", **others)
+
+
 @dataclass(frozen=True)
 class Source:
     """Properties of a source before it is read; None if the user's file decides.
@@ -33,6 +49,7 @@ class Source:
         path_names: what data.path must name, such as `FOLDER`; None if the source does not use it.
         partition: the default partition, if it differs from the general one.
         read: function of data.path (or None) that returns the samples; only sources of a user's file have it.
+        reader: likewise of `data`, of the program's own sources.
     """
 
     description: str
@@ -42,18 +59,33 @@ class Source:
     path_names: str | None = None
     partition: str | None = None
     read: Callable[[str | None], Arrays] | None = None
+    reader: Callable[[DataConfig], Arrays] = _read_images
 
 
 SOURCES: dict[str, Source] = {
-    "digits": Source("8x8 grey digits, 10 classes, 1797 images, bundled", 10, *bundled.OF_DIGITS),
-    "wine": Source("13 features of wines, 3 classes, 178 samples, bundled", 3, partition="dirichlet"),
+    "digits": Source(
+        "8x8 grey digits, 10 classes, 1797 images, bundled",
+        10,
+        *bundled.OF_DIGITS,
+        reader=lambda _: bundled.digits(),
+    ),
+    "wine": Source(
+        "13 features of wines, 3 classes, 178 samples, bundled",
+        3,
+        partition="dirichlet",
+        reader=lambda _: bundled.wine(),
+    ),
     "breast_cancer": Source(
-        "30 features of tumours, 2 classes, 569 samples, bundled", 2, partition="dirichlet"
+        "30 features of tumours, 2 classes, 569 samples, bundled",
+        2,
+        partition="dirichlet",
+        reader=lambda _: bundled.breast_cancer(),
     ),
     "topics": Source(
         "32 characters of Python's help texts, to predict the next one; each text is a client; bundled",
         bundled.NUM_CHARACTERS,
         partition="given",
+        reader=lambda _: bundled.topics_by_client(),
     ),
     "mnist": Source("28x28 grey digits, 10 classes, 70000 images", 10, *OF_MNIST),
     "fashionmnist": Source("28x28 grey clothes, 10 classes, 70000 images", 10, (0.2860,), (0.3530,)),
@@ -79,17 +111,20 @@ SOURCES: dict[str, Source] = {
         "your own file: arrays x (images, series, features or tokens) and y (labels), and client; data.path, "
         "data.layout",
         path_names="FILE.npz",
+        reader=_read_npz,
     ),
     "csv": Source(
         "your own table; data.path, data.target=column of the class, data.categorical, data.missing, "
         "data.client_column; needs pandas",
         path_names="FILE.csv",
+        reader=read_table,
         partition="dirichlet",
     ),
     "domains": Source(
         "your own images of several domains; data.path=folder of DOMAIN.npz (x, y), or of DOMAIN/CLASS/*.png "
         "or jpg; data.image_size",
         path_names="FOLDER",
+        reader=lambda data: read_domains(str(data.path), data.layout, data.image_size),
         partition="iid",
     ),
     "femnist": Source(
@@ -97,27 +132,15 @@ SOURCES: dict[str, Source] = {
         FEMNIST_CLASSES,
         *OF_MNIST,
         path_names="FOLDER",
+        reader=lambda data: read_leaf(str(data.path)),
         partition="given",
     ),
     "pfllib": Source(
         "client files of PFLlib's dataset generators; data.path=folder of train and test",
         path_names="FOLDER",
+        reader=lambda data: read_pfllib(str(data.path)),
         partition="given",
     ),
-}
-
-_WHY_NOT_FETCHED = {
-    "digits": "bundled with scikit-learn, there is nothing to fetch",
-    "wine": "bundled with scikit-learn, there is nothing to fetch",
-    "breast_cancer": "bundled with scikit-learn, there is nothing to fetch",
-    "topics": "bundled with Python, there is nothing to fetch",
-    "npz": "your own file, there is nothing to fetch; name it with data.path=FILE",
-    "csv": "your own file, there is nothing to fetch; name it with data.path=FILE",
-    "domains": "your own images, there is nothing to fetch; name their folder with data.path=FOLDER",
-    "femnist": "there is nothing to fetch; make the files with data/femnist/preprocess.sh of LEAF "
-    "(-s niid --sf 1.0 -t sample) and name their folder with data.path=FOLDER",
-    "pfllib": "there is nothing to fetch; make the files with dataset/generate_*.py of PFLlib "
-    "and name the folder that holds train and test with data.path=FOLDER",
 }
 
 
@@ -127,22 +150,12 @@ def read_source(data: DataConfig) -> Arrays:
     Raises:
         UserError: unknown source or split; missing, damaged or unfit files.
     """
-    source = data.source
-    known = _known(source)
-    if source in bundled.READERS:
-        return bundled.READERS[source]()
+    known = _known(data.source)
     if known.path_names is not None and data.path is None:
-        raise UserError(f"data.path is not set: data.source={source} needs data.path={known.path_names}")
+        raise UserError(f"data.path is not set: data.source={data.source} needs data.path={known.path_names}")
     if known.read is not None:
-        return _read_own(source, known.read, data.path)
-    if known.path_names is not None:
-        return _read_path(data, str(data.path))
-    num_classes = _emnist_classes(data.split) if source == "emnist" else known.num_classes
-    assert num_classes is not None
-    assert known.mean is not None
-    assert known.std is not None
-    x, y = torchvision_datasets.read(source, data.root, data.split, num_classes)
-    return Arrays(x, y, num_classes, 255.0, known.mean, known.std)
+        return _read_own(data.source, known.read, data.path)
+    return known.reader(data)
 
 
 def fetch(source: str, root: str) -> Path:
@@ -151,9 +164,10 @@ def fetch(source: str, root: str) -> Path:
     Raises:
         UserError: nothing to fetch for this source, or the download failed.
     """
-    _known(source)
-    if source in _WHY_NOT_FETCHED:
-        raise UserError(f"data.source={source}: {_WHY_NOT_FETCHED[source]}")
+    known = _known(source)
+    if known.reader is not _read_images:
+        why = "it is bundled" if known.path_names is None else f"name yours with data.path={known.path_names}"
+        raise UserError(f"data.source={source}: there is nothing to fetch; {why}")
     return torchvision_datasets.download(source, root)
 
 
@@ -217,17 +231,6 @@ def _read_own(source: str, read: Callable[[str | None], Arrays], path: str | Non
             "raise it in the file of data.reader"
         )
     return replace(arrays, x=checked.x, y=checked.y, vocabulary=checked.vocabulary)
-
-
-def _read_path(data: DataConfig, path: str) -> Arrays:
-    if data.source == "csv":
-        return read_table(data)
-    if data.source == "npz":
-        x, y, others = read_npz(path, data.layout)
-        return arrays_of(x, y, f"data.path={path}", **others)
-    if data.source == "domains":
-        return read_domains(path, data.layout, data.image_size)
-    return read_leaf(path) if data.source == "femnist" else read_pfllib(path)
 
 
 def subset_fraction(num_samples: int, fraction: float, seed: int) -> np.ndarray:

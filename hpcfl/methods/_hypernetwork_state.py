@@ -73,14 +73,14 @@ class HypernetworkState:
         slopes = dict(zip(leaves, gradients, strict=True))
         if self.optimiser == "scaled":
             slopes |= {name: slopes[name] * times for name, times in self.shape.head_steps.items()}
-        everyone = frozen.all(dim=0, keepdim=True)
-        for place, optimiser, names, rows, still in (
+        frozen_for_all = frozen.all(dim=0, keepdim=True)
+        for place, optimiser, names, rows, frozen_rows in (
             (OWN, OWN_OPTIMISER, own, clients, frozen),
-            (COMMON, COMMON_OPTIMISER, common, [0], everyone),
+            (COMMON, COMMON_OPTIMISER, common, [0], frozen_for_all),
         ):
             of_names = {name: slopes[name] for name in names}
             parts = _under(server, place), _under(server, optimiser)
-            descend(*parts, of_names, rows, self.optimiser, self.lr, still)
+            descend(*parts, of_names, rows, self.optimiser, self.lr, frozen_rows)
 
 
 def _under(server: State, place: str) -> State:

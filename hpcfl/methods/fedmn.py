@@ -100,10 +100,9 @@ class FedMNParams(Params):
     routing: Routing = "straight"
     """Decisions: `straight` has hard ones, trained straight-through; `soft` has soft ones, so all blocks
     travel; `open` opens all paths."""
-    aggregation: Literal["normalised", "sum", "count"] = "normalised"
+    aggregation: Literal["normalised", "sum"] = "normalised"
     """Mean of a block's weights: `normalised` weighs the clients where the block was active by n_i; `sum` is
-    the paper's, with weights n_i a_i / n, which shrinks rarely used blocks; `count` weighs all these clients
-    equally (authors' code)."""
+    the paper's, with weights n_i a_i / n, which shrinks rarely used blocks."""
     temperature: float = Field(1.0, gt=0)
     """Temperature tau of the first round (paper: 1.0)."""
     final_temperature: float = Field(0.1, gt=0)
@@ -129,11 +128,6 @@ class FedMNParams(Params):
     """Number of rounds at the start that train one encoder by FedAvg (the paper does not count them)."""
 
 
-def _paths(params: FedMNParams) -> list[str]:
-    """Name the paths, from a block to one of the next layer."""
-    return path_names(params.architecture)
-
-
 class FedMN(TwoPhaseMethod):
     name = "fedmn"
     summary = "modular network: each client picks its blocks by a routing hypernetwork"
@@ -154,7 +148,7 @@ class FedMN(TwoPhaseMethod):
             "(eq. 10); 0 before a client's first round.",
             low=0,
             high=1,
-            entries=_paths,
+            entries=lambda params: path_names(params.architecture),
         ),
         Diagnostic(
             "decision",
@@ -163,7 +157,7 @@ class FedMN(TwoPhaseMethod):
             "1 where a client's last round had the path open (eq. 5).",
             low=0,
             high=1,
-            entries=_paths,
+            entries=lambda params: path_names(params.architecture),
         ),
     )
     params: FedMNParams
@@ -248,13 +242,13 @@ class FedMN(TwoPhaseMethod):
 
     def aggregate(self, server: State, cohort: Cohort, up: Upload) -> None:
         assert up.sent is not None
-        keep, rule = self._is_pretrained, "normalised"
+        keep, total, samples = self._is_pretrained, None, cohort.num_samples.double().unsqueeze(1)
         if self.needs_request(cohort.round):
-            keep, rule = up.sent.layer_mask["parts"] | self._is_router, self.params.aggregation
-        samples = cohort.num_samples.double().unsqueeze(1)
-        weights = keep.double().expand(len(cohort), -1) * (1 if rule == "count" else samples)
-        # where the total is 0, the server's weights stay
-        total = samples.sum() * self._is_modular if rule == "sum" else None
+            keep = up.sent.layer_mask["parts"] | self._is_router
+            if self.params.aggregation == "sum":
+                # where the total is 0, the server's weights stay
+                total = samples.sum() * self._is_modular
+        weights = keep.double().expand(len(cohort), -1) * samples
         server |= layer_means(up, {"theta": weights}, self.layers, {"theta": server["theta"]}, total)
 
     # router and loss
@@ -276,7 +270,7 @@ class FedMN(TwoPhaseMethod):
         def known(batch: Batch) -> Tensors:
             tensors = {name: rows[batch.members] for name, rows in fixed.items()}
             if rate and fixed:
-                tensors["kept"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
+                tensors["dropout_mask"] = (uniform(batch, self.network.num_hidden) >= rate) / (1 - rate)
             return tensors
 
         plain = clients.gradient_beside(self._loss, known)
@@ -296,8 +290,8 @@ class FedMN(TwoPhaseMethod):
             logits = forward.call(ROUTER, theta, batch.x, batch.y).mean(dim=0)
             # the decision itself, with the derivative of v (straight-through)
             decision = decision + tensors["slope"].detach() * (logits - logits.detach())
-        kept = tensors["kept"].detach() if "kept" in tensors else None
-        return forward.cross_entropy(forward.call("", theta, batch.x, decision, kept), batch.y)
+        mask = tensors["dropout_mask"].detach() if "dropout_mask" in tensors else None
+        return forward.cross_entropy(forward.call("", theta, batch.x, decision, mask), batch.y)
 
     # evaluation
 
@@ -377,11 +371,6 @@ def _check(params: FedMNParams, rounds: int) -> None:
         raise UserError(
             f"method.widths={widths} does not go with method.architecture={sizes}; allowed: "
             f"{len(sizes) - 1} widths, one for each layer but the last"
-        )
-    if params.final_temperature > params.temperature:
-        raise UserError(
-            f"method.final_temperature={params.final_temperature:g} is above "
-            f"method.temperature={params.temperature:g}; allowed: one that falls, such as 1.0 and 0.1"
         )
     if pretraining >= rounds:
         raise UserError(

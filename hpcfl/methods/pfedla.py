@@ -155,7 +155,6 @@ class PFedLA(Method):
                 "method.head_init=zero with method.weights=relu leaves all hypernetworks without a gradient; "
                 "allowed: method.head_init=uniform or default"
             )
-        self.models = _ShardedModels(self) if params.server == "sharded" else _WholeModels(self)
         self.hypernetworks = Hypernetworks(
             context.num_clients,
             len(self.layers),
@@ -172,18 +171,23 @@ class PFedLA(Method):
 
     def server_state(self) -> State:
         clients = range(self.context.num_clients)
-        state = self.models.server_state(clients)
+        state: State = {} if self.sharded_state else {"theta": self._initial_models(clients)}
         if self._mixes_buffers:
             state[BUFFERS] = self.initial_buffers(clients)
         state[LARGEST_UPDATE] = torch.zeros(len(clients), dtype=torch.float64)
         return state | self.learner.initial(self.context.seed, self.params.in_use()["head_init"])
 
     def client_state(self, clients: Sequence[int]) -> State:
-        return self.models.client_state(clients)
+        return {"theta": self._initial_models(clients)} if self.sharded_state else {}
+
+    def _initial_models(self, clients: Sequence[int]) -> Tensor:
+        """Return the initial models [C, P] of some clients."""
+        return self.context.initial_parameters(clients, self.params.initial_models == "own")
 
     def download(self, server: State, cohort: Cohort) -> Message:
         alpha = self.sent_weights(self.alpha(server, cohort.clients), cohort.clients)
-        rows = {"theta": self.models.mix(server, alpha)}
+        mixed = self.sharded.mix(alpha) if self.sharded_state else self.mix(alpha, server["theta"])
+        rows = {"theta": mixed}
         if self._mixes_buffers:
             rows[BUFFERS] = self.mix_buffers(alpha, server[BUFFERS])
         return Message(per_client=rows)
@@ -199,16 +203,22 @@ class PFedLA(Method):
         arrived = up.collect()
         assert up.sent is not None
         trained, start = arrived["theta"], up.sent.per_client["theta"]
-        products = self.models.products(server, trained, start)
+        if self.sharded_state:
+            products = self.sharded.products(trained - start)
+        else:
+            products = self.layer_products(trained, start, server["theta"])
         before = server[LARGEST_UPDATE][index]
         server[LARGEST_UPDATE][index] = largest = _largest(before, trained - start)
         if self.params.optimiser == "scaled":
             products = _scaled(products, largest)
         # a retained layer was not mixed, and before its first training a client has no model of its own
-        silent = retained | (before == 0).unsqueeze(-1)
-        products = products.masked_fill(silent.unsqueeze(-1), 0.0)
+        has_no_gradient = retained | (before == 0).unsqueeze(-1)
+        products = products.masked_fill(has_no_gradient.unsqueeze(-1), 0.0)
         self.learner.step(server, clients, -(alpha * products).sum(), own, common, retained)
-        self.models.put(server, clients, trained)
+        if self.sharded_state:
+            self.sharded.put(clients, trained)
+        else:
+            server["theta"][index] = trained
         if self._mixes_buffers:
             server[BUFFERS][index] = arrived[BUFFERS]
 
@@ -328,54 +338,3 @@ def _largest(before: Tensor, delta: Tensor) -> Tensor:
 def _scaled(products: Tensor, largest: Tensor) -> Tensor:
     """Divide products [S, L, N] by the largest |Delta|^2 [S]; a client that never moved has products of 0."""
     return products / largest.where(largest > 0, 1.0).to(products).view(-1, 1, 1)
-
-
-class _WholeModels:
-    """The clients' models on rank 0, as `theta` [N, P] of the server's state."""
-
-    def __init__(self, method: PFedLA) -> None:
-        self._method = method
-
-    def server_state(self, clients: Sequence[int]) -> State:
-        """Return the part of the server's state that has the models, at the start."""
-        return {"theta": self.initial(clients)}
-
-    def client_state(self, clients: Sequence[int]) -> State:
-        """Return the part of the clients' state that has their models, at the start."""
-        return {}
-
-    def initial(self, clients: Sequence[int]) -> Tensor:
-        """Return the initial models [C, P] of some clients."""
-        context, params = self._method.context, self._method.params
-        return context.initial_parameters(clients, params.initial_models == "own")
-
-    def mix(self, server: State, alpha: Tensor) -> Tensor:
-        """Return the mixtures [S, P] of all models with weights [S, L, N]."""
-        return self._method.mix(alpha, server["theta"])
-
-    def products(self, server: State, trained: Tensor, start: Tensor) -> Tensor:
-        """Return `PFedLA.layer_products` [S, L, N] of a cohort's models."""
-        return self._method.layer_products(trained, start, server["theta"])
-
-    def put(self, server: State, clients: Sequence[int], theta: Tensor) -> None:
-        """Keep some clients' models [S, P]."""
-        server["theta"][list(clients)] = theta
-
-
-class _ShardedModels(_WholeModels):
-    """The clients' models with their workers, as client state; rank 0 asks for mixtures and products."""
-
-    def server_state(self, clients: Sequence[int]) -> State:
-        return {}
-
-    def client_state(self, clients: Sequence[int]) -> State:
-        return {"theta": self.initial(clients)}
-
-    def mix(self, server: State, alpha: Tensor) -> Tensor:
-        return self._method.sharded.mix(alpha)
-
-    def products(self, server: State, trained: Tensor, start: Tensor) -> Tensor:
-        return self._method.sharded.products(trained - start)
-
-    def put(self, server: State, clients: Sequence[int], theta: Tensor) -> None:
-        self._method.sharded.put(clients, theta)

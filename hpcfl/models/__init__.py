@@ -3,7 +3,6 @@
 import torch
 
 from hpcfl.errors import UserError
-from hpcfl.machine import free_bytes
 from hpcfl.models.networks import ConvNet, ConvNetOptions, Mlp, Model, Network, NetworkOptions, SeriesConvNet
 from hpcfl.models.sequences import Lstm, TextCnn, Transformer
 from hpcfl.models.torchvision_networks import MOBILENETV2, RESNET18, Vit
@@ -32,9 +31,6 @@ MODELS: dict[str, Model] = {
     "vit": Vit("torchvision's vision transformer, by default 6 layers of width 192 on patches of 4x4"),
 }
 
-_fitting: set[tuple[str, SampleType, int, str]] = set()
-"""Networks known to fit in memory: name, samples, classes and options."""
-
 
 def build_network(
     name: str, sample: SampleType, num_classes: int, options: NetworkOptions, seed: int, client: int = -1
@@ -61,36 +57,9 @@ def build_network(
         raise UserError(
             f"model.name={name} needs {smallest}, and the data are {sample}; allowed: {', '.join(allowed)}"
         )
-    options_text = options.model_dump_json()
-    if (name, sample, num_classes, options_text) not in _fitting:
-        _check_beyond_memory(name, sample, num_classes, options)
-        _fitting.add((name, sample, num_classes, options_text))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_seed(seed, "initial weights", 0, client))
         return model.build(sample, num_classes, options)
-
-
-def _check_beyond_memory(name: str, sample: SampleType, num_classes: int, options: NetworkOptions) -> None:
-    """Raise UserError if a network does not fit in the free memory; allocates nothing."""
-    model, chosen = MODELS[name], options
-    if getattr(options, "weights", None) is not None:
-        chosen = options.model_copy(update={"weights": None})
-    try:
-        with torch.device("meta"):
-            network = model.build(sample, num_classes, chosen)
-        count = sum(parameter.numel() for parameter in network.parameters())
-    # a user's own model may need tensors with values
-    except (NotImplementedError, RuntimeError) as error:
-        if "overflow" not in str(error):
-            return
-        count = 2**63
-    free = free_bytes()
-    if 4 * count > free:
-        raise UserError(
-            f"model.name={name} with {options.model_dump_json()} takes {4e-9 * count:.3g} GB for {sample} "
-            f"and {num_classes} classes, and {free / 1e9:.3g} GB of memory are free; choose a "
-            "smaller model"
-        )
 
 
 __all__ = ["MODELS", "ConvNetOptions", "Model", "Network", "NetworkOptions", "build_network"]

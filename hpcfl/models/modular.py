@@ -107,16 +107,18 @@ class ModularNetwork(nn.Module):
         if with_classifier:
             self.add_module(CLASSIFIER, nn.Linear(widths[0], num_classes))
 
-    def forward(self, x: Tensor, decision: Tensor | None = None, kept: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, decision: Tensor | None = None, dropout_mask: Tensor | None = None
+    ) -> Tensor:
         """Return logits [B, K] along a decision's open paths (eq. 13); without one, the classifier's.
 
-        `kept` [B, num_hidden] multiplies the outputs of all blocks but the last layer's, block by block:
-        dropout, with zeros for what is left out.
+        `dropout_mask` [B, num_hidden] multiplies the outputs of all blocks but the last layer's, block by
+        block, with zeros for what is left out.
         """
         if decision is None:
             logits: Tensor = self.get_submodule(CLASSIFIER)(self.get_submodule("encoder1")(x))
             return logits
-        return self.along(x, self.shares(decision), kept)
+        return self.along(x, self.shares(decision), dropout_mask)
 
     @property
     def num_hidden(self) -> int:
@@ -138,8 +140,8 @@ class ModularNetwork(nn.Module):
             active = (total > 0).to(decision.dtype)
         return found
 
-    def along(self, x: Tensor, shares: Sequence[Tensor], kept: Tensor | None = None) -> Tensor:
-        """Return logits [B, K] of means with the weights that `shares` returns; `kept` as in `forward`."""
+    def along(self, x: Tensor, shares: Sequence[Tensor], dropout_mask: Tensor | None = None) -> Tensor:
+        """Return logits [B, K] of means with the weights of `shares`; `dropout_mask` as in `forward`."""
         outputs = [self.get_submodule(f"encoder{number}")(x) for number in range(1, self.sizes[0] + 1)]
         *layers, last = shares
         used = 0
@@ -150,8 +152,8 @@ class ModularNetwork(nn.Module):
                 output = self.get_submodule(f"block{layer}_{number}")(inputs[number - 1])
                 if layer < len(self.sizes):
                     output = output.relu()
-                    if kept is not None:
-                        output = output * kept[:, used : used + output.shape[1]]
+                    if dropout_mask is not None:
+                        output = output * dropout_mask[:, used : used + output.shape[1]]
                         used += output.shape[1]
                 outputs.append(output)
         return _means(torch.stack(outputs), last)[0]

@@ -45,13 +45,13 @@ class Decisions:
             uniform = torch.rand(z.shape, generator=stream, dtype=torch.float64)
             rows.append(((uniform.logit(eps=1e-12) + z) / tau).sigmoid().to(z.dtype))
         soft = torch.stack(rows)
-        return self._used(soft, logits), soft * (1 - soft) / tau
+        return self._as_applied(soft, logits), soft * (1 - soft) / tau
 
     def likely(self, logits: Tensor, round: int) -> Tensor:
         """Return the decisions without noise: hard ones open the paths with Pi > 0.5 (eq. 10)."""
-        return self._used((logits / self.temperature(round)).sigmoid(), logits)
+        return self._as_applied((logits / self.temperature(round)).sigmoid(), logits)
 
-    def _used(self, soft: Tensor, logits: Tensor) -> Tensor:
+    def _as_applied(self, soft: Tensor, logits: Tensor) -> Tensor:
         """Return the decisions that the network uses, from soft ones."""
         if self.routing == "soft":
             return soft

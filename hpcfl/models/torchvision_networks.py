@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hpcfl.errors import UserError
+from hpcfl.errors import UserError, one_line
 from hpcfl.models.networks import Model, Network, NetworkOptions, group_norm
 from hpcfl.samples import SampleType
 from hpcfl.torchvision_parts import torchvision_part
@@ -76,10 +77,13 @@ class TorchvisionNet(Model):
             raise UserError(f"model.weights={weights} cannot be read ({reason}); {advice}") from error
         if not isinstance(state, dict):
             raise UserError(f"model.weights={weights} holds a {type(state).__name__}; {advice}")
-        found = {name: t for name, t in state.items() if not str(name).startswith(f"{self.head}.")}
-        if misfit := _misfit(body.state_dict(), found):
-            raise UserError(f"model.weights={weights} does not fit: {misfit}; {advice}")
-        body.load_state_dict(found)
+        found = {str(name): t for name, t in state.items() if not str(name).startswith(f"{self.head}.")}
+        try:
+            body.load_state_dict(found)
+        except RuntimeError as error:
+            # it may name every tensor
+            reason = shorten(one_line(error), 300)
+            raise UserError(f"model.weights={weights} does not fit ({reason}); {advice}") from error
 
 
 def _resnet18_body(network: Any) -> OrderedDict[str, nn.Module]:
@@ -165,17 +169,3 @@ def _replace_first_convolution(body: nn.Sequential, channels: int) -> None:
     nn.init.kaiming_normal_(other.weight, mode="fan_out", nonlinearity="relu")
     parent, _, child = name.rpartition(".")
     setattr(body.get_submodule(parent), child, other)
-
-
-def _misfit(wanted: dict[str, Tensor], found: dict[str, Any]) -> str:
-    """Name the first tensor that is missing, unknown or of another shape; empty if all fit."""
-    for name in {**wanted, **found}:
-        if str(name).endswith("num_batches_tracked"):
-            continue
-        if not isinstance(found.get(name), Tensor):
-            return f"it has no tensor {name}"
-        if name not in wanted:
-            return f"its tensor {name} is unknown"
-        if found[name].shape != wanted[name].shape:
-            return f"its {name} has shape {list(found[name].shape)}, the model's {list(wanted[name].shape)}"
-    return ""

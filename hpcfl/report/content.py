@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -61,22 +60,12 @@ MAX_CLASSES = 1000
 UNSEEN_CURVES = ("accuracy_unseen", "loss_unseen")
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What the page has figures of, because at least one of its runs has it."""
-
-    unseen: bool
-    """Unseen clients."""
-    diverged: bool
-    """Clients that have diverged."""
-    lost: bool
-    """Members of cohorts that may be lost."""
-    clock: bool
-    """A simulated clock."""
-    metrics: bool
-    """CLIENT_METRICS."""
-    epsilon: bool
-    """Differential privacy."""
+HEADLINES = (
+    *("Mean accuracy", "Spread", "Worst tenth", "Unseen clients"),
+    *METRIC_NAMES.values(),
+    *("Best round", "Diverged", "Lost", "Epsilon", "Bytes", "Time", "Simulated time", "Training steps"),
+)
+"""Names of the headline figures, in the order of the page."""
 
 
 def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
@@ -97,25 +86,19 @@ def page_content(runs: Sequence[Run], labels: Sequence[str]) -> Json:
         raise UserError(
             f"run.eval_split differs ({names}), so that accuracies cannot be compared; name runs of one split"
         )
-    figures = Shown(
-        unseen=any(UNSEEN_CURVES[0] in run.metrics for run in runs),
-        diverged=any(_times_diverged(run) for run in runs),
-        lost=any(LOST in run.metrics for run in runs),
-        clock=any(SIMULATED in run.metrics for run in runs),
-        metrics=any(_has_metrics(run) for run in runs),
-        epsilon=any(EPSILON in run.metrics for run in runs),
-    )
     try:
-        shown = [
-            _run_content(run, label, len(runs), figures) for run, label in zip(runs, labels, strict=True)
-        ]
+        shown = [_run_content(run, label, len(runs)) for run, label in zip(runs, labels, strict=True)]
     finally:
         for run in runs:
             run.close()
+    known = {figure["name"] for one in shown for figure in one["headline"]}
+    for one in shown:
+        of_run = {figure["name"]: figure for figure in one["headline"]}
+        one["headline"] = [of_run.get(name, _figure(name, "none")) for name in HEADLINES if name in known]
     return {"runs": shown, "differing": _differing(runs), "notes": _notes(runs)}
 
 
-def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
+def _run_content(run: Run, label: str, num_runs: int) -> Json:
     """Return the content for one run."""
     config, metrics, clients = run.config, run.metrics, _clients(run)
     count = len(metrics["round"])
@@ -131,7 +114,9 @@ def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
         for diagnostic in METHODS[config.method.name].diagnostics
         if (found := run.recorded(diagnostic.name))
     ]
-    layers = run.layers(max([axes_size(one.diagnostic.axes, one.values) for one in pictures], default=0))
+    by_layer = [one for one in pictures if "layer" in one.diagnostic.axes]
+    sizes = [one.values.shape[1 + one.diagnostic.axes.index("layer")] for one in by_layer]
+    layers = run.layers(max(sizes, default=0))
     packed = packed_pictures(pictures, PICTURE_BYTES // num_runs)
     for one, shown in zip(pictures, packed, strict=True):
         entries, axis = one.diagnostic.entries, one.diagnostic.axes[-1]
@@ -151,7 +136,7 @@ def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
         "isFinished": run.is_finished,
         "scored": scored_when(config),
         "split": config.run.eval_split,
-        "headline": _headline(run, clients, steps[-1], figures, num_runs),
+        "headline": _headline(run, clients, steps[-1]),
         "warnings": warnings,
         "curves": {
             "round": metrics["round"][kept].astype(int).tolist(),
@@ -174,25 +159,31 @@ def _run_content(run: Run, label: str, num_runs: int, figures: Shown) -> Json:
     }
 
 
-def axes_size(axes: tuple[str, ...], values: np.ndarray) -> int:
-    """Return the number of layers of a quantity, 0 without such an axis."""
-    return values.shape[1 + axes.index("layer")] if "layer" in axes else 0
+def _headline(run: Run, clients: Columns, steps: float) -> list[Json]:
+    """Return the headline figures that a run has: name, text, the number for sorting, and a remark.
 
-
-def _headline(run: Run, clients: Columns, steps: float, figures: Shown, num_runs: int) -> list[Json]:
-    """Return the headline figures: name, text, the number for sorting, and a remark.
-
-    All but those of unseen clients, which a page that shows such clients has, are of the clients in training.
-    All runs of a page have the same figures; a run without a checkpoint has no worst tenth yet.
+    All but those of unseen clients are of the clients in training.
     """
-    best = run.best
-    return [
-        *_accuracies(run, clients.get("accuracy", np.empty(0)), figures, num_runs),
-        _percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"),
-        *_losses(run, figures),
-        *([_epsilon(run)] if figures.epsilon else []),
-        *_costs(run, steps, figures),
-    ]
+    best, last, privacy, times = run.best, run.last, run.config.privacy, _times_diverged(run)
+    found = _accuracies(run, clients.get("accuracy", np.empty(0)))
+    found.append(_percent("Best round", best["accuracy_mean"], f"round {best['round']:.0f}, in hindsight"))
+    if times:
+        found.append(_figure("Diverged", str(times), times, "clients with nan or infinity, round by round"))
+    if LOST in last:
+        lost = last[LOST]
+        found.append(_figure("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
+    if privacy.unit is not None:
+        remark = f"delta {privacy.delta_in_use:g}, of a {privacy.unit}'s presence"
+        found.append(_figure("Epsilon", f"{last[EPSILON]:.3g}", last[EPSILON], remark))
+    down, up = last["bytes_down"], last["bytes_up"]
+    remark = f"{readable_bytes(down)} down, {readable_bytes(up)} up"
+    found.append(_figure("Bytes", readable_bytes(down + up), down + up, remark))
+    found.append(_figure("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"))
+    if SIMULATED in last:
+        seconds = last[SIMULATED]
+        remark = "h:min:s on the clock of clients.step_s"
+        found.append(_figure("Simulated time", clock(seconds), seconds, remark))
+    return [*found, _figure("Training steps", f"{steps:,.0f}", steps, "of all clients")]
 
 
 def _figure(name: str, text: str, value: float = math.nan, remark: str = "") -> Json:
@@ -209,7 +200,7 @@ def _percent(name: str, value: float, remark: str) -> Json:
     return _figure(name, f"{100 * value:.2f} %" if math.isfinite(value) else "nan", value, remark)
 
 
-def _accuracies(run: Run, accuracies: np.ndarray, figures: Shown, num_runs: int) -> list[Json]:
+def _accuracies(run: Run, accuracies: np.ndarray) -> list[Json]:
     """Return the headline figures of accuracy; `accuracies` [N + U] are known from a checkpoint on."""
     last, unseen = run.last, run.num_unseen
     in_training = (len(accuracies) or len(np.unique(run.partition.get("client", ())))) - unseen
@@ -222,19 +213,12 @@ def _accuracies(run: Run, accuracies: np.ndarray, figures: Shown, num_runs: int)
     if len(accuracies):
         worst = worst_tenth(accuracies[:in_training].tolist())
         found.append(_percent("Worst tenth", worst, "mean of the worst 10 % of the clients"))
-    elif num_runs > 1:
-        found.append(_figure("Worst tenth", "not yet", remark="known from the first checkpoint on"))
     if unseen:
         spread = last["accuracy_unseen_std"]
         remark = f"mean over {_counted(unseen)} with no part in training, spread {100 * spread:.2f} %"
         found.append(_percent("Unseen clients", last["accuracy_unseen"], remark))
-    elif figures.unseen:
-        found.append(_figure("Unseen clients", "none"))
-    for name in CLIENT_METRICS if figures.metrics else ():
-        values = run.in_training.get(name)
-        if values is None:
-            found.append(_figure(METRIC_NAMES[name], "none"))
-            continue
+    for name in [name for name in CLIENT_METRICS if name in run.in_training]:
+        values = run.in_training[name]
         known = int((~np.isnan(values)).sum())
         some = f"{known} of " * (known < in_training)
         remark = f"mean over {some}{_counted(in_training)}"
@@ -242,54 +226,9 @@ def _accuracies(run: Run, accuracies: np.ndarray, figures: Shown, num_runs: int)
     return found
 
 
-def _losses(run: Run, figures: Shown) -> list[Json]:
-    """Return the headline figures of clients that rounds went without."""
-    found = []
-    if figures.diverged:
-        times = _times_diverged(run)
-        found.append(_figure("Diverged", str(times), times, "clients with nan or infinity, round by round"))
-    if figures.lost:
-        lost = run.last.get(LOST, 0.0)
-        found.append(_figure("Lost", f"{lost:.0f}", lost, "clients dropped or late, round by round"))
-    return found
-
-
-def _epsilon(run: Run) -> Json:
-    """Return the headline figure of privacy."""
-    privacy = run.config.privacy
-    if privacy.unit is None:
-        return _figure("Epsilon", "none")
-    value = run.last[EPSILON]
-    remark = f"delta {privacy.delta_in_use:g}, of a {privacy.unit}'s presence"
-    return _figure("Epsilon", f"{value:.3g}", value, remark)
-
-
-def _costs(run: Run, steps: float, figures: Shown) -> list[Json]:
-    """Return the headline figures of cost."""
-    last = run.last
-    down_up = [last["bytes_down"], last["bytes_up"]]
-    ways = [readable_bytes(count) for count in down_up]
-    of_clock = []
-    if figures.clock:
-        seconds = last.get(SIMULATED, math.nan)
-        text = clock(seconds) if SIMULATED in last else "none"
-        of_clock.append(_figure("Simulated time", text, seconds, "h:min:s on the clock of clients.step_s"))
-    return [
-        _figure("Bytes", readable_bytes(sum(down_up)), sum(down_up), f"{ways[0]} down, {ways[1]} up"),
-        _figure("Time", clock(last["wall_s"]), last["wall_s"], "h:min:s"),
-        *of_clock,
-        _figure("Training steps", f"{steps:,.0f}", steps, "of all clients"),
-    ]
-
-
 def _times_diverged(run: Run) -> int:
     """Return how often a client had nan or infinite numbers in a round."""
     return int(run.metrics["diverged"][-1]) if "diverged" in run.metrics else 0
-
-
-def _has_metrics(run: Run) -> bool:
-    """Return whether the run has CLIENT_METRICS."""
-    return CLIENT_METRICS[0] in run.in_training
 
 
 def _warnings(run: Run) -> list[str]:

@@ -83,7 +83,7 @@ def packed_pictures(pictures: Sequence[Recorded], most_bytes: int) -> list[Json]
 def _packed(recorded: Recorded, most_bytes: int) -> Json:
     diagnostic, values = recorded.diagnostic, recorded.values
     axes = diagnostic.axes
-    notes = ["the newest alone, as the history holds none of so many clients"] if recorded.is_newest else []
+    notes = ["only the last evaluation: earlier ones are not stored for so many clients"] * recorded.is_newest
     clients = values.shape[1]
     shown = min(clients, MAX_CLIENTS)
     while shown > 1 and _size(values.shape[1:], axes, shown) > most_bytes:

@@ -200,6 +200,8 @@ def _figures(run: Run, config: Config) -> dict[str, float]:
         "wall_s": last["wall_s"],
         # fewer than train.rounds if train.patience has ended the run
         "rounds_done": float(run.done),
+        # of trainable numbers, of all rounds and clients
+        "gigabytes": (last["bytes_down"] + last["bytes_up"]) / 1e9,
     }
     for way in ("down", "up"):
         others = last[f"buffer_bytes_{way}"] + last[f"index_bytes_{way}"]

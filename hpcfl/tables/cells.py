@@ -246,8 +246,8 @@ class Table:
                 kept = dict.fromkeys(name for method in methods for name in axes_by_name(method.diagnostics))
                 known = _listed([name for name in kept if self.axes_of(name)])
                 raise UserError(
-                    f"{self.path}, figure: quantity={drawing.quantity} is no matrix that the methods of "
-                    f"its rows record; allowed: {known or 'none, so remove this figure'}"
+                    f"{self.path}, figure: quantity={drawing.quantity} is not a diagnostic with two or "
+                    f"more axes of any row's method; allowed: {known or 'none, so remove this figure'}"
                 )
 
     def _changes(self, seeds: Sequence[int], rounds: int | None, overrides: Sequence[str]) -> str:
@@ -298,9 +298,10 @@ def _matching(option: str, wanted: Sequence[str], labels: Sequence[str]) -> list
         found = [label for label in labels if label.lower() == small]
         found = found or [label for label in labels if small in label.lower()]
         if len(found) != 1:
-            there = " | ".join(label for label in labels if label != ONLY) or "none"
-            what = f"is a part of {len(found)}" if found else "is none"
-            raise UserError(f"{option} {text} {what} of the labels; there are: {there}")
+            there = " | ".join(label for label in found or labels if label != ONLY) or "none"
+            if found:
+                raise UserError(f"{option} {text} matches {len(found)} labels: {there}; give the whole label")
+            raise UserError(f"{option} {text} is none of the labels; there are: {there}")
         named.add(found[0])
     return [label for label in labels if label in named or not wanted]
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -29,15 +29,17 @@ from hpcfl.errors import UserError
 from hpcfl.formatting import Document, Grid, percent
 from hpcfl.results.statistics import interval
 from hpcfl.tables.cells import Table
-from hpcfl.tables.file import ONLY, Moment, Pair, Text
+from hpcfl.tables.file import ONLY, Moment, Pair, Text, check_known
 
-VERDICTS = ("shown", "seen", "not shown", "refuted", "not run")
 RULES = {"printed": "the paper's rule", "ours": "a rule of ours, which differs from a printed equation"}
 ENOUGH_SEEDS = 3
 RESULTS = "results"
 """Folder of the result files, beside the table files."""
 TABLES = "tables"
 """Folder of the table files, beside that of the claims files."""
+
+Line = dict[str, str]
+"""A line of a result file, by column."""
 
 
 def _as_list(value: Any) -> Any:
@@ -96,7 +98,7 @@ class Verdict:
     table: str
     column: str
     pair: str
-    rounds: str
+    rounds: str = ""
     """As `30 of 600`; the second is the paper's."""
     moment: str = ""
     """When the models were scored."""
@@ -146,17 +148,44 @@ class ResultFiles:
         }
         # the table in full comes first, then what was shortened least
         stems = [path.stem, *(shortened[rounds] for rounds in sorted(shortened, reverse=True))]
-        self._lines = [line for stem in stems for line in _read_csv(folder / f"{stem}.csv")]
-        self.differences = [line for stem in stems for line in _read_csv(folder / f"{stem}_differences.csv")]
+        self._files = [
+            [_read_csv(folder / f"{stem}{kind}.csv") for kind in ("", "_differences")] for stem in stems
+        ]
+        """Lines of the results, and of the differences, of each file."""
 
-    def line(self, label: str, column: str) -> dict[str, str] | None:
-        """Return the result of a row in a column, None where no seed is finished."""
-        found = (line for line in self._lines if (line["label"], line["column"]) == (label, column))
-        return next((line for line in found if line["seeds"] != "0"), None)
+    def line(self, label: str, column: str) -> Line | None:
+        """Return the result of a row in a column, of the longest run; None where no seed is finished."""
+        found = (_finished(results, label, column) for results, _ in self._files)
+        return next((line for line in found if line is not None), None)
 
-    def rounds_in_full(self, label: str, column: str) -> int:
-        """Return the rounds that the table file gives a row in a column."""
-        return self.table.cells_of(label, column)[0].config.train.rounds
+    def difference(self, pair: Pair, column: str, row: str) -> tuple[Line, Line | None] | None:
+        """Return a pair's difference in a column, and one row's result in the same file.
+
+        Returns None where no seed is finished.
+        """
+        found = [
+            (line, _finished(results, row, column))
+            for results, differences in self._files
+            for line in differences
+            if [line["first"], line["second"], line["column"]] == [*pair.rows, column]
+            and line.get("weighted", "0") == str(int(pair.weighted))
+            and line["difference"]
+        ]
+        if pair.at is None:
+            # without a moment of its own, a pair has whatever moments its rows have
+            same = [one for one in self.table.compare if set(one.rows) == set(pair.rows)]
+            others = {one.at.replace("_", " ") for one in same if one.at is not None}
+            found.sort(key=lambda lines: lines[0]["moment"] in others)
+        else:
+            found = [lines for lines in found if lines[0]["moment"] == pair.at.replace("_", " ")]
+        return found[0] if found else None
+
+    def rounds(self, line: Line | None, in_full: int | None = None) -> str:
+        """Return the rounds of a result, and of how many where it was shortened; default: of the table's."""
+        if line is None:
+            return ""
+        full = in_full or self.table.cells_of(line["label"], line["column"])[0].config.train.rounds
+        return f"{line['rounds']} of {full}" if int(line["rounds"]) < full else line["rounds"]
 
 
 @dataclass(frozen=True)
@@ -197,7 +226,12 @@ def read_claims(path: Path) -> Claims:
             raise UserError(f"{place}: evidence={claim.evidence} is no file in {folder / RESULTS}")
         by_claim.append([])
         for runs in claim.runs:
-            by_claim[-1] += _verdicts(claim, runs, results(runs.table, place), f"{place}, {runs.table}")
+            of = (results(runs.table, place), f"{place}, {runs.table}")
+            for other in runs.above:
+                if isinstance(other, str):
+                    by_claim[-1] += _over_row(claim, runs, other, *of)
+                else:
+                    by_claim[-1] += _over_number(claim, runs, other, *of)
     tables = [results(name, f"{path}, tables") for name in file.tables]
     smaller = [found for name, found in known.items() if name not in file.tables]
     return Claims(path, file.paper, by_claim, tables, smaller)
@@ -205,50 +239,53 @@ def read_claims(path: Path) -> Claims:
 
 def document(claims: Claims) -> Document:
     """Return the verdicts, and each cell of the paper's tables beside ours."""
-    grids = [*map(_verdicts_on, claims.by_claim), *(_beside(full, claims.smaller) for full in claims.tables)]
+    grids = [
+        *map(_verdicts_on, claims.by_claim),
+        *(_ours_and_published(full, claims.smaller) for full in claims.tables),
+    ]
     notes = [
         "Shown: three seeds or more, and the 95 % interval over seeds lies above 0. Seen: above, but of "
-        "fewer seeds, or of an interval with 0 in it. Not shown: not above, likewise. Refuted: the interval "
-        "lies below 0. Differences are in points; intervals are not corrected for their number."
+        "fewer seeds, or of an interval with 0 in it. Not shown: the difference is not above 0, but there "
+        "are fewer than 3 seeds or the interval contains 0. Refuted: the interval lies below 0. Differences "
+        "are in points; intervals are not corrected for their number."
     ]
     return Document(claims.paper, notes, [grid for grid in grids if grid.rows])
 
 
-def overview(many: Sequence[Claims]) -> Grid:
-    """Return one line a claim: how many of its comparisons have each verdict."""
-    rows = []
-    for claims in many:
-        for verdicts in claims.by_claim:
-            claim, words = verdicts[0].claim, [verdict.word for verdict in verdicts]
-            counts = ", ".join(f"{words.count(word)} {word}" for word in VERDICTS if word in words)
-            rows.append([claims.path.stem, claim.where, claim.sentence, claim.rule, counts])
-    return Grid("", ["paper", "where", "claim", "rule", "comparisons"], rows)
-
-
-def _verdicts(claim: Claim, runs: Runs, results: ResultFiles, place: str) -> Iterator[Verdict]:
-    """Yield the verdicts by one table: over each other row or number, in each column."""
-    for other in runs.above:
-        if not isinstance(other, str):
-            yield from _over_number(claim, runs, other, results, place)
+def _over_row(claim: Claim, runs: Runs, other: str, results: ResultFiles, place: str) -> Iterator[Verdict]:
+    """Yield the verdicts on a row's accuracy over another row's, in each column."""
+    table = results.table
+    pairs = [pair for pair in table.compare if set(pair.rows) == {runs.row, other}]
+    pair = next((one for one in pairs if (one.at, one.weighted) == (runs.at, runs.weighted)), None)
+    if pair is None:
+        at = ("" if runs.at is None else f", at: {runs.at}") + ", weighted: true" * runs.weighted
+        raise UserError(
+            f"{place}: {table.path} has no such pair; add {{rows: [{runs.row}, {other}]{at}}} to its compare"
+        )
+    for column in runs.columns or pair.columns:
+        check_known(place, column, f"columns in which {runs.row} and {other} are compared", pair.columns)
+        name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
+        of = (claim, table.path.stem, column, name)
+        if (found := results.difference(pair, column, runs.row)) is None:
+            yield Verdict(*of)
             continue
-        pairs = [pair for pair in results.table.compare if set(pair.rows) == {runs.row, other}]
-        pair = next((one for one in pairs if (one.at, one.weighted) == (runs.at, runs.weighted)), None)
-        if pair is None:
-            at = ("" if runs.at is None else f", at: {runs.at}") + ", weighted: true" * runs.weighted
-            raise UserError(
-                f"{place}: {results.table.path} has no such pair; add {{rows: [{runs.row}, {other}]{at}}} to "
-                "its compare"
-            )
-        for column in runs.columns or pair.columns:
-            if column not in pair.columns:
-                raise UserError(
-                    f"{place}: {runs.row} and {other} are not compared in column {column}; there are: "
-                    f"{' | '.join(pair.columns)}"
-                )
-            name = f"{runs.row} - {other}" + ", weighted by samples" * runs.weighted
-            verdict = _not_run(claim, runs, results, column, name)
-            found = _difference(results, pairs, pair, column)
-            yield verdict if found is None else _judged(verdict, found, pair.rows[0] != runs.row)
+        line, result = found
+        difference, low, high = (
+            float(line[name]) if line[name] else math.nan
+            for name in ("difference", "over_seeds_low", "over_seeds_high")
+        )
+        if pair.rows[0] != runs.row:
+            difference, low, high = -difference, -high, -low
+        yield Verdict(
+            *of,
+            rounds=results.rounds(result, runs.printed_rounds),
+            moment=line["moment"],
+            seeds=int(line["seeds"]),
+            difference=difference,
+            bounds=None if math.isnan(low) else (low, high),
+            # older files say so in words
+            is_of_one_partition=line.get("partitions") == "1" or "one partition" in line.get("size", ""),
+        )
 
 
 def _over_number(
@@ -258,77 +295,24 @@ def _over_number(
     table = results.table
     if runs.at is not None or runs.weighted:
         raise UserError(f"{place}: at and weighted go with other rows; drop them beside a number")
-    for kind, names, there in (("row", [runs.row], table.labels), ("column", runs.columns, table.columns)):
-        for name in names:
-            if name not in there:
-                raise UserError(f"{place}: {kind} {name} is not there; there are: {' | '.join(there)}")
+    check_known(place, runs.row, "rows", table.labels)
     for column in runs.columns or table.columns:
-        verdict = _not_run(claim, runs, results, column, f"{runs.row} - {number:g} %")
-        line = results.line(runs.row, column)
-        if line is not None:
-            seeds = [
-                float(value) for name, value in line.items() if name.startswith("accuracy_seed_") and value
-            ]
-            found = interval([accuracy - number / 100 for accuracy in seeds])
-            bounds = (found.mean - found.half_width, found.mean + found.half_width)
-            verdict = replace(
-                verdict,
-                moment=line["scored"],
-                seeds=len(seeds),
-                difference=found.mean,
-                bounds=bounds if len(seeds) > 1 else None,
-            )
-        yield verdict
-
-
-def _not_run(claim: Claim, runs: Runs, results: ResultFiles, column: str, pair: str) -> Verdict:
-    """Return a verdict without a difference, with the rounds of the row."""
-    line = results.line(runs.row, column)
-    in_full = runs.printed_rounds or results.rounds_in_full(runs.row, column)
-    rounds = "" if line is None else _rounds(line, in_full)
-    return Verdict(claim, results.table.path.stem, column, pair, rounds)
-
-
-def _difference(
-    results: ResultFiles, pairs: Sequence[Pair], pair: Pair, column: str
-) -> dict[str, str] | None:
-    """Return a pair's line of differences.csv in a column; None where no seed is finished.
-
-    Other `pairs` of the same rows may be scored at another moment.
-    """
-    lines = [
-        line
-        for line in results.differences
-        if [line["first"], line["second"], line["column"]] == [*pair.rows, column]
-        and line.get("weighted", "0") == str(int(pair.weighted))
-        and line["difference"]
-    ]
-    if pair.at is None:
-        # without a moment of its own, a pair has whatever moments its rows have
-        others = {one.at.replace("_", " ") for one in pairs if one.at is not None}
-        lines.sort(key=lambda line: line["moment"] in others)
-    else:
-        lines = [line for line in lines if line["moment"] == pair.at.replace("_", " ")]
-    return lines[0] if lines else None
-
-
-def _judged(verdict: Verdict, line: Mapping[str, str], is_turned: bool) -> Verdict:
-    """Return a verdict with the numbers of a line of differences.csv, or with their opposites."""
-    difference, low, high = (
-        float(line[name]) if line[name] else math.nan
-        for name in ("difference", "over_seeds_low", "over_seeds_high")
-    )
-    if is_turned:
-        difference, low, high = -difference, -high, -low
-    return replace(
-        verdict,
-        moment=line["moment"],
-        seeds=int(line["seeds"]),
-        difference=difference,
-        bounds=None if math.isnan(low) else (low, high),
-        # older files say so in words
-        is_of_one_partition=line.get("partitions") == "1" or "one partition" in line.get("size", ""),
-    )
+        check_known(place, column, "columns", table.columns)
+        of = (claim, table.path.stem, column, f"{runs.row} - {number:g} %")
+        if (line := results.line(runs.row, column)) is None:
+            yield Verdict(*of)
+            continue
+        seeds = [float(value) for key, value in line.items() if key.startswith("accuracy_seed_") and value]
+        found = interval([accuracy - number / 100 for accuracy in seeds])
+        bounds = (found.mean - found.half_width, found.mean + found.half_width)
+        yield Verdict(
+            *of,
+            rounds=results.rounds(line, runs.printed_rounds),
+            moment=line["scored"],
+            seeds=len(seeds),
+            difference=found.mean,
+            bounds=bounds if len(seeds) > 1 else None,
+        )
 
 
 def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
@@ -350,7 +334,7 @@ def _verdicts_on(verdicts: Sequence[Verdict]) -> Grid:
     return Grid(caption, header, rows, note)
 
 
-def _beside(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
+def _ours_and_published(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
     """Return the accuracy of each row and column beside the paper's, in %, with its seeds and rounds."""
     table = results.table
     columns = [name for name in table.columns if any(name in (row.published or ()) for row in table.rows)]
@@ -368,8 +352,7 @@ def _beside(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
                 spread = line["accuracy_std_over_seeds"]
                 ours = percent(float(line["accuracy_mean"]), float(spread) if spread else None)
                 seeds = f"{line['seeds']} seed{'s' if line['seeds'] != '1' else ''}"
-                in_full = results.rounds_in_full(row.label, column)
-                ours += f", {seeds}, {_rounds(line, in_full)} rounds"
+                ours += f", {seeds}, {results.rounds(line)} rounds"
             published = (row.published or {}).get(column)
             cells.append(ours if published is None else f"{ours} ({published:.2f})")
         rows.append(cells)
@@ -378,12 +361,13 @@ def _beside(results: ResultFiles, smaller: Sequence[ResultFiles]) -> Grid:
     return Grid(caption, ["method", *names], rows if columns else [])
 
 
-def _rounds(line: Mapping[str, str], in_full: int) -> str:
-    """Return the rounds of a result, and of how many where it was shortened."""
-    return f"{line['rounds']} of {in_full}" if int(line["rounds"]) < in_full else line["rounds"]
+def _finished(lines: Sequence[Line], label: str, column: str) -> Line | None:
+    """Return the line of a row in a column, None where no seed is finished."""
+    found = (line for line in lines if (line["label"], line["column"]) == (label, column))
+    return next((line for line in found if line["seeds"] != "0"), None)
 
 
-def _read_csv(path: Path) -> list[dict[str, str]]:
+def _read_csv(path: Path) -> list[Line]:
     if not path.is_file():
         return []
     with path.open(newline="") as file:

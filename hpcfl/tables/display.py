@@ -98,8 +98,9 @@ def _comparison(table: Table, compared: Sequence[Difference]) -> Grid:
     header = ["rows", *columns, "scored", "difference, points", "95 % over seeds"]
     shown = sum(difference.paired is not None for difference in compared)
     return Grid(
-        "paired differences client by client, * where the 95 % interval excludes 0; conclude from that over "
-        f"seeds, whose unit is a whole run{of_one}; that over clients holds for these runs only",
+        "paired differences client by client, * where the 95 % interval excludes 0; compare methods by the "
+        f"interval over seeds (one run is one data point){of_one}; the interval over clients describes only "
+        "these runs",
         [*header, "seeds", "95 % over clients and seeds", "pairs"],
         rows,
         f"Differences shown: {shown}; their 95 % intervals are not corrected for this number.",

@@ -203,7 +203,7 @@ def _matrices(
                 made.append(_matrix(", ".join(filter(None, [layer, moment])), values[:, number]))
     said = [f"round {history.rounds[chosen[0]]}"] if len(chosen) == 1 else []
     if len(chosen) < len(wanted):
-        said.append(f"the newest {drawing.quantity} alone, as the history holds none")
+        said.append("only the last evaluation: earlier ones are not stored for so many clients")
     return made, said
 
 
@@ -295,7 +295,7 @@ def _curves(
 ) -> Figure | None:
     """Draw a panel for each column, in it a line for each row."""
     by_result = [(result, *_over_rounds(table, drawing, result, histories)) for result in results]
-    by_result = [(result, rounds, by_seed) for result, rounds, by_seed in by_result if len(by_seed)]
+    by_result = [(result, rounds, by_seed) for result, rounds, by_seed in by_result if rounds]
     columns = list(dict.fromkeys(result.column for result, *_ in by_result))
     if not columns:
         return None
@@ -333,19 +333,20 @@ def _curves(
 def _over_rounds(
     table: Table, drawing: Curves, result: Result, histories: Histories
 ) -> tuple[list[int], np.ndarray]:
-    """Return the rounds of the evaluations, and the accuracies in % [seeds, rounds]."""
-    rounds: list[int] = []
-    by_seed: list[np.ndarray] = []
+    """Return the rounds whose evaluation all seeds have, and the accuracies in % [seeds, rounds]."""
+    by_seed: list[dict[int, float]] = []
     for cell in table.cells_of(result.row.label, result.column):
         if drawing.client is None and cell.seed in result.runs:
             metrics = result.runs[cell.seed].metrics
-            rounds = metrics["round"].astype(int).tolist()
-            by_seed.append(metrics["accuracy_mean"])
+            by_seed.append(
+                dict(zip(metrics["round"].astype(int).tolist(), metrics["accuracy_mean"], strict=True))
+            )
         elif drawing.client is not None and cell.folder in histories:
             history = histories[cell.folder]
-            rounds = history.rounds
-            by_seed.append(history.accuracy[:, drawing.client])
-    return rounds, 100 * np.array(by_seed)
+            by_seed.append(dict(zip(history.rounds, history.accuracy[:, drawing.client], strict=True)))
+    # train.patience ends seeds after different rounds
+    rounds = [number for number in next(iter(by_seed), {}) if all(number in one for one in by_seed)]
+    return rounds, 100 * np.array([[one[number] for number in rounds] for one in by_seed])
 
 
 def _bars(
@@ -403,7 +404,7 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
     axes = body.subplots()
     names = _short_names(results)
     groups = list(dict.fromkeys(name.partition(", ")[0] for name in names))
-    gigabytes = [_gigabytes(result) for result in results]
+    gigabytes = [result.mean("gigabytes") or 0 for result in results]
     for number, (result, name, at) in enumerate(zip(results, names, gigabytes, strict=True)):
         group, _, detail = name.partition(", ")
         look = groups.index(group) % len(MARKS)
@@ -422,13 +423,6 @@ def _points(title: str, notes: Sequence[str], results: Sequence[Result]) -> Figu
     axes.grid(linewidth=0.3, color="#cccccc")
     _legend(body, [axes])
     return whole
-
-
-def _gigabytes(result: Result) -> float:
-    """Return 10^9 bytes of trainable numbers, down and up, of all rounds and clients."""
-    num_clients = len(next(iter(result.runs.values())).in_training["client"])
-    turns = (result.mean("rounds_done") or 0) * result.config.train.cohort_size(num_clients)
-    return sum(result.mean(f"bytes_{way}") or 0 for way in ("down", "up")) * turns / 1e9
 
 
 def _legend(body: SubFigure, grid: Iterable[Axes]) -> None:

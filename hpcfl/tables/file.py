@@ -285,7 +285,7 @@ def read_table(path: Path, above: Sequence[Path] = ()) -> list[TableFile]:
     rows = _rows(path, file, [nothing, *layers], labels)
     for drawing in file.figure or ():
         for name in drawing.columns if isinstance(drawing, HeatMaps) else ():
-            _check_known(f"{path}, figure: layers", name, "columns", labels)
+            check_known(f"{path}, figure: layers", name, "columns", labels)
     read = {"columns": columns, "rows": rows, "compare": _pairs(path, file, base, labels, rows)}
     return [*layers, file.model_copy(update=inherited | read)]
 
@@ -300,7 +300,7 @@ def _columns(path: Path, file: TableFile, base: TableFile) -> list[Column]:
     for number, entry in enumerate(entries if file.sweep is None else [Column(sweep=file.sweep)]):
         place = f"{path}, {place_of('column', number, entry.label)}"
         if entry._is_choice:
-            _check_known(str(path), entry.label, "columns", before)
+            check_known(str(path), entry.label, "columns", before)
         if not entry.label and entry.sweep is None and not entry._is_choice:
             raise UserError(f"{place}: label is missing; a column without a sweep has one")
         own = entry.config or file.config
@@ -339,7 +339,7 @@ def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Seq
     rows: dict[str, Row] = {}
     for number, row in enumerate(file.rows or [_choice(Row, label) for label in before]):
         if row._is_choice:
-            _check_known(str(path), row.label, "rows", before)
+            check_known(str(path), row.label, "rows", before)
         label = row.label or _method_name([row, *settings])
         place = f"{path}, {place_of('row', number, label)}"
         if label in rows:
@@ -349,7 +349,7 @@ def _rows(path: Path, file: TableFile, layers: Sequence[TableFile], columns: Seq
         if row.without is None:
             update["without"] = [name for name in old.without or () if name in columns]
         for name in update["without"]:
-            _check_known(f"{place}: without", name, "columns", columns)
+            check_known(f"{place}: without", name, "columns", columns)
         for key in ("published", "published_bytes"):
             inherited = getattr(old, key) or {}
             given = _by_column(f"{place}: {key}", getattr(row, key), columns)
@@ -372,7 +372,7 @@ def _by_column(place: str, given: Any, columns: Sequence[str]) -> dict[str, floa
     """Return published numbers by column; `given` is as the file has them."""
     if isinstance(given, dict):
         for name in given:
-            _check_known(place, name, "columns", columns)
+            check_known(place, name, "columns", columns)
         return {name: float(value) for name, value in given.items() if value is not None}
     numbers = given if isinstance(given, list) else [given]
     if given is not None and len(numbers) != len(columns):
@@ -392,9 +392,9 @@ def _pairs(
     for pair in base.compare or () if file.compare is None else file.compare:
         place = f"{path}, compare {pair.rows[0]} with {pair.rows[1]}"
         for label in pair.rows if file.compare is not None else ():
-            _check_known(place, label, "rows", without)
+            check_known(place, label, "rows", without)
         for name in pair.columns if file.compare is not None else ():
-            _check_known(place, name, "columns", columns)
+            check_known(place, name, "columns", columns)
         lacking = {name for label in pair.rows for name in without.get(label, columns)}
         both = [name for name in columns if name not in lacking]
         left = [name for name in both if name in (pair.columns or both)]
@@ -411,7 +411,8 @@ def place_of(kind: str, number: int, label: str) -> str:
     return f"{kind} {number + 1}" + (f" ({label})" if label else "")
 
 
-def _check_known(place: str, name: str, kind: str, known: Iterable[str]) -> None:
+def check_known(place: str, name: str, kind: str, known: Iterable[str]) -> None:
+    """Raise UserError if a name is none of the known ones of its kind, such as "columns"."""
     if name not in known:
         raise UserError(f"{place}: {_unknown(name, kind, known)}")
 

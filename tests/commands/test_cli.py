@@ -25,7 +25,7 @@ from hpcfl.commands.summary import next_command
 from hpcfl.communication.codecs import CODECS
 from hpcfl.data.partitions import PARTITIONS
 from hpcfl.data.sources import SOURCES
-from hpcfl.errors import BAD_INPUT, FINISHED, UserError
+from hpcfl.errors import BAD_INPUT, FINISHED, OUT_OF_MEMORY, UserError
 from hpcfl.main import main
 from hpcfl.methods import METHODS
 from hpcfl.models import MODELS
@@ -97,10 +97,9 @@ MISTAKES = [
     (["one.yaml", "two.yaml"], "more than one configuration file: one.yaml, two.yaml"),
     (["--colour"], "unrecognized arguments: --colour; see hpcfl run --help"),
     (
-        ["plan", "model.name=mlp", "model.hidden=[2000000000]"],
-        "GB of memory are free; choose a smaller model",
+        ["plan", "data.clients=1000000000000"],
+        "data.clients=1000000000000 is invalid; allowed: null or an integer >= 1 and <= 10000000",
     ),
-    (["plan", "data.clients=1000000000000"], "data.clients=1000000000000 are more than 10000000; lower it"),
     (["plan", "--colour"], "unrecognized arguments: --colour; see hpcfl plan --help"),
     (["reprot"], "unknown command 'reprot'; did you mean report?"),
     (["zzz"], "unknown command 'zzz'; a configuration file ends in .yaml; commands: run, list, plan, "),
@@ -128,6 +127,15 @@ def test_a_mistake_is_one_line_and_touches_nothing(
     assert said in refused(capsys, *words, "--out", finished, "--fresh")
     assert contents(finished) == before
     assert [path.name for path in finished.parent.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("words", [["plan"], ["run"]])
+def test_a_model_beyond_memory_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    # beyond any address space
+    assert main([*words, "model.name=mlp", "model.hidden=[1000000000000]"]) == OUT_OF_MEMORY
+    err = capsys.readouterr().err
+    assert "is out of memory; try" in err
+    assert err.count("\n") == 1
 
 
 def test_all_ways_to_type_a_run_are_the_same_run(

@@ -297,10 +297,10 @@ def test_a_run_longer_than_a_job_and_one_for_a_gpu(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "0"], "--ranks 0 is invalid; give an integer from 1 on, such as --ranks 9"),
+        (["--ranks", "0"], "--ranks: 0 is invalid; give an integer from 1 on; see hpcfl plan --help"),
         (
             ["--ranks-per-node", "all"],
-            "--ranks-per-node all is invalid; give an integer from 1 on, such as --ranks-per-node ",
+            "--ranks-per-node: all is invalid; give an integer from 1 on; see hpcfl plan --help",
         ),
         (["--time", "4h"], "--time 4h is invalid; give HH:MM:SS or D-HH:MM:SS, such as --time 04:00:00"),
         (

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from hpcfl.commands.reference import _origin, about, citation, keys
+from hpcfl.commands.reference import about, citation, keys
 from hpcfl.config import flatten
 from hpcfl.config.keys import DataConfig
 from hpcfl.config.load import DEFAULT_CLIENTS
@@ -67,20 +67,6 @@ def test_a_method_has_its_paper(method: str) -> None:
     assert about(f"method.{method}") == METHODS[method].summary
 
 
-@pytest.mark.parametrize(
-    ("docstring", "origin"),
-    [
-        ("Epochs of the head (paper: 1).", "paper: 1"),
-        ("One. Two (paper: 2).", ""),
-        ("Steps of eq. 10 and 11; 0 is none (paper: 1). More.", "paper: 1"),
-        ("What 3, 4, ... draw (paper: 1). More.", "paper: 1"),
-        ("Width (in pixels) of it (authors: 2 (or 3)).", "authors: 2 (or 3)"),
-    ],
-)
-def test_the_origin_stands_in_the_first_sentence(docstring: str, origin: str) -> None:
-    assert _origin(docstring) == origin
-
-
 def listed(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     capsys.readouterr()
     assert main(["list", "keys", *words]) == FINISHED
@@ -109,18 +95,6 @@ def test_keys_are_listed_by_name_and_group(capsys: pytest.CaptureFixture[str]) -
     assert of_two == ["# comm.*", "# model.mlp: fully connected layers of the widths model.hidden"]
 
 
-def test_keys_as_markdown(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = listed(capsys, "method.fedprox", "--markdown")
-    assert lines[2:5] == [
-        "| key | meaning | allowed | default | source |",
-        "| --- | --- | --- | --- | --- |",
-        "| `method.mu` | Strength of the pull (paper's grid: 0.001, 0.01, 0.1, 1); 0 is FedAvg, lr mu above "
-        "2 diverges | a number >= 0 | `0.01` | paper's grid: 0.001, 0.01, 0.1, 1 |",
-    ]
-    rows = [line for line in listed(capsys, "--markdown") if line.startswith("|")]
-    assert {len(line.split(" | ")) for line in rows} == {5}
-
-
 @pytest.mark.usefixtures("own_code_forgotten")
 def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "mine.py"
@@ -144,7 +118,6 @@ def test_the_keys_of_an_own_file_are_listed(tmp_path, capsys) -> None:  # type: 
         (["keys", "pfedla"], "did you mean method.pfedla?"),
         (["keys", "zzz"], "zzz is not a key or a group of keys; see hpcfl list keys"),
         (["keys", "train.round"], "did you mean train.rounds?"),
-        (["--markdown"], "--markdown is for keys; type hpcfl list keys --markdown"),
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

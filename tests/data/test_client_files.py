@@ -373,7 +373,7 @@ def test_a_folder_must_be_named_and_is_never_fetched(source: str, tmp_path: Path
         UserError, match=f"^data.path is not set: data.source={source} needs data.path=FOLDER"
     ):
         read_source(DataConfig(source=source))
-    with pytest.raises(UserError, match=f"^data.source={source}: there is nothing to fetch; make the files"):
+    with pytest.raises(UserError, match=f"^data.source={source}: there is nothing to fetch; name yours with"):
         fetch(source, str(tmp_path))
     assert load_config(None, [f"data.source={source}", "data.path=a"]).data.path == "a"
 

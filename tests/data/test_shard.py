@@ -148,10 +148,9 @@ def test_normalisation_settings(
         ("mnist", "has 1 means and 1 stds, the data, images of 3x"),
         ([[0.5] * 3, [0.5] * 2], "has 3 means and 2 stds"),
         ([[0.5] * 3], r"must be \[\[means\], \[stds\]\]"),
-        ([0.5, 0.5], r"must be \[\[means\], \[stds\]\]"),
-        ([["a"] * 3, [0.5] * 3], r"must be \[\[means\], \[stds\]\]"),
-        ([[0.5] * 3, [0.5, 0.0, 0.5]], "stds finite and positive"),
-        ([[float("nan")] * 3, [0.5] * 3], "means must be finite"),
+        ([[0.5] * 3, [0.5, 0.0, 0.5]], "positive stds"),
+        ([[float("nan")] * 3, [0.5] * 3], "finite numbers"),
+        ([[0.5] * 3, [0.5, float("inf"), 0.5]], "finite numbers"),
     ],
 )
 def test_unfit_normalisation_is_refused(setting: str | Sequence[Sequence[float]], message: str) -> None:

@@ -204,9 +204,11 @@ def test_a_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["digits", "npz"])
-def test_nothing_to_fetch(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"^data.source={name}: .*nothing to fetch"):
+@pytest.mark.parametrize(
+    ("name", "why"), [("digits", "it is bundled"), ("npz", "name yours with data.path=FILE.npz")]
+)
+def test_nothing_to_fetch(name: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"^data.source={name}: there is nothing to fetch; {why}"):
         fetch(name, str(tmp_path))
 
 
@@ -273,10 +275,10 @@ TEXTS = {"x": np.array([[0, 4], [1, 1], [3, 0]]), "y": GOOD_Y}
         ({"x": GOOD_X, "y": GOOD_Y - 1}, "y holds labels -1..1; allowed: 0..K-1"),
         ({"x": GOOD_X, "y": GOOD_Y + 1}, "y holds labels 1..3, and classes count from 0"),
         ({"x": GOOD_X, "y": GOOD_Y * 1000}, "y holds labels 0..2000; allowed: 0..K-1"),
-        ({"x": GOOD_X, "y": np.array([0, 1, None])}, "an array holds objects and not numbers, "),
+        ({"x": GOOD_X, "y": np.array([0, 1, None])}, "an array has dtype object "),
         (
             {"x": UNEQUAL_X, "y": GOOD_Y},
-            "of samples of unequal length does; cut the samples, or fill them up",
+            "unequal length.*: crop or pad all samples to one length",
         ),
     ],
 )

@@ -350,7 +350,7 @@ def lying(shape: str, descr: str = "'|u1'") -> bytes:
     ("member", "said"),
     [
         (lying("(1000,)"), "EOF"),
-        (lying("(96,)", "'|O'"), "an array holds objects and not numbers"),
+        (lying("(96,)", "'|O'"), "an array has dtype object"),
         (lying("__import__('os').mkdir('created')"), "malformed node or string"),
     ],
 )

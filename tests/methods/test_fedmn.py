@@ -240,15 +240,6 @@ def test_the_papers_sum_shrinks_what_few_clients_use() -> None:
     assert torch.count_nonzero(piece(method, after, "block3_2")) == 0
 
 
-def test_counting_ignores_the_number_of_samples() -> None:
-    method, before, rows, after = aggregated("count", [1, 2, 5])
-    assert torch.equal(after, aggregated("count", [7, 1, 1])[3])
-    parts = piece(method, rows, "block3_1")
-    torch.testing.assert_close(piece(method, after, "block3_1"), (parts[0] + parts[2]) / 2, rtol=0, atol=1e-6)
-    assert torch.equal(piece(method, after, "block2_1"), piece(method, rows[1], "block2_1"))
-    assert torch.equal(piece(method, after, "block3_2"), piece(method, before, "block3_2"))
-
-
 # T15: the router's gradient
 
 
@@ -633,7 +624,6 @@ def test_bytes_of_pretraining_are_those_of_encoder_and_classifier(pretrained: Ru
         (["method.architecture=[2,0]"], "method.architecture"),
         (["method.widths=[8]"], "method.widths=[8] does not go with method.architecture=[2, 2, 2]"),
         (["method.widths=[8,8,8]"], "allowed: 2 widths"),
-        (["method.final_temperature=2"], "method.final_temperature=2 is above method.temperature=1"),
         (["method.pretrain_rounds=3"], "method.pretrain_rounds=3 leaves none of train.rounds=3"),
     ],
 )

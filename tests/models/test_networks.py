@@ -435,12 +435,14 @@ def test_weights_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert "weights.pt holds a list; allowed" in refusal("resnet18", saved([1]))
     # code is not run
     assert "cannot be read (not a file" in refusal("resnet18", saved(Path("x")))
-    assert "does not fit: it has no tensor conv1.weight; allowed" in refusal("resnet18", saved({}))
-    assert "it has no tensor features.0.0.weight" in refusal("mobilenetv2", saved(state))
+    assert "weights.pt does not fit (RuntimeError: Error(s) in" in refusal("resnet18", saved({}))
+    assert 'Missing key(s) in state_dict: "features.0.0.weight"' in refusal("mobilenetv2", saved(state))
     extra: dict[str, Tensor] = state | {"layer5.weight": torch.ones(1)}
-    assert "its tensor layer5.weight is unknown" in refusal("resnet18", saved(extra))
+    assert 'Unexpected key(s) in state_dict: "layer5.weight".' in refusal("resnet18", saved(extra))
+    assert "does not fit" in refusal("resnet18", saved(state | {0: torch.ones(1)}))
+    assert "does not fit" in refusal("resnet18", saved(state | {"conv1.weight": 1}))
     grey = refusal("resnet18", saved(state), MNIST)
-    assert "its conv1.weight has shape [64, 3, 7, 7], the model's [64, 1, 7, 7]; allowed" in grey
+    assert "size mismatch for conv1.weight: copying a param with shape torch.Size([64, 3, 7, 7])" in grey
 
 
 def test_torchvision_is_imported_with_its_networks_only() -> None:

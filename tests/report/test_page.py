@@ -307,7 +307,8 @@ def test_a_thousand_clients_weights_are_thinned(browser: Browser, tmp_path: Path
         assert weights.locator("input").count() == 0
         assert "round 3" in weights.locator(".controls").first.inner_text()
         note = (
-            "Shown: the newest alone, as the history holds none of so many clients; clients 0 to 499 of 1000"
+            "Shown: only the last evaluation: earlier ones are not stored for so many clients; "
+            "clients 0 to 499 of 1000"
         )
         assert weights.locator(".note").inner_text().startswith(note)
 

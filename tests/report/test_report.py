@@ -93,14 +93,14 @@ def test_before_the_first_checkpoint_no_client_is_worst(tmp_path: Path, unseen: 
     told = {entry["name"]: entry["remark"] for entry in run["headline"]}
     assert told["Mean accuracy"] == f"mean over 5 clients{'' if unseen is None else ' in training'}"
     assert "Worst tenth" not in told
-    # beside others the column stands, and says why it is empty
+    # beside a run that has it the column stands
     other = make_run(tmp_path / "local", rising(2, 5), ["method.name=local"], unseen=unseen)
     assert main(["report", str(folder), str(other), "--out", str(tmp_path / "both.html")]) == FINISHED
     both = [
         {entry["name"]: entry["text"] for entry in one["headline"]}
         for one in data_of(tmp_path / "both.html")["runs"]
     ]
-    assert [one["Worst tenth"] for one in both] == ["not yet", "54.00 %"]
+    assert [one["Worst tenth"] for one in both] == ["none", "54.00 %"]
     assert list(both[0]) == list(both[1])
 
 
@@ -188,7 +188,7 @@ def test_of_too_many_weights_the_newest_are_shown(tmp_path: Path, monkeypatch: p
     )
     assert list(few) == ["alpha", "self_weight"]
     assert (few["alpha"]["rounds"], few["self_weight"]["rounds"]) == ([2], [1, 2])
-    assert few["alpha"]["note"].startswith("the newest alone, as the history holds none of so many clients")
+    assert few["alpha"]["note"].startswith("only the last evaluation: earlier ones are not stored")
     assert every["alpha"]["rounds"] == [1, 2]
     # the same weights, but for the steps in which a page has them
     values = [
@@ -403,7 +403,7 @@ def test_clients_that_diverge_are_named(tmp_path: Path) -> None:
         runs = data_of(page)["runs"]
         assert [run["warnings"] for run in runs] == [[f"{told} (run.on_divergence)."], []]
         figures = [{entry["name"]: entry["value"] for entry in run["headline"]} for run in runs]
-        assert [of_run["Diverged"] for of_run in figures] == [6, 0]
+        assert [of_run["Diverged"] for of_run in figures] == [6, None]
         assert f'<p class="warning">{told}' in page.read_text()
     # a page without such a run has no figure of it
     assert main(["report", str(none), "--out", str(tmp_path / "none.html")]) == FINISHED
@@ -417,7 +417,7 @@ def test_lost_clients_and_the_simulated_clock_have_figures_and_a_curve(tmp_path:
     assert main(["report", str(some), str(none), "--out", str(tmp_path / "page.html")]) == FINISHED
     runs = data_of(tmp_path / "page.html")["runs"]
     figures = [{entry["name"]: (entry["text"], entry["value"]) for entry in run["headline"]} for run in runs]
-    assert [of_run["Lost"] for of_run in figures] == [("6", 6), ("0", 0)]
+    assert [of_run["Lost"] for of_run in figures] == [("6", 6), ("none", None)]
     assert [of_run["Simulated time"] for of_run in figures] == [("0:00:06", 6), ("none", None)]
     assert runs[0]["curves"]["simulated"] == [2, 4, 6]
     assert "simulated" not in runs[1]["curves"]

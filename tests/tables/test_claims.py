@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results_tables import overview
 
 from hpcfl.errors import BAD_INPUT, FINISHED, UserError
 from hpcfl.formatting import as_text
 from hpcfl.main import main
-from hpcfl.tables.claims import document, overview, read_claims
+from hpcfl.tables.claims import document, read_claims
 
 FULL = """\
 title: A table
@@ -143,6 +144,9 @@ def test_a_number_may_be_the_other_side(folder: Folder) -> None:
     assert words == [("few", "seen", "+2.0 [-3.0, +7.0]")]
     words = folder.words(CLAIMS.replace("above: alone", "above: 50, columns: [few]"))
     assert words == [("few", "shown", "+12.0 [+7.0, +17.0]")]
+    # a row without a cell in a column
+    words = folder.words(CLAIMS.replace("row: ours, above: alone", "row: mean, above: 50"))
+    assert words == [("few", "not run", ""), ("many", "not run", "")]
 
 
 def test_a_claim_may_be_about_samples_in_place_of_clients(folder: Folder) -> None:
@@ -197,6 +201,15 @@ def test_a_cell_that_is_not_run_in_full_has_its_longest_shortened_run(folder: Fo
     assert rows[1] == ["alone", "50.0, 1 seed, 40 rounds", "not run"]
 
 
+def test_the_rounds_are_those_of_the_file_with_the_difference(folder: Folder) -> None:
+    folder.result("full.csv", "ours", 0.6)
+    folder.result("full-30rounds.csv", "ours", 0.6, rounds=30)
+    line = difference("ours", "alone", "after download, after training", 0.02, seeds=1)
+    folder.write("full-30rounds_differences.csv", [line])
+    claims = read_claims(folder.said(CLAIMS))
+    assert [(v.rounds, v.text) for v in claims.by_claim[0] if v.seeds] == [("30 of 40", "+2.0")]
+
+
 def test_seeds_of_one_partition_are_told(folder: Folder) -> None:
     folder.result("full.csv", "ours", 0.6)
     line = difference("ours", "alone", "after download, after training", 0.03, 0.02, 0.04, seeds=3)
@@ -241,18 +254,19 @@ def test_the_page_has_each_cell_of_the_papers_table_and_the_reason(
         (
             "above: alone",
             "above: alone, columns: [none]",
-            "column none; there are: few | many",
+            "none is none of the columns in which ours and alone are compared; there are: few | many",
         ),
         ("above: alone", "above: alone, at: at_last", "'after_download' or 'after_training'"),
         (
             "above: alone",
             "above: mean, columns: [many]",
-            "not compared in column many; there are",
+            "many is none of the columns in which ours and mean are compared; there are: few",
         ),
         ("row: ours, above: alone", "row: mean, above: alone", "has no such pair; add"),
         ("above: alone", "above: mean, at: after_training", "add {rows: [ours, mean], at: after_training}"),
         ("above: alone", "above: 60, at: after_training", "at and weighted go with other rows"),
-        ("row: ours, above: alone", "row: theirs, above: 60", "row theirs is not there; there are: ours"),
+        ("above: alone", "above: 60, columns: [none]", "none is none of the columns; there are: few | many"),
+        ("row: ours, above: alone", "row: theirs, above: 60", "theirs is none of the rows; there are: ours"),
         ("{table: full", "{table: none", "there is no table file"),
         ("tables: [full]", "tables: [none]", "there is no table file"),
         ("    where: table 1\n", "", "claim 1: where is missing"),

@@ -25,7 +25,9 @@ from hpcfl.results.statistics import (
 from hpcfl.storage.ledger import METRICS
 from hpcfl.tables.accuracies import read_results
 from hpcfl.tables.cells import Cell, Table
-from hpcfl.tables.file import QUANTITIES
+from hpcfl.tables.diagnostics import History
+from hpcfl.tables.drawing import draw
+from hpcfl.tables.file import QUANTITIES, Curves
 from hpcfl.tables.write_results import MAX_CLIENT_LINES, write, write_results
 from hpcfl.training.metrics import CLIENT_METRICS
 
@@ -470,6 +472,24 @@ def test_results_of_a_shrunk_table_say_so(tmp_path: Path) -> None:
     assert (line["title"], line["rounds"], line["accuracy_seed_1"]) == (shrunk, "3", "0.25")
     assert (tmp_path / "out" / "table.md").read_text().startswith(f"# {shrunk}\n\ntiny: 4 clients\n")
     assert r"\textbf{Two \& two (shrunk: at most 3 rounds" in (tmp_path / "out" / "table.tex").read_text()
+
+
+@pytest.mark.parametrize("client", [None, 1])
+def test_curves_keep_the_rounds_that_all_seeds_have(table: Table, client: int | None) -> None:
+    """As with train.patience, seeds 1 and 2 end after round 4, of 70 %, and seed 0 after round 8."""
+    table.drawings = [Curves(draw="curves", client=client)]
+    results = read_results(table)[:1]
+    histories = {}
+    for cell in table.cells_of("ours_1", "easy"):
+        rounds = [4] if cell.seed else [4, 8]
+        run = results[0].runs[cell.seed]
+        run.metrics = {"round": np.array(rounds), "accuracy_mean": np.array([0.7, 0.9][: len(rounds)])}
+        accuracy = np.repeat(run.metrics["accuracy_mean"][:, None], 4, axis=1)
+        histories[cell.folder] = History(rounds, accuracy, {}, [], None, [])
+    [(_, picture)] = draw(table, results, histories)
+    assert picture is not None
+    [line] = [line for line in picture.subfigs[1].axes[0].lines if line.get_label() == "ours_1"]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([4], [pytest.approx(70)])
 
 
 # The command

@@ -263,12 +263,12 @@ def test_a_whole_label_is_chosen_before_those_it_is_a_part_of(folder: Path) -> N
         ),
         (
             {"in_columns": ["few", "kept"]},
-            "--column kept is a part of 2 of the labels; there are: few | many | kept, k = 0 | kept, k = 2",
+            "--column kept matches 2 labels: kept, k = 0 | kept, k = 2; give the whole label",
         ),
-        ({"in_rows": ["a"]}, "--row a is a part of 2 of the labels; there are: ours | fedavg | local"),
+        ({"in_rows": ["a"]}, "--row a matches 2 labels: fedavg | local; give the whole label"),
     ],
 )
-def test_a_label_that_is_none_or_several_is_refused_with_all_labels(
+def test_a_label_that_is_none_or_several_is_refused_with_labels(
     folder: Path, choice: dict[str, list[str]], said: str
 ) -> None:
     with pytest.raises(UserError) as error:

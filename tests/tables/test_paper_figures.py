@@ -240,7 +240,7 @@ def test_of_too_many_weights_the_newest_are_drawn(
             assert "alpha" not in file["history"]
             weights = file["server/alpha"][:, 0]
         assert np.array_equal(np.asarray(axes.images[0].get_array()), weights)
-    assert "round 3, the newest alpha alone, as the history holds none" in texts(picture)
+    assert "round 3, only the last evaluation: earlier ones are not stored" in texts(picture)
     lines = [line for line in read_csv(folder / "diagnostics.csv") if line["quantity"] == "alpha"]
     assert {line["round"] for line in lines} == {"3"}
 
@@ -471,8 +471,8 @@ MISTAKES = {
     "a quantity that nobody keeps": (
         "quantity: alpha, layers: [conv1, fc2], rounds",
         "quantity: beta, layers: [conv1, fc2], rounds",
-        ", figure: quantity=beta is no matrix that the methods of its rows record; allowed: alpha, "
-        "self_weight, retained_rounds",
+        ", figure: quantity=beta is not a diagnostic with two or more axes of any row's method; allowed: "
+        "alpha, self_weight, retained_rounds",
     ),
     "an unknown column": (
         "{gamma = 0.9: [",

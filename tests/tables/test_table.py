@@ -454,7 +454,7 @@ def test_two_parts_make_the_whole(
     assert f"  HeurpFedLA, k = 2 seed 1, in {folder / 'heurpfedla-k-2-s1'}\n" in out
     rest = ["table", *words, "--part", "1/2", "--out", str(folder)]
     assert out.splitlines()[-2:] == [
-        "to run them, once no other part does, repeat without --part",
+        "when all other parts have ended, run the missing cells without --part",
         f"  python -m hpcfl.main {shlex.join(rest)}",
     ]
     assert figures(folder)[1]["accuracy_mean"] == ""
