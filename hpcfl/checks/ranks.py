@@ -73,7 +73,8 @@ def check_cores(node: Sequence[Facts], threads: int, found: Findings) -> None:
             "type mpirun --bind-to none"
         )
     else:
-        found.warnings.append(f"{what} take turns on {cores} cores: start fewer ranks, or set run.threads=1")
+        fewer = "start fewer ranks" + ", or set run.threads=1" * (threads > 1)
+        found.warnings.append(f"{what} take turns on {cores} cores: {fewer}")
 
 
 def check_omp(node: Sequence[Facts], threads: int, found: Findings) -> None:

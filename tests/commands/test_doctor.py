@@ -236,7 +236,7 @@ def test_more_threads_than_cores() -> None:
     check_cores([rank(number) for number in range(4)], 1, found)
     assert found == Findings(
         [],
-        ["node0: 3 worker(s) of 1 thread(s) take turns on 2 cores: start fewer ranks, or set run.threads=1"],
+        ["node0: 3 worker(s) of 1 thread(s) take turns on 2 cores: start fewer ranks"],
     )
     check_cores([rank(number, node_cores=8) for number in range(4)], 1, pinned)
     # each is bound to a core of its own, and wants two
