@@ -19,7 +19,7 @@ def parser() -> Parser:
     """Return what reads the words of `hpcfl data`."""
     parser = Parser("hpcfl data", fetch_data.__doc__)
     parser.add_argument("action", choices=["fetch"])
-    parser.add_argument("name", help="a source of `hpcfl list`")
+    parser.add_argument("name", help="mnist, fashionmnist, emnist, cifar10 or cifar100")
     parser.add_argument(
         "--root", default="data", help="folder to put it in; a run's data.root (default: data)"
     )

@@ -56,6 +56,8 @@ def _first_mistake(error: ValidationError, tree: Any) -> str:
             place.append(str(key))
             tree = tree.get(key)
     said = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "list_type":
+        said = "it must be a list, such as [0, 1]"
     if first["type"] == "union_tag_not_found":
         place.append(first["ctx"]["discriminator"].strip("'"))
         is_missing = True

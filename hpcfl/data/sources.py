@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from hpcfl.config import DataConfig
+from hpcfl.config.messages import one_of
 from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets
 from hpcfl.data.arrays import OF_MNIST, Arrays, Channels, arrays_of
@@ -148,9 +149,9 @@ def read_source(data: DataConfig) -> Arrays:
     """Read a source from disk; never downloads.
 
     Raises:
-        UserError: unknown source or split; missing, damaged or unfit files.
+        UserError: unknown split; missing, damaged or unfit files.
     """
-    known = _known(data.source)
+    known = SOURCES[data.source]
     if known.path_names is not None and data.path is None:
         raise UserError(f"data.path is not set: data.source={data.source} needs data.path={known.path_names}")
     if known.read is not None:
@@ -164,11 +165,12 @@ def fetch(source: str, root: str) -> Path:
     Raises:
         UserError: nothing to fetch for this source, or the download failed.
     """
-    known = _known(source)
-    if known.reader is not _read_images:
-        why = "it is bundled" if known.path_names is None else f"name yours with data.path={known.path_names}"
+    fetched = [name for name, known in SOURCES.items() if known.reader is _read_images]
+    if source in SOURCES and source not in fetched:
+        names = SOURCES[source].path_names
+        why = "it is bundled" if names is None else f"name yours with data.path={names}"
         raise UserError(f"data.source={source}: there is nothing to fetch; {why}")
-    return torchvision_datasets.download(source, root)
+    return torchvision_datasets.download(one_of("data set", source, fetched), root)
 
 
 def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:
@@ -188,12 +190,6 @@ def subset_per_class(y: np.ndarray, count: int, seed: int) -> np.ndarray:
         for label in classes
     ]
     return np.sort(np.concatenate(drawn))
-
-
-def _known(source: str) -> Source:
-    if source not in SOURCES:
-        raise UserError(f"data.source={source}: unknown; allowed: {', '.join(SOURCES)}")
-    return SOURCES[source]
 
 
 def _emnist_classes(split: str) -> int:
