@@ -109,7 +109,7 @@ class Ledger:
     """
 
     def __init__(self, config: Config, num_clients: int, layers: Sequence[str], num_unseen: int = 0) -> None:
-        self._num_unseen, self._settings = num_unseen, config.clients
+        self._num_unseen, self._settings, self._method = num_unseen, config.clients, config.method.name
         self._is_private = config.privacy.unit is not None
         has = {
             **dict.fromkeys(UNSEEN_METRICS, num_unseen > 0),
@@ -223,8 +223,13 @@ class Ledger:
 
         Takes the accuracy right after training [N] (nan where a client has no such model), the method's
         history, figures [U] of clients that take no part in training, if there are any, and epsilon with
-        `privacy.unit`.
+        `privacy.unit`. Raises TypeError if the history has other names than in the evaluations before.
         """
+        if self.metrics and (changed := of_method.keys() ^ (self.evaluated.keys() - self._sizes.keys())):
+            raise TypeError(
+                f"method.name={self._method}: the diagnostic {min(changed)} is in some evaluations and not in "
+                "others; return it in all, with nan where it is unknown"
+            )
         accuracy = found.accuracy
         values = {
             "round": round,

@@ -105,6 +105,16 @@ def test_weights_are_numbers_of_samples() -> None:
     assert np.isnan(ledger.last("accuracy_after_download"))
 
 
+def test_a_diagnostic_that_is_only_sometimes_there_is_refused() -> None:
+    ledger, figures = new_ledger(), (evaluation([0, 0, 0]), NUM_SAMPLES, UNKNOWN)
+    ledger.record_evaluation(1, *figures, {"graph": UNKNOWN})
+    for found in ({}, {"graph": UNKNOWN, "zeta": UNKNOWN}):
+        with pytest.raises(TypeError, match=r"method.name=pfedla: the diagnostic (graph|zeta) is in some"):
+            ledger.record_evaluation(2, *figures, found)
+    ledger.record_evaluation(2, *figures, {"graph": UNKNOWN})
+    assert ledger.history()["graph"].shape == (2, 3)
+
+
 def test_bytes_of_clients_add_up_over_rounds(ledger: Ledger) -> None:
     assert ledger.client_bytes.tolist() == [[24, 24], [12, 12], [4, 12]]
 
