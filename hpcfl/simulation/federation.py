@@ -66,8 +66,7 @@ class Federation:
         self.channel = Channel(world, self.method.layers, self.num_clients)
         """Sends tensors without a codec: those of checkpoints and diagnostics."""
         self._down, self._up = codec_of(self.config.comm, "down"), codec_of(self.config.comm, "up")
-        splits = ("train", self.config.run.eval_split)
-        self.migration = ClientMigration(world, self.worker_context, splits)
+        self.migration = ClientMigration(world, self.worker_context)
         # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
         at_once = world.maximum(self.worker_context.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
