@@ -25,7 +25,7 @@ from hpcfl.results.export import export
 from hpcfl.results.models import ClientName, TrainedModels
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.ledger import ACCURACY_VAL, has_stopped
+from hpcfl.storage.ledger import ACCURACY_VAL, is_over
 from hpcfl.storage.lock import holder
 from hpcfl.storage.reading import Columns, damaged, read_columns, read_record, whole_lines
 
@@ -126,8 +126,8 @@ class Run:
     def is_finished(self) -> bool:
         """Whether no round follows; clients.csv is written last, and deleted when a run is resumed."""
         known = self.metrics.get(ACCURACY_VAL, np.empty(0)).tolist()
-        is_over = self.done == self.rounds or has_stopped(known, self.record["train"].get("patience"))
-        return is_over and (self.path / "clients.csv").is_file()
+        patience = self.record["train"].get("patience")
+        return is_over(self.done, self.rounds, known, patience) and (self.path / "clients.csv").is_file()
 
     @cached_property
     def metrics(self) -> Columns:

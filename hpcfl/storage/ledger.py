@@ -422,10 +422,13 @@ def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
     return is_known and found.get("pending") == PENDING
 
 
-def has_stopped(accuracies: Sequence[float], patience: int | None) -> bool:
-    """Whether a run with `train.patience` has ended, given its column ACCURACY_VAL."""
-    if patience is None or not len(accuracies):
-        return False
+def is_over(done: int | None, rounds: int, accuracies: Sequence[float], patience: int | None) -> bool:
+    """Whether no round follows the first `done`: all are done, or `train.patience` is over.
+
+    `accuracies` is the column ACCURACY_VAL, empty without patience.
+    """
+    if done == rounds or patience is None or not len(accuracies):
+        return done == rounds
     return len(accuracies) - 1 - int(np.argmax(accuracies)) >= patience
 
 

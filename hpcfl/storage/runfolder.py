@@ -32,7 +32,7 @@ from hpcfl.storage.ledger import (
     ClientMetrics,
     Ledger,
     can_restore,
-    has_stopped,
+    is_over,
     write_partition,
 )
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
@@ -74,6 +74,8 @@ class RunFolder:
         """The round from which the run resumes; None at round 0."""
         self._config = config
         self._tracker: Tracker | None = None
+        self.keeps_metrics = False
+        """Whether the run is over and has the files of `run.metrics`."""
         self._has_ended = False
         self._lock: FolderLock | None = None
         self._log_is_refused = False
@@ -149,7 +151,8 @@ class RunFolder:
 
     def _write_record(self, ranks: Sequence[str], command: str) -> None:
         record = self._recorded()
-        if record is not None and self._is_over:
+        if record is not None and record["train"]["rounds"] == self._config.train.rounds and self._is_over:
+            self.keeps_metrics = (self.path / "confusion.csv").is_file()
             return
         environment = _environment(ranks, command)
         if self._config.data.source == "topics":
@@ -168,7 +171,7 @@ class RunFolder:
         train, known = self._config.train, []
         if self.checkpoint is not None and train.patience is not None:
             known = self.checkpoint.ledger["metrics"].column(ACCURACY_VAL).tolist()
-        return self.store.last_round == train.rounds or has_stopped(known, train.patience)
+        return is_over(self.store.last_round, train.rounds, known, train.patience)
 
     def _check_checkpoint(self, layout: ParameterLayout) -> None:
         """Raise UserError unless the run can resume from its checkpoint."""
