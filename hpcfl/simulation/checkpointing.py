@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -22,9 +22,6 @@ from hpcfl.storage.ledger import OF_UNSEEN, Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
 from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
-
-ModelsOf = Callable[[Cohort], Iterable[Message]]
-"""The evaluated models of this rank's members of a cohort, by group; collective."""
 
 
 class Saver:
@@ -67,12 +64,10 @@ class Saver:
         """
         models = unseen = None
         if with_models:
-            federation, evaluator = self._federation, self._evaluator
-            models = partial(self._model_rows, partial(evaluator.models, server), federation.everyone(done))
+            federation = self._federation
+            models = partial(self._model_rows, server, federation.everyone(done))
             if federation.num_unseen:
-                unseen = partial(
-                    self._model_rows, partial(evaluator.adapted, server), federation.unseen(done)
-                )
+                unseen = partial(self._model_rows, server, federation.unseen(done))
         if self._folder is None:
             _take_part(self._client_rows())
             for of_clients in (models, unseen):
@@ -205,23 +200,23 @@ class Saver:
         rows = self._federation.own_rows(cohort)
         return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
 
-    def _model_rows(self, evaluated: ModelsOf, cohorts: Iterator[Cohort]) -> Rows:
+    def _model_rows(self, server: State, cohorts: Iterator[Cohort]) -> Rows:
         """Return the evaluated models of all clients of some cohorts as rows to write. Collective.
 
         The first client's model gives their shapes; its row is the first.
         """
-        cohort = next(cohorts)
-        models = list(evaluated(cohort))
+        cohort, federation, models_of = next(cohorts), self._federation, self._evaluator.models
+        models = list(models_of(server, cohort))
         shared, first = self._first_model(models, cohort)
-        first_id, federation = cohort.clients[0], self._federation
-        count = federation.num_unseen if first_id else federation.num_clients
+        first_id = cohort.clients[0]
+        count = federation.num_unseen if federation.is_unseen(cohort) else federation.num_clients
         shapes = {name: _shape(row, 1 if name in shared else count) for name, row in first.items()}
 
         def blocks() -> Iterator[Block]:
             yield np.array([0]), {name: row for name, row in first.items() if name in shared}
             yield from self._model_blocks(cohort, models, shared, first_id)
             for other in cohorts:
-                yield from self._model_blocks(other, list(evaluated(other)), shared, first_id)
+                yield from self._model_blocks(other, list(models_of(server, other)), shared, first_id)
 
         return Rows(shapes, blocks())
 

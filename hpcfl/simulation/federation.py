@@ -158,6 +158,10 @@ class Federation:
         homes = tuple(self.world.homes(numbers, self.num_unseen))
         return Cohort(round, tuple(clients), num_samples, homes)
 
+    def is_unseen(self, cohort: Cohort) -> bool:
+        """Whether a cohort's clients take no part in training."""
+        return cohort.clients[0] >= self.num_clients
+
     def _spread(self, clients: range) -> Iterator[range]:
         """Split clients into parts of bounded size, each spread evenly over the shards."""
         parts = max(1, math.ceil(len(clients) * self.method.layout.size / EVALUATED_ELEMENTS))
@@ -232,19 +236,11 @@ class Federation:
         shared = {name: tensor.to(self.worker_context.device) for name, tensor in received.shared.items()}
         return replace(received, shared=shared)
 
-    def evaluation_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's clients with their evaluation download. Collective."""
-        return self._downloads(cohort, lambda: self.adapter.eval_download(server, cohort))
-
-    def new_client_downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's unseen clients with their new-client download. Collective."""
-        return self._downloads(cohort, lambda: self.adapter.new_client_download(server, cohort))
-
-    def _downloads(
-        self, cohort: Cohort, send: Callable[[], Message]
-    ) -> Iterator[tuple[ClientGroup, Message]]:
-        """Yield groups of this rank's clients with the server's message. Collective."""
-        message = self.on_server(send)
+    def downloads(self, server: State, cohort: Cohort) -> Iterator[tuple[ClientGroup, Message]]:
+        """Yield groups of this rank's clients with the server's message before an evaluation. Collective."""
+        adapter = self.adapter
+        hook = adapter.new_client_download if self.is_unseen(cohort) else adapter.eval_download
+        message = self.on_server(lambda: hook(server, cohort))
         down = self.on_device(self.channel.down(message, cohort, self._down))
         for part, clients in self.groups(cohort):
             yield clients, down.select(part).to(clients.device)

@@ -114,7 +114,6 @@ class Recorder:
         self,
         done: int,
         found: Evaluation,
-        of_unseen: Evaluation,
         after_training: np.ndarray,
         of_method: State,
     ) -> None:
@@ -127,7 +126,6 @@ class Recorder:
             num_evaluated[: self._federation.num_clients],
             after_training,
             {name: value.numpy() for name, value in of_method.items()},
-            of_unseen,
             self._epsilon(done),
         )
 

@@ -202,13 +202,12 @@ class Simulation:
         """
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
-        of_unseen = self._evaluator.evaluate_unseen(self.server, done)
         self._recorder.spend("evaluate_s", time.monotonic() - began_s)
-        self._divergence.judge_scores(np.concatenate([found.loss, of_unseen.loss]), self.server, done)
+        self._divergence.judge_scores(found.loss, self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is not None:
             of_method = self.method.server_diagnostics(self.server) | of_clients
-            self._recorder.record_evaluation(done, found, of_unseen, after_training, of_method)
+            self._recorder.record_evaluation(done, found, after_training, of_method)
             self._folder.append_files(self.ledger)
         self.timing.evaluate_s.append(time.monotonic() - began_s)
 

@@ -7,7 +7,7 @@ statistics, indices).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -76,14 +76,15 @@ DIRECTIONS = ("down", "up")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of each client [N]: zero before an evaluation, and on ranks other than the server."""
+    """Figures of each client, unseen ones last [N + U]; zero before an evaluation, and on other ranks than
+    the server."""
 
     accuracy: np.ndarray
     loss: np.ndarray
     after_download: np.ndarray
-    """Accuracy of the model right after a download; nan where a client has none."""
+    """Accuracy of the model right after a download; nan where a client has none. Not for unseen clients."""
     accuracy_val: np.ndarray
-    """Accuracy on validation samples; nan without `train.patience`."""
+    """Accuracy on validation samples; nan without `train.patience`, and for unseen clients."""
 
     @staticmethod
     def zeros(num_clients: int) -> Evaluation:
@@ -216,35 +217,35 @@ class Ledger:
         num_samples: np.ndarray,
         after_training: np.ndarray,
         of_method: Mapping[str, np.ndarray],
-        of_unseen: Evaluation | None = None,
         epsilon: float = np.nan,
     ) -> None:
         """Add one evaluation after `round` completed rounds.
 
         Takes the accuracy right after training [N] (nan where a client has no such model), the method's
-        history, figures [U] of clients that take no part in training, if there are any, and epsilon with
-        `privacy.unit`. Raises TypeError if the history has other names than in the evaluations before.
+        history, and epsilon with `privacy.unit`. Raises TypeError if the history has other names than
+        before.
         """
         if self.metrics and (changed := of_method.keys() ^ (self.evaluated.keys() - self._sizes.keys())):
             raise TypeError(
-                f"method.name={self._method}: the diagnostic {min(changed)} is in some evaluations and not in "
-                "others; return it in all, with nan where it is unknown"
+                f"method.name={self._method}: the diagnostic {min(changed)} is in some evaluations and not "
+                "in others; return it in all, with nan where it is unknown"
             )
-        accuracy = found.accuracy
+        count = len(after_training)
+        accuracy, loss, after_download, of_val = (of_all[:count] for of_all in astuple(found))
         values = {
             "round": round,
             "wall_s": self.wall_s,
             "accuracy_mean": accuracy.mean(),
             "accuracy_std": accuracy.std(),
             "accuracy_weighted": float(accuracy @ num_samples / num_samples.sum()),
-            "accuracy_after_download": mean_of_known(found.after_download),
+            "accuracy_after_download": mean_of_known(after_download),
             "accuracy_after_training": mean_of_known(after_training),
             "coverage": self.is_sampled.mean(),
-            "loss_mean": found.loss.mean(),
+            "loss_mean": loss.mean(),
             "train_loss_mean": self._train_loss,
             "client_steps_per_s": self._steps / self._train_s if self._train_s else 0.0,
             "diverged": self.diverged.sum(),
-            ACCURACY_VAL: found.accuracy_val.mean(),
+            ACCURACY_VAL: of_val.mean(),
             EPSILON: epsilon,
             LOST: self.lost.sum(),
             SIMULATED: self.simulated_s,
@@ -253,13 +254,13 @@ class Ledger:
             values[f"bytes_{name}"] = self._total[direction, :-2].sum()
             values[f"buffer_bytes_{name}"] = self._total[direction, -2]
             values[f"index_bytes_{name}"] = self._total[direction, -1]
-        of_each = (accuracy, found.loss, found.after_download, after_training)
+        of_each = (accuracy, loss, after_download, after_training)
         evaluated = dict(zip(OF_CLIENTS, of_each, strict=True))
-        if self._num_unseen and of_unseen is not None:
-            values["accuracy_unseen"] = of_unseen.accuracy.mean()
-            values["accuracy_unseen_std"] = of_unseen.accuracy.std()
-            values["loss_unseen"] = of_unseen.loss.mean()
-            evaluated |= dict(zip(OF_UNSEEN, (of_unseen.accuracy, of_unseen.loss), strict=True))
+        if self._num_unseen:
+            accuracy, loss = found.accuracy[count:], found.loss[count:]
+            unseen = (accuracy.mean(), accuracy.std(), loss.mean())
+            values |= dict(zip(UNSEEN_METRICS, unseen, strict=True))
+            evaluated |= dict(zip(OF_UNSEEN, (accuracy, loss), strict=True))
         self.metrics.append([float(values[name]) for name in self.columns])
         for name, entry in {**evaluated, **of_method}.items():
             # a copy: the state that it may be a part of keeps changing

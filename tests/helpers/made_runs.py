@@ -61,11 +61,10 @@ def make_run(
             ledger.wall_s = 0.8 * (number + 1)
             ledger.record_evaluation(
                 number + 1,
-                _evaluation(accuracy[at]),
+                _evaluation(accuracy[at] if unseen is None else np.append(accuracy[at], unseen[at])),
                 ones,
                 np.minimum(accuracy[at] + 0.05, 1),
                 {name: values[at] for name, values in (of_method or {}).items()},
-                None if unseen is None else _evaluation(unseen[at]),
             )
     ledger.append_files(folder)
     CheckpointStore(folder).save(
