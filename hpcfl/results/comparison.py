@@ -83,7 +83,7 @@ class Comparison:
         return "\n\n".join(map("\n".join, tables))
 
 
-def compare(runs: Sequence[Run]) -> Comparison:
+def compare(*runs: Run) -> Comparison:
     """Compare finished runs on the same samples of the same clients.
 
     Runs that differ only in their seeds form one entry, if all entries then have the same seeds; otherwise

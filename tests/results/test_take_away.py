@@ -389,7 +389,7 @@ def test_the_record_of_the_data_is_the_same_after_a_resume_and_old_checkpoints_d
 
 def test_importing_hpcfl_imports_nothing_heavy() -> None:
     heavy = ("torch", "numpy", "yaml", "pydantic", "pandas")
-    script = f"import hpcfl, sys; hpcfl.load_run; print([n for n in {heavy} if n in sys.modules])"
+    script = f"import hpcfl, sys; print([n for n in {heavy} if n in sys.modules])"
     assert python(Path(), script).strip() == "[]"
 
 
