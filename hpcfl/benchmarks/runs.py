@@ -154,8 +154,6 @@ def _run_folder(config: Config, layout: ParameterLayout, at_exit: ExitStack) -> 
 
 
 def _age_s() -> float:
-    """Return the seconds since this process was started; 0 where the system does not tell."""
-    if not Path("/proc/self/stat").exists():
-        return 0.0
+    """Return the seconds since this process was started."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

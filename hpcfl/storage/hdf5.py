@@ -11,7 +11,6 @@ import hashlib
 import io
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -226,9 +225,8 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         target.write(_user_block(digest))
         target.raise_failure()
         os.fsync(target.fileno())
-        if sys.platform == "linux":
-            # Drop the file from the page cache, so that the verification reads it from the disk.
-            os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        # Drop the file from the page cache, so that the verification reads it from the disk.
+        os.posix_fadvise(target.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _write_content(file: h5py.File, snapshot: Snapshot, between: Callable[[], None]) -> None:

@@ -12,7 +12,6 @@ import fcntl
 import os
 import socket
 import struct
-import sys
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
@@ -139,13 +138,12 @@ def holder(folder: Path) -> Holder:
 
 def _is_locked(descriptor: int) -> bool | None:
     """Whether another process holds a record lock on a file; None where the system cannot tell."""
-    if sys.platform == "linux":
-        # struct flock: type, whence, start, length (0 is the whole file) and process; F_GETLK takes no lock
-        flock = struct.Struct("hhqqi")
-        with suppress(OSError):
-            asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-            answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
-            return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
+    # struct flock: type, whence, start, length (0 is the whole file) and process; F_GETLK takes no lock
+    flock = struct.Struct("hhqqi")
+    with suppress(OSError):
+        asked = flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, asked)
+        return bool(flock.unpack(answer)[0] != fcntl.F_UNLCK)
     return None
 
 
