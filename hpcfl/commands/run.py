@@ -92,7 +92,7 @@ def run(
             return outcome
         report = _write_report(path, progress) if config.run.report else None
         # paths and commands may be long, and have lines of their own
-        lines = [*summary(outcome, simulation.ledger, config, world), f"  in {path}"]
+        lines = [*summary(outcome, simulation.ledger, config), f"  in {path}"]
         lines += [] if report is None else [f"open in a browser\n  {report}"]
         for line in [*lines, f"compare with\n  {next_command(options, config, world.size)}"]:
             progress.say(line)
