@@ -30,11 +30,6 @@ class CheckpointStore:
         """Whether there is a checkpoint, good or not."""
         return self._newest.exists() or self._previous.exists()
 
-    @property
-    def newest_bytes(self) -> int:
-        """Size of the newest checkpoint; 0 without one."""
-        return self._newest.stat().st_size if self._newest.exists() else 0
-
     def save(self, snapshot: Snapshot, end_if_lost: Callable[[], None] = lambda: None) -> None:
         """Write a checkpoint and make it the newest; the one before becomes the previous one if it is good.
 

@@ -54,8 +54,6 @@ LOST, SIMULATED = "lost", "simulated_s"
 """More columns: how often a member of a cohort was lost so far, where `clients.*` lets some be lost; and
 seconds of the simulated clock so far, where there is one."""
 WHOLE_NUMBERS = frozenset({"round", "diverged", LOST} | {name for name in METRICS if "bytes" in name})
-OTHER_METRICS = frozenset({*UNSEEN_METRICS, EPSILON, ACCURACY_VAL, LOST, SIMULATED})
-"""All columns of metrics.csv that only some runs have."""
 SPENT = ("train_s", "evaluate_s", "save_s")
 """Columns of the seconds that went into training, evaluations and checkpoints since round 0."""
 PENDING = ("steps", "steps_s", "train_loss", "wall_s", *SPENT)
@@ -412,15 +410,6 @@ class Ledger:
             )
         rows = zip(*(column.tolist() for column in columns.values()), strict=True)
         replace_file(folder / "clients.csv", csv_text([list(columns), *rows]))
-
-
-def can_restore(tables: Mapping[str, LedgerTable]) -> bool:
-    """Whether a ledger can be restored from the tables of a checkpoint, perhaps of another version."""
-    found = {name: tuple(table.columns) for name, table in tables.items()}
-    metrics = found.get("metrics", ())
-    more = metrics[len(METRICS) :]
-    is_known = metrics[: len(METRICS)] == METRICS and set(more) <= OTHER_METRICS
-    return is_known and found.get("pending") == PENDING
 
 
 def is_over(done: int | None, rounds: int, accuracies: Sequence[float], patience: int | None) -> bool:

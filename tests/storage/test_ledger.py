@@ -14,7 +14,7 @@ import torch
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
 from hpcfl.registries import load_config
-from hpcfl.storage.ledger import METRICS, Evaluation, Ledger, can_restore
+from hpcfl.storage.ledger import METRICS, Evaluation, Ledger
 
 LAYERS = ["conv", "fc"]
 NUM_SAMPLES = np.array([10, 10, 20])
@@ -197,7 +197,6 @@ def test_lost_clients_the_clock_and_losses_are_restored(tmp_path: Path) -> None:
         cohort = Cohort(number, members, torch.tensor([7, 7]))
         losses = {client: 0.25 for client in members if client not in lost}
         ledger.record_round(cohort, moved, dict.fromkeys(members, 1), losses, 0.5, 1.0, (), lost, 2.5)
-    assert can_restore(ledger.tables())
     restored.restore(ledger.tables(), ledger.history())
     assert restored.lost.tolist() == [1, 2, 0]
     assert restored.simulated_s == 5.0
