@@ -604,17 +604,8 @@ class Config:
     def tree(self) -> dict[str, Any]:
         """Return the configuration as nested keys, with all defaults."""
         data = {**self.data.model_dump(), **self.source_file, "partition": self.partition.tree()}
-        return {
-            "method": self.method.tree(),
-            "data": data,
-            "model": self.model.tree(),
-            "train": self.train.model_dump(),
-            "clients": self.clients.model_dump(),
-            "server": self.server.model_dump(),
-            "privacy": self.privacy.model_dump(),
-            "comm": self.comm.model_dump(),
-            "run": self.run.model_dump(),
-        }
+        others = {group: getattr(self, group).model_dump() for group in COMMON if group != "data"}
+        return {"method": self.method.tree(), "data": data, "model": self.model.tree(), **others}
 
     def yaml(self) -> str:
         return yaml.safe_dump(self.tree(), sort_keys=False)

@@ -25,9 +25,9 @@ from hpcfl.data.shard import Shard
 from hpcfl.errors import UserError, one_line
 from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
-from hpcfl.setup.experiment import describe, load_data, method_of
+from hpcfl.setup.experiment import method_of
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.snapshot import DataRecord, LayoutRecord
+from hpcfl.storage.snapshot import LayoutRecord
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
 
@@ -41,16 +41,11 @@ class TrainedModels:
 
     def __init__(self, config: Config, checkpoint: LoadedCheckpoint) -> None:
         self.config, self._checkpoint = config, checkpoint
-        self.path = checkpoint.path
+        self.path, self.data = checkpoint.path, checkpoint.data
         self.round = checkpoint.header.round
         """Number of rounds that these models were trained."""
         self.num_clients = checkpoint.num_clients + checkpoint.num_unseen
         """Clients that have a model after the last round, including those that take no part in training."""
-
-    @cached_property
-    def data(self) -> DataRecord:
-        """Description of the networks' input; for older checkpoints without it, the data set is read."""
-        return self._checkpoint.data or describe(self.config.data, *load_data(self.config))
 
     @cached_property
     def method(self) -> Method:

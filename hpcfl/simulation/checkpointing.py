@@ -197,7 +197,8 @@ class Saver:
     def _own_rows(self, cohort: Cohort) -> slice:
         """Return the rows of this rank's client state that belong to consecutive clients."""
         # a view: a selection of rows would be a second copy in GPU memory
-        rows = self._federation.own_rows(cohort)
+        federation = self._federation
+        rows = [federation.worker_context.clients.index(client) for client in federation.own(cohort)]
         return slice(rows[0], rows[-1] + 1) if rows else slice(0, 0)
 
     def _model_rows(self, server: State, cohorts: Iterator[Cohort]) -> Rows:

@@ -263,10 +263,6 @@ class Federation:
         """Return the codec's part of this rank's client state; all ranks have the same names."""
         return {name: rows for name, rows in self.worker_context.state.items() if name.startswith(UNSENT)}
 
-    def own_rows(self, cohort: Cohort) -> list[int]:
-        """Return the rows of this rank's client state that belong to the cohort's members on this rank."""
-        return [self.worker_context.clients.index(client) for client in self.own(cohort)]
-
 
 class Uploads:
     """Collects the uploads of this rank's groups in one message on the CPU."""

@@ -202,7 +202,7 @@ class Simulation:
         """
         began_s = time.monotonic()
         found = self._evaluator.evaluate(self.server, done)
-        self._recorder.spend("evaluate_s", time.monotonic() - began_s)
+        self.ledger.spent["evaluate_s"] += time.monotonic() - began_s
         self._divergence.judge_scores(found.loss, self.server, done)
         of_clients = self._evaluator.client_diagnostics(done)
         if self._folder is not None:
@@ -221,7 +221,7 @@ class Simulation:
         self._recorder.set_wall_time()
         self._saver.save(self.server, done, with_models)
         self.timing.save_s.append(time.monotonic() - began_s)
-        self._recorder.spend("save_s", self.timing.save_s[-1])
+        self.ledger.spent["save_s"] += self.timing.save_s[-1]
 
     def _must_stop(self) -> bool:
         """Agree whether to stop: a signal on any rank, or SLURM's end time on the server. Collective."""

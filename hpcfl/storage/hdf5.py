@@ -76,8 +76,7 @@ class LoadedCheckpoint:
         self.layout = LayoutRecord(
             _read_layout(self._file["layout/parameters"]), _read_layout(self._file["layout/buffers"])
         )
-        self.data = _read_data(self._file["data"]) if "data" in self._file else None
-        """None in a checkpoint of before there was such a record."""
+        self.data = _read_data(self._file["data"])
         self.history = {name: data[()] for name, data in _datasets(self._file["history"]).items()}
         self.ledger = {
             name: LedgerTable(data[()], _decode(data.attrs["columns"]))

@@ -213,7 +213,7 @@ class ClientGroup:
                     for cut, n, limit in zip(cuts, done, most, strict=True)
                 ]
                 done = [n + (stop > start) for n, (start, stop) in zip(done, spans, strict=True)]
-                for _size, alike in same_size_groups([stop - start for start, stop in spans]):
+                for alike in same_size_groups([stop - start for start, stop in spans]):
                     plan.append((alike, [orders[m][slice(*spans[m])] for m in alike]))
         batches = self._planned(plan) if plan else iter(())
         augmentation = self._worker.augmentation
@@ -341,10 +341,7 @@ class ClientGroup:
 
     def record(self, batch: Batch, losses: Tensor) -> None:
         """Count one training step of the batch's clients, with their losses [len(batch.members)]."""
-        self._count(batch)
         self.loss_sum[batch.members] += losses
-
-    def _count(self, batch: Batch) -> None:
         self.steps[batch.members if batch.counted is None else batch.counted] += 1
 
     def plain_gradient(self, theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -113,7 +113,7 @@ def test_no_mini_batch_is_a_sample_alone_beside_others() -> None:
 
 
 def test_clients_whose_batch_has_the_same_size_are_grouped_largest_first() -> None:
-    assert list(same_size_groups([4, 2, 0, 4, 1])) == [(4, [0, 3]), (2, [1]), (1, [4])]
+    assert list(same_size_groups([4, 2, 0, 4, 1])) == [[0, 3], [1], [4]]
     assert list(same_size_groups([0, 0])) == []
 
 
