@@ -434,12 +434,7 @@ class ClientGroup:
     def scores(self, model: Message, split: str) -> Tensor | None:
         """Return (accuracy, mean loss) of each client's model on its samples of a split, float64 [C, 2].
 
-        They are on the CPU; None if models are scored client by client, with `probabilities`.
+        They are on the CPU; None if models are scored client by client.
         """
         place = self._worker
         return None if place.scorer is None else place.scorer.scores(model, place.shard, split, self._local)
-
-    def probabilities(self, model: Tensors | Message, position: int, x: Tensor) -> Tensor:
-        """Return class probabilities [n, K] of one client's model."""
-        theta, buffers = model["theta"][position], model["buffers"][position]
-        return self._worker.evaluator.probabilities(theta, buffers, x)
