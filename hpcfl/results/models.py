@@ -27,7 +27,6 @@ from hpcfl.methods import METHODS, Method
 from hpcfl.parameters import Tensors
 from hpcfl.setup.experiment import method_of
 from hpcfl.storage.hdf5 import LoadedCheckpoint
-from hpcfl.storage.snapshot import LayoutRecord
 from hpcfl.training.client_group import ClientGroup, WorkerContext
 from hpcfl.training.engines import LoopEngine
 
@@ -42,7 +41,7 @@ class TrainedModels:
     def __init__(self, config: Config, checkpoint: LoadedCheckpoint) -> None:
         self.config, self._checkpoint = config, checkpoint
         self.path, self.data = checkpoint.path, checkpoint.data
-        self.round = checkpoint.header.round
+        self.round = checkpoint.round
         """Number of rounds that these models were trained."""
         self.num_clients = checkpoint.num_clients + checkpoint.num_unseen
         """Clients that have a model after the last round, including those that take no part in training."""
@@ -60,7 +59,7 @@ class TrainedModels:
             # the run has printed these warnings already
             warnings.simplefilter("ignore")
             method = method_of(config, self.data)
-        if LayoutRecord.of(method.layout) != self._checkpoint.layout:
+        if (method.layout.parameters, method.layout.buffers) != self._checkpoint.layout:
             raise UserError(
                 f"{self.path} holds a model of another structure, written by another version of hpcfl or of "
                 "torchvision; use that version"

@@ -275,7 +275,7 @@ class Run:
         if name in self.history:
             return self.history[name], self.history_rounds
         newest = self.checkpoint.newest(name)
-        return None if newest is None else (newest[None], np.array([self.checkpoint.header.round]))
+        return None if newest is None else (newest[None], np.array([self.checkpoint.round]))
 
     def layers(self, count: int) -> list[str]:
         """Return the names of the `count` layers of the method's models, in order."""

@@ -21,7 +21,7 @@ from hpcfl.storage.hdf5 import LoadedCheckpoint
 from hpcfl.storage.ledger import OF_UNSEEN, Ledger
 from hpcfl.storage.runfolder import RunFolder
 from hpcfl.storage.slurm import write_job_note
-from hpcfl.storage.snapshot import Block, Header, LayoutRecord, Rows, RowShape, Snapshot
+from hpcfl.storage.snapshot import Block, Rows, RowShape, Snapshot
 
 
 class Saver:
@@ -44,7 +44,7 @@ class Saver:
         server: State = run_collectively(
             world, lambda: {} if checkpoint is None else self._taken_over(checkpoint)
         )
-        done = world.maximum(checkpoint.header.round if checkpoint is not None else 0)
+        done = world.maximum(checkpoint.round if checkpoint is not None else 0)
         if checkpoint is not None:
             self._forget_off_schedule(done)
         elif world.is_server:
@@ -76,8 +76,10 @@ class Saver:
         else:
             self._folder.save(
                 Snapshot(
-                    Header(self._config.method.name, done, self._config.yaml()),
-                    LayoutRecord.of(self._method.layout),
+                    self._config.method.name,
+                    done,
+                    self._config.yaml(),
+                    (self._method.layout.parameters, self._method.layout.buffers),
                     self._federation.experiment.data,
                     server,
                     self._method.derived(server),

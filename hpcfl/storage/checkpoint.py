@@ -62,7 +62,7 @@ class CheckpointStore:
                 self._unfinished.unlink()
             raise
         self._newest_is_good = True
-        self.last_round = snapshot.header.round
+        self.last_round = snapshot.round
         _sync_folder(self._folder)
 
     def load(self, if_damaged: str = "name the folder of another run") -> LoadedCheckpoint | None:
@@ -88,9 +88,9 @@ class CheckpointStore:
                 complaints.append(str(error))
                 continue
             self._newest_is_good = path == self._newest
-            self.last_round = loaded.header.round
+            self.last_round = loaded.round
             for complaint in complaints:
-                warnings.warn(f"{complaint}; resuming from {path}, round {loaded.header.round}", stacklevel=2)
+                warnings.warn(f"{complaint}; resuming from {path}, round {loaded.round}", stacklevel=2)
             return loaded
         raise UserError(f"{' and '.join(complaints)}; {if_damaged}")
 

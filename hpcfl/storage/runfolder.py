@@ -35,7 +35,7 @@ from hpcfl.storage.ledger import (
 from hpcfl.storage.lock import LOCK_NAME, FolderLock
 from hpcfl.storage.reading import read_record
 from hpcfl.storage.slurm import job
-from hpcfl.storage.snapshot import LayoutRecord, Snapshot
+from hpcfl.storage.snapshot import Snapshot
 from hpcfl.storage.trackers import Tracker, start_tracker
 
 UNFINISHED_NAME = "config.yaml.tmp"
@@ -181,7 +181,7 @@ class RunFolder:
         other = None
         if found.schema < SCHEMA:
             other = f"schema {found.schema}, now {SCHEMA}"
-        elif found.layout != LayoutRecord.of(layout):
+        elif found.layout != (layout.parameters, layout.buffers):
             other = "a model of another structure"
         if other:
             raise UserError(
@@ -224,7 +224,7 @@ class RunFolder:
 
     def save(self, snapshot: Snapshot) -> None:
         """Write a checkpoint."""
-        with self._writing(f"the checkpoint of round {snapshot.header.round}"):
+        with self._writing(f"the checkpoint of round {snapshot.round}"):
             self.store.save(snapshot, self._end_if_lost)
 
     @contextmanager

@@ -16,7 +16,7 @@ from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore
 from hpcfl.storage.ledger import ClientMetrics, Evaluation, Ledger, write_partition
-from hpcfl.storage.snapshot import DataRecord, Header, LayoutRecord, Rows, Snapshot
+from hpcfl.storage.snapshot import DataRecord, Rows, Snapshot
 
 LAYERS = ["conv1", "conv2", "fc1", "fc2"]
 
@@ -69,8 +69,10 @@ def make_run(
     ledger.append_files(folder)
     CheckpointStore(folder).save(
         Snapshot(
-            Header(config.method.name, rounds, config.yaml()),
-            LayoutRecord((), ()),
+            config.method.name,
+            rounds,
+            config.yaml(),
+            ((), ()),
             DataRecord(SampleType((1, 8, 8)), "uint8", 255.0, (0.5,), (0.5,), 10, (40,) * clients),
             {},
             {name: torch.from_numpy(values) for name, values in (derived or {}).items()},

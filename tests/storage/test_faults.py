@@ -470,7 +470,7 @@ def test_a_folder_that_is_taken_over_while_a_checkpoint_is_written(
 
         def overtaken(path: Path, snapshot: Snapshot) -> None:
             write(path, snapshot)
-            if snapshot.header.round == 3:
+            if snapshot.round == 3:
                 (folder / ".lock").write_text(f"{FOREIGN}\n")
 
         checkpoint.write_snapshot = overtaken
