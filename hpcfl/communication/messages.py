@@ -32,7 +32,7 @@ class Piece:
     models: int
     sizes: tuple[int, ...]
     """Numbers of each layer in each model; a tensor that does not consist of layers counts as one layer."""
-    travels: Tensor | None = None
+    sent_layers: Tensor | None = None
     """Which layers are sent, bool [C, L] or [L]; None: all."""
     is_index: bool = False
     """Whether they are counted as indices."""
@@ -40,11 +40,11 @@ class Piece:
     def numbers(self) -> Tensor:
         """Return how many numbers of each layer are sent, int64 [C, L] or [L]."""
         counts = self.models * torch.tensor(self.sizes)
-        return counts if self.travels is None else self.travels * counts
+        return counts if self.sent_layers is None else self.sent_layers * counts
 
     def __getitem__(self, rows: slice | list[int] | Tensor) -> Piece:
         """Return the piece of some of the clients."""
-        return replace(self, travels=select_rows(self.travels, rows))
+        return replace(self, sent_layers=select_rows(self.sent_layers, rows))
 
 
 @dataclass(frozen=True)

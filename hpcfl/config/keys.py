@@ -474,14 +474,14 @@ class CommConfig(Settings):
         return DEFAULT_TOPK_RATIO if self.topk_ratio is None else self.topk_ratio
 
     @property
-    def remembers(self) -> bool:
+    def uses_error_feedback(self) -> bool:
         """Whether clients remember what topk did not send."""
         return self.error_feedback is not False
 
     def in_use(self) -> dict[str, Any]:
         """Return the keys that affect a run, with the values in use; two runs that agree compress alike."""
         coded = [direction for direction in ("down", "up") if self.codes(direction)]
-        of_topk = {} if self.remembers else {"error_feedback": False}
+        of_topk = {} if self.uses_error_feedback else {"error_feedback": False}
         return {
             "codec": self.codec,
             "directions": coded,

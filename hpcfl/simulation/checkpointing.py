@@ -42,7 +42,7 @@ class Saver:
         checkpoint = self._folder.checkpoint if self._folder is not None else None
         world = self._federation.world
         server: State = run_collectively(
-            world, lambda: {} if checkpoint is None else self._taken_over(checkpoint)
+            world, lambda: {} if checkpoint is None else self._restore_server(checkpoint)
         )
         done = world.maximum(checkpoint.round if checkpoint is not None else 0)
         if checkpoint is not None:
@@ -93,12 +93,12 @@ class Saver:
             write_job_note("saved", f"{self._folder.path} {done}")
         self._federation.world.barrier()
 
-    def _taken_over(self, checkpoint: LoadedCheckpoint) -> State:
+    def _restore_server(self, checkpoint: LoadedCheckpoint) -> State:
         """Restore the ledger and return the server's state.
 
         Raises UserError unless the checkpoint has the parts and shapes of this run.
         """
-        wrong = self._other_part(checkpoint)
+        wrong = self._first_mismatch(checkpoint)
         if wrong is None:
             try:
                 self._ledger.restore(checkpoint.ledger, checkpoint.history)
@@ -113,7 +113,7 @@ class Saver:
         checkpoint.history, checkpoint.ledger = {}, {}
         return checkpoint.server
 
-    def _other_part(self, checkpoint: LoadedCheckpoint) -> str | None:
+    def _first_mismatch(self, checkpoint: LoadedCheckpoint) -> str | None:
         """Name a part of the state that is missing or has another shape; extra parts, such as a codec's, are
         fine."""
         count, growing = self._federation.num_clients, self._method.traits.growing_state

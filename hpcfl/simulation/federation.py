@@ -70,7 +70,7 @@ class Federation:
         # ranks differ: the server has no GPU, and a worker with few clients may train one at a time
         at_once = world.maximum(self.worker_context.engine.clients_at_once)
         is_balanced = self.config.run.placement == "balanced"
-        self._members_visit = is_balanced and at_once == 1 and world.num_workers > 1
+        self._balances_work = is_balanced and at_once == 1 and world.num_workers > 1
         self._cohort_size = self.config.train.cohort_size(self.num_clients)
 
     def cohort(self, number: int) -> Cohort:
@@ -122,7 +122,7 @@ class Federation:
         If clients train one at a time, they are balanced by their samples and local epochs (`run.placement`);
         otherwise they train at home.
         """
-        if not self._members_visit:
+        if not self._balances_work:
             return cohort
         homes, epochs = self.channel.homes(cohort), self.worker_context.work.local_epochs
         sizes = zip(cohort.clients, cohort.num_samples.tolist(), strict=True)

@@ -134,6 +134,6 @@ class Recorder:
         if privacy.unit == "client":
             return epsilon_after(privacy, train.participation, done)
         sizes = federation.experiment.num_train[: federation.num_clients].tolist()
-        share = federation.worker_context.work.drawn_share
+        share = federation.worker_context.work.sampling_rate
         shares = [share(client, count) for client, count in enumerate(sizes)]
         return epsilon_of_samples(privacy, shares, self.ledger.client_steps.tolist())

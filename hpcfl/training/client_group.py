@@ -172,7 +172,7 @@ class ClientGroup:
         indices to use, one int64 tensor per client with at least one entry; default: all. Images are changed
         as `train.augment` says, unless a method measures something with them and sets `augmented` to False.
 
-        With `privacy.unit=sample`, a mini-batch has each sample with the probability `Work.drawn_share`:
+        With `privacy.unit=sample`, a mini-batch has each sample with the probability `Work.sampling_rate`:
         mini-batches have unequal sizes, maybe 0, and each client has its own.
         """
         work = self._worker.work
@@ -227,7 +227,7 @@ class ClientGroup:
     def _drawn(self, streams: Sequence[torch.Generator], steps: Sequence[int]) -> Iterator[_Planned]:
         """Yield each client's mini-batches, `steps` of them, that have each sample with a probability."""
         for position, (n, stream) in enumerate(zip(self.num_samples.tolist(), streams, strict=True)):
-            share = self._worker.work.drawn_share(self.ids[position], n)
+            share = self._worker.work.sampling_rate(self.ids[position], n)
             for _ in range(steps[position]):
                 is_drawn = torch.rand(n, generator=stream, dtype=torch.float64) < share
                 yield [position], [is_drawn.nonzero().squeeze(1)]
@@ -366,11 +366,11 @@ class ClientGroup:
             if (purpose, m) not in self._noise:
                 name = f"private gradient/{purpose}"
                 self._noise[purpose, m] = torch_stream(self._worker.seed, name, self.round, self.ids[m])
-        sizes, share = self.num_samples.tolist(), self._worker.work.drawn_share
+        sizes, share = self.num_samples.tolist(), self._worker.work.sampling_rate
         expected = [sizes[m] * share(self.ids[m], sizes[m]) for m in members]
         return private.gradient(theta, batch, expected, [self._noise[purpose, m] for m in members])
 
-    def gradient_beside(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
+    def gradient_with_constants(self, loss: Loss, known: Callable[[Batch], Tensors]) -> GradientOf:
         """Return the `gradient` for `sgd` of a loss that reads `theta` and the constants `known(batch)`."""
 
         def gradient(theta: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
