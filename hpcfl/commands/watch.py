@@ -128,7 +128,7 @@ def _state(run: Run) -> str:
         "running": f"running, {owner}; {ago}",
         "stopped": f"stopped; {ago}",
         "killed": f"killed or failed, {owner} is gone; {ago}",
-        "out of sight": f"the lock of {owner} cannot be seen from here; {ago}",
+        "unknown": f"locked by {owner}; this machine cannot see whether it still runs; {ago}",
     }[status.state]
 
 

@@ -511,9 +511,9 @@ class RunConfig(Settings):
     """Clients in one computation of the batched engine; default: 32, or on CUDA as many as its free memory
     holds. Another number gives other last bits; config.yaml names the one taken on CUDA."""
     placement: Literal["balanced", "home"] = Field("balanced", json_schema_extra=NO_RESULT)
-    """Which worker trains a client of a round. home: the one that keeps it. balanced: members of a cohort
-    visit less busy workers, with their samples and state, where clients train one at a time. Changes no
-    result."""
+    """Which worker trains a client of a round. home: the one that keeps it. balanced: some clients of a
+    round train on a less busy worker, with their samples and state, where clients train one at a time.
+    Changes no result."""
     on_divergence: Literal["stop", "skip", "continue"] = Field("stop", json_schema_extra=NO_RESULT)
     """What happens when a client's training loss, or a number that it sends or keeps, is nan or infinite.
     stop: the run ends with exit code 3, and its newest checkpoint stays; it also ends if the loss of a scored

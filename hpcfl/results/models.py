@@ -95,7 +95,7 @@ class TrainedModels:
         except (LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.path} holds no model of method.name={self.config.method.name}: its parts do not fit "
-                f"({one_line(error)}); bring it back from a copy, or name the folder of another run"
+                f"({one_line(error)}); restore it from a backup, or name the folder of another run"
             ) from error
 
     @property

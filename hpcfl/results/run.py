@@ -33,12 +33,12 @@ LOG_BYTES = 10_000
 """Number of bytes read from the end of log.txt."""
 
 _NO_CHECKPOINT = (
-    "its models and histories are lost, the figures in its CSV files are not; bring the checkpoint "
-    "back from a copy, or name the folder of another run"
+    "its models and histories are lost, the figures in its CSV files are not; restore the checkpoint "
+    "from a backup, or name the folder of another run"
 )
 
-State = Literal["running", "finished", "stopped", "killed", "out of sight"]
-"""`stopped`: the lock is released; `killed`: it is not. `out of sight`: on another machine, may be
+State = Literal["running", "finished", "stopped", "killed", "unknown"]
+"""`stopped`: the lock is released; `killed`: it is not. `unknown`: on another machine, may be
 running."""
 
 ENDED: tuple[State, ...] = ("finished", "stopped", "killed")
@@ -103,7 +103,7 @@ class Run:
             seen = holder(self.path)
             files = [self.path / name for name in ("config.yaml", "metrics.csv", "log.txt")]
             changed_s = max(path.stat().st_mtime for path in files if path.exists())
-            state: State = "killed" if seen.is_gone else "out of sight"
+            state: State = "killed" if seen.is_gone else "unknown"
             if self.is_finished:
                 state = "finished"
             elif seen.is_seen or not seen.owner:

@@ -98,7 +98,8 @@ class Saver:
 
         Raises UserError unless the checkpoint has the parts and shapes of this run.
         """
-        wrong = self._first_mismatch(checkpoint)
+        part = self._first_mismatch(checkpoint)
+        wrong = None if part is None else f"{part} is missing or has another shape"
         if wrong is None:
             try:
                 self._ledger.restore(checkpoint.ledger, checkpoint.history)
@@ -106,8 +107,8 @@ class Saver:
                 wrong = one_line(error)
         if wrong is not None:
             raise UserError(
-                f"{checkpoint.path} has not the parts of this run, or others under their names ({wrong}); "
-                "bring this run's own back, or add --fresh to move the folder aside and start over"
+                f"{checkpoint.path} does not fit this run: {wrong}; restore this run's own checkpoint, "
+                "or add --fresh to move the folder aside and start over"
             )
         # the ledger has its own
         checkpoint.history, checkpoint.ledger = {}, {}

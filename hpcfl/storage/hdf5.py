@@ -62,7 +62,7 @@ class LoadedCheckpoint:
             self._read()
         except Exception as error:
             self.close()
-            raise UserError(f"{path} holds what no run writes ({one_line(error)})") from error
+            raise UserError(f"{path} is not a valid hpcfl checkpoint ({one_line(error)})") from error
 
     def _read(self) -> None:
         """Read all but the large tensors; raises an exception of any type if the file is not as a run's."""
@@ -162,7 +162,7 @@ class LoadedCheckpoint:
             raise
         except Exception as error:
             raise UserError(
-                f"{self.path} is damaged (it cannot be read: {error}); bring it back from a copy"
+                f"{self.path} is damaged (it cannot be read: {error}); restore it from a backup"
             ) from error
 
 

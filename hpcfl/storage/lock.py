@@ -63,8 +63,9 @@ class FolderLock:
         _held[_identity(os.fstat(self._descriptor))] = self._descriptor
         if before.owner and not before.is_gone:
             warnings.warn(
-                f"{folder} has the lock of {before.owner}, which is not seen here and is taken for dead; "
-                f"if it runs (see squeue, or ps on that machine), it ends {soon}",
+                f"{folder} was locked by {before.owner}. This machine cannot see whether it still runs (see "
+                "squeue, or ps on that machine), so this run takes over; if it does run, it will stop "
+                f"{soon}",
                 stacklevel=2,
             )
 

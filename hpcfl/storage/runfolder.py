@@ -175,8 +175,8 @@ class RunFolder:
         over = "or add --fresh to move the folder aside and start over"
         if changed := self._changed(found.record):
             raise UserError(
-                f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); bring this run's "
-                f"own back, {over}"
+                f"{found.path} is of another run than config.yaml ({'; '.join(changed)}); restore this "
+                f"run's own checkpoint, {over}"
             )
         other = None
         if found.schema < SCHEMA:
@@ -324,7 +324,7 @@ class RunFolder:
         path = self.path / "config.yaml"
         if not path.is_file():
             return None
-        if_damaged = "bring it back from a copy, or add --fresh to move the folder aside and start over"
+        if_damaged = "restore it from a backup, or add --fresh to move the folder aside and start over"
         try:
             record = read_record(self.path, if_damaged)
             # the environment is written last

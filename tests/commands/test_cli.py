@@ -195,7 +195,7 @@ def test_a_damaged_record_is_refused_until_it_is_moved_aside(
         (folder / "config.yaml").write_text(text)
         message = refused(capsys, *TINY, "--out", folder)
         assert (
-            "config.yaml is damaged; bring it back from a copy, or add --fresh to move the folder" in message
+            "config.yaml is damaged; restore it from a backup, or add --fresh to move the folder" in message
         )
     assert main([*TINY, "--quiet", "--fresh", "--out", str(folder)]) == FINISHED
     assert (tmp_path / "run.old1" / "config.yaml").read_text() == "train: 3\n"

@@ -489,9 +489,11 @@ def test_what_no_run_writes_is_refused(
 ) -> None:
     monkeypatch.chdir(copied.parent)
     change(copied, make)
-    with pytest.raises(UserError, match=f"checkpoint.h5 holds what no run writes .*({said})"):
+    with pytest.raises(UserError, match=f"checkpoint.h5 is not a valid hpcfl checkpoint .*({said})"):
         CheckpointStore(copied).load()
-    assert "holds what no run writes" in one_line(capsys, "export", copied, "--client", "0", "--out", "out")
+    assert "is not a valid hpcfl checkpoint" in one_line(
+        capsys, "export", copied, "--client", "0", "--out", "out"
+    )
     assert not Path("created").exists()
 
 
@@ -536,7 +538,9 @@ def test_a_damaged_config_is_not_written_anew_from_a_foreign_checkpoint(
     (copied / "config.yaml").write_bytes(b"a: [")
     assert run_here(copied, SMALL) == BAD_INPUT
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith(f"hpcfl: error: {copied / 'checkpoint.h5'} holds what no run writes (ValueError: ")
+    assert line.startswith(
+        f"hpcfl: error: {copied / 'checkpoint.h5'} is not a valid hpcfl checkpoint (ValueError: "
+    )
     assert line.endswith(f"; add --fresh to move {copied} aside and start over")
     assert (copied / "config.yaml").read_bytes() == b"a: ["
 
@@ -550,7 +554,7 @@ def test_numbers_that_are_not_where_they_should_be(copied: Path) -> None:
     assert whole.count(place) == 1
     path.write_bytes(whole.replace(place, (2**45).to_bytes(8, "little")))
     sign(path)
-    with pytest.raises(UserError, match=r"checkpoint.h5 (is damaged|holds what no run writes)"):
+    with pytest.raises(UserError, match=r"checkpoint.h5 (is damaged|is not a valid hpcfl checkpoint)"):
         CheckpointStore(copied).load().server  # type: ignore[union-attr]  # noqa: B018
 
 

@@ -422,7 +422,7 @@ def test_a_folder_that_is_deleted(
 FOREIGN = "pid 7 on another-node, job 12345"
 
 
-@pytest.mark.filterwarnings("always:.*taken for dead")
+@pytest.mark.filterwarnings("always:.*so this run takes over")
 def test_a_lock_of_a_dead_job_on_another_node(
     settings: list[str],
     undisturbed: Path,
@@ -433,7 +433,7 @@ def test_a_lock_of_a_dead_job_on_another_node(
     assert run_here(copied, settings) == FINISHED
     (warning,) = capfd.readouterr().err.splitlines()
     assert warning.startswith(
-        f"hpcfl: warning: {copied} has the lock of {FOREIGN}, which is not seen here and is taken for dead"
+        f"hpcfl: warning: {copied} was locked by {FOREIGN}. This machine cannot see whether it still runs"
     )
     assert (copied / ".lock").read_text() == ""
     assert not differing(undisturbed, copied)
@@ -575,9 +575,7 @@ def test_config_yaml_cut_anywhere_is_read_or_made_up_for(settings: list[str], co
     for name in CHECKPOINTS:
         (copied / name).unlink()
     (copied / "config.yaml").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        UserError, match=r"config\.yaml is damaged; bring it back from a copy, or add --fresh"
-    ):
+    with pytest.raises(UserError, match=r"config\.yaml is damaged; restore it from a backup, or add --fresh"):
         RunFolder(copied, config).check(fresh=False)
 
 
@@ -656,7 +654,7 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert run_here(copied, settings) == BAD_INPUT
     error = the_error(capfd)
     assert f"{copied / 'checkpoint.h5'} is of another run than config.yaml ({changed}" in error
-    assert error.endswith(f"; bring this run's own back, {OVER}")
+    assert error.endswith(f"; restore this run's own checkpoint, {OVER}")
     (copied / "checkpoint.h5").write_bytes(own)
     assert run_here(copied, settings) == FINISHED
     assert not differing(undisturbed, copied)
