@@ -16,7 +16,7 @@ import numpy as np
 
 from hpcfl.benchmarks.ratios import Ratio
 from hpcfl.communication.communicator import Communicator, run_collectively
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.data.arrays import arrays_of
 from hpcfl.data.sources import SOURCES, Source
 from hpcfl.errors import UserError

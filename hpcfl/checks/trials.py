@@ -17,7 +17,7 @@ from hpcfl.checks.alike import place
 from hpcfl.checks.findings import Findings, gather_facts
 from hpcfl.communication.communicator import Communicator, run_collectively
 from hpcfl.communication.network import measured
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.formatting import readable_bytes, readable_seconds
 from hpcfl.registries import load_config

@@ -11,7 +11,7 @@ from hpcfl.checks.alike import check_unlike_nodes
 from hpcfl.commands.arguments import RunOptions
 from hpcfl.commands.summary import next_command, summary
 from hpcfl.communication.communicator import Communicator, abort_on_exception, open_world, run_collectively
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.setup.device_memory import report_out_of_memory
 from hpcfl.setup.experiment import build

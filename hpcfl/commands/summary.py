@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcfl.commands.arguments import RunOptions, command_line
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.formatting import readable_bytes
 from hpcfl.methods import METHODS
 from hpcfl.simulation.divergence import named

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hpcfl.commands.arguments import Parser
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config import flatten
+from hpcfl.config.keys import flatten
 from hpcfl.errors import printable
 from hpcfl.formatting import aligned, clock, curve, readable_bytes, sparkline
 from hpcfl.results.run import ENDED, Run

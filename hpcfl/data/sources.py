@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.config.own_code import OwnFile
 from hpcfl.data import bundled, torchvision_datasets
 from hpcfl.data.arrays import OF_MNIST, Arrays, Channels, arrays_of

@@ -21,7 +21,7 @@ from torch import Tensor
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.messages import Cohort, Message
 from hpcfl.communication.network import Load
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.partitions import ClientIndices
 from hpcfl.machine import peak_bytes

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpcfl.config import Config, differences
+from hpcfl.config.keys import Config
+from hpcfl.config.load import differences
 from hpcfl.errors import UserError
 from hpcfl.formatting import aligned, half_width
 from hpcfl.results.run import Run, scored_when

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcfl.communication.messages import BUFFERS, Message
-from hpcfl.config import Config
-from hpcfl.config.keys import Layout
+from hpcfl.config.keys import Config, Layout
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.npz import as_pixels, as_tokens
 from hpcfl.data.partitions import ClientIndices

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from hpcfl.config import ENVIRONMENT, Config
-from hpcfl.config.keys import Layout
+from hpcfl.config.keys import ENVIRONMENT, Config, Layout
 from hpcfl.config.own_code import allow
 from hpcfl.errors import UserError, printable
 from hpcfl.methods import METHODS

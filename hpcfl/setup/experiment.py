@@ -12,7 +12,7 @@ from torch import nn
 
 from hpcfl.communication.communicator import Communicator
 from hpcfl.communication.sharded import ShardedRows
-from hpcfl.config import Config, DataConfig, RunConfig, TrainConfig
+from hpcfl.config.keys import Config, DataConfig, RunConfig, TrainConfig
 from hpcfl.data.arrays import Arrays
 from hpcfl.data.label_noise import LabelNoise
 from hpcfl.data.partition_request import Request, Split

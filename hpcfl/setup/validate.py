@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from hpcfl.communication.communicator import Communicator
-from hpcfl.config import Config
+from hpcfl.config.keys import Config
 from hpcfl.errors import UserError
 from hpcfl.machine import memory_bytes
 from hpcfl.methods import Method

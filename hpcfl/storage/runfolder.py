@@ -17,7 +17,8 @@ import numpy as np
 import yaml
 
 from hpcfl import __version__
-from hpcfl.config import ENVIRONMENT, Config, differences
+from hpcfl.config.keys import ENVIRONMENT, Config
+from hpcfl.config.load import differences
 from hpcfl.data.bundled import digest_of_topics
 from hpcfl.errors import StorageError, UserError, one_line
 from hpcfl.machine import package_versions, processor

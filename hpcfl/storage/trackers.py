@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcfl.config import Config, flatten
+from hpcfl.config.keys import Config, flatten
 from hpcfl.errors import UserError, one_line
 from hpcfl.storage.ledger import Ledger
 

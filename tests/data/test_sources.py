@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from processes import run_tree
 
-from hpcfl.config import DataConfig
+from hpcfl.config.keys import DataConfig
 from hpcfl.data.sources import SOURCES, fetch, read_source, subset_fraction, subset_per_class
 from hpcfl.errors import UserError
 from hpcfl.samples import SampleType

@@ -11,7 +11,7 @@ import yaml
 
 from hpcfl.communication.messages import Cohort
 from hpcfl.communication.traffic import Traffic
-from hpcfl.config import ENVIRONMENT
+from hpcfl.config.keys import ENVIRONMENT
 from hpcfl.registries import load_config
 from hpcfl.samples import SampleType
 from hpcfl.storage.checkpoint import CheckpointStore

@@ -36,7 +36,8 @@ from mutations import (
 from PIL import Image
 
 from hpcfl import load_run
-from hpcfl.config import DataConfig, own_code
+from hpcfl.config import own_code
+from hpcfl.config.keys import DataConfig
 from hpcfl.data.client_files import read_leaf, read_pfllib
 from hpcfl.data.csv_tables import read_table
 from hpcfl.data.domains import read_domains

@@ -15,7 +15,7 @@ from harness import SMALL, UNEQUAL, Run
 from processes import Mpirun
 
 from hpcfl.communication.messages import Message
-from hpcfl.config import PrivacyConfig
+from hpcfl.config.keys import PrivacyConfig
 from hpcfl.errors import UserError
 from hpcfl.methods import METHODS
 from hpcfl.methods.adapter import MethodAdapter
